@@ -186,6 +186,14 @@ RECIPES = (
         "It is for exactly on-policy training.",
     ),
     Recipe(
+        "GDPO",
+        "algorithm=grpo data=arithmetic algorithm.advantage_estimator=group_decoupled "
+        "'reward.functions=[{name: exact_match}, {name: length_penalty, weight: 0.5, kwargs: {max_tokens: 32}}]' "
+        f"{_NO_KL}",
+        "[2601.05242](https://arxiv.org/abs/2601.05242). The scores of each reward function are normalised within the "
+        "group before they are added up, so that each has the influence of its weight.",
+    ),
+    Recipe(
         "RLOO",
         "algorithm=grpo data=arithmetic "
         "algorithm.leave_one_out=true algorithm.normalize_std=false loss.disable_ppo_ratio=true "
@@ -289,6 +297,11 @@ TRL = (
         "`GMPOConfig`, `epsilon`, `epsilon_high`",
         "`use_gmpo: true`, `token_level_loss: false`, `ratio_clip_min`, `ratio_clip_max`",
         "equal",
+    ),
+    (
+        '`multi_objective_aggregation="normalize_then_sum"`',
+        "`algorithm.advantage_estimator: group_decoupled`",
+        "equal; TRL adds 1e-4 to deviations, and here it is 1e-6 in the group and 1e-8 in the batch",
     ),
     (
         "`beta`",

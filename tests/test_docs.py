@@ -131,7 +131,7 @@ def test_a_surrogate_has_a_gradient_at_the_ratios_of_its_paper(name, upwards, do
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_loads_and_its_loss_suits_its_algorithm(name):
-    stage = load_config(RECIPES[name].overrides.split()).first
+    stage = load_config(shlex.split(RECIPES[name].overrides)).first
     preflight.check_loss(stage)
     loss = configured_loss(stage.loss)
     assert loss.group_size == (2 if name in PAIRS else 1)

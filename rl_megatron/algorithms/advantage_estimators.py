@@ -14,6 +14,9 @@ of a sequence corresponds to token t:
   unless algorithm.recompute_logprobs is never.
 - ranks: the data-parallel ranks that share the step's samples (`RankReduction`), with sums, extremes and moments over
   all of them. In a single process it has the values of this process.
+- component_rewards: the score of each reward function for each sample, {name: [B]}, before its weight and NaN where it
+  gave none. The rewards of an environment have the name "environment".
+- component_weights: the weight of each of them, {name: number}.
 - leave_one_out, normalize_std: these keys of the algorithm section.
 
 A function of rewards and group_size alone gets those of all samples. One that takes `ranks` gets the samples that one
@@ -23,7 +26,7 @@ whole batch has to be reduced with `ranks`. Any other function of a user's own g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +35,7 @@ from torch import Tensor
 
 from rl_megatron import log
 from rl_megatron.algorithms.advantages import (
+    group_decoupled,
     group_relative,
     optimal_baseline,
     reinforce_plus_plus,
@@ -54,9 +58,10 @@ from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.importing import raised
 from rl_megatron.config.registry import Registry
+from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
-from rl_megatron.rollouts.batch import TURN
+from rl_megatron.rollouts.batch import COMPONENT, TURN
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none
 from rl_megatron.topology.reductions import RankReduction
@@ -113,24 +118,41 @@ def _optimal_baseline(
     return optimal_baseline(rewards, group_size, token_mask)
 
 
+@register_advantage("group_decoupled")
+def _group_decoupled(
+    component_rewards: Mapping[str, Float[Tensor, " batch"]],
+    component_weights: Mapping[str, float],
+    group_size: int,
+    ranks: RankReduction,
+) -> Float[Tensor, " batch"]:
+    weights = torch.tensor([component_weights[name] for name in component_rewards])
+    return group_decoupled(torch.stack(list(component_rewards.values()), 1), weights, group_size, ranks)
+
+
 class AdvantagesFailed(RuntimeError):
     """A user's advantage estimator failed in a step."""
 
 
 def estimated_advantages(
-    rollouts: Rollouts, algorithm: GRPOConfig, loss_fn: LossFunction
+    rollouts: Rollouts, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None = None
 ) -> Float[Tensor, "batch sequence"]:
     """Return the advantages [B, S] that the configured estimator gives the rollouts, 0 at tokens that do not count.
 
     Of a sharded batch, it returns those of this rank's sequences. Collective, because a user's function may fail on
     some ranks only.
 
+    Args:
+        rollouts: The rollouts.
+        algorithm: The settings that choose the estimator.
+        loss_fn: The policy's loss, which says whether rewards have a KL penalty.
+        reward: The section `reward`, which has the weights of the reward functions; None: all are 1.
+
     Raises:
         AdvantagesFailed: The user's function raised an error, or its result has another shape or is not finite. It is
             raised on every rank.
     """
     try:
-        return on_all_or_none(lambda: _estimated_advantages(rollouts, algorithm, loss_fn))
+        return on_all_or_none(lambda: _estimated_advantages(rollouts, algorithm, loss_fn, reward))
     except ConfigError as error:
         raise AdvantagesFailed(f"the advantage estimator failed: {error}") from error
 
@@ -153,20 +175,27 @@ def _turns(
     return torch.where(mask != 0, numbers, -1)
 
 
+def _components(rollouts: BatchedDataDict, index: TrajectoryIndex) -> dict[str, Float[Tensor, " trajectory"]]:
+    """Return the scores of trajectories by the name of the reward function."""
+    keys = [key for key in rollouts if key.startswith(COMPONENT)]
+    return {key.removeprefix(COMPONENT): index.of_first(rollouts[key]) for key in keys}
+
+
 def _estimated_advantages(
-    rollouts: Rollouts, algorithm: GRPOConfig, loss_fn: LossFunction
+    rollouts: Rollouts, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None
 ) -> Float[Tensor, "batch sequence"]:
     name = algorithm.advantage_estimator
     parameters, where = estimator_parameters(name), f"algorithm.advantage_estimator={name}"
     if isinstance(rollouts, ShardedBatch) and takes_all_samples(parameters):
         return _of_all_samples(rollouts, algorithm, parameters, where)
     if isinstance(rollouts, ShardedBatch) and takes_whole_batch(parameters, name) and rollouts.owners is not None:
-        return _of_whole_batch(rollouts, algorithm, loss_fn)
+        return _of_whole_batch(rollouts, algorithm, loss_fn, reward)
     own = rollouts.own if isinstance(rollouts, ShardedBatch) else rollouts
     if not own.size and "ranks" not in parameters:  # a function with `ranks` takes part without samples
         return torch.zeros(own["token_mask"].shape)
     index = TrajectoryIndex(own)
     mask = index.joined(own["token_mask"])
+    weights = {} if reward is None else {function.shown_name: function.weight for function in reward.functions}
     available = {
         "rewards": lambda: index.of_first(own["rewards"]),
         "group_size": lambda: algorithm.samples_per_prompt,
@@ -175,6 +204,8 @@ def _estimated_advantages(
         "turns": lambda: _turns(own, index, mask),
         "rollouts": lambda: own,
         "ranks": lambda: ranks_of(rollouts),
+        "component_rewards": lambda: _components(own, index),
+        "component_weights": lambda: {name: weights.get(name, 1.0) for name in _components(own, index)},
     }
     if "rollouts" in parameters and not index.all_alone:
         raise ConfigError(
@@ -189,7 +220,7 @@ def _estimated_advantages(
 
 
 def _of_whole_batch(
-    rollouts: ShardedBatch, algorithm: GRPOConfig, loss_fn: LossFunction
+    rollouts: ShardedBatch, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None
 ) -> Float[Tensor, "batch sequence"]:
     """Return the advantages of this rank's sequences, which rank 0 has computed from the whole batch. Collective."""
     log.once(
@@ -200,7 +231,7 @@ def _of_whole_batch(
     failure, advantages = None, BatchedDataDict()
     if every.size:
         try:
-            advantages["advantages"] = _estimated_advantages(every, algorithm, loss_fn).float()
+            advantages["advantages"] = _estimated_advantages(every, algorithm, loss_fn, reward).float()
         except ConfigError as error:  # the other ranks wait for the advantages
             failure = str(error)
     failure = from_rank0(failure)

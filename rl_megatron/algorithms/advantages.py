@@ -195,6 +195,34 @@ def reinforce_plus_plus_baseline(
     return whiten(centred[:, None].expand(mask.shape), mask, ranks)
 
 
+def group_decoupled(
+    scores: Float[Tensor, "samples functions"],
+    weights: Float[Tensor, " functions"],
+    group_size: int,
+    ranks: RankReduction = ALONE,
+) -> Float[Tensor, " samples"]:
+    """Return whiten(Σ_k w_k·(r_ik − mean_k) / (σ_k + ε)), with the mean and deviation of each function in the group.
+
+    Every function thus has the influence of its weight, however large its scores are. A score that is NaN is left out;
+    a sample without scores gets 0, and so does a group in which the scores of every function are equal, before the
+    whitening over the samples of the whole batch. Collective over the ranks that share the batch.
+
+    Shapes: scores is [num_groups · group_size, K], with groups contiguous; weights is [K]; the result is [B] fp32.
+    Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization" (arXiv:2601.05242).
+    """
+    groups = scores.view(-1, group_size, scores.shape[1])
+    given = ~groups.isnan()
+    count = given.sum(1, keepdim=True)
+    mean = torch.where(given, groups, 0.0).sum(1, keepdim=True) / count.clamp(min=1)
+    centred = torch.where(given, groups - mean, 0.0)
+    deviation = ((centred**2).sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+    least = torch.where(given, groups, torch.inf).amin(1, keepdim=True)
+    most = torch.where(given, groups, -torch.inf).amax(1, keepdim=True)
+    normalised = torch.where(most > least, centred / (deviation + _EPSILON), 0.0)
+    counts = given.any(2).view(-1, 1)
+    return whiten((normalised * weights).sum(2).view(-1, 1), counts, ranks)[:, 0]
+
+
 def optimal_baseline(
     rewards: Real[Tensor, " samples"], group_size: int, mask: Shaped[Tensor, "samples sequence"]
 ) -> Float[Tensor, " samples"]:

@@ -66,7 +66,9 @@ class AsyncSampler:
         stage.use_loader(self._prompts.loader)
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
         of_all = replace(config.rollout, save_every=1, save_prompts=None)
-        self._record = RolloutRecord(of_all, stage.rollout_files, stage.tokenizer, self._group_size)
+        self._record = RolloutRecord(
+            of_all, stage.rollout_files, stage.tokenizer, self._group_size, with_components=algorithm.reads_components
+        )
         self._log = RolloutLog(stage.rollout_files)
         topology = stage.policy.topology
         self._ranks = ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)

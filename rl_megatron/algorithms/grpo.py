@@ -51,7 +51,7 @@ def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
             rollouts, stage.policy, recompute=recompute, reference=reference, from_engine=from_engine
         )
         with stage.timer.phase("advantages"):
-            rollouts["advantages"] = estimated_advantages(rollouts, algorithm, loss_fn)
+            rollouts["advantages"] = estimated_advantages(rollouts, algorithm, loss_fn, stage.config.reward)
             seed = seed_of_batch(stage.config.train.seed, stage.batch_number(step))
             rollouts = with_covariance_mask(rollouts, loss_fn, seed)
         sampler.keep(step, rollouts)

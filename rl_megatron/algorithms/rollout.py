@@ -114,7 +114,10 @@ class Sampler:
         stage.keep("sampler", self)
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
         self._store = TensorStore(config.rollout.max_host_bytes, config.rollout.disk_directory)
-        self._record = RolloutRecord(config.rollout, stage.rollout_files, stage.tokenizer, self._per_prompt)
+        self._record = RolloutRecord(
+            config.rollout, stage.rollout_files, stage.tokenizer, self._per_prompt,
+            with_components=algorithm.reads_components,
+        )  # fmt: skip
 
     def collect(self, step: int) -> tuple[ShardedBatch, dict[str, float]]:
         """Return (the rollouts that the step learns from, statistics of all sampled rollouts).

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rollouts.batch import COMPONENT
 from rl_megatron.rollouts.files import KEPT, Draw, batch_of, read_rows, rollout_file, rows, write_rows
 from rl_megatron.rollouts.rollout_log import LoggedStep, RolloutLog
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
@@ -36,7 +38,15 @@ class RolloutRecord:
     Other ranks know their order.
     """
 
-    def __init__(self, config: TrajectoryConfig, directory: Path, tokenizer: Tokenizer, samples_per_prompt: int):
+    def __init__(
+        self,
+        config: TrajectoryConfig,
+        directory: Path,
+        tokenizer: Tokenizer,
+        samples_per_prompt: int,
+        *,
+        with_components: bool = False,
+    ):
         """Start without rollouts.
 
         Args:
@@ -44,7 +54,9 @@ class RolloutRecord:
             directory: Where files are written.
             tokenizer: What decodes tokens.
             samples_per_prompt: How many trajectories in a row belong to one prompt.
+            with_components: Whether rollouts have the scores of each reward function.
         """
+        self._with_components = with_components
         self._config, self._directory, self._tokenizer = config, directory, tokenizer
         self._samples_per_prompt = samples_per_prompt
         self._draws: list[Draw] = []
@@ -70,7 +82,7 @@ class RolloutRecord:
         path = rollout_file(Path(str(self._config.replay)), step)
         if self._replayed[0] != step:
             of_step = groupby(read_rows(path), key=lambda row: row["round"])
-            self._replayed = step, {number: batch_of(list(of_round)) for number, of_round in of_step}
+            self._replayed = step, {number: self._batch_of(list(of_round)) for number, of_round in of_step}
         batch = self._replayed[1].get(round_)
         size = 0 if batch is None else TrajectoryIndex(batch).num_trajectories
         if batch is None or size != num_trajectories:
@@ -80,6 +92,9 @@ class RolloutRecord:
                 "samples_per_prompt, and with rollout.save_prompts=null"
             )
         return batch
+
+    def _batch_of(self, read: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
+        return batch_of(read, with_components=self._with_components)
 
     def logged_metrics(self, step: int) -> dict[str, float]:
         """Return what the log of a replayed asynchronous run says of a step; empty without such a log."""
@@ -99,7 +114,7 @@ class RolloutRecord:
 
         def read() -> BatchedDataDict:
             rows_of_step = read_rows(rollout_file(self._directory, step))
-            return batch_of([row for row in rows_of_step if row["round"] == round_])
+            return self._batch_of([row for row in rows_of_step if row["round"] == round_])
 
         return on_all_or_none(lambda: read() if _leads() else None)
 
@@ -111,7 +126,7 @@ class RolloutRecord:
             return
         if round_ == 0:
             self._draws, self._num_drawn = [], 0
-        unknown = sorted(rollouts.columns.keys() - KEPT)
+        unknown = sorted(key for key in rollouts.columns.keys() - KEPT if not key.startswith(COMPONENT))
         if unknown:
             log.once(f"files of rollouts have no columns for {', '.join(unknown)}, which a replay will lack")
         rollouts.facts[ORDER] = torch.arange(self._num_drawn, self._num_drawn + rollouts.size, dtype=torch.int32)

@@ -35,6 +35,7 @@ from rl_megatron.checkpoint.directory import check_head, complete_checkpoints, p
 from rl_megatron.checkpoint.lock import OutputLock
 from rl_megatron.checkpoint.rerun import earlier_run, recorded_config, weights_source
 from rl_megatron.checkpoint.save import SaveFailed
+from rl_megatron.config.algorithms import RolloutConfig
 from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -292,7 +293,8 @@ def _run_stage(
     models = RewardModels(config, layout, tokenizer, lambda stage: complete_checkpoints(directory.parent / stage)[-1])
     scorer = Scorer(config.reward, lambda: build_source(config).task(), models=models.of(config.reward))
     runner = build_runner(config, tokenizer, layout)
-    rollouts = ScoredRollouts(runner, scorer, tokenizer)
+    components = isinstance(settings, RolloutConfig) and settings.reads_components
+    rollouts = ScoredRollouts(runner, scorer, tokenizer, with_components=components)
     evaluation = build_evaluation(config, tokenizer).made_by(rollouts)
     meter = StepMeter(layout, config.precision)
     profiles = metrics_logger.output_dir / "profiles" / name

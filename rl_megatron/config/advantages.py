@@ -15,7 +15,10 @@ from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.import_strings import is_import_string, load_object
 from rl_megatron.config.registry import Registry
 
-GIVEN = ("rewards", "group_size", "token_mask", "token_rewards", "turns", "rollouts", "ranks")
+GIVEN = (
+    "rewards", "group_size", "token_mask", "token_rewards", "turns", "rollouts", "ranks", "component_rewards",
+    "component_weights",
+)  # fmt: skip
 OPTIONS = {"leave_one_out": False, "normalize_std": True}  # keys of the algorithm section, with their defaults
 
 ESTIMATORS: Registry[frozenset[str]] = Registry("advantage estimator")  # the names of the parameters of each
@@ -24,6 +27,7 @@ ESTIMATORS.register("group_relative_turns")(frozenset({"token_rewards", "turns",
 ESTIMATORS.register("group_relative_steps")(frozenset({"token_rewards", "turns", "group_size", "normalize_std"}))
 ESTIMATORS.register("reinforce_plus_plus")(frozenset({"token_rewards", "token_mask", "ranks"}))
 ESTIMATORS.register("reinforce_plus_plus_baseline")(frozenset({"rewards", "group_size", "token_mask", "ranks"}))
+ESTIMATORS.register("group_decoupled")(frozenset({"component_rewards", "component_weights", "group_size", "ranks"}))
 ESTIMATORS.register("optimal_baseline")(frozenset({"rewards", "group_size", "token_mask"}))
 
 _OF_GROUPS = ("optimal_baseline", "group_relative_turns", "group_relative_steps")

@@ -73,6 +73,11 @@ class RolloutConfig(AlgorithmConfig):
         """Return whether groups whose rewards are all equal are dropped, and other prompts sampled instead."""
         return False
 
+    @property
+    def reads_components(self) -> bool:
+        """Return whether the algorithm reads the scores of each reward function, and not their sum alone."""
+        return False
+
     def prompts_of_all_steps(self, train: TrainConfig) -> int:
         """Return how many prompts the stage draws at most."""
         return train.steps * self.rounds_per_step * self.prompts_per_step
@@ -270,6 +275,7 @@ class GRPOConfig(PolicyGradientConfig):
     # of each token with the mean of the whole batch. With loss.use_kl_in_reward, the KL is subtracted from the rewards
     # of tokens, which these three use. reinforce_plus_plus_baseline: subtract the mean of the group, and scale by the
     # deviation of the whole batch. optimal_baseline: compare with the group's mean, weighted by length (OPO).
+    # group_decoupled: compare the scores of each reward function within the group, and then add them up (GDPO).
     # file.py:name or package.module:name: your own function.
     advantage_estimator: Annotated[str, AfterValidator(known_estimator)] = "group_relative"
     # group_relative and group_relative_turns: compare with the mean of the other samples of the group (RLOO).
@@ -287,6 +293,11 @@ class GRPOConfig(PolicyGradientConfig):
     def drops_equal_rewards(self) -> bool:
         """Return whether groups whose rewards are all equal are dropped, and other prompts sampled instead."""
         return self.dynamic_sampling
+
+    @property
+    def reads_components(self) -> bool:
+        """Return whether the advantage estimator reads the scores of each reward function."""
+        return bool(estimator_parameters(self.advantage_estimator) & {"component_rewards", "component_weights"})
 
     def optimizer_steps(self, train: TrainConfig) -> int:
         """Return how many optimizer steps the policy takes."""

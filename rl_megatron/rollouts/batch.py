@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -18,6 +18,28 @@ from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
 # turn [B, S] int64, the number of the turn within its trajectory at sampled tokens and -1 elsewhere, and
 # turn_rewards [B, S] fp32, the reward of the environment for a turn at its last token.
 TRAJECTORY, TURN, TURN_REWARDS = "trajectory", "turn", "turn_rewards"
+
+# Keys with this beginning and the name of a reward function, [B] fp32, are its scores; NaN where it gave none. The
+# rewards of an environment have the name `environment`. Batches have these keys if an advantage estimator reads them.
+COMPONENT, ENVIRONMENT = "component_reward.", "environment"
+
+
+def component_keys(
+    scores: Mapping[str, Sequence[float | None]], counts: torch.Tensor, has_turns: bool
+) -> dict[str, torch.Tensor]:
+    """Return the keys of a batch with the scores of each reward function, [N] fp32.
+
+    Args:
+        scores: The score of each trajectory by the name of the function; None where it gave none.
+        counts: [N] bool. Which trajectories count; others have no scores.
+        has_turns: Whether an environment may give rewards, which are 0 if it gave none.
+    """
+    nothing = {ENVIRONMENT: [0.0] * len(counts)} if has_turns else {}
+    keys = {}
+    for name, values in {**nothing, **scores}.items():
+        given = torch.tensor([torch.nan if value is None else value for value in values], dtype=torch.float32)
+        keys[COMPONENT + name] = torch.where(counts, given, torch.nan)
+    return keys
 
 
 def trajectory_batch(

@@ -11,7 +11,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.rollouts.batch import TRAJECTORY, TURN, TURN_REWARDS
+from rl_megatron.rollouts.batch import TRAJECTORY, TURN, TURN_REWARDS, component_keys
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 
 # Columns that are a number of each trajectory: (the column, the key of the batch, the type of both).
@@ -187,8 +187,13 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str
         raise ConfigError(f"{path} cannot be read as a file of rollouts: {error}") from error
 
 
-def batch_of(read: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
-    """Return the rollouts of the rows of one round, equal to the bit to those that were written."""
+def batch_of(read: Sequence[Mapping[str, Any]], *, with_components: bool = False) -> BatchedDataDict:
+    """Return the rollouts of the rows of one round, equal to the bit to those that were written.
+
+    Args:
+        read: The rows.
+        with_components: Whether they had the scores of each reward function.
+    """
     lengths = torch.tensor([len(row["ids"]) for row in read])
     columns = torch.arange(int(lengths.max()))
     within = columns < lengths[:, None]
@@ -212,6 +217,10 @@ def batch_of(read: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
         batch |= _keys_of_turns(read, within.shape)
     if any(row["experts"] is not None for row in read):
         batch[ROUTED_EXPERTS] = _experts(read, len(columns))
+    if with_components:
+        of_rows = [{each["component"]: each["value"] for each in row["rewards"]} for row in read]
+        scores = {name: [of_row.get(name) for of_row in of_rows] for name in dict.fromkeys(chain(*of_rows))}
+        batch |= component_keys(scores, batch["sample_mask"] != 0, TURN in batch)
     return batch
 
 

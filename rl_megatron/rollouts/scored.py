@@ -17,7 +17,7 @@ from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.samples import Sample
 from rl_megatron.rewards.scorer import Scorer
-from rl_megatron.rollouts.batch import trajectory_batch
+from rl_megatron.rollouts.batch import ENVIRONMENT, component_keys, trajectory_batch
 from rl_megatron.rollouts.rounds import RolloutTask, TaskResult
 from rl_megatron.rollouts.runner import RolloutFailed, RolloutRunner
 from rl_megatron.rollouts.tools.toolbox import COUNTS
@@ -45,6 +45,9 @@ class Scores:
         metrics = RewardMetrics()
         for part in parts:
             metrics.add(part.metrics)
+        for name in metrics.scores:  # an environment gives rewards in some parts only
+            of_parts = [part.metrics.scores.get(name) or [None] * len(part.samples) for part in parts]
+            metrics.scores[name] = [score for of_part in of_parts for score in of_part]
         samples = [sample for part in parts for sample in part.samples]
         return cls(samples, torch.cat([part.rewards for part in parts]), metrics)
 
@@ -77,15 +80,17 @@ class ScoredRollouts:
         runner: Runs the worker.
     """
 
-    def __init__(self, runner: RolloutRunner, scorer: Scorer, tokenizer: Tokenizer):
+    def __init__(self, runner: RolloutRunner, scorer: Scorer, tokenizer: Tokenizer, *, with_components: bool = False):
         """Keep the parts, which belong to the caller.
 
         Args:
             runner: Runs the worker.
             scorer: Scores what the worker makes.
             tokenizer: The run's tokenizer.
+            with_components: Whether batches get the scores of each reward function (`rollouts.batch.COMPONENT`).
         """
         self.runner, self._scorer, self._tokenizer = runner, scorer, tokenizer
+        self._with_components = with_components
 
     def start(self) -> None:
         """Start processes that the first trajectories will need, without waiting for them. Collective."""
@@ -121,7 +126,9 @@ class ScoredRollouts:
         batch = self.runner.on_rank_0(lambda: self._batch(prompts, results, sampling))
         with phase("reward"):
             scores = self.score(prompts, results, self._scorer)
-        return self.runner.on_rank_0(lambda: _with_rewards(cast(BatchedDataDict, batch), results, scores, group_size))
+        return self.runner.on_rank_0(
+            lambda: self._with_rewards(cast(BatchedDataDict, batch), results, scores, group_size)
+        )
 
     def score(self, prompts: Sequence[EncodedPrompt], results: Sequence[TaskResult], scorer: Scorer) -> Scores:
         """Return the scores of the trajectories of prompts. Collective, unless the scorer is alone.
@@ -151,7 +158,7 @@ class ScoredRollouts:
             RolloutFailed: All trajectories failed.
             NonFiniteLoss: Logits were NaN or infinite.
         """
-        return _with_rewards(self._batch(prompts, results, sampling), results, scores, group_size)
+        return self._with_rewards(self._batch(prompts, results, sampling), results, scores, group_size)
 
     def _batch(
         self, prompts: Sequence[EncodedPrompt], results: Sequence[TaskResult], sampling: Sampling
@@ -181,6 +188,30 @@ class ScoredRollouts:
             list(last.ids[: last.turns[-1].end]) if with_ids else (),
         )  # fmt: skip
 
+    def _with_rewards(
+        self, batch: BatchedDataDict, results: Sequence[TaskResult], scores: Scores, group_size: int
+    ) -> Scored:
+        """Return a batch with rewards, in which nothing is learned from the group of a trajectory that has failed."""
+        trajectories = [_trajectory(result) for result in results]
+        made = torch.tensor([each is not None for each in trajectories])
+        whole = made.view(-1, group_size).all(1).repeat_interleave(group_size)
+        if not whole.any():
+            first = next(result.failure for result in results if not result.trajectories)
+            raise RolloutFailed(f"every group has a trajectory that failed, so nothing is left to learn from: {first}")
+        index = TrajectoryIndex(batch)
+        if not whole.all():
+            for key in ("sample_mask", "token_mask"):
+                batch[key][~index.spread(whole)] = 0.0
+        batch["rewards"] = index.spread(torch.where(whole, scores.rewards, 0.0))
+        if self._with_components:
+            components = component_keys(scores.metrics.scores, whole, self.runner.makes_turns)
+            batch |= {key: index.spread(values) for key, values in components.items()}
+        num_sampled = [
+            0 if each is None else sum(len(turn.completion.ids) for turn in each.turns) for each in trajectories
+        ]
+        num_failed = len(trajectories) - int(made.sum())
+        return Scored(batch, scores.samples, scores.rewards, num_sampled, scores.metrics, num_failed)
+
 
 def tasks_of(prompts: Sequence[EncodedPrompt], seed: int, first: int = 0) -> list[RolloutTask]:
     """Return the tasks of prompts.
@@ -200,24 +231,6 @@ def _trajectory(result: TaskResult) -> Trajectory | None:
     return result.trajectories[0] if result.trajectories else None
 
 
-def _with_rewards(batch: BatchedDataDict, results: Sequence[TaskResult], scores: Scores, group_size: int) -> Scored:
-    """Return a batch with rewards, in which nothing is learned from the group of a trajectory that has failed."""
-    trajectories = [_trajectory(result) for result in results]
-    made = torch.tensor([each is not None for each in trajectories])
-    whole = made.view(-1, group_size).all(1).repeat_interleave(group_size)
-    if not whole.any():
-        first = next(result.failure for result in results if not result.trajectories)
-        raise RolloutFailed(f"every group has a trajectory that failed, so nothing is left to learn from: {first}")
-    index = TrajectoryIndex(batch)
-    if not whole.all():
-        for key in ("sample_mask", "token_mask"):
-            batch[key][~index.spread(whole)] = 0.0
-    batch["rewards"] = index.spread(torch.where(whole, scores.rewards, 0.0))
-    num_sampled = [0 if each is None else sum(len(turn.completion.ids) for turn in each.turns) for each in trajectories]
-    num_failed = len(trajectories) - int(made.sum())
-    return Scored(batch, scores.samples, scores.rewards, num_sampled, scores.metrics, num_failed)
-
-
 def _scored(scorer: Scorer, samples: Sequence[Sample], made: torch.Tensor) -> tuple[torch.Tensor, RewardMetrics]:
     """Return the rewards of samples, 0 of those that were not made, and the metrics of reward functions."""
     there = [sample for sample, is_made in zip(samples, made.tolist(), strict=True) if is_made]
@@ -225,7 +238,7 @@ def _scored(scorer: Scorer, samples: Sequence[Sample], made: torch.Tensor) -> tu
     given = torch.tensor([sample.environment_reward for sample in there])
     if given.any():
         scored = scored + given
-        metrics.scores["environment"] = given.tolist()
+        metrics.scores[ENVIRONMENT] = given.tolist()
     if made.all():
         return scored, metrics
     for label, scores in metrics.scores.items():

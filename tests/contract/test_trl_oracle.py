@@ -6,15 +6,19 @@ the docstrings say.
 
 from __future__ import annotations
 
+import ast
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
+from trl.trainer import grpo_trainer
 from trl.trainer.distillation_trainer import _chunked_divergence_loss
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
+from rl_megatron.algorithms.advantages import group_decoupled
 from rl_megatron.losses import build_loss
 from rl_megatron.losses.functional import kl_penalty, truncated_weights
 from tests.contract.loss_cases import VOCAB
@@ -240,6 +244,36 @@ def test_rloo_follows_the_sum_over_tokens(rollouts):
     sums = NO_KL | {"disable_ppo_ratio": True, "fixed_sequence_length": 1}
     _, (mine, _), _ = ours((batch, logprobs, entropy), sums)
     torch.testing.assert_close(mine, theirs, **EXACT)
+
+
+def trl_advantages(scores, weights, group_size):
+    """Run the branch of GRPOTrainer for multi_objective_aggregation="normalize_then_sum"."""
+    module = ast.parse(inspect.getsource(grpo_trainer))
+    body = next(
+        node.body
+        for node in ast.walk(module)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("aggregation == 'normalize_then_sum'")
+        and any(isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "advantages" for each in node.body)
+    )  # fmt: skip
+    names = vars(grpo_trainer) | {
+        "self": SimpleNamespace(reward_weights=weights, reward_funcs=range(len(weights))), "device": "cpu",
+        "rewards_per_func": scores, "num_generations": group_size, "unscorable_mask": scores.isnan().all(1),
+    }  # fmt: skip
+    exec(compile(ast.Module(body, []), "grpo_trainer", "exec"), names)
+    return names["advantages"].nan_to_num(0.0)
+
+
+def test_group_decoupled_advantages_coincide():
+    """Scores and weights are large, so that TRL's ε of 1e-4 and ours of 1e-6 are both negligible."""
+    generator = torch.Generator().manual_seed(0)
+    scores = 1e4 * torch.randn(12, 3, generator=generator)
+    scores[2, 0] = scores[5, 1] = torch.nan
+    scores[7] = torch.nan
+    scores[8:, 2] = 5e3  # equal in one group
+    weights = 1e5 * torch.tensor([1.0, 0.3, 2.0])
+    theirs = trl_advantages(scores, weights, 4)
+    assert theirs[7] == 0 and theirs.std() > 0.5
+    torch.testing.assert_close(group_decoupled(scores, weights, 4), theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kl_type", "beta"), [("forward", 0.0), ("reverse", 1.0)])

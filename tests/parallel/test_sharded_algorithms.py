@@ -28,7 +28,14 @@ LAYOUTS = {
     "data 2 context 2": (4, {"context": 2}),
 }
 OWN = f"{Path(__file__).with_name('own_estimator.py')}:over_the_batch"
-ESTIMATORS = ["group_relative", "group_relative_turns", "reinforce_plus_plus", "reinforce_plus_plus_baseline", OWN]
+ESTIMATORS = [
+    "group_relative",
+    "group_relative_turns",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "group_decoupled",
+    OWN,
+]
 
 
 def rollouts(policy, everywhere: bool):
@@ -36,6 +43,8 @@ def rollouts(policy, everywhere: bool):
     batch = whole_batch()
     del batch["advantages"]
     batch["rewards"][batch["trajectory"] < 2] = 1.0  # the first group is equal
+    for power in (2, 3):
+        batch[f"component_reward.{power}"] = (batch["trajectory"] + 0.7) ** power % 5
     parts = [as_produced(batch, policy, everywhere) for _ in range(2)]
     return join([keep_informative(part, 2) for part in parts], 8), statistics(join(parts, 16), 2)
 

@@ -91,3 +91,20 @@ def test_a_wrong_result_is_named_and_ends_the_run_with_status_1(estimator, rollo
     with pytest.raises(AdvantagesFailed, match=message):
         estimated_advantages(rollouts, mine, build_loss("clipped_pg"))
     assert AdvantagesFailed in FAILURES
+
+
+def test_a_function_gets_the_scores_of_each_reward_function_with_their_weights(estimator, rollouts):
+    code = """
+def mine(component_rewards, component_weights):
+    return sum(component_weights[name] * scores for name, scores in component_rewards.items())
+"""
+    functions = "reward.functions=[{name: exact_match, label: exact, weight: 0.5}]"
+    config = load_config(["algorithm=grpo", functions]).first
+    rollouts |= {
+        "component_reward.exact": torch.tensor([2.0, 4.0, 0.0, 8.0]),
+        "component_reward.environment": torch.tensor([0.0, 1.0, 0.0, 0.0]),
+    }
+    mine = estimator(code)
+    assert mine.reads_components and not config.algorithm.reads_components
+    found = estimated_advantages(rollouts, mine, build_loss("clipped_pg"), config.reward)
+    assert torch.equal(found, torch.tensor([1.0, 3.0, 0.0, 4.0])[:, None] * rollouts["token_mask"])

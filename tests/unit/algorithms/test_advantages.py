@@ -7,6 +7,7 @@ import torch
 
 from rl_megatron.algorithms.advantages import (
     generalized_advantages,
+    group_decoupled,
     group_relative,
     informative_groups,
     optimal_baseline,
@@ -265,3 +266,27 @@ def test_reinforce_plus_plus_baseline_whitens_differences_from_the_groups_over_a
     deviation = math.sqrt(sum((value - mean) ** 2 for value in tokens) / (len(tokens) - 1))
     wanted = torch.tensor([(value - mean) / deviation for value in centred])[:, None] * SAMPLED
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_rewards_are_normalised_one_by_one_before_they_are_added_up():
+    """The second function's scores are a thousand times larger, and its weight decides alone."""
+    scores = torch.tensor([[1.0, 2000.0], [0.0, 5000.0], [0.0, 2000.0], [1.0, 1000.0]])
+    found = group_decoupled(scores, torch.tensor([1.0, 0.5]), 4)
+    summed = [0.0] * 4
+    for function, weight in ((0, 1.0), (1, 0.5)):
+        values = scores[:, function].tolist()
+        mean = sum(values) / 4
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / 3)
+        summed = [total + weight * (value - mean) / deviation for total, value in zip(summed, values, strict=True)]
+    deviation = math.sqrt(sum(total**2 for total in summed) / 3)
+    assert found.tolist() == pytest.approx([total / deviation for total in summed], rel=1e-4)
+
+
+def test_scores_that_are_missing_or_equal_add_nothing():
+    nan = math.nan
+    missing = torch.tensor([[1.0, nan], [0.0, nan], [nan, nan], [1.0, 7.0]])
+    found = group_decoupled(missing, torch.ones(2), 4)
+    assert found[2] == 0 and found[0] == found[3] > 0 > found[1]
+    equal = torch.full((4, 2), 0.1)
+    assert torch.equal(group_decoupled(equal, torch.ones(2), 4), torch.zeros(4))
+    assert torch.equal(group_decoupled(equal * nan, torch.ones(2), 4), torch.zeros(4))

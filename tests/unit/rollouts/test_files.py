@@ -36,6 +36,17 @@ def draw(experts=False):
     return Draw(2, batch, prompts, {"exact": [1.0, 0.5, None], "short": [None, None, 0.25]})
 
 
+def test_the_scores_of_reward_functions_come_back_if_they_are_asked_for(tmp_path):
+    drawn = draw()
+    drawn.rollouts["sample_mask"][1] = 0.0
+    back = batch_of(written(tmp_path, drawn, {}), with_components=True)
+    assert back.keys() - drawn.rollouts.keys() == {"component_reward.exact", "component_reward.short"}
+    nan = float("nan")
+    exact, short = (torch.tensor(values) for values in ([1.0, nan, nan], [nan, nan, 0.25]))
+    torch.testing.assert_close(back["component_reward.exact"], exact, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(back["component_reward.short"], short, rtol=0, atol=0, equal_nan=True)
+
+
 def draw_of_turns():
     """Two trajectories, of which the second one has two sequences."""
     drawn = draw()

@@ -21,7 +21,7 @@ from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts import runner
 from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
 from rl_megatron.rollouts.runner import RolloutFailed
-from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.rollouts.scored import ScoredRollouts, Scores
 from rl_megatron.rollouts.trajectory import Segment, TokensDiffer
 from rl_megatron.rollouts.worker import completion, loaded_worker
 from tests.unit.algorithms.fakes import Characters
@@ -306,6 +306,28 @@ def test_a_thousand_trajectories_with_faults_are_all_accounted_for():
     assert {number // 4 for number in failed} == set((~groups.any(1)).nonzero()[:, 0].tolist())
     assert batch["token_mask"][batch["sample_mask"] == 0].sum() == 0
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 500, "MiB"
+
+
+def test_batches_have_the_score_of_each_reward_function_if_they_are_asked_for():
+    results = run(completion, tasks := prompts(4), RandomTokens(range(1, 9)), TOKENIZER)
+    of_results = {"run": lambda *arguments: results, "on_rank_0": lambda make: make()}
+    runner = SimpleNamespace(makes_turns=True, leads=True, **of_results)
+    metrics = RewardMetrics({"exact": [1.0, None, 0.5, 0.0]})
+    scorer = SimpleNamespace(score_samples=lambda samples: (torch.ones(4), metrics), reads_sequences=False)
+    made = ScoredRollouts(runner, scorer, TOKENIZER, with_components=True).make(None, tasks, SAMPLING, 0, group_size=2)
+    assert made.batch["component_reward.exact"].nan_to_num(-1.0).tolist() == [1.0, -1.0, 0.5, 0.0]
+    assert made.batch["component_reward.environment"].tolist() == [0.0] * 4
+    plain = ScoredRollouts(runner, scorer, TOKENIZER).make(None, tasks, SAMPLING, 0, group_size=2)
+    assert not any(key.startswith("component_reward.") for key in plain.batch)
+
+
+def test_scores_of_an_environment_stay_with_their_trajectories_if_only_some_parts_have_them():
+    parts = [
+        Scores([None] * 2, torch.zeros(2), RewardMetrics({"exact": [1.0, 2.0]})),
+        Scores([None] * 2, torch.zeros(2), RewardMetrics({"exact": [3.0, 4.0], "environment": [0.5, 0.0]})),
+    ]
+    joined = Scores.joined(parts).metrics.scores
+    assert joined == {"exact": [1.0, 2.0, 3.0, 4.0], "environment": [None, None, 0.5, 0.0]}
 
 
 def test_a_worker_is_a_function_or_a_class_with_arguments(tmp_path):
