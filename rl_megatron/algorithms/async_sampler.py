@@ -67,8 +67,9 @@ class AsyncSampler:
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
         of_all = replace(config.rollout, save_every=1, save_prompts=None)
         self._record = RolloutRecord(
-            of_all, stage.rollout_files, stage.tokenizer, self._group_size, with_components=algorithm.reads_components
-        )
+            of_all, stage.rollout_files, stage.tokenizer, self._group_size,
+            reward=config.reward if algorithm.reads_components else None,
+        )  # fmt: skip
         self._log = RolloutLog(stage.rollout_files)
         topology = stage.policy.topology
         self._ranks = ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)

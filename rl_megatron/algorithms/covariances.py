@@ -30,8 +30,7 @@ def with_covariance_mask(rollouts: RolloutsT, loss_fn: LossFunction, seed: int) 
         seed: The seed of the tokens that Clip-Cov draws. Every step has its own.
     """
     cfg = getattr(loss_fn, "cfg", None)
-    if getattr(cfg, "uses_covariances", False):
-        assert isinstance(cfg, ClippedPGLossConfig)
+    if isinstance(cfg, ClippedPGLossConfig) and cfg.uses_covariances:
         rollouts["covariance_mask"] = selected_tokens(rollouts, cfg, seed)
     return rollouts
 

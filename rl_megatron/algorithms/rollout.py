@@ -116,7 +116,7 @@ class Sampler:
         self._store = TensorStore(config.rollout.max_host_bytes, config.rollout.disk_directory)
         self._record = RolloutRecord(
             config.rollout, stage.rollout_files, stage.tokenizer, self._per_prompt,
-            with_components=algorithm.reads_components,
+            reward=config.reward if algorithm.reads_components else None,
         )  # fmt: skip
 
     def collect(self, step: int) -> tuple[ShardedBatch, dict[str, float]]:

@@ -16,6 +16,7 @@ from rl_megatron.algorithms.rollout_statistics import Rollouts
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.rewards import ENVIRONMENT, RewardConfig
 from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
@@ -45,7 +46,7 @@ class RolloutRecord:
         tokenizer: Tokenizer,
         samples_per_prompt: int,
         *,
-        with_components: bool = False,
+        reward: RewardConfig | None = None,
     ):
         """Start without rollouts.
 
@@ -54,9 +55,9 @@ class RolloutRecord:
             directory: Where files are written.
             tokenizer: What decodes tokens.
             samples_per_prompt: How many trajectories in a row belong to one prompt.
-            with_components: Whether rollouts have the scores of each reward function.
+            reward: The section `reward`, if rollouts have the scores of each reward function. None: they have not.
         """
-        self._with_components = with_components
+        self._reward = reward
         self._config, self._directory, self._tokenizer = config, directory, tokenizer
         self._samples_per_prompt = samples_per_prompt
         self._draws: list[Draw] = []
@@ -81,7 +82,7 @@ class RolloutRecord:
     def _read(self, step: int, round_: int, num_trajectories: int) -> BatchedDataDict:
         path = rollout_file(Path(str(self._config.replay)), step)
         if self._replayed[0] != step:
-            of_step = groupby(read_rows(path), key=lambda row: row["round"])
+            of_step = groupby(self._rows_with_scores(path), key=lambda row: row["round"])
             self._replayed = step, {number: self._batch_of(list(of_round)) for number, of_round in of_step}
         batch = self._replayed[1].get(round_)
         size = 0 if batch is None else TrajectoryIndex(batch).num_trajectories
@@ -93,8 +94,23 @@ class RolloutRecord:
             )
         return batch
 
+    def _rows_with_scores(self, path: Path) -> list[dict[str, Any]]:
+        """Return the rows of a file that is replayed, whose scores are those of the configured reward functions."""
+        found = read_rows(path)
+        if self._reward is not None:
+            names = {each["component"] for row in found for each in row["rewards"]} - {ENVIRONMENT}
+            wanted = {function.shown_name for function in self._reward.functions}
+            if names - wanted and (wanted or len(names) > 1):  # otherwise it is the reward of the task
+                raise ConfigError(
+                    f"rollout.replay={self._config.replay}: {path.name} has scores of {sorted(names)}, and "
+                    f"reward.functions has {sorted(wanted)}; the advantage estimator reads these scores and their "
+                    "weights, so set reward.functions of the recorded run"
+                )
+        return found
+
     def _batch_of(self, read: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
-        return batch_of(read, with_components=self._with_components)
+        names = None if self._reward is None else [function.shown_name for function in self._reward.functions]
+        return batch_of(read, names)
 
     def logged_metrics(self, step: int) -> dict[str, float]:
         """Return what the log of a replayed asynchronous run says of a step; empty without such a log."""

@@ -52,7 +52,9 @@ def takes_whole_batch(parameters: frozenset[str], name: str) -> bool:
 
 def takes_whole_groups(parameters: frozenset[str]) -> bool:
     """Return whether an estimator that gets tokens needs all samples of a prompt at the same time."""
-    return not takes_all_samples(parameters) and bool(parameters & {"group_size", "turns", "rollouts", "rewards"})
+    return not takes_all_samples(parameters) and bool(
+        parameters & {"group_size", "turns", "rollouts", "rewards", "component_rewards"}
+    )
 
 
 def known_estimator(name: str) -> str:

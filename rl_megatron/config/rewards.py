@@ -13,6 +13,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import Number, Positive, PositiveFloat, section
 from rl_megatron.config.import_strings import absolute, add_to_path, is_import_string
 
+ENVIRONMENT = "environment"  # the name of the rewards of environments beside those of reward functions
+
 
 @section
 class RewardFunctionConfig:
@@ -87,8 +89,8 @@ class RewardConfig:
         """Check the functions against one another.
 
         Raises:
-            ConfigError: Two functions have one name in metrics, an import string is written twice, or all weights are
-                0.
+            ConfigError: Two functions have one name in metrics, or one has that of environments; an import string is
+                written twice; or all weights are 0.
         """
         seen: dict[str, int] = {}
         for index, function in enumerate(self.functions):
@@ -97,6 +99,11 @@ class RewardConfig:
                 raise ConfigError(
                     f"{where}.name={function.name!r} names a file or module, and path={function.path!r} another; "
                     "leave path out"
+                )
+            if function.shown_name == ENVIRONMENT:
+                raise ConfigError(
+                    f"{where} is called {ENVIRONMENT!r}, which is the name of the rewards of environments; set "
+                    f"{where}.label"
                 )
             if function.shown_name in seen:
                 raise ConfigError(

@@ -7,6 +7,7 @@ from itertools import groupby
 
 import torch
 
+from rl_megatron.config.rewards import ENVIRONMENT
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.generation.completion_batch import SampledSequence, sequence_batch
@@ -21,7 +22,7 @@ TRAJECTORY, TURN, TURN_REWARDS = "trajectory", "turn", "turn_rewards"
 
 # Keys with this beginning and the name of a reward function, [B] fp32, are its scores; NaN where it gave none. The
 # rewards of an environment have the name `environment`. Batches have these keys if an advantage estimator reads them.
-COMPONENT, ENVIRONMENT = "component_reward.", "environment"
+COMPONENT = "component_reward."
 
 
 def component_keys(
@@ -34,10 +35,11 @@ def component_keys(
         counts: [N] bool. Which trajectories count; others have no scores.
         has_turns: Whether an environment may give rewards, which are 0 if it gave none.
     """
-    nothing = {ENVIRONMENT: [0.0] * len(counts)} if has_turns else {}
+    of_environment = {ENVIRONMENT: scores.get(ENVIRONMENT, [None] * len(counts))} if has_turns else {}
     keys = {}
-    for name, values in {**nothing, **scores}.items():
-        given = torch.tensor([torch.nan if value is None else value for value in values], dtype=torch.float32)
+    for name, values in {**of_environment, **scores}.items():
+        missing = 0.0 if name == ENVIRONMENT else torch.nan
+        given = torch.tensor([missing if value is None else value for value in values], dtype=torch.float32)
         keys[COMPONENT + name] = torch.where(counts, given, torch.nan)
     return keys
 

@@ -187,12 +187,13 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str
         raise ConfigError(f"{path} cannot be read as a file of rollouts: {error}") from error
 
 
-def batch_of(read: Sequence[Mapping[str, Any]], *, with_components: bool = False) -> BatchedDataDict:
+def batch_of(read: Sequence[Mapping[str, Any]], components: Sequence[str] | None = None) -> BatchedDataDict:
     """Return the rollouts of the rows of one round, equal to the bit to those that were written.
 
     Args:
         read: The rows.
-        with_components: Whether they had the scores of each reward function.
+        components: Names of reward functions whose scores the batch has, with those of all others in the rows. None:
+            it has no such scores.
     """
     lengths = torch.tensor([len(row["ids"]) for row in read])
     columns = torch.arange(int(lengths.max()))
@@ -217,9 +218,10 @@ def batch_of(read: Sequence[Mapping[str, Any]], *, with_components: bool = False
         batch |= _keys_of_turns(read, within.shape)
     if any(row["experts"] is not None for row in read):
         batch[ROUTED_EXPERTS] = _experts(read, len(columns))
-    if with_components:
+    if components is not None:
         of_rows = [{each["component"]: each["value"] for each in row["rewards"]} for row in read]
-        scores = {name: [of_row.get(name) for of_row in of_rows] for name in dict.fromkeys(chain(*of_rows))}
+        names = dict.fromkeys(chain(components, *of_rows))
+        scores = {name: [of_row.get(name) for of_row in of_rows] for name in names}
         batch |= component_keys(scores, batch["sample_mask"] != 0, TURN in batch)
     return batch
 

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from rl_megatron.config.rewards import ENVIRONMENT
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
@@ -17,7 +18,7 @@ from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.samples import Sample
 from rl_megatron.rewards.scorer import Scorer
-from rl_megatron.rollouts.batch import ENVIRONMENT, component_keys, trajectory_batch
+from rl_megatron.rollouts.batch import component_keys, trajectory_batch
 from rl_megatron.rollouts.rounds import RolloutTask, TaskResult
 from rl_megatron.rollouts.runner import RolloutFailed, RolloutRunner
 from rl_megatron.rollouts.tools.toolbox import COUNTS
@@ -45,8 +46,8 @@ class Scores:
         metrics = RewardMetrics()
         for part in parts:
             metrics.add(part.metrics)
-        for name in metrics.scores:  # an environment gives rewards in some parts only
-            of_parts = [part.metrics.scores.get(name) or [None] * len(part.samples) for part in parts]
+        for name in metrics.scores:  # an environment may give rewards in some parts only, and so may functions
+            of_parts = [part.metrics.scores.get(name) or [None] * len(part.rewards) for part in parts]
             metrics.scores[name] = [score for of_part in of_parts for score in of_part]
         samples = [sample for part in parts for sample in part.samples]
         return cls(samples, torch.cat([part.rewards for part in parts]), metrics)

@@ -27,6 +27,11 @@ OPTIONS = (
     *TINY_GRPO, "rollout.worker=worker.py:second_try", "reward.functions=[{path: worker.py, name: even}]",
     "rollout.save_every=1",
 )  # fmt: skip
+# What reads the score of each function, and what draws tokens at random.
+DECOUPLED = (
+    *OPTIONS, "parallel.tensor=2", "algorithm.advantage_estimator=group_decoupled", "loss.use_clip_cov=true",
+    "loss.clip_cov_ratio=0.2", "loss.clip_cov_min=0",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def trained(tmp_path_factory, forks):
     """The directory of a run of GRPO on two ranks."""
     directory = tmp_path_factory.mktemp("trained")
     (directory / "worker.py").write_text(WORKER)
-    ranks = forks.run_ranks(directory, "train", *OPTIONS, "parallel.tensor=2", ranks=2)
+    ranks = forks.run_ranks(directory, "train", *DECOUPLED, ranks=2)
     assert [rank.status for rank in ranks] == [0, 0], ranks[0].err
     return directory
 
@@ -44,6 +49,7 @@ def test_trajectories_have_their_turns_and_both_rewards(trained):
     steps = [line for line in lines if line["kind"] == "train"]
     assert all(1.9 < line["turns"] <= 2 and line["failed_trajectories"] == 0 for line in steps)
     assert all(line["mismatch_max"] < 1e-4 and line["grad_norm"] > 0 for line in steps)
+    assert all(0.1 < line["covariance_fraction"] <= 0.2 for line in steps)
     assert all(-0.5 <= line["reward"] <= 1 and line["reward"] == pytest.approx(line["reward_even_score"] - 0.5, abs=0.1)
                for line in steps)  # fmt: skip
     assert any("reward" in line and "turns" in line for line in lines if line["kind"] == "eval")
@@ -52,10 +58,9 @@ def test_trajectories_have_their_turns_and_both_rewards(trained):
 def test_a_replay_of_turns_gives_the_same_metrics(trained, tmp_path, forks):
     (tmp_path / "worker.py").write_text(WORKER)
     recorded = trained / "out" / "rollouts" / "grpo"
-    command = ("train", *OPTIONS, "parallel.tensor=2", f"rollout.replay={recorded}")
-    ranks = forks.run_ranks(tmp_path, *command, ranks=2)
+    ranks = forks.run_ranks(tmp_path, "train", *DECOUPLED, f"rollout.replay={recorded}", ranks=2)
     assert [rank.status for rank in ranks] == [0, 0], ranks[0].err
-    names = ("loss", "grad_norm", "reward", "advantage_max")
+    names = ("loss", "grad_norm", "reward", "advantage_max", "covariance_fraction")
     first, second = (
         [line for line in metrics(each / "out") if line["kind"] == "train"] for each in (trained, tmp_path)
     )
@@ -64,10 +69,12 @@ def test_a_replay_of_turns_gives_the_same_metrics(trained, tmp_path, forks):
 
 def test_ppo_learns_from_turns(tmp_path, forks):
     (tmp_path / "worker.py").write_text(WORKER)
-    done = forks.run(tmp_path, "train", *OPTIONS, "algorithm=ppo", "train.steps=1")
+    kl_cov = ("loss.use_kl_cov=true", "loss.kl_cov_ratio=0.1", "algorithm.updates_per_rollout=2")
+    done = forks.run(tmp_path, "train", *OPTIONS, "algorithm=ppo", "train.steps=1", *kl_cov)
     assert done.status == 0, done.err
     (step,) = [line for line in metrics(tmp_path / "out") if line["kind"] == "train"]
     assert step["turns"] > 1.9 and step["critic_loss"] > 0
+    assert step["covariance_fraction"] == pytest.approx(0.1, abs=0.02)
 
 
 def test_a_worker_that_fails_ends_the_run_and_names_the_record(tmp_path, forks):

@@ -346,6 +346,11 @@ def test_kl_cov_needs_a_second_optimizer_step_on_a_rollout(refused, algorithm):
     load_config([*given[:2], "loss.use_clip_cov=true"])
 
 
+def test_a_reward_function_may_not_have_the_name_of_rewards_of_environments(refused):
+    message = refused("algorithm=grpo", "reward.functions=[{name: exact_match, label: environment}]")
+    assert message.endswith("reward.functions[0].label") and "'environment'" in message
+
+
 ON_POLICY = ("train.global_batch_size=256", "algorithm.recompute_logprobs=never")
 
 

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from rl_megatron.algorithms.rollout_record import RolloutRecord
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
+from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks.task import Problem
 from rl_megatron.generation.completion_batch import rollouts as batch_of_completions
@@ -39,12 +42,27 @@ def draw(experts=False):
 def test_the_scores_of_reward_functions_come_back_if_they_are_asked_for(tmp_path):
     drawn = draw()
     drawn.rollouts["sample_mask"][1] = 0.0
-    back = batch_of(written(tmp_path, drawn, {}), with_components=True)
-    assert back.keys() - drawn.rollouts.keys() == {"component_reward.exact", "component_reward.short"}
+    back = batch_of(written(tmp_path, drawn, {}), ["exact", "silent"])
+    assert back.keys() - drawn.rollouts.keys() == {f"component_reward.{name}" for name in ("exact", "silent", "short")}
+    assert back["component_reward.silent"].isnan().all()
     nan = float("nan")
     exact, short = (torch.tensor(values) for values in ([1.0, nan, nan], [nan, nan, 0.25]))
     torch.testing.assert_close(back["component_reward.exact"], exact, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(back["component_reward.short"], short, rtol=0, atol=0, equal_nan=True)
+
+
+def test_scores_of_other_reward_functions_than_the_configured_ones_are_refused(tmp_path):
+    written(tmp_path, draw(), {})
+
+    def replayed(*names):
+        reward = RewardConfig(functions=tuple(RewardFunctionConfig(name=name) for name in names))
+        config = TrajectoryConfig(replay=str(tmp_path / "files"))
+        return RolloutRecord(config, tmp_path, Characters(), 1, reward=reward).replayed(7, 2, 3)
+
+    assert "component_reward.short" in replayed("short", "exact")
+    for names in ([], ["exact"]):
+        with pytest.raises(ConfigError, match=r"step-000007.parquet has scores of \['exact', 'short'\], and reward"):
+            replayed(*names)
 
 
 def draw_of_turns():

@@ -19,6 +19,7 @@ from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts import runner
+from rl_megatron.rollouts.batch import component_keys
 from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
 from rl_megatron.rollouts.runner import RolloutFailed
 from rl_megatron.rollouts.scored import ScoredRollouts, Scores
@@ -323,11 +324,13 @@ def test_batches_have_the_score_of_each_reward_function_if_they_are_asked_for():
 
 def test_scores_of_an_environment_stay_with_their_trajectories_if_only_some_parts_have_them():
     parts = [
-        Scores([None] * 2, torch.zeros(2), RewardMetrics({"exact": [1.0, 2.0]})),
-        Scores([None] * 2, torch.zeros(2), RewardMetrics({"exact": [3.0, 4.0], "environment": [0.5, 0.0]})),
+        Scores([], torch.zeros(2), RewardMetrics({"exact": [1.0, 2.0]})),  # asynchronous runs keep no samples
+        Scores([], torch.zeros(2), RewardMetrics({"exact": [3.0, 4.0], "environment": [0.5, 0.0]})),
     ]
     joined = Scores.joined(parts).metrics.scores
     assert joined == {"exact": [1.0, 2.0, 3.0, 4.0], "environment": [None, None, 0.5, 0.0]}
+    keys = component_keys(joined, torch.tensor([True, True, True, False]), has_turns=True)
+    assert keys["component_reward.environment"].nan_to_num(-1.0).tolist() == [0.0, 0.0, 0.5, -1.0]
 
 
 def test_a_worker_is_a_function_or_a_class_with_arguments(tmp_path):
