@@ -70,10 +70,12 @@ class ModelConfig:
     vocab_size: Positive | None = None  # rows of the embedding; null: one for each of the tokenizer's tokens
     rope_base: PositiveFloat = 10_000.0  # base θ of the RoPE frequencies
     rope_scaling: RopeScaling | None = None  # stretches RoPE to longer contexts: kind linear, llama3 or yarn; null: off
+    partial_rotary_factor: PositiveFloat = 1.0  # share of a head, its first dimensions, that RoPE rotates (GLM: 0.5)
+    rope_interleaved: bool = False  # RoPE rotates pairs of neighbours (dense GLM-4); false: one dimension of each half
     local_rope_base: PositiveFloat | None = None  # RoPE base of windowed layers, unscaled (Gemma 3); null: rope_base
     norm_epsilon: PositiveFloat = 1e-5  # added to the mean square in every RMSNorm
     zero_centered_norm: bool = False  # norms multiply by 1 + weight instead of weight (Gemma)
-    sandwich_norms: bool = False  # also normalise what attention and MLP add to the residual (Gemma 2 and 3)
+    sandwich_norms: bool = False  # also normalise what attention and MLP add to the residual (Gemma 3, dense GLM-4)
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate; Gemma uses gelu_tanh
     scale_embeddings: bool = False  # multiply embeddings by √hidden_size (Gemma)
     tie_embeddings: bool = True  # use the embedding matrix as the output head
@@ -97,7 +99,9 @@ class ModelConfig:
     shared_expert_gate: bool = False  # multiply the shared expert's output by a learned gate (Qwen2-MoE)
     normalize_expert_weights: bool = True  # scale the weights of a token's experts to add up to 1 (Qwen2-MoE: false)
     router_aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss of each microbatch; 0: off
-    first_dense_layers: NonNegative = 0  # leading layers with a dense MLP instead of experts (DeepSeek-V3: 3)
+    first_dense_layers: NonNegative = (
+        0  # leading layers with a dense MLP instead of experts (DeepSeek-V3: 3, GLM-4.5: 3)
+    )
     router_score: Literal["softmax", "sigmoid"] = "softmax"  # turns router logits into scores (DeepSeek-V3: sigmoid)
     # Add a bias to each expert's score to choose experts, but not to weight them (DeepSeek-V3). The bias is saved with
     # the weights and has no gradient.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import Llama3Rope, ModelConfig, YarnRope
-from rl_megatron.config.model_shape import rotary_size
+from rl_megatron.config.model_shape import head_size, rotary_size
+
+_DEFAULT = ModelConfig()
 
 
 def check_model(model: ModelConfig) -> None:
@@ -38,6 +40,7 @@ def _check_heads(model: ModelConfig) -> None:
 _OF_LATENTS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_WITH_LATENTS = (
     "head_dim", "qkv_bias", "qk_norm", "query_pre_attn_scalar", "sliding_window", "local_rope_base",
+    "partial_rotary_factor", "rope_interleaved",
 )  # fmt: skip
 
 
@@ -55,7 +58,7 @@ def _check_latents(model: ModelConfig) -> None:
             raise ConfigError(f"model.{key}=null: model.kv_lora_rank={model.kv_lora_rank} needs this key; set it")
     for key in _NOT_WITH_LATENTS:
         value = getattr(model, key)
-        if value not in (None, False):
+        if value != getattr(_DEFAULT, key):
             raise ConfigError(
                 f"model.{key}={str(value).lower()} is not a key of latent attention, which "
                 f"model.kv_lora_rank={model.kv_lora_rank} selects; leave one of them out"
@@ -72,7 +75,14 @@ def _check_latents(model: ModelConfig) -> None:
 
 
 def _check_rope(model: ModelConfig) -> None:
-    scaling = model.rope_scaling
+    scaling, share = model.rope_scaling, model.partial_rotary_factor
+    if share > 1.0:
+        raise ConfigError(f"model.partial_rotary_factor={share} must be at most 1, which rotates whole heads")
+    if share < 1.0 and (rotary_size(model) == 0 or rotary_size(model) % 2):
+        raise ConfigError(
+            f"model.partial_rotary_factor={share} rotates {rotary_size(model)} of {head_size(model)} dimensions of a "
+            "head; RoPE needs an even number of them, at least 2"
+        )
     if isinstance(scaling, Llama3Rope) and scaling.low_freq_factor >= scaling.high_freq_factor:
         raise ConfigError(
             f"model.rope_scaling.low_freq_factor={scaling.low_freq_factor} must be less than "
@@ -129,10 +139,9 @@ _OF_EXPERTS = (
 def _check_experts(model: ModelConfig) -> None:
     """Check the keys of a mixture of experts, except those of its router."""
     if model.num_experts is None:
-        default = ModelConfig()
         for key in _OF_EXPERTS:
             value = getattr(model, key)
-            if value != getattr(default, key):
+            if value != getattr(_DEFAULT, key):
                 raise ConfigError(
                     f"model.{key}={str(value).lower()} does nothing: model.num_experts=null is a dense model; set "
                     f"model.num_experts, or leave model.{key} out"

@@ -77,7 +77,7 @@ def query_size(model: ModelConfig) -> int:
 
 def rotary_size(model: ModelConfig) -> int:
     """Return how many dimensions of a head's queries RoPE rotates."""
-    return model.qk_rope_head_dim or head_size(model)
+    return model.qk_rope_head_dim or int(head_size(model) * model.partial_rotary_factor)
 
 
 def num_experts(model: ModelConfig) -> int:

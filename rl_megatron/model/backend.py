@@ -43,7 +43,11 @@ from rl_megatron.topology.topology import Topology
 
 # Keys that need portable layers. megatron-core has no Transformer Engine layers for the first two. It has them for the
 # others, but they have not been tried.
-_PORTABLE_ONLY = ("local_rope_base", "sandwich_norms", "kv_lora_rank", "first_dense_layers")
+_PORTABLE_ONLY = (
+    "local_rope_base", "sandwich_norms", "kv_lora_rank", "first_dense_layers", "partial_rotary_factor",
+    "rope_interleaved",
+)  # fmt: skip
+_DEFAULT = ModelConfig()
 
 
 def choose_backend(model: ModelConfig, topology: Topology, precision: str) -> str:
@@ -86,7 +90,7 @@ def _why_not_transformer_engine(model: ModelConfig, topology: Topology, precisio
         )
     for key in _PORTABLE_ONLY:
         value = getattr(model, key)
-        if value not in (None, False):
+        if value != getattr(_DEFAULT, key):
             return f"only portable layers support model.{key}={str(value).lower()}"
     return None
 

@@ -25,7 +25,7 @@ from rl_megatron.model.layers.gated_activation import ACTIVATIONS
 from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
 from rl_megatron.model.layers.weight_gradient import fuse_weight_gradients
 from rl_megatron.model.lora.layers import attach_adapters
-from rl_megatron.model.lora.targets import adapted_linears
+from rl_megatron.model.lora.targets import adapted_linears, refuse_fused_parts
 from rl_megatron.model.shards import initialise_parameters, zero_parameters
 from rl_megatron.topology.degrees import padded_vocab_size, validate_model
 from rl_megatron.topology.topology import Topology
@@ -77,6 +77,7 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str, b
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        rotary_interleaved=model.rope_interleaved,
         # Without it, megatron-core reads the lengths of a pack from the device, for the queries and keys of each layer.
         apply_rope_fusion=backend == "transformer_engine",
         deallocate_pipeline_outputs=True,
@@ -93,12 +94,12 @@ def _leave(weight: Tensor) -> None:
 def _softmax_scale(model: ModelConfig) -> float | None:
     """Return the factor of attention scores, or None for megatron-core's own, 1/√head_dim.
 
-    If RoPE rotates whole heads, YaRN's factor on queries and keys is a factor of every score. With latent attention
-    only a part of each head is rotated, so the factor stays in the rotary embedding. DeepSeek also scales the scores.
+    If RoPE rotates whole heads, YaRN's factor on queries and keys is a factor of every score. If it rotates a part of
+    each head, the factor stays in the rotary embedding. With latent attention, DeepSeek also scales the scores.
     """
     growth, scaling = 1.0, model.rope_scaling
     if model.kv_lora_rank is None:
-        growth = rotary_scale(scaling)
+        growth = rotary_scale(scaling) if model.partial_rotary_factor == 1.0 else 1.0
     elif isinstance(scaling, YarnRope) and scaling.mscale_all_dim is not None:
         growth = yarn_mscale(scaling.factor, scaling.mscale_all_dim)
     if growth == 1.0 and model.query_pre_attn_scalar is None and model.kv_lora_rank is None:
@@ -177,6 +178,8 @@ def build_model(
             f"peft.lora_dropout={lora.lora_dropout} with parallel.tensor={topology.tensor} needs "
             "parallel.sequence=true; set it, or set peft.lora_dropout=0"
         )
+    if topology.tensor > 1:
+        refuse_fused_parts(linears, topology.tensor)
     backend = choose_backend(model, topology, precision)
     config = transformer_config(model, topology, precision, backend)
     config.deterministic_mode = torch.are_deterministic_algorithms_enabled()
@@ -254,6 +257,8 @@ def _set_rope(module: GPTModel, model: ModelConfig, topology: Topology, backend:
             rotary_base=model.rope_base,  # pyright: ignore[reportArgumentType]  # annotated int; any number works
             cp_group=topology.groups.cp,
         )
+        if model.partial_rotary_factor < 1.0:
+            module.rotary_pos_emb.scale = rotary_scale(model.rope_scaling)
         if model.local_rope_base is not None:
             module.rotary_pos_emb.local_frequencies = frequencies(size, model.local_rope_base, None).to(device)
     module.rotary_pos_emb.inv_freq = frequencies(size, model.rope_base, model.rope_scaling).to(device)

@@ -56,6 +56,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 13} | _TIED,
     ),
+    "glm4": ("Glm4", _rope(100.0, partial_rotary_factor=0.5) | {"head_dim": 8, "pad_token_id": 0}),
+    "glm4_moe": (
+        "Glm4Moe",
+        _rope(100.0, partial_rotary_factor=0.5)
+        | {"num_hidden_layers": 2, "head_dim": 12, "attention_bias": True, "use_qk_norm": True}
+        | {"moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_routed_experts": 6, "num_experts_per_tok": 3}
+        | {"n_shared_experts": 2, "routed_scaling_factor": 1.7, "num_nextn_predict_layers": 0},
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         _rope(100.0)

@@ -8,7 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+)
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.data.batch import BatchedDataDict
@@ -49,6 +56,18 @@ CONFIGS = {
         qk_rope_head_dim=6, v_head_dim=14, num_key_value_heads=4, first_k_dense_replace=2, num_nextn_predict_layers=0,
         n_routed_experts=1, n_group=1, topk_group=1,
     ),
+    "glm4": Glm4Config(
+        **SMALL, num_hidden_layers=2, intermediate_size=56, num_key_value_heads=2, head_dim=20,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.6},
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **SMALL, num_hidden_layers=4, intermediate_size=56, moe_intermediate_size=24, num_key_value_heads=2,
+        head_dim=20, attention_bias=True, use_qk_norm=False, first_k_dense_replace=1, n_routed_experts=12,
+        num_experts_per_tok=4, n_group=3, topk_group=2, n_shared_experts=2, routed_scaling_factor=1.7,
+        num_nextn_predict_layers=0,
+        rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
+                         "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    ),
     "llama yarn": LlamaConfig(
         **SMALL, num_hidden_layers=2, intermediate_size=56, num_key_value_heads=2, head_dim=20,
         rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
@@ -76,6 +95,13 @@ LAYOUTS = {
         "expert 2": (2, {"expert": 2}, PACKED, "selective"),
     },
     "deepseek_v3 dense": {"tensor 2": (2, {"tensor": 2}, Batching(sequences=3))},
+    "glm4": {"tensor 2 sequence, packed": (2, {"tensor": 2, "sequence": True}, PACKED)},
+    "glm4_moe": {
+        "tensor 2 sequence": (2, {"tensor": 2, "sequence": True}, Batching(sequences=3)),
+        "pipeline 2 interleaved packed": (2, {"pipeline": 2, "virtual_pipeline": 2}, PACKED, "full"),
+        "context 2": (2, {"context": 2}, Batching(sequences=3)),
+        "expert 2": (2, {"expert": 2}, PACKED, "selective"),
+    },
     "llama yarn": {"context 2 packed": (2, {"context": 2}, PACKED)},
     "llama3": {},
 }
@@ -171,6 +197,8 @@ NEUTRAL = {
         "rope_scaling": None,
         "sliding_window": 6,
     },
+    "glm4": {"rope_interleaved": False, "partial_rotary_factor": 0.5, "sandwich_norms": False},
+    "glm4_moe": {"rope_scaling": None, "partial_rotary_factor": 1.0, "router_bias": False},
     "deepseek_v3": {
         "rope_scaling": None,
         "routed_scaling_factor": 1.0,

@@ -94,8 +94,11 @@ def merged_logits(checkpoint: str, ids: torch.Tensor) -> torch.Tensor:
     return logits_of(MegatronPolicy.from_checkpoint(checkpoint, device="cpu", weights_only=True), ids)
 
 
-# peft takes the adapters of DeepSeek's dense and shared MLPs for those of its experts.
-LATENT = replace(LORA, target_modules=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+# peft takes the adapters of these families' dense and shared MLPs for those of their experts.
+OF_ATTENTION = {
+    "deepseek_v3": replace(LORA, target_modules=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+    "glm4_moe": replace(LORA, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")),
+}
 WHOLE, SEQUENCE, EXPERT = (1, {}), (2, {"tensor": 2, "sequence": True}), (2, {"expert": 2})
 FAMILIES = [
     ("llama", (2, {"pipeline": 2, "virtual_pipeline": 2})),
@@ -104,6 +107,8 @@ FAMILIES = [
     ("gemma3", WHOLE),
     ("mixtral", EXPERT),
     ("qwen3_moe", SEQUENCE),
+    ("glm4", WHOLE),
+    ("glm4_moe", SEQUENCE),
     ("deepseek_v3", SEQUENCE),
 ]
 
@@ -113,7 +118,7 @@ def test_logits_with_an_adapter_are_those_of_peft_and_the_adapter_comes_back(ran
     """An adapter is trained in the layout, exported, loaded by peft, merged, and imported again."""
     import peft
 
-    lora = LATENT if case == "deepseek_v3" else LORA
+    lora = OF_ATTENTION.get(case, LORA)
     hf, ids = hf_model(case), torch.randint(VOCAB_SIZE, (3, 11), generator=torch.Generator().manual_seed(0))
     base = tmp_path / "base"
     import_weights(save(hf, tmp_path / "hf"), base)
@@ -241,6 +246,19 @@ def test_dropout_acts_while_training_only(ranks):
     assert len({*found["with"]}) == 3
     for message in ranks.run(2, dropout_without_sequence_parallelism):
         assert "peft.lora_dropout=0.5 with parallel.tensor=2 needs parallel.sequence=true" in message
+
+
+def fused_gate_and_up(tensor: int) -> str:
+    model = replace(MODEL, qk_norm=False, qkv_bias=True, sandwich_norms=True, rope_interleaved=True)
+    with pytest.raises(ConfigError) as error:
+        build_policy({"tensor": tensor}, model, peft=LORA)
+    return str(error.value)
+
+
+def test_an_adapter_of_fused_gate_and_up_is_refused_under_tensor_parallelism(ranks):
+    for message in ranks.run(2, fused_gate_and_up, 2):
+        assert "gate_up_proj is one module for gate and up, whose rows parallel.tensor=2 splits" in message
+        assert "peft.exclude_modules=[gate_up_proj]" in message
 
 
 def dropout_without_sequence_parallelism() -> str:

@@ -85,6 +85,7 @@ def of_transformers(model: ModelConfig, disturbed: bool):
 MODELS = {
     "Mixtral": lambda: VARIANTS["experts"],
     "Qwen3-MoE": lambda: VARIANTS["experts, qk_norm"],
+    "GLM-4.5": lambda: model_of("glm4_moe"),
     "DeepSeek-V3": lambda: model_of("deepseek_v3"),
 }
 

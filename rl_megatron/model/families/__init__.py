@@ -15,6 +15,8 @@ from rl_megatron.config.model_shape import with_derived_sizes
 from rl_megatron.model.families.deepseek import DEEPSEEK_V3
 from rl_megatron.model.families.family import FAMILIES, Family, register_family
 from rl_megatron.model.families.gemma3 import GEMMA3
+from rl_megatron.model.families.glm4 import GLM4
+from rl_megatron.model.families.glm4_moe import GLM4_MOE
 from rl_megatron.model.families.hf_config import HFConfig, only
 from rl_megatron.model.families.llama import LLAMA
 from rl_megatron.model.families.mistral import MISTRAL
@@ -24,7 +26,7 @@ from rl_megatron.model.families.qwen3 import QWEN3
 from rl_megatron.model.families.qwen3_moe import QWEN3_MOE
 
 # If several families can express a model, the first is used.
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3):
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3):
     register_family(_family)
 
 # Model keys that change neither the meaning of the weights nor the model's output.

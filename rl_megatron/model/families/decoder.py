@@ -12,8 +12,12 @@ from rl_megatron.model.families.hf_config import only
 from rl_megatron.model.families.rope import read_rope, write_rope
 
 
-def read_decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
+def read_decoder(hf: Mapping[str, Any], share: float | None = None) -> dict[str, Any]:
     """Return the keys of the model section that these families share.
+
+    Args:
+        hf: The content of the config.json.
+        share: The part of each head that RoPE rotates if the file does not say it, or None for whole heads (`rope.py`).
 
     Raises:
         ConfigError: The activation is not SwiGLU's, or the kind of RoPE scaling is not supported.
@@ -30,7 +34,7 @@ def read_decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
         "norm_epsilon": hf["rms_norm_eps"],
         "tie_embeddings": hf.get("tie_word_embeddings") or False,
         "vocab_size": hf["vocab_size"],
-        **read_rope(hf),
+        **read_rope(hf, share),
     }
 
 

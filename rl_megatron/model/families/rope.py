@@ -36,19 +36,28 @@ _OF_ALL_KINDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_fa
 DEFAULT_BASE = 10_000.0
 
 
-def read_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope(hf: Mapping[str, Any], share: float | None = None) -> dict[str, Any]:
     """Return `rope_base` and `rope_scaling` of the model section that a config.json describes.
+
+    Args:
+        hf: The content of the config.json.
+        share: What `partial_rotary_factor` is if the file does not say it, in a family that may rotate a part of each
+            head. The result then has this key, too. None for a family that rotates whole heads.
 
     Raises:
         ConfigError: The kind of scaling is not supported, it has an unknown key, or only a part of each head is
-            rotated. The message names the key.
+            rotated in a family that rotates whole heads. The message names the key.
     """
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     parameters = dict(hf.get(key) or {})
     if hf.get("partial_rotary_factor") is not None:
         parameters.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
+    rotated = {}
+    if share is not None:
+        rotated = {"partial_rotary_factor": float(parameters.pop("partial_rotary_factor", None) or share)}
     base = parameters.get("rope_theta") or hf.get("rope_theta") or DEFAULT_BASE
-    return {"rope_base": float(base), "rope_scaling": read_scaling(parameters, key, hf["max_position_embeddings"])}
+    scaling = read_scaling(parameters, key, hf["max_position_embeddings"])
+    return {"rope_base": float(base), "rope_scaling": scaling, **rotated}
 
 
 def read_scaling(parameters: Mapping[str, Any], where: str, max_position_embeddings: int) -> RopeScaling | None:
@@ -92,9 +101,10 @@ def read_scaling(parameters: Mapping[str, Any], where: str, max_position_embeddi
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json for the model's RoPE, in the notations of transformers 5 and transformers 4."""
-    scaling = write_scaling(model.rope_scaling)
+    scaling, share = write_scaling(model.rope_scaling), model.partial_rotary_factor
+    rotated = {} if share == 1.0 else {"partial_rotary_factor": share}
     return {
-        "rope_parameters": {"rope_theta": model.rope_base, **(scaling or {"rope_type": "default"})},
+        "rope_parameters": {"rope_theta": model.rope_base, **(scaling or {"rope_type": "default"}), **rotated},
         "rope_theta": model.rope_base,
         "rope_scaling": scaling,
     }

@@ -13,6 +13,7 @@ from rl_megatron.model.families.table import Rows, WeightTable
 _LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 _OTHER_NAMES = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
 _HF_HEAD, _HEAD = "score.weight", "output_layer.weight"
+_WITHOUT_CLASSIFIER = ("Glm4MoeForCausalLM",)  # transformers has no sequence classifier of these families
 # What config.json says of a classifier's labels. With one label its output is the score, whatever the problem type is.
 _OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type")
 
@@ -33,7 +34,8 @@ def without_score_head(hf_config: Mapping[str, Any], where: str) -> dict[str, An
         ConfigError: It is another model, or has more labels than one.
     """
     named = hf_config.get("architectures") or []
-    known = {classifier_of(family): family.architecture for family in FAMILIES.values()}
+    with_one = (family for family in FAMILIES.values() if family.architecture not in _WITHOUT_CLASSIFIER)
+    known = {classifier_of(family): family.architecture for family in with_one}
     found = next((name for name in named if name in known), None)
     if found is None:
         raise ConfigError(
@@ -48,7 +50,16 @@ def without_score_head(hf_config: Mapping[str, Any], where: str) -> dict[str, An
 
 
 def with_score_head(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the config.json of the classifier of one label with the decoder of a language model."""
+    """Return the config.json of the classifier of one label with the decoder of a language model.
+
+    Raises:
+        ConfigError: transformers has no such classifier.
+    """
+    if family.architecture in _WITHOUT_CLASSIFIER:
+        raise ConfigError(
+            f"transformers has no class {classifier_of(family)}, so a reward model of this family cannot be exported; "
+            "use its checkpoint as it is"
+        )
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {**hf_config, "architectures": [classifier_of(family)], **labels}
 

@@ -52,6 +52,7 @@ class PortableRotaryEmbedding(RotaryEmbedding):
     """
 
     local_frequencies: Tensor | None = None
+    scale: float = 1.0  # of cosines and sines
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Return the turns of `max_seq_len` positions from `offset` on.
@@ -62,7 +63,8 @@ class PortableRotaryEmbedding(RotaryEmbedding):
         if self.local_frequencies is not None:
             positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.local_frequencies.device) + offset
             of_kinds.append(torch.outer(positions, self.local_frequencies))
-        return turns_of(torch.stack(of_kinds, dim=1))[:, None]
+        turns = turns_of(torch.stack(of_kinds, dim=1))[:, None]
+        return turns if self.scale == 1.0 else turns * self.scale
 
     def get_rotary_seq_len(
         self,
@@ -126,12 +128,13 @@ class PortableSelfAttention(SelfAttention):
         """Return the rotated query and key, and the value."""
         make: Any = self.get_query_key_value_tensors  # its annotation is the union of what it returns
         groups, has_norms = self.config.num_query_groups, not isinstance(self.q_layernorm, IdentityOp)
+        interleaved = self.config.rotary_interleaved
         assert groups is not None, "TransformerConfig fills it in"
         if has_norms or groups < self.world_size:  # ranks that share a group split its queries
             query, key, value = make(hidden)
-            return rotate(query, turns), rotate(key, turns), value
+            return rotate(query, turns, interleaved=interleaved), rotate(key, turns, interleaved=interleaved), value
         mixed, _ = make(hidden, split_qkv=False)
-        return split_and_rotate(mixed, turns, self.hidden_size_per_attention_head)
+        return split_and_rotate(mixed, turns, self.hidden_size_per_attention_head, interleaved=interleaved)
 
 
 class PortableAttention(torch.nn.Module):

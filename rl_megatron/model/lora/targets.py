@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -75,6 +75,25 @@ def adapted_linears(config: LoraConfig, model: ModelConfig, rows: int) -> dict[s
             "needs one; add a module of its attention, such as o_proj"
         )
     return found
+
+
+def refuse_fused_parts(linears: Mapping[str, Sequence[Part]], tensor: int) -> None:
+    """Refuse adapters of linears that stack gate and up, whose halves tensor parallelism splits separately.
+
+    Args:
+        linears: What `adapted_linears` returns.
+        tensor: The tensor-parallel degree, which is above 1.
+
+    Raises:
+        ConfigError: A linear that gets an adapter is one module for gate and up (dense GLM-4).
+    """
+    for linear, parts in linears.items():
+        if linear.endswith(".linear_fc1") and len(parts) == 1:
+            raise ConfigError(
+                f"peft.target_modules: {parts[0].name} is one module for gate and up, whose rows parallel.tensor="
+                f"{tensor} splits separately; leave it out with peft.exclude_modules=[{parts[0].key}], or set "
+                "parallel.tensor=1"
+            )
 
 
 def local_elements(linear: str, parts: Iterable[Part], r: int, tensor: int, expert: int) -> int:

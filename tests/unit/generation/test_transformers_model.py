@@ -27,6 +27,8 @@ CONFIGS = {
     "mixtral": {"num_local_experts": 3},
     "qwen3_moe": EXPERTS,
     "gemma3_text": {},
+    "glm4": {"pad_token_id": 0},
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "deepseek_v3": {
         **EXPERTS, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
         "first_k_dense_replace": 1,

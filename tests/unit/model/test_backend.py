@@ -40,7 +40,12 @@ def test_auto_chooses_transformer_engine_on_a_gpu_if_it_is_installed(installed, 
 
 
 @pytest.mark.parametrize(
-    ("preset", "key"), [("gemma3_1b", "model.local_rope_base=10000.0"), ("deepseek_v3", "model.kv_lora_rank=512")]
+    ("preset", "key"),
+    [
+        ("gemma3_1b", "model.local_rope_base=10000.0"),
+        ("deepseek_v3", "model.kv_lora_rank=512"),
+        ("glm4_5_air", "model.first_dense_layers=1"),
+    ],
 )
 def test_a_key_that_only_portable_layers_support_is_named(installed, preset, key):
     model = load_config([f"model={preset}"]).first.model

@@ -35,6 +35,18 @@ MODELS = {
         global_attention_every=3,
         local_rope_base=100.0,
     ),
+    "Glm4ForCausalLM": replace(
+        DENSE, qkv_bias=True, partial_rotary_factor=0.5, rope_interleaved=True, sandwich_norms=True
+    ),
+    "Glm4MoeForCausalLM": replace(
+        EXPERTS,
+        qk_norm=True,
+        partial_rotary_factor=0.5,
+        shared_expert_ffn_hidden_size=96,
+        first_dense_layers=1,
+        router_score="sigmoid",
+        router_bias=True,
+    ),
     "DeepseekV3ForCausalLM": replace(
         EXPERTS,
         num_query_groups=4,
@@ -74,6 +86,7 @@ def test_transformers_reads_and_writes_the_config_that_a_family_writes(architect
     theirs = CONFIG_MAPPING[written["model_type"]](**written).to_dict()
     assert same_weights(read_model(theirs, "there")[1], MODELS[architecture])
     renamed = {"num_experts", "rope_theta", "rope_local_base_freq", "rope_scaling", "max_window_layers"}
+    renamed |= {"partial_rotary_factor"}
     assert {key for key in written if key not in theirs} <= renamed
 
 

@@ -1,4 +1,4 @@
-"""Configs of Gemma 3 and DeepSeek-V3 are read, written and read again. Unsupported values are refused by name."""
+"""Configs of Gemma 3, GLM and DeepSeek-V3 are read, written and read again. Unsupported values are refused by name."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import re
 from dataclasses import replace
 
 import pytest
-from transformers import AutoConfig, DeepseekV3Config, Gemma3TextConfig
+from transformers import AutoConfig, Gemma3TextConfig
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.config.model import LinearRope, ModelConfig
 from rl_megatron.config.model_rules import check_model
-from rl_megatron.model.families import family_of_config, family_of_model
+from rl_megatron.model.families import FAMILIES, family_of_config, family_of_model
 from rl_megatron.model.families.deepseek import DEEPSEEK_V3
 from rl_megatron.model.families.gemma3 import GEMMA3
+from rl_megatron.model.families.glm4_moe import GLM4_MOE
+from rl_megatron.model.families.score import classifier_of, with_score_head
 
 # As Google and DeepSeek published them, for transformers 4.
 GEMMA3_1B = {
@@ -38,7 +40,18 @@ DEEPSEEK = {
     "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
     "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
 }  # fmt: skip
-PUBLISHED = {"gemma3_1b": GEMMA3_1B, "deepseek_v3": DEEPSEEK}
+GLM_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 131072,
+    "model_type": "glm4_moe", "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8,
+    "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
+PUBLISHED = {"gemma3_1b": GEMMA3_1B, "deepseek_v3": DEEPSEEK, "glm4_5_air": GLM_AIR}
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
@@ -58,7 +71,7 @@ def test_a_written_config_reads_back_the_same_directly_and_through_transformers(
     written = family.write_config(model, hf["vocab_size"])
     assert family.read_config(written) == model
     assert family_of_model(model, hf["vocab_size"]) is family
-    config = (Gemma3TextConfig if family is GEMMA3 else DeepseekV3Config)(**written)
+    config = AutoConfig.for_model(**written)
     config.save_pretrained(tmp_path)
     assert family.read_config(AutoConfig.from_pretrained(tmp_path).to_dict()) == model
 
@@ -110,14 +123,34 @@ def test_unsupported_values_are_refused(family, changes, said):
         family.read_config(hf | changes)
 
 
-def test_layers_that_predict_further_tokens_are_not_part_of_the_model():
-    model = DEEPSEEK_V3.read_config(DEEPSEEK)
-    is_dropped = DEEPSEEK_V3.is_dropped
-    assert is_dropped("model.layers.61.eh_proj.weight", model)
-    assert is_dropped("model.layers.61.mlp.experts.3.up_proj.weight", model)
-    assert not is_dropped("model.layers.60.mlp.gate.weight", model)
+@pytest.mark.parametrize(("family", "hf"), [(DEEPSEEK_V3, DEEPSEEK), (GLM4_MOE, GLM_AIR)], ids=["DeepSeek", "GLM"])
+def test_layers_that_predict_further_tokens_are_not_part_of_the_model(family, hf):
+    model, is_dropped = family.read_config(hf), family.is_dropped
+    last = model.num_layers
+    assert is_dropped(f"model.layers.{last}.eh_proj.weight", model)
+    assert is_dropped(f"model.layers.{last}.mlp.experts.3.up_proj.weight", model)
+    assert not is_dropped(f"model.layers.{last - 1}.mlp.gate.weight", model)
     assert not is_dropped("model.norm.weight", model)
-    assert not any(is_dropped(name, model) for name in DEEPSEEK_V3.table(replace(model, num_experts=16), 7).hf_shapes)
+    assert not any(is_dropped(name, model) for name in family.table(replace(model, num_experts=16), 7).hf_shapes)
+
+
+def test_glm_rotates_half_of_each_head_unless_its_config_says_otherwise():
+    bare = {key: value for key, value in GLM_AIR.items() if key != "partial_rotary_factor"}
+    five = bare | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 0.25}}
+    assert GLM4_MOE.read_config(bare) == GLM4_MOE.read_config(GLM_AIR)
+    assert GLM4_MOE.read_config(AutoConfig.for_model(**bare).to_dict()) == GLM4_MOE.read_config(GLM_AIR)
+    assert [GLM4_MOE.read_config(hf).partial_rotary_factor for hf in (bare, five)] == [0.5, 0.25]
+
+
+def test_a_family_has_the_sequence_classifier_of_transformers_or_refuses_to_export_one():
+    import transformers
+
+    for family in FAMILIES.values():
+        if hasattr(transformers, classifier_of(family)):
+            assert with_score_head({}, family)["architectures"] == [classifier_of(family)]
+        else:
+            with pytest.raises(ConfigError, match=f"transformers has no class {classifier_of(family)}"):
+                with_score_head({}, family)
 
 
 @pytest.mark.parametrize("model", [ModelConfig(activation="gelu_tanh"), ModelConfig(routed_scaling_factor=2.0)])

@@ -45,6 +45,24 @@ def _scaled(x, angles, scale):
     return _apply_rotary_pos_emb_bshd(x, torch.cat([angles, angles], dim=-1), mscale=scale)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+def test_a_part_of_each_head_is_rotated_as_megatron_core_does(dtype, interleaved):
+    angles = 3 * torch.randn(S, 1, 1, D // 4)
+    pairs = torch.stack([angles, angles], dim=-1) if interleaved else torch.stack([angles, angles], dim=-2)
+
+    def formula(x):
+        return _apply_rotary_pos_emb_bshd(x, pairs.flatten(-2), rotary_interleaved=interleaved)
+
+    def of_mixed(mixed):
+        query, key, value = mixed.split([PER_GROUP * D, D, D], dim=-1)
+        return formula(query.reshape(S, B, G * PER_GROUP, D)), formula(key), value
+
+    x = torch.randn(S, B, G, D, dtype=dtype, requires_grad=True)
+    assert_same_bits(lambda x: rotate(x, turns_of(angles), interleaved=interleaved), formula, x)
+    mixed = torch.randn(S, B, G, (PER_GROUP + 2) * D, dtype=dtype, requires_grad=True)
+    assert_same_bits(lambda x: split_and_rotate(x, turns_of(angles), D, interleaved=interleaved), of_mixed, mixed)
+
+
 def test_query_key_and_value_are_split_as_megatron_core_splits_them(dtype):
     angles = 3 * torch.randn(S, 1, 1, D // 2)
     mixed = torch.randn(S, B, G, (PER_GROUP + 2) * D, dtype=dtype, requires_grad=True)

@@ -27,6 +27,10 @@ GEMMA = replace(
 )  # fmt: skip
 EXPERTS = replace(MODEL, num_experts=4, expert_ffn_hidden_size=24, tie_embeddings=False, qkv_bias=False)
 SHARED = replace(EXPERTS, shared_expert_ffn_hidden_size=40, shared_expert_gate=True, first_dense_layers=1)
+GLM = replace(
+    EXPERTS, qkv_bias=True, partial_rotary_factor=0.5, shared_expert_ffn_hidden_size=24, first_dense_layers=1,
+    router_score="sigmoid", router_bias=True,
+)  # fmt: skip
 LATENT = ModelConfig(
     num_layers=4, hidden_size=36, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=4, kv_lora_rank=11,
     q_lora_rank=13, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=14, num_experts=4, expert_ffn_hidden_size=20,
@@ -55,6 +59,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], Head]] = {
     "shared and dense layers, interleaved": (
         4, SHARED, {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, "lm",
     ),
+    "biased experts, partial rotation": (2, GLM, {"tensor": 2, "sequence": True, "expert": 2}, "lm"),
     "latent attention, experts split": (4, LATENT, {"tensor": 2, "sequence": True, "expert": 2}, "lm"),
     "latent attention, whole queries": (2, LATENT_QUERIES, {"tensor": 2}, "lm"),
     "score head, pipeline 2": (2, MODEL, {"pipeline": 2}, "score"),

@@ -1,0 +1,45 @@
+"""GLM-4.5 to 4.7: DeepSeek-V3's experts, grouped queries, and RoPE on the first half of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.model.families.biased_experts import dense_or_experts, is_dropped, read_experts, write_experts
+from rl_megatron.model.families.decoder import read_decoder
+from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.glm4 import ROTATED, write_glm
+from rl_megatron.model.families.table import TableBuilder, WeightTable, attention, embeddings
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Return the model section that a config.json describes."""
+    return ModelConfig(
+        **read_decoder(hf, ROTATED),
+        qkv_bias=hf["attention_bias"],
+        qk_norm=hf.get("use_qk_norm", False),
+        **read_experts(hf),
+    )
+
+
+def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
+    keys = write_glm(GLM4_MOE.architecture, "glm4_moe", model, vocab_size)
+    return keys | {"use_qk_norm": model.qk_norm} | write_experts(model)
+
+
+def table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
+    table, hidden = TableBuilder(), model.hidden_size
+    for layer in range(model.num_layers):
+        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        table.same(f"{hf}input_layernorm.weight", f"{megatron}self_attention.linear_qkv.layer_norm_weight", hidden)
+        attention(table, model, hf, megatron)
+        dense_or_experts(table, model, layer)
+    embeddings(table, model, vocab_size)
+    return table.build()
+
+
+_IGNORED = frozenset({"num_mtp_layers", "num_nextn_predict_layers"})  # of the further layers, which are dropped
+GLM4_MOE = Family("Glm4MoeForCausalLM", read_config, write_config, table, is_dropped, _IGNORED)
