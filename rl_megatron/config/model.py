@@ -99,9 +99,7 @@ class ModelConfig:
     shared_expert_gate: bool = False  # multiply the shared expert's output by a learned gate (Qwen2-MoE)
     normalize_expert_weights: bool = True  # scale the weights of a token's experts to add up to 1 (Qwen2-MoE: false)
     router_aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss of each microbatch; 0: off
-    first_dense_layers: NonNegative = (
-        0  # leading layers with a dense MLP instead of experts (DeepSeek-V3: 3, GLM-4.5: 3)
-    )
+    first_dense_layers: NonNegative = 0  # leading layers with a dense MLP instead of experts (DeepSeek-V3, GLM-4.5)
     router_score: Literal["softmax", "sigmoid"] = "softmax"  # turns router logits into scores (DeepSeek-V3: sigmoid)
     # Add a bias to each expert's score to choose experts, but not to weight them (DeepSeek-V3). The bias is saved with
     # the weights and has no gradient.
