@@ -252,7 +252,7 @@ def engine_devices(generation: GenerationConfig) -> int:
         return generation.num_engines
     servers = getattr(generation, generation.engine)
     size = servers.tensor_parallel_size if generation.engine == "vllm" else servers.tp_size
-    return (len(servers.server_urls or ()) or servers.num_servers) * size
+    return (len(servers.urls) or servers.num_servers) * size
 
 
 def _queue_metrics(groups: StepGroups) -> dict[str, float]:

@@ -66,6 +66,12 @@ MAY_CHANGE = {
         "generation.refit", "generation.refit_bucket_mb", "generation.gate_prompts", "generation.gate_limit",
         "generation.batch_size", "generation.vllm.allow_insecure_serialization",
     ),
+    # They get the same requests wherever they run.
+    "places of servers": tuple(
+        f"generation.{engine}.{key}"
+        for engine in ("vllm", "sglang")
+        for key in ("server_urls", "server_nodes", "num_servers", "host", "port", "startup_timeout_seconds")
+    ),
 }  # fmt: skip
 # Of the keys of the whole run, init_from may not change, and the stages that have begun. metric_sinks and
 # logger (logging), output_dir, plugins and resume may.

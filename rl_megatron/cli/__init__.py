@@ -38,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         if parsed.info is not None or parsed.hydra_help:
             return _show_how_it_is_composed(parsed)
         if getattr(parsed, "multirun", False):
+            if parsed.server_nodes is not None:
+                parser.error("--server-nodes: the jobs of a sweep start their servers themselves; leave it out")
             return _sweep(parsed)
         if parsed.command == "doctor":
             return _doctor(parsed)
@@ -91,6 +93,10 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
         from rl_megatron.cli.generate import generation_run
 
         config = generation_run(config, parsed)
+    if parsed.command == "train":
+        from rl_megatron.cli.serve import with_server_nodes
+
+        config = with_server_nodes(config, parsed.server_nodes)
     if parsed.print_config or parsed.cfg:
         if log.is_main_rank():
             print(to_yaml(config), end="")
@@ -110,6 +116,10 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
             from rl_megatron.cli.evaluate import evaluate
 
             return evaluate(config, parsed)
+        if parsed.command == "serve":
+            from rl_megatron.cli.serve import serve
+
+            return serve(config, parsed)
         _check_early(config, parsed.command)
     except ConfigError as error:
         log.error(error, on_every_node=True)  # a file may be missing on one node only
@@ -137,9 +147,12 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
     config = None
     if parsed.overrides or parsed.config_dir or parsed.print_config or parsed.cfg:
+        from rl_megatron.cli.serve import with_server_nodes
         from rl_megatron.config.load import load_config, to_yaml
 
-        config = load_config(parsed.overrides, parsed.config_dir, parsed.config_name)
+        config = with_server_nodes(
+            load_config(parsed.overrides, parsed.config_dir, parsed.config_name), parsed.server_nodes
+        )
         if parsed.print_config or parsed.cfg:
             if log.is_main_rank():
                 print(to_yaml(config), end="")

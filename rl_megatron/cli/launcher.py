@@ -32,7 +32,7 @@ from torch.distributed.run import get_args_parser, run
 
 from rl_megatron.config.errors import STOPPED
 from rl_megatron.topology.step_times import FILE, read_step_times
-from rl_megatron.topology.stop_signals import SIGNALS
+from rl_megatron.topology.stop_signals import SAME_SIGNAL_SECONDS, SIGNALS
 
 _NOT_STARTED_AGAIN = (2, STOPPED)  # exit statuses: bad input, and ended as asked
 _OTHER_SIGNALS = "SIGHUP,SIGQUIT"  # torch handles them: it ends the ranks
@@ -50,16 +50,22 @@ class RunAgent(LocalElasticAgent):
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
         self._deadline: float | None = None
+        self._asked_at: float | None = None
         self._first_ended_at: float | None = None
         for number in SIGNALS:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._deadline is not None and number != signal.SIGUSR1:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif number != signal.SIGUSR1:
+            if now - self._asked_at <= SAME_SIGNAL_SECONDS:
+                return  # what started this launcher has sent on a signal that the launcher has got as well
             self._shutdown_timeout = _KILLED
             raise SignalException(f"a second {signal.Signals(number).name}", signal.Signals(number))
         limit = max(self._shutdown_timeout, _seconds_to_end())
-        self._deadline, RunAgent.was_asked_to_end = time.monotonic() + limit, True
+        self._deadline, RunAgent.was_asked_to_end = now + limit, True
         for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -17,6 +17,7 @@ COMPOSED = {
     "eval": "evaluate a checkpoint or a Hugging Face directory on the sets of eval.sets",
     "plan": "compute the memory, FLOPs and estimated time of a stage on a cluster, or search a layout; needs no GPU",
     "doctor": "check this machine, and what an experiment needs of it: versions, GPUs, network, storage, ports",
+    "serve": "start the servers of the rollout engine on this node, for a run on other nodes",
     "show-batch": "show every token that the model sees in a step, with its loss mask, or the prompts of a step",
 }
 # The others.
@@ -35,6 +36,7 @@ _EXAMPLES = """examples:
   rl-megatron convert export outputs/run/checkpoints/sft/step-000100 exported
   rl-megatron show-batch experiment=gsm8k_sft data.path=path/to/gsm8k --html batch.html
   rl-megatron generate init_from=outputs/run/checkpoints/sft/step-000100 --prompts prompts.jsonl --output out.jsonl
+  rl-megatron serve experiment=mine generation.engine=vllm --host 0.0.0.0 --port 8000
   rl-megatron eval outputs/run/checkpoints/grpo/step-000100 experiment=mine --output evaluated
   rl-megatron inspect outputs/run/checkpoints/sft/step-000100
   rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k train.seed=1 output_dir=outputs/mine
@@ -103,6 +105,11 @@ def command_parser() -> argparse.ArgumentParser:
             _add_generate(command)
         if name == "plan":
             _add_plan(command)
+        if name in ("train", "doctor"):
+            nodes = "HOST:PORT of nodes, with commas between them, on which `serve` runs the rollout engine's servers"
+            command.add_argument("--server-nodes", metavar="NODES", help=nodes)
+        if name == "serve":
+            _add_serve(command)
         if name == "doctor":
             command.add_argument("--json", action="store_true", help="print JSON")
     _add_rollouts(commands)
@@ -146,6 +153,13 @@ def _add_show_batch(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ranks", type=int, metavar="N", help=ranks)
     command.add_argument("--ids", action="store_true", help="list the token ids of each sequence too")
     command.add_argument("--html", metavar="FILE", help="write a self-contained HTML page, and print no sequences")
+
+
+def _add_serve(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--stage", metavar="NAME", help="the stage; by default the last that completes prompts")
+    command.add_argument("--host", metavar="ADDRESS", help="the address to bind to, such as 0.0.0.0; by default host's")
+    port = "the port of the first server; the next ones follow; by default that of the configuration"
+    command.add_argument("--port", type=int, metavar="N", help=port)
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:

@@ -41,7 +41,7 @@ def _why_engine_varies(stage: StageConfig, environment: Mapping[str, str]) -> st
     generation = stage.generation
     if generation.engine == "transformers":
         return "its processes compute without the switches of this one"
-    if generation.engine == "vllm" and generation.vllm.server_urls:
+    if generation.engine == "vllm" and generation.vllm.urls:
         return "what servers that run already batch together depends on time; let the run start its servers"
     if generation.engine == "vllm" and environment.get(VLLM_SWITCH) != "1":
         return (

@@ -53,7 +53,7 @@ def check_refit(generation: GenerationConfig) -> None:
 
 def shares_gpus(generation: GenerationConfig) -> bool:
     """Return whether the run starts its vLLM servers on the policy's GPUs."""
-    return generation.refit in ("shared_memory", "ipc") and not generation.vllm.server_urls
+    return generation.refit in ("shared_memory", "ipc") and not generation.vllm.urls
 
 
 def releases_memory(generation: GenerationConfig) -> bool:

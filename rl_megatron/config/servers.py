@@ -12,15 +12,17 @@ from rl_megatron.config.field_types import Positive, PositiveFloat, section
 
 TRIED_VLLM = ("0.32.0",)  # versions of vLLM with which this package was tried
 TRIED_SGLANG = ("0.5.23",)
+NODE = r"^[^/\s]+:\d{1,5}$"  # a host and a port
+MAX_PORT = 65535
 
 
 @section
 class ServersConfig:
-    """Inference servers, which a run starts on its nodes, or which run already (`server_urls`).
+    """Inference servers, which a run starts on its nodes, or which run already (`server_urls`, `server_nodes`).
 
     Attributes:
         key: Where the section is.
-        of_launches: The keys that only servers which the run starts have.
+        of_launches: The keys that say how servers are started; servers of `server_urls` were started otherwise.
     """
 
     key: ClassVar[str]
@@ -28,6 +30,9 @@ class ServersConfig:
 
     # Addresses of servers that run already, such as http://10.0.0.5:8000. Empty: the run starts servers, and ends them.
     server_urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")], ...] = ()
+    # Nodes, as HOST:PORT, on each of which `rl-megatron serve` has started num_servers servers with these settings, the
+    # first one at this port and the next ones after it.
+    server_nodes: tuple[Annotated[str, Field(pattern=NODE)], ...] = ()
     num_servers: Positive = 1  # servers that each node starts
     host: str = "127.0.0.1"  # address that servers bind to. On several nodes: 0.0.0.0 or an address that nodes reach
     port: Positive | None = None  # port of a node's first server; the next ones follow. null: free ports
@@ -36,22 +41,21 @@ class ServersConfig:
     max_requests_in_flight: Positive = 256  # requests that one server has at the same time; further ones wait here
     extra_args: tuple[str, ...] = ()  # further arguments of the server's command, passed on as they are
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Return the addresses of all servers that run already; empty if the run starts its servers."""
+        nodes = (node.rpartition(":") for node in self.server_nodes)
+        served = (f"http://{host}:{int(port) + index}" for host, _, port in nodes for index in range(self.num_servers))
+        return (*self.server_urls, *served)
+
     def check(self) -> None:
         """Check that every key has an effect.
 
         Raises:
-            ConfigError: An address cannot be used, or a key is for servers that the run starts, and `server_urls` names
+            ConfigError: An address cannot be used, or a key says how servers are started, and `server_urls` names
                 servers that run already.
         """
-        for url in self.server_urls:
-            try:
-                usable = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
-            except ValueError:  # the port is no number, or above 65535
-                usable = False
-            if not usable:
-                raise ConfigError(
-                    f"{self.key}.server_urls has {url!r}, whose host or port is wrong; write it as http://10.0.0.5:8000"
-                )
+        self._check_addresses()
         secret = next((each for each in self.extra_args if each.startswith("--api-key")), None)
         if secret is not None:
             raise ConfigError(
@@ -68,8 +72,30 @@ class ServersConfig:
                     f"{self.key}.{name}={value} does nothing: {self.key}.server_urls names servers that run already; "
                     f"leave {name} out and start the servers with this setting, or leave server_urls out"
                 )
-        if len(set(self.server_urls)) < len(self.server_urls):
-            raise ConfigError(f"{self.key}.server_urls={list(self.server_urls)} names a server twice; name each once")
+
+    def _check_addresses(self) -> None:
+        for url in self.server_urls:
+            try:
+                usable = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+            except ValueError:  # the port is no number, or above 65535
+                usable = False
+            if not usable:
+                raise ConfigError(
+                    f"{self.key}.server_urls has {url!r}, whose host or port is wrong; write it as http://10.0.0.5:8000"
+                )
+        for node in self.server_nodes:
+            if not 0 < int(node.rpartition(":")[2]) <= MAX_PORT + 1 - self.num_servers:
+                raise ConfigError(
+                    f"{self.key}.server_nodes has {node!r}, whose port is wrong for {self.num_servers} server(s); "
+                    "write it as 10.0.0.5:8000"
+                )
+        if self.server_urls and self.server_nodes:
+            raise ConfigError(
+                f"{self.key}.server_nodes and {self.key}.server_urls both name servers; leave one of them out"
+            )
+        for name, given in (("server_urls", self.server_urls), ("server_nodes", self.server_nodes)):
+            if len(set(given)) < len(given):
+                raise ConfigError(f"{self.key}.{name}={list(given)} names a server twice; name each once")
 
 
 @section

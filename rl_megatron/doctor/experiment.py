@@ -89,7 +89,7 @@ def check_servers(config: RunConfig) -> list[Finding]:
     for stage in config.stages.values():
         engine, generation = stage.generation.engine, stage.generation
         section = {"vllm": generation.vllm, "sglang": generation.sglang}.get(engine)
-        if not stage.scores_completions or section is None or section.server_urls:
+        if not stage.scores_completions or section is None or section.urls:
             continue
         plugin = engine == "vllm" and generation.refit in ("collective", "shared_memory")
         if (engine, section.python, plugin) not in seen:

@@ -78,7 +78,7 @@ def _server_sections(config: RunConfig | None) -> list[ServersConfig]:
     sections: list[ServersConfig] = []
     for stage in () if config is None else config.stages.values():
         section = getattr(stage.generation, stage.generation.engine, None)
-        if stage.scores_completions and isinstance(section, ServersConfig) and not section.server_urls:
+        if stage.scores_completions and isinstance(section, ServersConfig) and not section.urls:
             sections += [section] if section not in sections else []
     return sections
 

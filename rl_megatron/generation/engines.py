@@ -12,9 +12,9 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.generation.registry import ENGINES, EngineKind, register_engine
-from rl_megatron.generation.sglang.engine import build_sglang_engine, check_sglang
+from rl_megatron.generation.sglang.engine import build_sglang_engine, check_sglang, sglang_launcher
 from rl_megatron.generation.transformers.engine import TransformersEngine, engine_devices
-from rl_megatron.generation.vllm.engine import build_vllm_engine, check_vllm
+from rl_megatron.generation.vllm.engine import build_vllm_engine, check_vllm, vllm_launcher
 from rl_megatron.model.families import family_of_model
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.device import choose_device
@@ -61,5 +61,5 @@ def _transformers(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
     return TransformersEngine(policy, stage.generation, stage.train.collective_timeout_minutes)
 
 
-ENGINES.register("vllm")(EngineKind(build_vllm_engine, check_vllm))
-ENGINES.register("sglang")(EngineKind(build_sglang_engine, check_sglang))
+ENGINES.register("vllm")(EngineKind(build_vllm_engine, check_vllm, vllm_launcher))
+ENGINES.register("sglang")(EngineKind(build_sglang_engine, check_sglang, sglang_launcher))

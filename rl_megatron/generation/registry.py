@@ -12,6 +12,7 @@ from rl_megatron.config.engines import ENGINE_DECLARATIONS, EngineDeclaration
 from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.generation.interfaces import RolloutEngine
+from rl_megatron.generation.servers.node import ServerLauncher
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 
 BuildEngine = Callable[[MegatronPolicy, StageConfig], RolloutEngine]
@@ -31,10 +32,13 @@ class EngineKind:
         build: Builds the engine for a stage's policy. The third argument is the run's directory.
         check: Raises ConfigError, before the first step, if the engine cannot serve a stage. Its arguments are the
             stage and the number of tokens of its tokenizer.
+        launcher: Returns how to start the servers of a stage on a node without ranks, after it has checked that this is
+            possible; its arguments are those of `check`. None for an engine without servers.
     """
 
     build: BuildWithFiles
     check: CheckEngine = _accept
+    launcher: Callable[[StageConfig, int], ServerLauncher] | None = None
 
 
 _OWN_ENGINES = "rl_megatron.generation.engines"  # they are declared in config/engines.py before they are registered

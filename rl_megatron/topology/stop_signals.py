@@ -12,7 +12,7 @@ from typing import Self
 from rl_megatron import log
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_SAME_SIGNAL_SECONDS = 2.0  # a launcher sends on what its terminal has sent to the ranks as well
+SAME_SIGNAL_SECONDS = 2.0  # a launcher sends on what its terminal has sent to the ranks as well
 
 
 class StopSignals:
@@ -47,6 +47,6 @@ class StopSignals:
                 log.LOGGER.warning(
                     "%s: the run saves after this step and ends; a second signal ends it at once", name.name
                 )
-        elif time.monotonic() - self._at > _SAME_SIGNAL_SECONDS:
+        elif time.monotonic() - self._at > SAME_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

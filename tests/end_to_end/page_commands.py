@@ -25,15 +25,29 @@ SLURM = {
         exec bash "$@"
         """,
     "srun": """
-        while [ "${1#--}" != "$1" ]; do shift; done
-        for node in $(seq "$SLURM_JOB_NUM_NODES"); do
-            SLURMD_NODENAME=node$node SLURM_NODEID=$((node - 1)) "$@" & nodes+=($!)
+        nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+        while [ "${1#--}" != "$1" ]; do
+            case "$1" in
+                --nodelist=*) nodes=${1#*=} ;;
+                --het-group=*) list=SLURM_JOB_NODELIST_HET_GROUP_${1#*=} nodes=$(scontrol show hostnames "${!list}") ;;
+            esac
+            shift
         done
-        for node in "${nodes[@]}"; do wait "$node" || exit 1; done
+        number=0
+        for node in ${nodes//,/ }; do
+            SLURMD_NODENAME=$node SLURM_NODEID=$number "$@" & tasks+=($!)
+            number=$((number + 1))
+        done
+        for name in TERM USR2; do trap "kill -$name ${tasks[*]} 2>/dev/null" $name; done
+        for task in "${tasks[@]}"; do
+            while kill -0 "$task" 2>/dev/null; do wait "$task" || true; done
+            wait "$task" || status=$?
+            if [ "${status:-0}" != 0 ]; then kill "${tasks[@]}" 2>/dev/null; exit "$status"; fi
+        done
         """,
     "scontrol": """
         case "$2" in
-            hostnames) for node in $(seq "$SLURM_JOB_NUM_NODES"); do echo "node$node"; done ;;
+            hostnames) for node in $(seq ${3//[!0-9]/ }); do echo "node$node"; done ;;
             node) [ -n "$3" ] && echo "   NodeAddr=127.0.0.1 NodeHostName=$3" ;;
         esac
         """,
@@ -97,11 +111,8 @@ def _run_script(path: str, *arguments: str) -> None:
 
 def _sbatch(arguments: list[str], directory: Path) -> Finished:
     bin_directory = directory / "bin"
-    bin_directory.mkdir()
-    for name, body in SLURM.items():
-        (bin_directory / name).write_text(f"#!/usr/bin/env bash\n{body}")
-        (bin_directory / name).chmod(0o755)
-    variables = {"PATH": f"{bin_directory}:{os.environ['PATH']}", "VENV": sys.prefix, "SLURM_JOB_ID": _free_job_id()}
+    write_slurm(bin_directory)
+    variables = {"PATH": f"{bin_directory}:{os.environ['PATH']}", "VENV": sys.prefix, "SLURM_JOB_ID": free_job_id()}
     done = subprocess.run(
         [bin_directory / "sbatch", *arguments],
         cwd=directory, env=environment() | variables, capture_output=True, text=True, timeout=TIMEOUT,
@@ -109,7 +120,15 @@ def _sbatch(arguments: list[str], directory: Path) -> Finished:
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
-def _free_job_id() -> str:
+def write_slurm(directory: Path) -> None:
+    """Write the stand-ins for SLURM's commands into a new directory."""
+    directory.mkdir()
+    for name, body in SLURM.items():
+        (directory / name).write_text(f"#!/usr/bin/env bash\n{body}")
+        (directory / name).chmod(0o755)
+
+
+def free_job_id() -> str:
     """Return a job's number whose port (20000 and the last four digits, in scripts/train.slurm) is free."""
     for job in range(os.getpid() % 5000, 10_000):
         with socket.socket() as probe:

@@ -41,7 +41,7 @@ def check_servers(
             f"{settings.key}.{length_key}={length} exceeds model.max_sequence_length={longest}; lower it, or leave it "
             "out"
         )
-    if not settings.server_urls and shutil.which(python) is None:
+    if not settings.urls and shutil.which(python) is None:
         raise ConfigError(f"{settings.key}.python={python} is not there: {remedy}")
 
 
@@ -60,7 +60,7 @@ def server_devices(
     Raises:
         ConfigError: This machine has too few GPUs.
     """
-    if policy.type == "cpu" or settings.server_urls:
+    if policy.type == "cpu" or settings.urls:
         return ()
     count, size = settings.num_servers, getattr(settings, size_key)
     first = 0 if shared else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

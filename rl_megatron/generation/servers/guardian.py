@@ -34,6 +34,7 @@ def main(directory: str, *command: str) -> int:
     gone = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: gone.set())
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks ranks to end; SLURM sends it to what they started as well
     threading.Thread(target=_watch_the_rank, args=(gone,), daemon=True).start()
     try:
         # It stays in the guardian's session, by which the rank finds its processes if the guardian is killed.

@@ -18,14 +18,13 @@ from rl_megatron.generation.rank_zero_loop import RankZeroLoop
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import ServerDialect, ServerFacts
-from rl_megatron.generation.servers.process import LocalServers
+from rl_megatron.generation.servers.process import LOOPBACK, LocalServers
 from rl_megatron.weight_sync.plan import RefitPlan
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 
 _POLL_SECONDS = 0.5
 _TOKEN_BYTES = 32
-_LOOPBACK = ("127.", "localhost", "::1")
 
 
 class ServerPool:
@@ -76,9 +75,9 @@ class ServerPool:
             ConfigError: A port is in use, or other nodes cannot reach the servers.
         """
         if self._local is None:
-            first_on_its_node = os.environ.get("LOCAL_RANK", "0") == "0" and not self._settings.server_urls
+            first_on_its_node = os.environ.get("LOCAL_RANK", "0") == "0" and not self._settings.urls
             count = self._settings.num_servers if first_on_its_node else 0
-            if not self._settings.server_urls:
+            if not self._settings.urls:
                 self._token = self._ranks.from_rank_0(lambda: secrets.token_urlsafe(_TOKEN_BYTES))
             self._local = LocalServers(
                 count, self._dialect, self._settings, plan, devices, self._log_directory, self._token
@@ -143,9 +142,9 @@ class ServerPool:
                     kind, message = said
                     raise kind(message) from failure
             if all(state[0] for state in states):
-                return list(self._settings.server_urls) or [url for state in states for url in state[2]]
-            if not waits and self._settings.server_urls:
-                log.LOGGER.info("waiting until %s answer", ", ".join(self._settings.server_urls))
+                return list(self._settings.urls) or [url for state in states for url in state[2]]
+            if not waits and self._settings.urls:
+                log.LOGGER.info("waiting until %s answer", ", ".join(self._settings.urls))
             waits = True
             time.sleep(_POLL_SECONDS)
 
@@ -155,16 +154,16 @@ class ServerPool:
         Raises:
             EngineFailed: One did not answer within `startup_timeout_seconds`.
         """
-        if not self._ranks.leads or not self._settings.server_urls:
+        if not self._ranks.leads or not self._settings.urls:
             return True
-        clients = [self._client(index, url) for index, url in enumerate(self._settings.server_urls)]
+        clients = [self._client(index, url) for index, url in enumerate(self._settings.urls)]
         silent = [client.name for client in clients if not self._loop.wait(_healthy_once(client))]
         limit = self._settings.startup_timeout_seconds
         if silent and time.monotonic() - began > limit:
             raise EngineFailed(
                 f"{silent[0]} does not answer GET {self._dialect.health_path} with status 200, and did not within "
                 f"{self._dialect.key}.startup_timeout_seconds={limit:g}; start the server, or correct "
-                f"{self._dialect.key}.server_urls"
+                f"{self._dialect.key}.server_urls or server_nodes"
             )
         return not silent
 
@@ -176,7 +175,7 @@ class ServerPool:
         """
         nodes = sum(self._ranks.of_every_rank(os.environ.get("LOCAL_RANK", "0") == "0"))
         host, key = self._settings.host, self._dialect.key
-        if nodes > 1 and not self._settings.server_urls and host.startswith(_LOOPBACK):
+        if nodes > 1 and not self._settings.urls and host.startswith(LOOPBACK):
             raise ConfigError(
                 f"{key}.host={host}: the run has {nodes} nodes, and rank 0 cannot reach this address of another node; "
                 f"set {key}.host to 0.0.0.0, or to an address that the nodes reach"

@@ -14,6 +14,7 @@ from rl_megatron.config.refits import releases_memory, shares_gpus
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.generation.servers.devices import check_servers, server_devices
 from rl_megatron.generation.servers.engine import ServerEngine, ServerKind
+from rl_megatron.generation.servers.node import ServerLauncher, served_model
 from rl_megatron.generation.vllm.dialect import VllmDialect
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.device import choose_device
@@ -21,6 +22,7 @@ from rl_megatron.weight_sync.ipc import check_gpu_memory_can_be_shared
 from rl_megatron.weight_sync.servers import ServerSync, WeightServers
 from rl_megatron.weight_sync.vllm_sync import transfer_config, transfer_environment, vllm_sync
 
+_SIZE_KEY = "tensor_parallel_size"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -71,6 +73,20 @@ def vllm_dialect(
     )
 
 
+def vllm_launcher(stage: StageConfig, vocab_size: int) -> ServerLauncher:
+    """Return how to start a stage's servers on a node without ranks, whose GPUs are all theirs.
+
+    Raises:
+        ConfigError: Something is missing; the message names the key.
+    """
+    _check_launch(stage, vocab_size)
+    settings, device = stage.generation.vllm, choose_device(stage.device)
+    length = settings.max_model_len or stage.model.max_sequence_length
+    dialect = vllm_dialect(stage.generation, length, device, _DTYPES[stage.precision])
+    model = served_model(stage.model, _DTYPES[stage.precision], vocab_size)
+    return ServerLauncher(settings, dialect, model, server_devices(settings, _SIZE_KEY, device, shared=True))
+
+
 def sleeps(generation: GenerationConfig, device: torch.device) -> bool:
     """Return whether the servers that a run starts release their memory while the policy trains on `device`."""
     return device.type == "cuda" and releases_memory(generation)
@@ -82,6 +98,15 @@ def check_vllm(stage: StageConfig, vocab_size: int) -> None:
     Raises:
         ConfigError: Something is missing; the message names the key.
     """
+    _check_launch(stage, vocab_size)
+    generation, device = stage.generation, choose_device(stage.device)
+    _devices(generation, device)
+    if device.type == "cuda" and generation.refit in ("shared_memory", "ipc"):
+        check_gpu_memory_can_be_shared(generation.refit)
+
+
+def _check_launch(stage: StageConfig, vocab_size: int) -> None:
+    """Check that Hugging Face's format has the model, and that this machine has vLLM."""
     generation, settings = stage.generation, stage.generation.vllm
     remedy = (
         "run scripts/install_vllm.sh, which makes an environment with vLLM, or set the key to the Python of one, or "
@@ -94,10 +119,7 @@ def check_vllm(stage: StageConfig, vocab_size: int) -> None:
             "generation.refit=disk: on a CPU, vLLM keeps the old weights of a head that is tied to the embedding "
             "(model.tie_embeddings=true) when it reloads files; set generation.refit=collective"
         )
-    _devices(generation, device)
-    if device.type == "cuda" and generation.refit in ("shared_memory", "ipc"):
-        check_gpu_memory_can_be_shared(generation.refit)
 
 
 def _devices(generation: GenerationConfig, policy: torch.device) -> tuple[tuple[int, ...], ...]:
-    return server_devices(generation.vllm, "tensor_parallel_size", policy, shares_gpus(generation))
+    return server_devices(generation.vllm, _SIZE_KEY, policy, shares_gpus(generation))

@@ -1,0 +1,128 @@
+"""Start the servers of a run's rollout engine on this node, for `rl-megatron serve`, and name them to the run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from rl_megatron import log
+from rl_megatron.config.engines import ENGINE_DECLARATIONS
+from rl_megatron.config.errors import ConfigError, bad_input_named, nearest
+from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.config.servers import MAX_PORT, NODE, ServersConfig
+from rl_megatron.data.run_tokenizer import run_tokenizer
+
+_ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+def with_server_nodes(config: RunConfig, nodes: str | None) -> RunConfig:
+    """Return the run whose rollout engines are the servers that `rl-megatron serve` runs on some nodes.
+
+    Args:
+        config: The composed configuration.
+        nodes: The nodes as HOST:PORT with commas between them; None to return `config`.
+
+    Raises:
+        ConfigError: No stage has an engine on servers, or an address is wrong.
+    """
+    if nodes is None:
+        return config
+    served = _stages_with_servers(config, f"--server-nodes {nodes}")
+    places = tuple(nodes.split(","))
+    wrong = next((place for place in places if not re.match(NODE, place)), None)
+    if wrong is not None:
+        raise ConfigError(f"--server-nodes {nodes}: {wrong!r} is not HOST:PORT; write it as 10.0.0.5:8000")
+    changed = {name: _with_section(stage, server_nodes=places) for name, stage in served.items()}
+    for stage in changed.values():
+        _section(stage).check()
+    return replace(config, stages=config.stages | changed)
+
+
+def serve(config: RunConfig, options: argparse.Namespace) -> int:
+    """Start the servers of a stage's rollout engine, run them until a signal comes, and return the exit status.
+
+    Args:
+        config: The composed configuration, which is that of the run.
+        options: The options of the command, which rl_megatron/cli/parser.py declares.
+
+    Raises:
+        ConfigError: A key or an option is wrong.
+    """
+    stages = {name: _placed(stage, options) for name, stage in _served_stages(config, options.stage).items()}
+    from rl_megatron.generation.engines import ENGINES
+    from rl_megatron.generation.interfaces import EngineFailed
+    from rl_megatron.generation.servers.node import NodeServers, ServerLauncher
+
+    output_dir = Path(config.output_dir)
+    tokenizer = bad_input_named(lambda: run_tokenizer(config.first, output_dir))
+    launchers: dict[str, ServerLauncher] = {}
+    for name, stage in stages.items():
+        launcher_of = ENGINES[stage.generation.engine].launcher
+        assert launcher_of is not None  # an engine with a section of servers has one
+        launchers[name] = launcher_of(stage, tokenizer.vocab_size)
+    last = list(launchers)[-1]
+    for name, launcher in launchers.items():
+        if launcher.command() != launchers[last].command():
+            raise ConfigError(f"the stages {name} and {last} start their servers differently; choose one with --stage")
+    restarts = stages[last].generation.max_engine_restarts
+    servers = NodeServers(launchers[last], output_dir / "servers", restarts)
+    stop = threading.Event()
+    for number in _ENDS:
+        signal.signal(number, lambda *_: stop.set())
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks the ranks to end after a step, which may need the servers
+    try:
+        servers.run(stop)
+    except EngineFailed as error:
+        log.error(error)
+        return 1
+    return 0
+
+
+def _served_stages(config: RunConfig, name: str | None) -> dict[str, StageConfig]:
+    """Return the stages whose servers are started: the named one, or all that use servers."""
+    served = _stages_with_servers(config, "serve")
+    if name is None:
+        return served
+    if name not in served:
+        raise ConfigError(f"--stage {name}: no stage that uses servers has this name{nearest(name, served)}")
+    return {name: served[name]}
+
+
+def _placed(stage: StageConfig, options: argparse.Namespace) -> StageConfig:
+    """Return the stage with the address of the options."""
+    section = _section(stage)
+    if section.urls:
+        raise ConfigError(f"{section.key}.server_urls and server_nodes name servers that run already; leave them out")
+    if options.port is not None and not 0 < options.port <= MAX_PORT + 1 - section.num_servers:
+        raise ConfigError(f"--port {options.port}: must be from 1 to {MAX_PORT + 1 - section.num_servers}")
+    return _with_section(stage, host=options.host or section.host, port=options.port or section.port)
+
+
+def _stages_with_servers(config: RunConfig, what: str) -> dict[str, StageConfig]:
+    served = {
+        name: stage
+        for name, stage in config.stages.items()
+        if stage.scores_completions and ENGINE_DECLARATIONS[stage.generation.engine].section is not None
+    }
+    if not served:
+        engines = ", ".join(dict.fromkeys(stage.generation.engine for stage in config.stages.values()))
+        raise ConfigError(
+            f"{what}: no stage completes prompts on servers (generation.engine={engines}); set generation.engine=vllm "
+            "or sglang"
+        )
+    return served
+
+
+def _section(stage: StageConfig) -> ServersConfig:
+    return getattr(stage.generation, str(ENGINE_DECLARATIONS[stage.generation.engine].section))
+
+
+def _with_section(stage: StageConfig, **changes: object) -> StageConfig:
+    """Return the stage with other values of keys of its servers' section."""
+    section = str(ENGINE_DECLARATIONS[stage.generation.engine].section)
+    changed = replace(_section(stage), **changes)  # pyright: ignore[reportArgumentType]  # they come from options
+    return replace(stage, generation=replace(stage.generation, **{section: changed}))

@@ -1,0 +1,129 @@
+"""`NodeServers`: the servers of a node without ranks, which a run on other nodes uses (`rl-megatron serve`)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_megatron import log
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.servers import ServersConfig
+from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.generation.servers.access import TOKEN
+from rl_megatron.generation.servers.dialect import Launch, ServerDialect
+from rl_megatron.generation.servers.process import LOOPBACK, LocalServers
+from rl_megatron.model.families import family_of_model
+from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.servers import ServerDied
+
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class ServerLauncher:
+    """How to start the servers of a stage on a node without ranks.
+
+    Attributes:
+        settings: The configuration section of their kind.
+        dialect: Their commands, URLs and JSON.
+        model: What a server has to know of the model before it starts; the run sends the weights later.
+        devices: The numbers of the GPUs of each server; empty for the CPU.
+    """
+
+    settings: ServersConfig
+    dialect: ServerDialect
+    model: RefitPlan
+    devices: Sequence[tuple[int, ...]]
+
+    def command(self) -> tuple[list[str], dict[str, str]]:
+        """Return the command of a server at an address and a directory that stand for any."""
+        devices = self.devices[0] if self.devices else ()
+        return self.dialect.command(Launch(0, Path("model"), self.model, "host", 1, devices))
+
+
+def served_model(model: ModelConfig, dtype: str, vocab_size: int) -> RefitPlan:
+    """Return what servers have to know of a model before they start; its weights are not part of it.
+
+    Args:
+        model: The model section.
+        dtype: The dtype of its weights, as torch names it.
+        vocab_size: The number of tokens of the tokenizer.
+
+    Raises:
+        ConfigError: No family can express the model.
+    """
+    rows = model.vocab_size or vocab_size
+    written = family_of_model(model, rows).write_config(model, rows)
+    return RefitPlan(written | {"dtype": dtype}, vocab_size, ())
+
+
+class NodeServers:
+    """The servers of this node. One that ends is started again at the same address, where the run waits for it."""
+
+    def __init__(self, launcher: ServerLauncher, log_directory: Path, max_restarts: int):
+        """Keep what is needed to start the servers.
+
+        Args:
+            launcher: How to start them.
+            log_directory: The directory of their logs.
+            max_restarts: How often servers are started again; one more death ends all of them.
+
+        Raises:
+            ConfigError: The run could not know the port, or other machines reach the servers and there is no token.
+        """
+        settings = launcher.settings
+        if settings.port is None:
+            raise ConfigError(
+                f"{settings.key}.port=null: the run has to know where the servers listen; give --port 8000, and "
+                "--server-nodes HOST:8000 to the run"
+            )
+        token = os.environ.get(TOKEN, "")
+        if not token and not settings.host.startswith(LOOPBACK):
+            raise ConfigError(
+                f"{TOKEN} is not set, and {settings.key}.host={settings.host} lets other machines reach the servers, "
+                "whose weights anybody could replace; set the variable to the same secret here and for the run"
+            )
+        self._settings, self._max_restarts, self._restarts = settings, max_restarts, 0
+        self._servers = LocalServers(
+            settings.num_servers, launcher.dialect, settings, launcher.model, launcher.devices, log_directory, token
+        )  # fmt: skip
+
+    def run(self, stop: threading.Event) -> None:
+        """Start the servers, and keep them running until `stop` is set. Then end them.
+
+        Raises:
+            ConfigError: A port is in use.
+            EngineFailed: A server cannot be started, or servers ended too often.
+        """
+        try:
+            self._servers.start()
+            was_ready = False
+            while not stop.wait(_POLL_SECONDS):
+                is_ready = self._are_ready()
+                if is_ready and not was_ready:
+                    log.LOGGER.info(
+                        "%d server(s) are ready: %s", len(self._servers.urls), ", ".join(self._servers.urls)
+                    )
+                was_ready = is_ready
+        finally:
+            self._servers.end()
+
+    def _are_ready(self) -> bool:
+        """Return whether all servers are ready, after starting those again that have ended."""
+        ended = next((each for each in self._servers.processes if each.is_ready and each.has_ended()), None)
+        try:
+            if ended is None:
+                return self._servers.are_ready()
+            death = f"{ended.name} ended; {ended.last_lines()}"
+        except ServerDied as error:
+            death = str(error)
+        if self._restarts == self._max_restarts:
+            raise EngineFailed(f"{death}; generation.max_engine_restarts={self._max_restarts} allows no other start")
+        self._restarts += 1
+        log.LOGGER.warning("%s; restart %d of at most %d", death, self._restarts, self._max_restarts)
+        self._servers.start()
+        return False

@@ -1,0 +1,107 @@
+"""The servers of a node without ranks, which are fake ones: they are started again where they were, and all end."""
+
+import os
+import re
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.servers import VllmConfig
+from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.generation.servers.access import TOKEN
+from rl_megatron.generation.servers.node import NodeServers, ServerLauncher, served_model
+from rl_megatron.weight_sync.exporter import WeightExporter
+from rl_megatron.weight_sync.plan import RefitPlan
+from tests.parallel.layouts import MODEL, build_policy
+from tests.ports import free_port
+from tests.unit.generation.servers.engines_of_fakes import FakeDialect
+
+LLAMA = replace(MODEL, qk_norm=False, qkv_bias=False)
+
+
+def node(directory, settings, *options, max_restarts=3):
+    launcher = ServerLauncher(settings, FakeDialect(settings, *options), RefitPlan({}, 8, ()), ())
+    return NodeServers(launcher, directory / "servers", max_restarts)
+
+
+@contextmanager
+def running(servers):
+    """Run the servers in a thread, and yield what the run raised once it has ended."""
+    stop, raised = threading.Event(), []
+
+    def run():
+        try:
+            servers.run(stop)
+        except EngineFailed as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield raised
+    finally:
+        stop.set()
+        thread.join(30)
+
+
+def process_of(servers, old=None):
+    """Wait for the server's process, which is a child of its guardian, to be there and ready; return it."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for each in servers._servers.processes:
+            if each.is_ready and not each.has_ended():
+                found = psutil.Process(each.pid).children()
+                if found and found[0] != old:
+                    return found[0]
+        time.sleep(0.05)
+    raise AssertionError("no server is ready")
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_started_again_at_its_address_and_all_end_when_asked(tmp_path):
+    servers = node(tmp_path, VllmConfig(port=free_port(), startup_timeout_seconds=30.0), max_restarts=1)
+    with running(servers) as raised:
+        first, (address,) = process_of(servers), servers._servers.urls
+        first.kill()
+        second = process_of(servers, old=first)
+        assert servers._servers.urls == [address]
+        os.kill(second.pid, signal.SIGUSR1)  # it asks ranks to save, and SLURM sends it to all processes
+        time.sleep(0.2)
+        assert second.is_running() and second.status() != psutil.STATUS_ZOMBIE and not raised
+    assert not second.is_running()
+
+
+@pytest.mark.slow
+def test_servers_that_end_more_often_than_allowed_end_the_command(tmp_path):
+    servers = node(tmp_path, VllmConfig(port=free_port(), startup_timeout_seconds=30.0), max_restarts=0)
+    with running(servers) as raised:
+        process_of(servers).kill()
+        deadline = time.monotonic() + 30
+        while not raised and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert re.search(r"vLLM server 0 ended; .*max_engine_restarts=0 allows no other start", str(raised[0]))
+
+
+def test_servers_need_a_port_that_the_run_knows_and_a_token_if_other_machines_reach_them(tmp_path, monkeypatch):
+    monkeypatch.delenv(TOKEN, raising=False)
+    with pytest.raises(ConfigError, match="generation.vllm.port=null: the run has to know"):
+        node(tmp_path, VllmConfig())
+    with pytest.raises(ConfigError, match=f"{TOKEN} is not set, and generation.vllm.host=0.0.0.0 lets other"):
+        node(tmp_path, VllmConfig(host="0.0.0.0", port=8000))
+    monkeypatch.setenv(TOKEN, "a secret")
+    node(tmp_path, VllmConfig(host="0.0.0.0", port=8000))
+
+
+def test_servers_are_told_of_the_model_what_the_run_will_send(ranks):
+    told = ranks.reference(_plan_of_policy)
+    assert served_model(LLAMA, "float32", told.vocab_size).hf_config == told.hf_config
+
+
+def _plan_of_policy():
+    return WeightExporter(build_policy({}, LLAMA).model).plan
