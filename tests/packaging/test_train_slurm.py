@@ -1,4 +1,4 @@
-"""What scripts/train.slurm makes of the nodes of a job and of their ends, with stand-ins for SLURM and for the nodes."""
+"""What scripts/train.slurm makes of a job's nodes and of their ends, with stand-ins for SLURM and for the nodes."""
 
 import os
 import signal
@@ -15,7 +15,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train.slurm"
 SERVES = """echo "$SLURMD_NODENAME token=${RL_MEGATRON_SERVER_TOKEN:0:64} $*" >>{directory}/served
     trap 'echo ended >>{directory}/served; exit 0' TERM
     while :; do sleep 0.05; done"""
-TRAINS = 'until [ -s {directory}/served ]; do sleep 0.02; done; echo "$SLURMD_NODENAME $NNODES $*" >>{directory}/trained'
+TRAINS = (
+    'until [ -s {directory}/served ]; do sleep 0.02; done; echo "$SLURMD_NODENAME $NNODES $*" >>{directory}/trained'
+)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_some_nodes_serve_and_the_others_train_with_their_addresses(tmp_path, va
     assert len(tokens) == 1 and len(tokens.pop()) == len("token=") + 64
     words = "serve model=nano --host 0.0.0.0 --port 10007"
     assert [(line.split()[0], " ".join(line.split()[2:])) for line in told] == [(node, words) for node in engines]
-    nodes = ",".join(f"{'127.0.0.1'}:10007" for _ in engines)
+    nodes = ",".join("127.0.0.1:10007" for _ in engines)
     wanted = [f"{node} {len(trainers)} train model=nano --server-nodes {nodes}" for node in trainers]
     assert sorted((tmp_path / "trained").read_text().splitlines()) == wanted
 
@@ -112,8 +114,8 @@ def sides(directory, trains, serves=SERVES):
 def job(directory, train_sh, *words, command=("train",), **variables):
     """Run the script as a job of two nodes, with another train.sh; return how it ended."""
     return subprocess.run(
-        ["bash", SCRIPT, *command, *words], env=prepared(directory, train_sh, variables), capture_output=True, text=True,
-        timeout=60,
+        ["bash", SCRIPT, *command, *words],
+        env=prepared(directory, train_sh, variables), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
 

@@ -56,8 +56,8 @@ def served_model(model: ModelConfig, dtype: str, vocab_size: int) -> RefitPlan:
     Raises:
         ConfigError: No family can express the model.
     """
-    rows = model.vocab_size or vocab_size
-    written = family_of_model(model, rows).write_config(model, rows)
+    size = model.vocab_size or vocab_size
+    written = family_of_model(model, size).write_config(model, size)
     return RefitPlan(written | {"dtype": dtype}, vocab_size, ())
 
 

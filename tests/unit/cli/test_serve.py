@@ -10,7 +10,8 @@ from rl_megatron.config.load import load_config
 GRPO = ("algorithm=grpo", "data=arithmetic", "generation.engine=vllm")
 TWO_STAGES = (
     "experiment=quickstart", "stages.grpo.generation.engine=vllm", "stages.sft.generation.engine=vllm",
-    "stages.sft.generation.vllm.max_model_len=40",
+    "stages.sft.generation.vllm.max_model_len=40", "stages.sft.generation.vllm.python=sh",
+    "stages.grpo.generation.vllm.python=sh",
 )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def test_wrong_nodes_are_refused(overrides, nodes, message):
         ((*GRPO, "--port", "0"), "--port 0: must be from 1 to 65535"),
         ((*GRPO, "--stage", "grpp"), "--stage grpp: no stage that uses servers has this name; did you mean 'grpo'"),
         ((*GRPO, "generation.vllm.python=no/python"), "generation.vllm.python=no/python is not there"),
-        ((*TWO_STAGES, "generation.vllm.python=sh"), "start their servers differently; choose one with --stage"),
+        (TWO_STAGES, "start their servers differently; choose one with --stage"),
         ((*GRPO, "generation.vllm.python=sh"), "generation.vllm.port=null: the run has to know"),
     ],
 )
