@@ -71,7 +71,8 @@ GROUPS = (
     Group("Distillation and draft models", _OF_A_LOSS, losses.DISTILLATION),
     Group(
         "Rollouts",
-        "Training lines of `grpo` and `ppo`. `reward_kl` is there if `loss.use_kl_in_reward` is set.",
+        "Training lines of `grpo`, `ppo` and `on_policy_distillation`. `reward_kl` is there if `loss.use_kl_in_reward` "
+        "is set, and `teacher_kl` if the loss of a distillation reads advantages.",
         metrics.ROLLOUT,
     ),
     Group(

@@ -82,11 +82,25 @@ r = \text{the score at the sequence's last token}
   (v_t - R_t)^2,\; \big(\mathrm{clip}(v_t,\, v_{\text{old},t} - c,\, v_{\text{old},t} + c) - R_t\big)^2\Big)
 """,
     "distillation": r"""
-\mathcal L = \frac{1}{N_{\text{tokens}}} \sum_t m_t \big(w\,\mathrm{KL}(p\,\|\,q) + (1-w)\,\mathrm{KL}(q\,\|\,p)\big)_t,
-\qquad p = \text{teacher}, \quad q = \text{student, both over the teacher's top } k
+\mathcal L = \frac{1}{N_{\text{tokens}}} \sum_t m_t \big((1-\alpha)\, D_t - \alpha \log q(y_t)\big), \qquad
+D = w\,\mathrm{KL}(p\,\|\,q) + (1-w)\,\mathrm{KL}(q\,\|\,p)
+
+\text{jensen\_shannon:} \qquad D = \beta\,\mathrm{KL}(p\,\|\,m) + (1-\beta)\,\mathrm{KL}(q\,\|\,m), \qquad
+m = \beta\, p + (1-\beta)\, q
+
+p = \text{teacher}, \quad q = \text{student, both over the teacher's top } k
 
 \text{with zero\_outside\_topk:} \qquad \mathrm{KL}(q\,\|\,p)
   = \sum_v q \log q - \sum_k q \log p + 100\,\Big(1 - \sum_k q\Big), \qquad q \text{ over the whole vocabulary}
+""",
+    "full_distillation": r"""
+\mathcal L = \frac{1}{N_{\text{tokens}}} \sum_t m_t \big((1-\alpha)\, D_t - \alpha \log q(y_t)\big), \qquad
+D = w\,\mathrm{KL}(p\,\|\,q) + (1-w)\,\mathrm{KL}(q\,\|\,p)
+
+\text{jensen\_shannon:} \qquad D = \beta\,\mathrm{KL}(p\,\|\,m) + (1-\beta)\,\mathrm{KL}(q\,\|\,m), \qquad
+m = \beta\, p + (1-\beta)\, q
+
+p = \text{teacher}, \quad q = \text{student, both over the whole vocabulary}
 """,
     "draft_cross_entropy": r"""
 \mathcal L = -\frac{1}{N_{\text{tokens}}} \sum_t m_{t+1} \sum_v p_{t+1}(v) \log q_t(v),
@@ -344,9 +358,9 @@ TRL = (
     ),
     ("`RewardConfig`", "`preference`", "equal"),
     (
-        "`DistillationConfig`, `beta=0` or `1`",
-        "`distillation`, `kl_type: forward` or `reverse`",
-        "equal (TRL computes in fp32) if the teacher's top k is the whole vocabulary; between 0 and 1, TRL mixes the "
-        "distributions (Jensen-Shannon), and `mixed` here mixes the two divergences",
+        "`GKDConfig`, `DistillationConfig`: `beta=0`, `1` or between",
+        "`full_distillation`, `kl_type: forward`, `reverse` or `jensen_shannon` with `jsd_beta`",
+        "equal; so is `distillation` if the teacher's top k is the whole vocabulary; `mixed` mixes the two divergences "
+        "instead of the distributions",
     ),
 )

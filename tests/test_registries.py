@@ -30,6 +30,10 @@ OTHER_MEANINGS = {
     ("rl_megatron.losses.preference", "preference"): "the loss",
     ("rl_megatron.algorithms.reward_model", "preference"): "the loss",
     ("rl_megatron.certify.workload", "dpo"): "the loss",
+    ("rl_megatron.certify.workload", "distillation"): "the loss",
+    ("rl_megatron.config.losses", "distillation"): "the loss",
+    ("rl_megatron.losses.distillation", "distillation"): "the loss",
+    ("rl_megatron.losses.contract", "distillation"): "what a loss needs from the model",
     ("rl_megatron.certify.workload", "preference"): "the loss",
     ("rl_megatron.certify.workload", "reward_model"): "the objective that docs/layouts.md names",
     **{

@@ -1,6 +1,16 @@
 """Algorithms: one file each, with a training loop that registers itself. Importing the package registers them all."""
 
-from rl_megatron.algorithms import dpo, grpo, online_dpo, ppo, pretrain, reward_model, sft
+from rl_megatron.algorithms import (
+    distillation,
+    dpo,
+    grpo,
+    on_policy_distillation,
+    online_dpo,
+    ppo,
+    pretrain,
+    reward_model,
+    sft,
+)
 from rl_megatron.algorithms.registry import (
     ALGORITHMS,
     Algorithm,
@@ -16,8 +26,10 @@ __all__ = [
     "CriticNeeds",
     "LossNeeds",
     "algorithm_of",
+    "distillation",
     "dpo",
     "grpo",
+    "on_policy_distillation",
     "online_dpo",
     "ppo",
     "pretrain",

@@ -16,6 +16,7 @@ OUTER_PHASES = {
     "sleep": "letting a rollout engine release its memory",
     "logprobs": "computing the policy's logprobs",
     "reference": "computing the reference policy's logprobs",
+    "teacher": "computing the teachers' logprobs or top-k logits",
     "values": "computing the critic's values",
     "advantages": "computing advantages",
     "train": "training the policy",

@@ -212,6 +212,13 @@ ROLLOUT = declare_metrics(
         "lower",
         healthy="below 0.5 in bf16",
     ),
+    Metric(
+        "teacher_kl",
+        "nats",
+        "The reverse KL from the teachers, estimated by the sampled tokens: the mean of log π − log π_teacher.",
+        "mean",
+        "lower",
+    ),
     Metric("reward_kl", "nats", "The mean KL that, times β, is subtracted from the reward of each token.", "mean"),
 )
 

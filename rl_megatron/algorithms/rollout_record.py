@@ -155,8 +155,8 @@ class RolloutRecord:
 
         Args:
             step: The step.
-            learned: The rollouts that it learns from, with `draw_order` and `advantages`. Of a sharded batch, only the
-                advantages are brought back to rank 0, which has the rest.
+            learned: The rollouts that it learns from, with `draw_order` and, if the loss reads them, `advantages`. Of a
+                sharded batch, only the advantages are brought back to rank 0, which has the rest.
             newest_version: The version of the policy's weights.
 
         Raises:
@@ -164,7 +164,9 @@ class RolloutRecord:
         """
         if not self._config.save_every or step % self._config.save_every:
             return
-        if isinstance(learned, ShardedBatch):
+        if "advantages" not in learned:
+            orders, advantages = torch.zeros(0), torch.zeros(0)
+        elif isinstance(learned, ShardedBatch):
             orders = learned.facts[ORDER][torch.from_numpy(learned.homes == 0)]
             advantages = learned.at_homes(["advantages"])["advantages"]
         else:

@@ -59,25 +59,23 @@ def statistics(rollouts: Rollouts, group_size: int) -> dict[str, float]:
 
 
 def learned_statistics(rollouts: Rollouts, weight_version: int) -> dict[str, float]:
-    """Return metrics of the rollouts that a step learns from: their advantages, and the age of their weights.
+    """Return metrics of the rollouts that a step learns from: their advantages, if any, and their weights' age.
 
     Collective over the ranks that share the rollouts.
 
     Args:
-        rollouts: The rollouts, with `advantages` [B, S] or [B].
+        rollouts: The rollouts, with `advantages` [B, S] or [B] if the loss reads them.
         weight_version: The version of the policy's weights.
     """
-    advantages, ranks = rollouts["advantages"], ranks_of(rollouts)
-    if advantages.dim() == 2:
-        advantages = advantages[rollouts["token_mask"].bool()]
+    ranks, found = ranks_of(rollouts), {}
+    if "advantages" in rollouts:
+        advantages = rollouts["advantages"]
+        if advantages.dim() == 2:
+            advantages = advantages[rollouts["token_mask"].bool()]
+        found = {"advantage_mean": ranks.moments(advantages)[1], **_distribution("advantage", advantages, ranks)}
     versions = rollouts["weight_version"]
     ages = weight_version - versions[versions >= 0]  # a trajectory that failed has none
-    return {
-        "advantage_mean": ranks.moments(advantages)[1],
-        **_distribution("advantage", advantages, ranks),
-        "weight_age_mean": ranks.moments(ages)[1],
-        "weight_age_max": ranks.extremes(ages)[1],
-    }
+    return found | {"weight_age_mean": ranks.moments(ages)[1], "weight_age_max": ranks.extremes(ages)[1]}
 
 
 def correction_statistics(report: Mapping[str, float]) -> dict[str, float]:

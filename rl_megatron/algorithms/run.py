@@ -19,6 +19,7 @@ from rl_megatron import log
 from rl_megatron.algorithms import preflight, verify
 from rl_megatron.algorithms.advantage_estimators import AdvantagesFailed
 from rl_megatron.algorithms.desync import RanksDiffer, check_configuration
+from rl_megatron.algorithms.endpoint_teacher import TeacherFailed
 from rl_megatron.algorithms.eval_sets import EvalSets
 from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
@@ -81,6 +82,7 @@ FAILURES = (
     RewardFailed,
     RolloutFailed,
     AdvantagesFailed,
+    TeacherFailed,
     SaveFailed,
     RanksDiffer,
 )

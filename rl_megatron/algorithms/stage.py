@@ -36,6 +36,7 @@ from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position
 from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.policy.teacher import Teacher
 from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rollouts.batch import TRAJECTORY
 from rl_megatron.rollouts.runner import Closes
@@ -222,6 +223,7 @@ class Stage:
         batch: BatchedDataDict | ShardedBatch,
         loss_fn: LossFunction,
         model: MegatronPolicy | None = None,
+        teacher: Teacher | None = None,
     ) -> dict[str, float]:
         """Train the policy (or `model`) on `batch` once, and return the metrics.
 
@@ -230,6 +232,7 @@ class Stage:
             batch: The global batch, whole or with sequences that have owners.
             loss_fn: The loss.
             model: Another model to train instead of the policy: the critic.
+            teacher: The model whose logits the loss reads as `teacher_logits`, or None.
 
         Raises:
             NonFiniteLoss: The loss is NaN or infinite; the message names the stage and step. Checkpoints stay.
@@ -242,7 +245,7 @@ class Stage:
             with self.timer.phase("train" if model is None else "train_critic"):
                 if self.meter is not None:
                     self.meter.learned_from(model or self.policy, batch, is_policy=model is None)
-                options = {}
+                options: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
                 numbers = BatchedDataDict(batch.facts) if isinstance(batch, ShardedBatch) else batch
                 if isinstance(numbers, BatchedDataDict) and TRAJECTORY in numbers:
                     options["sizes"] = sizes_of_steps(numbers, self.config.train.global_batch_size)

@@ -7,6 +7,7 @@ A plugin's algorithm declares its settings in the same way: a subclass of `Algor
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
@@ -19,6 +20,7 @@ from rl_megatron.config.field_types import ClosedFraction, NonNegative, Number, 
 from rl_megatron.config.named_class import register_class
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, AlgorithmConfig, StageConfig
+from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.config.train import TrainConfig
 
 register_algorithm_config = register_class("name", ALGORITHM_CONFIGS, declared="learns_from")
@@ -185,6 +187,84 @@ class SFTConfig(AlgorithmConfig):
     learns_from: ClassVar[str] = ANSWERS
 
     name: Literal["sft"] = "sft"  # the algorithm
+
+
+def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> None:
+    """Check that there is a teacher, and only one if the loss reads its whole vocabulary.
+
+    Raises:
+        ConfigError: There is none, or the loss cannot read what they give.
+    """
+    if not teachers:
+        raise ConfigError(
+            "algorithm.teachers is empty: distillation needs a teacher; set it to the path of a checkpoint or of a "
+            "Hugging Face directory, as in 'algorithm.teachers=[{path: outputs/teacher}]'"
+        )
+    for teacher in teachers:
+        teacher.check()
+    if len(teachers) > 1 and stage.loss.get("name") == "full_distillation":
+        raise ConfigError(
+            f"algorithm.teachers has {len(teachers)} teachers, and loss.name=full_distillation compares the whole "
+            "vocabulary with one; name one teacher, or set loss=distillation"
+        )
+    if stage.loss.get("name") == "full_distillation" and teachers[0].url is not None:
+        raise ConfigError(
+            f"algorithm.teachers: {teachers[0].url} gives logprobs of a few tokens, and loss.name=full_distillation "
+            "compares whole vocabularies; set loss=distillation and algorithm.top_k, or name the teacher by path"
+        )
+    if stage.loss.get("name") == "full_distillation" and teachers[0].parallel is not None:
+        raise ConfigError(
+            f"algorithm.teachers: {teachers[0].path} has a parallel layout of its own, and loss.name=full_distillation "
+            "compares whole vocabularies shard by shard, in the student's layout; leave parallel out, or set "
+            "loss=distillation and algorithm.top_k"
+        )
+
+
+@register_algorithm_config
+@section
+class DistillationConfig(AlgorithmConfig):
+    """Distillation: a student learns a teacher's next-token distributions on given answers."""
+
+    learns_from: ClassVar[str] = ANSWERS
+    usual_loss: ClassVar[str | None] = "full_distillation"
+
+    name: Literal["distillation"] = "distillation"  # the algorithm
+    teachers: tuple[TeacherConfig, ...] = ()  # the models to learn from
+    # The teacher's most likely tokens that loss=distillation compares; loss=full_distillation compares all tokens.
+    top_k: Positive = 64
+
+    def check(self, stage: StageConfig) -> None:
+        """Check the teachers; see `check_teachers`."""
+        check_teachers(self.teachers, stage)
+
+
+@register_algorithm_config
+@section
+class OnPolicyDistillationConfig(PolicyGradientConfig):
+    """On-policy distillation: the student samples, and learns the teacher's next-token distributions there."""
+
+    usual_loss: ClassVar[str | None] = "full_distillation"
+
+    name: Literal["on_policy_distillation"] = "on_policy_distillation"  # the algorithm
+    prompts_per_step: Positive = 32  # prompts per rollout step
+    samples_per_prompt: Positive = 1  # completions per prompt
+    teachers: tuple[TeacherConfig, ...] = ()  # the models to learn from
+    # The teacher's most likely tokens that loss=distillation compares; loss=full_distillation compares all tokens, and
+    # with loss=clipped_pg the advantage compares the sampled token alone.
+    top_k: Positive = 64
+
+    def optimizer_steps(self, train: TrainConfig) -> int:
+        """Return how many optimizer steps the policy takes."""
+        return self.optimizer_steps_of_rollouts(train, train.steps, self.updates_per_rollout)
+
+    def may_read_logprobs(self) -> bool:
+        """Return True: the advantage of a token has the policy's logprob."""
+        return True
+
+    def check(self, stage: StageConfig) -> None:
+        """Check the teachers, and what sampled completions require; see `check_teachers`."""
+        super().check(stage)
+        check_teachers(self.teachers, stage)
 
 
 @register_algorithm_config

@@ -28,6 +28,7 @@ __all__ = [
     "DPOLossConfig",
     "DistillationLossConfig",
     "DraftCrossEntropyLossConfig",
+    "FullDistillationLossConfig",
     "IPOLossConfig",
     "MSEValueLossConfig",
     "NLLLossConfig",
@@ -37,7 +38,7 @@ __all__ = [
     "check_loss_settings",
     "check_own_loss",
 ]
-DISTILLATION_KL_TYPES = ("forward", "reverse", "mixed")
+DISTILLATION_KL_TYPES = ("forward", "reverse", "mixed", "jensen_shannon")
 
 
 def check_loss_settings(section: Mapping[str, Any], where: str = "loss") -> None:
@@ -221,23 +222,25 @@ class MSEValueLossConfig:
         check_ranges(self, above_zero=("scale", "cliprange"))
 
 
-@register_loss_settings("distillation")
+@register_loss_settings("full_distillation")
 @dataclass(frozen=True)
-class DistillationLossConfig:
-    """Settings of `DistillationLossFn`. Names and meanings follow NeMo RL.
+class FullDistillationLossConfig:
+    """Settings of `FullDistillationLossFn`.
 
     Attributes:
         kl_type: "forward" is KL(teacher‖student), which penalises missing tokens that the teacher finds likely.
             "reverse" is KL(student‖teacher), which penalises tokens that the teacher finds unlikely. "mixed" is the
-            weighted sum of both.
+            weighted sum of both. "jensen_shannon" compares both with a mixture of the two distributions.
         mixed_kl_weight: The weight of the forward KL in the sum, in [0, 1]. The reverse KL has the rest.
-        zero_outside_topk: The student keeps its probabilities over the whole vocabulary, and the teacher's are 0
-            outside its top-k. false: both are renormalised over the teacher's top-k.
+        jsd_beta: The teacher's weight β in the mixture of jensen_shannon, in (0, 1). TRL's GKD calls it beta.
+        nll_weight: The weight in [0, 1) of the task's own loss, the negative log-likelihood of the data's tokens. The
+            divergence has the rest.
     """
 
     kl_type: str = "mixed"
     mixed_kl_weight: float = 0.5
-    zero_outside_topk: bool = False
+    jsd_beta: float = 0.5
+    nll_weight: float = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -248,6 +251,34 @@ class DistillationLossConfig:
                 f"mixed_kl_weight={self.mixed_kl_weight} must lie in [0, 1]: it is the weight of the forward KL, and "
                 "the reverse KL has the rest"
             )
+        if not 0 < self.jsd_beta < 1:
+            raise ValueError(
+                f"jsd_beta={self.jsd_beta} must lie in (0, 1): it is the teacher's weight in the mixture; at the ends "
+                "use kl_type=forward (TRL's beta 0) or kl_type=reverse (TRL's beta 1)"
+            )
+        if not 0 <= self.nll_weight < 1:
+            raise ValueError(
+                f"nll_weight={self.nll_weight} must lie in [0, 1): it is the weight of the task's own loss, and the "
+                "divergence has the rest; fine-tuning without a teacher has no divergence"
+            )
+
+
+@register_loss_settings("distillation")
+@dataclass(frozen=True)
+class DistillationLossConfig(FullDistillationLossConfig):
+    """Settings of `DistillationLossFn`. Names follow NeMo RL.
+
+    Attributes:
+        kl_type: "forward" is KL(teacher‖student), "reverse" is KL(student‖teacher), "mixed" is the weighted sum of
+            both, and "jensen_shannon" compares both with a mixture, as in `FullDistillationLossConfig`.
+        mixed_kl_weight: The weight of the forward KL in the sum, in [0, 1]. The reverse KL has the rest.
+        jsd_beta: The teacher's weight β in the mixture of jensen_shannon, in (0, 1).
+        nll_weight: The weight in [0, 1) of the negative log-likelihood of the data's tokens.
+        zero_outside_topk: The student keeps its probabilities over the whole vocabulary, and the teacher's are 0
+            outside its top-k. false: both are renormalised over the teacher's top-k.
+    """
+
+    zero_outside_topk: bool = False
 
 
 @register_loss_settings("draft_cross_entropy")

@@ -160,6 +160,20 @@ class Runner:
 
         return self._collect(microbatches, read, head=UncopiedHead.of(self.model_chunks))
 
+    @torch.no_grad()
+    def deferred_logits(self, microbatches: list[Microbatch]) -> list[DeferredLogits]:
+        """Return the logits of each microbatch as they can be computed later; stages as `next_token_logprobs`.
+
+        They are hidden states, sharded like the microbatch's other outputs, and this rank's part of the head's weight.
+        """
+        found: list[DeferredLogits] = []
+
+        def read(batch: BatchedDataDict, output: DeferredLogits, sharding: Sharding) -> None:
+            found.append(output)
+
+        self._collect(microbatches, read, DeferredHead.of(self.model_chunks, None))
+        return found[: len(microbatches)]
+
     def _collect(
         self, microbatches: list[Microbatch], read: Callable, head: DeferredHead | UncopiedHead | None
     ) -> list[Tensor]:

@@ -7,6 +7,7 @@ Each operator reads the logits once and never gathers them:
 - `next_token_stats` calls one of the two as losses need it. It shifts the labels, undoes context parallelism and
   packing, and returns [B, S-1] on every rank.
 - `vocab_parallel_soft_cross_entropy` and `vocab_parallel_kl` compare the logits of two models.
+- `teacher_divergences` does so with several divergences at once, and a teacher whose logits come block by block.
 - `vocab_parallel_top_k` finds the largest logits.
 - `vocab_subset` maps the logits of a large vocabulary to a small one.
 
@@ -32,6 +33,7 @@ from rl_megatron.logprobs.kernels.backends import BACKENDS
 from rl_megatron.logprobs.linear import DeferredLogits, linear_logprobs
 from rl_megatron.logprobs.next_token import Sharding, next_token_stats
 from rl_megatron.logprobs.sampling_filter import SamplingFilter
+from rl_megatron.logprobs.teacher_divergence import TeacherDivergences, teacher_divergences
 from rl_megatron.logprobs.top_k import vocab_parallel_top_k
 from rl_megatron.logprobs.vocab_subset import vocab_subset
 
@@ -42,8 +44,10 @@ __all__ = [
     "LogprobStats",
     "SamplingFilter",
     "Sharding",
+    "TeacherDivergences",
     "linear_logprobs",
     "next_token_stats",
+    "teacher_divergences",
     "vocab_parallel_kl",
     "vocab_parallel_logprobs",
     "vocab_parallel_soft_cross_entropy",

@@ -185,8 +185,8 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx, student, teacher, rows, temperature, shard, of, overwrite):
         active = rows >= 0
         pairs = Pairs(student, teacher, rows.clamp(min=0), temperature, shard.num_columns)
-        parts = _all_shards(pair_stats(pairs, of, active), shard)
-        row_max, sums, teacher_max, teacher_sums, products = merge_pairs(parts, of)
+        parts = _all_shards(pair_stats(pairs, (of,), active), shard)
+        row_max, sums, teacher_max, teacher_sums, products = merge_pairs(parts, (of,))
 
         empty, teacher_empty = sums == 0, teacher_sums == 0  # every logit of the row is −inf
         sums, teacher_sums = sums.masked_fill(empty, 1.0), teacher_sums.masked_fill(teacher_empty, 1.0)

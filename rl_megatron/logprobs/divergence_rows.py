@@ -5,6 +5,7 @@ As in `kernels/torch.py`, blocks of rows are processed in fp32 scratch tiles, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -47,8 +48,10 @@ class Pairs(NamedTuple):
             y.div_(self.temperature[block, None])
 
 
-def pair_stats(pairs: Pairs, of: Divergence, active: Bool[Tensor, " rows"]) -> Float[Tensor, "rows 5"]:
-    """Return (m, s, m', s', u) of this rank's shard, [N, 5], relative to the shard's own maxima.
+def pair_stats(
+    pairs: Pairs, of: Sequence[Divergence], active: Bool[Tensor, " rows"]
+) -> Float[Tensor, "rows statistics"]:
+    """Return (m, s, m', s', u, …) of this rank's shard relative to its own maxima, [N, 4+D] with one u per divergence.
 
         m = max_v x_v,  s = Σ_v e^{x_v−m},  m' and s' likewise of y
         u = Σ_v w_v·d_v:   cross_entropy w = e^{y−m'}, d = −(x−m);   forward w = e^{y−m'}, d = (y−m')−(x−m);
@@ -58,35 +61,40 @@ def pair_stats(pairs: Pairs, of: Divergence, active: Bool[Tensor, " rows"]) -> F
     not active are undefined; such rows are skipped if that costs nothing.
     """
     num_columns, num_rows = pairs.num_columns, pairs.student.shape[0]
-    stats = pairs.student.new_zeros(num_rows, 5, dtype=pairs.dtype)
+    stats = pairs.student.new_zeros(num_rows, 4 + len(of), dtype=pairs.dtype)
     stats[:, [0, 2]] = -torch.inf
     if num_columns == 0 or num_rows == 0:
         return stats
     blocks = row_blocks(active, num_columns)
-    tiles = scratch_tiles(3, blocks, num_columns, pairs.dtype, pairs.student.device)
+    tiles = scratch_tiles(2 + len(of), blocks, num_columns, pairs.dtype, pairs.student.device)
     for block, skip in blocks:
         if skip:
             continue
         height = block.stop - block.start
-        x, y, product = tiles[:, :height]
+        x, y, *products = tiles[:, :height]
         pairs.load(block, x, y)
         row_max, teacher_max = _shift_by_max(x), _shift_by_max(y)
-        if of == "cross_entropy":
-            torch.neg(x, out=product)
-        else:
-            torch.sub(*((y, x) if of == "forward" else (x, y)), out=product)
+        for divergence, product in zip(of, products, strict=True):
+            if divergence == "cross_entropy":
+                torch.neg(x, out=product)
+            else:
+                torch.sub(*((y, x) if divergence == "forward" else (x, y)), out=product)
         exponentials(x, out=x)
         exponentials(y, out=y)
-        weights = x if of == "reverse" else y
-        product.mul_(weights).masked_fill_(weights == 0, 0.0)  # an id with weight 0 adds 0, not 0 · ∞ = NaN
+        for divergence, product in zip(of, products, strict=True):
+            weights = x if divergence == "reverse" else y
+            product.mul_(weights).masked_fill_(weights == 0, 0.0)  # an id with weight 0 adds 0, not 0 · ∞ = NaN
         sums = (row_sums(tile, height) for tile in tiles)
-        for place, column in zip((0, 2, 1, 3, 4), (row_max, teacher_max, *sums), strict=True):
+        places = (0, 2, 1, 3, *range(4, 4 + len(of)))
+        for place, column in zip(places, (row_max, teacher_max, *sums), strict=True):
             stats[block, place] = column
     return stats
 
 
-def merge_pairs(parts: Float[Tensor, "tp rows 5"], of: Divergence) -> tuple[Float[Tensor, " rows"], ...]:
-    """Return (M, s, M', s', u) of the whole vocabulary, from every rank's statistics.
+def merge_pairs(
+    parts: Float[Tensor, "tp rows statistics"], of: Sequence[Divergence]
+) -> tuple[Float[Tensor, " rows"], ...]:
+    """Return (M, s, M', s', u, …) of the whole vocabulary, from every rank's statistics.
 
         M = max_r m_r,  s = Σ_r e^{m_r−M}·s_r,  M' and s' likewise
         u = Σ_r e^{a_r−A}·(u_r + ((a_r−A) − (b_r−B))·s_{a,r}),   for the cross-entropy without (a_r−A)
@@ -100,16 +108,19 @@ def merge_pairs(parts: Float[Tensor, "tp rows 5"], of: Divergence) -> tuple[Floa
     sums, teacher_sums = (
         (shift.exp() * s).sum(dim=0) for shift, s in zip(shifts, (student[1], teacher[1]), strict=True)
     )
-    if of == "reverse":
-        (shift, weighing), (other_shift, other) = (shifts[0], student[1]), (shifts[1], teacher[1])
-    else:
-        (shift, weighing), (other_shift, other) = (shifts[1], teacher[1]), (shifts[0], student[1])
-    moved = -other_shift.masked_fill(other == 0, 0.0)  # a shard with only −inf has used x − 0
-    if of != "cross_entropy":
-        moved = moved + shift
-    weights = shift.exp()
-    products = torch.where(weights > 0, weights * (parts[..., 4] + moved * weighing), 0.0)
-    return row_max, sums, teacher_max, teacher_sums, products.sum(dim=0)
+    merged = []
+    for index, divergence in enumerate(of):
+        if divergence == "reverse":
+            (shift, weighing), (other_shift, other) = (shifts[0], student[1]), (shifts[1], teacher[1])
+        else:
+            (shift, weighing), (other_shift, other) = (shifts[1], teacher[1]), (shifts[0], student[1])
+        moved = -other_shift.masked_fill(other == 0, 0.0)  # a shard with only −inf has used x − 0
+        if divergence != "cross_entropy":
+            moved = moved + shift
+        weights = shift.exp()
+        products = torch.where(weights > 0, weights * (parts[..., 4 + index] + moved * weighing), 0.0)
+        merged.append(products.sum(dim=0))
+    return row_max, sums, teacher_max, teacher_sums, *merged
 
 
 class Normalisers(NamedTuple):

@@ -117,16 +117,7 @@ def next_token_stats(
         )
         labels = labels.masked_fill(~counts, IGNORE_INDEX)
     labels = layout.scatter(pad(labels, (0, 1), value=IGNORE_INDEX), IGNORE_INDEX)
-    if isinstance(temperature, Tensor) and temperature.dim() > 0:
-        per_token = temperature[:, None] if temperature.dim() == 1 else temperature
-        try:
-            per_token = per_token.expand(batch, length)[:, 1:]
-        except RuntimeError as error:
-            raise ValueError(
-                f"temperature {tuple(temperature.shape)} must be a number, [B], [B, 1] or [B, S] for input_ids "
-                f"{tuple(input_ids.shape)}"
-            ) from error
-        temperature = layout.scatter(pad(per_token, (0, 1), value=1.0), 1.0)
+    temperature = next_token_temperature(temperature, layout, (batch, length))
     if gather_ids is not None:
         gather_ids = layout.scatter(pad(gather_ids, (0, 0, 0, 1)), 0)
 
@@ -146,6 +137,31 @@ def next_token_stats(
         whole[..., 1] if entropy else None,
         whole[..., 1 + entropy :] if gather_ids is not None else None,
     )
+
+
+def next_token_temperature(
+    temperature: float | Tensor, layout: TokenLayout, batch: tuple[int, int]
+) -> float | Float[Tensor, ""] | Float[Tensor, "rows length"]:
+    """Return the temperature of this rank's logits, each that of the token after it, from one aligned with input_ids.
+
+    Args:
+        temperature: A number, [B], [B, 1] or [B, S]; a number is returned as it is.
+        layout: Where the tokens lie in the logits [R, L, …].
+        batch: (B, S).
+
+    Raises:
+        ValueError: The shape does not fit. The message names it.
+    """
+    if not isinstance(temperature, Tensor) or temperature.dim() == 0:
+        return temperature
+    per_token = temperature[:, None] if temperature.dim() == 1 else temperature
+    try:
+        per_token = per_token.expand(batch)[:, 1:]
+    except RuntimeError as error:
+        raise ValueError(
+            f"temperature {tuple(temperature.shape)} must be a number, [B], [B, 1] or [B, S] for input_ids {batch}"
+        ) from error
+    return layout.scatter(pad(per_token, (0, 1), value=1.0), 1.0)
 
 
 def _of_hidden(

@@ -11,6 +11,7 @@ from rl_megatron.config.losses import (
     DistillationLossConfig,
     DPOLossConfig,
     DraftCrossEntropyLossConfig,
+    FullDistillationLossConfig,
     IPOLossConfig,
     MSEValueLossConfig,
     NLLLossConfig,
@@ -30,6 +31,7 @@ from rl_megatron.losses.draft import (
     DraftLossWrapper,
 )
 from rl_megatron.losses.foreign import as_loss
+from rl_megatron.losses.full_distillation import FullDistillationLossDataDict, FullDistillationLossFn
 from rl_megatron.losses.functional import kl_penalty, masked_mean
 from rl_megatron.losses.ipo import IPOLossFn
 from rl_megatron.losses.nll import NLLLoss
@@ -58,6 +60,9 @@ __all__ = [
     "DraftCrossEntropyLossDataDict",
     "DraftCrossEntropyLossFn",
     "DraftLossWrapper",
+    "FullDistillationLossConfig",
+    "FullDistillationLossDataDict",
+    "FullDistillationLossFn",
     "IPOLossConfig",
     "IPOLossFn",
     "LogprobLoss",

@@ -1,7 +1,8 @@
-"""Distillation: train a student towards a teacher's next-token distribution, which is given by its top-k logits."""
+"""Distillation: train a student towards a teacher's next-token distribution, given by its top-k or by all logits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NotRequired, TypedDict
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rl_megatron.config.losses import DistillationLossConfig
+from rl_megatron.config.losses import DistillationLossConfig, FullDistillationLossConfig
 from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats
 from rl_megatron.losses.base import Loss, accepts_deferred_logits
@@ -33,6 +34,8 @@ class DistillationLossDataDict(TypedDict):
         teacher_topk_logits: [B, S, K]. Entry t holds the teacher's K largest logits at position t, so it corresponds to
             token t+1. The last entry is not used.
         teacher_topk_indices: The token ids of teacher_topk_logits, [B, S, K].
+        teacher_weights: [B, 1, n] The weight of each of n teachers in the divergence of a sequence. The K logits are
+            then those of n teachers, K/n of each. Without the key, they are those of one.
         temperature: A number, [B] or [B, S]. The logits of both models are divided by it.
     """
 
@@ -41,35 +44,52 @@ class DistillationLossDataDict(TypedDict):
     sample_mask: Tensor
     teacher_topk_logits: Tensor
     teacher_topk_indices: Tensor
+    teacher_weights: NotRequired[Tensor]
     temperature: NotRequired[Tensor]
+
+
+def weights_of(cfg: FullDistillationLossConfig) -> dict[str, float]:
+    """Return the weight of each term of a distillation loss whose weight is not 0, by the name of its metric."""
+    forward = {"forward": 1.0, "reverse": 0.0, "mixed": cfg.mixed_kl_weight}.get(cfg.kl_type)
+    if forward is None:
+        divergences = {"jensen_shannon": 1.0}
+    else:
+        divergences = {"forward_kl": forward, "reverse_kl": 1.0 - forward}
+    weights = {name: (1.0 - cfg.nll_weight) * weight for name, weight in divergences.items()} | {"nll": cfg.nll_weight}
+    return {name: weight for name, weight in weights.items() if weight}
 
 
 @register_loss("distillation")
 class DistillationLossFn(Loss):
-    """The distillation loss, L = Σ_t m_t·(w·KL(p‖q) + (1−w)·KL(q‖p))_t / N_tokens.
+    """The distillation loss, L = Σ_t m_t·((1−α)·D_t − α·log q(y_t)) / N_tokens, with D = w·KL(p‖q) + (1−w)·KL(q‖p).
 
     p is the teacher's and q the student's next-token distribution after token t:
 
         KL(p‖q) = Σ_k p·(log p − log q)        KL(q‖p) = Σ_k q·(log q − log p)
 
     The sums are over the teacher's top-k ids k, and both distributions are renormalised over these ids. w is
-    mixed_kl_weight, or 1 for "forward" and 0 for "reverse". With zero_outside_topk, q is the student's softmax over the
-    whole vocabulary; outside the top-k, p is 0 and log p counts as −100:
+    mixed_kl_weight, or 1 for "forward" and 0 for "reverse". α is nll_weight. For "jensen_shannon", with β = jsd_beta:
+
+        D = β·KL(p‖m) + (1−β)·KL(q‖m),  m = β·p + (1−β)·q
+
+    With zero_outside_topk, q is the student's softmax over the whole vocabulary; outside the top-k, p is 0, and in
+    KL(q‖p) log p counts as −100:
 
         KL(q‖p) = Σ_v q·log q − Σ_k q·log p + 100·(1 − Σ_k q)
+        KL(q‖m) = Σ_k q·(log q − log m) − log(1−β)·(1 − Σ_k q)
 
-    One pass over the student's logits reads its logprobs at the ids k and its entropy.
+    Of several teachers (`teacher_weights`), each has its own ids k and its own D, and the weighted sum of D counts. One
+    pass over the student's logits reads its logprobs at all ids, its entropy and log q(y).
 
-    Metrics: see `metric_reductions`. `forward_kl` and `reverse_kl` are the means of the two terms; a term whose weight
-    is 0 is not reported.
+    Metrics: see `metric_reductions`. `forward_kl`, `reverse_kl`, `jensen_shannon` and `nll` are the means of the terms;
+    a term whose weight is 0 is not reported.
 
     Shapes: student_topk_logprobs and teacher_topk_logprobs are [B, S-1, K] with K ≥ 1. H_all is [B, S-1], Σ_v q·log q
-    (minus the student's entropy); it is required if `needs_entropy` is true. All are in nats. Errors: see
-    `Loss.evaluate`.
+    (minus the student's entropy); it is required if `needs_entropy` is true. next_token_logprobs is [B, S-1], required
+    if nll_weight is above 0. All are in nats. Errors: see `Loss.evaluate`.
 
-    If the top-k is the whole vocabulary, TRL's DistillationTrainer computes the same with beta 0 ("forward") or 1
-    ("reverse"). Between 0 and 1 its beta mixes the distributions (Jensen-Shannon), but mixed_kl_weight mixes the
-    divergences.
+    If the top-k is the whole vocabulary, TRL's DistillationTrainer computes the same with beta 0 ("forward"), 1
+    ("reverse") or jsd_beta ("jensen_shannon").
 
     Source: Agarwal et al. 2023, "On-Policy Distillation of Language Models" (arXiv:2306.13649). The renormalisation
     over the top-k and the rest term follow NeMo RL's DistillationLossFn.
@@ -86,13 +106,12 @@ class DistillationLossFn(Loss):
 
     @property
     def _weights(self) -> dict[str, float]:
-        """Return the weight of each divergence whose weight is not 0."""
-        forward = {"forward": 1.0, "reverse": 0.0, "mixed": self.cfg.mixed_kl_weight}[self.cfg.kl_type]
-        return {name: weight for name, weight in {"forward_kl": forward, "reverse_kl": 1.0 - forward}.items() if weight}
+        """Return the weight of each term whose weight is not 0."""
+        return weights_of(self.cfg)
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the metrics of the divergences that these settings use, with their reductions."""
+        """Return the metrics of the terms that these settings use, with their reductions."""
         return Reduction.table("loss", "num_valid_samples", *self._weights)
 
     @property
@@ -122,8 +141,10 @@ class DistillationLossFn(Loss):
         assert student is not None  # ids to gather were given
         teacher_logits = teacher_logits[:, :-1].to(student) / _per_prediction(temperature, stats.logprobs)
         if not self.cfg.zero_outside_topk:
-            student = student.log_softmax(dim=-1)
-        streams = {"student_topk_logprobs": student, "teacher_topk_logprobs": teacher_logits.log_softmax(dim=-1)}
+            student = self._by_teacher(student, data).log_softmax(dim=-1).flatten(-2)
+        teacher = self._by_teacher(teacher_logits, data).log_softmax(dim=-1).flatten(-2)
+        streams = {"student_topk_logprobs": student, "teacher_topk_logprobs": teacher}
+        streams |= {"next_token_logprobs": stats.logprobs} if "nll" in self._weights else {}
         return streams | ({} if stats.entropy is None else {"H_all": -stats.entropy})
 
     def _teacher(self, data: Mapping[str, Any], input_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,6 +160,16 @@ class DistillationLossFn(Loss):
             )
         return logits, indices
 
+    def _by_teacher(self, stream: Tensor, data: Mapping[str, Any]) -> Tensor:
+        """Return a stream [B, S-1, K] of n teachers as [B, S-1, n, K/n]."""
+        num_teachers = data["teacher_weights"].size(-1) if "teacher_weights" in data else 1
+        if stream.size(-1) % num_teachers:
+            raise ValueError(
+                f"{self.display_name}: teacher_weights {tuple(data['teacher_weights'].shape)} names {num_teachers} "
+                f"teachers, which cannot share the {stream.size(-1)} entries of teacher_topk_logits equally"
+            )
+        return stream.unflatten(-1, (num_teachers, -1))
+
     def evaluate(
         self,
         data: Mapping[str, Any],
@@ -147,11 +178,13 @@ class DistillationLossFn(Loss):
         student_topk_logprobs: Shaped[Tensor, "batch tokens ids"],
         teacher_topk_logprobs: Shaped[Tensor, "batch tokens ids"],
         H_all: Shaped[Tensor, "batch tokens"] | None = None,
+        next_token_logprobs: Shaped[Tensor, "batch tokens"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
         """Return the loss and its metrics from both models' logprobs at the teacher's top-k ids.
 
         Raises:
-            ValueError: The shapes differ, or H_all is needed but None. See also `Loss.evaluate`.
+            ValueError: The shapes differ, or H_all or next_token_logprobs is needed but None. See also
+                `Loss.evaluate`.
         """
         streams = self.streams(data, student_topk_logprobs)
         student = streams.select("student_topk_logprobs", student_topk_logprobs, trailing=1)
@@ -165,22 +198,32 @@ class DistillationLossFn(Loss):
         if self.needs_entropy:
             if H_all is None:
                 raise ValueError(f"{self.display_name}: zero_outside_topk=True with a reverse KL needs H_all")
-            negative_entropy = streams.select("H_all", H_all)
+            negative_entropy = streams.select("H_all", H_all)[..., None]
+        student, teacher = self._by_teacher(student, data), self._by_teacher(teacher, data)
         token_mean = partial(masked_mean, mask=streams.mask, global_normalization_factor=global_valid_toks)
 
-        kls: dict[str, Tensor] = {}
+        terms: dict[str, Tensor] = {}
         if "forward_kl" in self._weights:
-            kls["forward_kl"] = token_mean(forward_kl(student, teacher))
+            terms["forward_kl"] = forward_kl(student, teacher)
         if "reverse_kl" in self._weights:
             if negative_entropy is None:
-                kls["reverse_kl"] = token_mean(reverse_kl(student, teacher))
+                terms["reverse_kl"] = reverse_kl(student, teacher)
             else:
-                kls["reverse_kl"] = token_mean(reverse_kl_with_rest(student, teacher, negative_entropy))
-        loss = sum((weight * kls[name] for name, weight in self._weights.items()), streams.mask.new_zeros(()))
+                terms["reverse_kl"] = reverse_kl_with_rest(student, teacher, negative_entropy)
+        if "jensen_shannon" in self._weights:
+            terms["jensen_shannon"] = jensen_shannon(student, teacher, self.cfg.jsd_beta, self.cfg.zero_outside_topk)
+        weights = data["teacher_weights"].to(student) if "teacher_weights" in data else student.new_ones(1)
+        terms = {name: (weights * of_teachers).sum(dim=-1) for name, of_teachers in terms.items()}
+        if "nll" in self._weights:
+            if next_token_logprobs is None:
+                raise ValueError(f"{self.display_name}: nll_weight={self.cfg.nll_weight} needs next_token_logprobs")
+            terms["nll"] = -streams.select("next_token_logprobs", next_token_logprobs)
+        means = {name: token_mean(term) for name, term in terms.items()}
+        loss = sum((weight * means[name] for name, weight in self._weights.items()), streams.mask.new_zeros(()))
         return loss, {
             "loss": loss.detach(),
             "num_valid_samples": streams.sample_mask.sum(),
-            **{name: kl.detach() for name, kl in kls.items()},
+            **{name: mean.detach() for name, mean in means.items()},
         }
 
 
@@ -205,6 +248,24 @@ def reverse_kl_with_rest(
     """
     rest = 1.0 - student.exp().sum(dim=-1)
     return negative_entropy - _expectation(student, teacher) - LOG_INFINITESIMAL * rest
+
+
+def jensen_shannon(
+    student: Float[Tensor, "*shape ids"], teacher: Float[Tensor, "*shape ids"], beta: float, with_rest: bool = False
+) -> Float[Tensor, "*shape"]:
+    """Return β·KL(p‖m) + (1−β)·KL(q‖m) with m = β·p + (1−β)·q, from log q and log p [..., K].
+
+    Args:
+        student: log q.
+        teacher: log p.
+        beta: The teacher's weight β in m.
+        with_rest: Whether q has more probability elsewhere, where p is 0 and m is (1−β)·q.
+    """
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    student_kl = _expectation(student, student - mixture)
+    if with_rest:
+        student_kl = student_kl - math.log1p(-beta) * (1.0 - student.exp().sum(dim=-1))
+    return beta * _expectation(teacher, teacher - mixture) + (1 - beta) * student_kl
 
 
 def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:

@@ -148,7 +148,15 @@ VALUE = declare_metrics(
 )
 
 DISTILLATION = declare_metrics(
-    Metric("forward_kl", "nats", "KL(teacher‖student) over the teacher's top tokens.", "sum", "lower"),
-    Metric("reverse_kl", "nats", "KL(student‖teacher) over the teacher's top tokens.", "sum", "lower"),
+    Metric("forward_kl", "nats", "KL(teacher‖student), over the teacher's top tokens or all tokens.", "sum", "lower"),
+    Metric("reverse_kl", "nats", "KL(student‖teacher), over the teacher's top tokens or all tokens.", "sum", "lower"),
+    Metric(
+        "jensen_shannon",
+        "nats",
+        "The Jensen-Shannon divergence of teacher and student, over the teacher's top tokens or all tokens.",
+        "sum",
+        "lower",
+    ),
+    Metric("nll", "nats", "−log π of the data's tokens, the task's part of a distillation loss.", "sum", "lower"),
     Metric("draft_loss", "nats", "The cross entropy of the draft model against the policy.", "sum", "lower"),
 )

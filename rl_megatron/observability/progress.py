@@ -29,6 +29,7 @@ _ACTIVITIES = {
     "gate": "checking logprobs",
     "logprobs": "logprobs",
     "reference": "reference logprobs",
+    "teacher": "teacher",
     "values": "values",
     "train": "training",
     "train_critic": "training critic",

@@ -39,6 +39,7 @@ from rl_megatron.policy.interfaces import Batch, BatchT, ColocatablePolicyInterf
 from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import AdapterReference, Placement, ReferenceModel
 from rl_megatron.policy.skipped_steps import counts
+from rl_megatron.policy.teacher import Teacher
 from rl_megatron.policy.trainer import Trainer, require_whole_groups
 from rl_megatron.policy.training_memory import TrainingMemory
 from rl_megatron.topology.topology import Topology, start_topology
@@ -222,6 +223,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         gbs: int | None = None,
         mbs: int | None = None,
         sizes: Sequence[int] | None = None,
+        teacher: Teacher | None = None,
     ) -> dict[str, Any]:
         """Take one optimizer step for each `gbs` sequences of `data` in order (the last step may have fewer).
 
@@ -235,6 +237,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
             gbs: The number of sequences per optimizer step. The default is the policy's global batch size.
             mbs: The number of sequences per forward pass. The default is that of `batching`.
             sizes: The number of sequences of each optimizer step, instead of `gbs`.
+            teacher: The model whose logits the loss reads as `teacher_logits`, sharded like the policy's.
 
         Returns:
             The loss's metrics, with `packing_efficiency` (tokens per token slot that the model computed), `grad_norm`
@@ -259,6 +262,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
             self.prepare_for_training()
         reports = []
         for planned in steps:
+            if teacher is not None:
+                planned = replace(planned, plan=teacher.attached(planned.plan))
             if eval_mode:
                 reports.append(self._evaluate(planned, loss))
             else:
@@ -271,12 +276,15 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def _batching(self, mbs: int | None) -> Batching:
         return self.batching if mbs is None else replace(self.batching, sequences=mbs)
 
-    def accumulate_gradients(self, batch: Batch, loss_fn: LossFunction, mbs: int | None = None) -> dict[str, float]:
+    def accumulate_gradients(
+        self, batch: Batch, loss_fn: LossFunction, mbs: int | None = None, teacher: Teacher | None = None
+    ) -> dict[str, float]:
         """Return the loss's metrics on one global batch, and store its gradient in the parameters' `main_grad`."""
         loss = as_loss(loss_fn)
         (planned,) = self._planner.steps(batch, self._batching(mbs), loss.group_size, batch.size, None)
+        plan = planned.plan if teacher is None else teacher.attached(planned.plan)
         self.prepare_for_training()
-        report = self._required_trainer().accumulate(self.runner, planned.plan, loss, planned.denominators)
+        report = self._required_trainer().accumulate(self.runner, plan, loss, planned.denominators)
         self.finish_training()
         return report
 

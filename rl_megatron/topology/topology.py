@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.topology.degrees import sequence_multiple, validate
@@ -23,7 +25,7 @@ class Topology:
 
     world_size = tensor · pipeline · context · data. `virtual_pipeline` splits each pipeline stage into that many model
     chunks. `expert` divides the ranks that hold one pipeline stage. `store` is that in which the ranks met, if this
-    package made it.
+    package made it. `megatron_state` is megatron-core's own record of the groups; see `in_megatron`.
     """
 
     device: torch.device
@@ -40,6 +42,7 @@ class Topology:
     last_stage_layers: int | None
     groups: ProcessGroupCollection = field(repr=False)
     store: Any = field(default=None, repr=False, compare=False)
+    megatron_state: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_cuda(self) -> bool:
@@ -181,4 +184,49 @@ def build(
         last_stage_layers=parallel.last_stage_layers,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
         store=store,
+        megatron_state=_megatron_state(),
     )
+
+
+def build_beside(parallel: ParallelConfig, topology: Topology, timeout_minutes: float = TIMEOUT_MINUTES) -> Topology:
+    """Return a second topology of the same ranks with other degrees. Collective.
+
+    megatron-core's own process groups and random number generators stay those of `topology`. What uses the second
+    topology gets its groups as arguments, or runs within `in_megatron`.
+
+    Raises:
+        ConfigError: The degrees do not fit the world size.
+    """
+    kept, tracker = _megatron_state(), get_cuda_rng_tracker()
+    assert tracker is not None  # `build` has made it for the first topology
+    generators, state = tracker.get_states(), torch.get_rng_state()
+    try:
+        return build(parallel, topology.device, 0, timeout_minutes, topology.store)
+    finally:
+        _set_megatron_state(kept)
+        tracker.set_states(generators)
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def in_megatron(topology: Topology) -> Iterator[None]:
+    """Let megatron-core's own process groups be those of `topology` within the block.
+
+    Parts of megatron-core, such as the places of weights in a checkpoint, do not take groups as arguments.
+    """
+    kept = _megatron_state()
+    _set_megatron_state(topology.megatron_state)
+    try:
+        yield
+    finally:
+        _set_megatron_state(kept)
+
+
+def _megatron_state() -> dict[str, Any]:
+    """Return all that megatron-core's `parallel_state` knows: its variables, by name."""
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+
+
+def _set_megatron_state(state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        setattr(parallel_state, name, value)

@@ -180,11 +180,36 @@ def plain_distillation(loss: Loss, logits: Tensor, batch: Batch) -> Streams:
         "student_topk_logprobs": student if loss.cfg.zero_outside_topk else student.log_softmax(-1),
         "teacher_topk_logprobs": (batch["teacher_topk_logits"][:, :-1] / temperature).log_softmax(-1),
         **({"H_all": (log_p.exp() * log_p).sum(-1)} if loss.needs_entropy else {}),
+        **({"next_token_logprobs": of_targets(log_p, batch)} if loss.cfg.nll_weight else {}),
+    }
+
+
+def of_targets(log_p: Tensor, batch: Batch) -> Tensor:
+    return log_p.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+
+
+def plain_full_distillation(loss: Loss, logits: Tensor, batch: Batch) -> Streams:
+    """The student's position t against the teacher's, over all ids."""
+    temperature = batch["temperature"][:, None, None] if "temperature" in batch else 1.0
+    log_q, log_p = (
+        (x[:, :-1, :VOCAB] / temperature).log_softmax(-1) for x in (logits, batch["teacher_logits"])
+    )  # fmt: skip
+    q, p, beta = log_q.exp(), log_p.exp(), loss.cfg.jsd_beta
+    log_m = (beta * p + (1 - beta) * q).log()
+    columns = {
+        "forward_kl": (p * (log_p - log_q)).sum(-1),
+        "reverse_kl": (q * (log_q - log_p)).sum(-1),
+        "jensen_shannon": (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(-1),
+    }
+    used = [columns[name] for name in loss.metric_reductions if name in columns]
+    return {
+        "teacher_divergences": torch.stack(used, dim=-1),
+        **({"next_token_logprobs": of_targets(log_q, batch)} if loss.cfg.nll_weight else {}),
     }
 
 
 def draft_logits(generator: torch.Generator, batch: Batch, vocab_size: int) -> Tensor:
-    """The draft's; the policy's go into the batch."""
+    """The draft's or the student's; the policy's or the teacher's go into the batch."""
     batch["teacher_logits"] = 4 * token_logits(generator, batch, vocab_size)
     return token_logits(generator, batch, vocab_size)
 
@@ -197,6 +222,11 @@ def plain_draft(loss: Loss, logits: Tensor, batch: Batch) -> Streams:
 
 def _distillation(label: str, **cfg: Any) -> LossCase:
     return LossCase("distillation", label, cfg, distillation_batch, plain_streams=plain_distillation)
+
+
+def _full_distillation(label: str, **cfg: Any) -> LossCase:
+    return LossCase("full_distillation", label, cfg, token_batch, draft_logits, plain_full_distillation,
+                    outputs_in_batch=("teacher_logits",))  # fmt: skip
 
 
 def _clipped_pg(label: str, stops_gradients: bool = False, **cfg: Any) -> LossCase:
@@ -283,6 +313,12 @@ CASES = [
     _distillation("mixed, zero outside", zero_outside_topk=True, mixed_kl_weight=0.3),
     _distillation("forward, zero outside", zero_outside_topk=True, kl_type="forward"),
     _distillation("reverse, zero outside", zero_outside_topk=True, kl_type="reverse"),
+    _distillation("jensen-shannon with NLL", kl_type="jensen_shannon", jsd_beta=0.3, nll_weight=0.4),
+    _distillation("jensen-shannon, zero outside", kl_type="jensen_shannon", zero_outside_topk=True),
+    _full_distillation("mixed"),
+    _full_distillation("forward with NLL", kl_type="forward", nll_weight=0.4),
+    _full_distillation("reverse", kl_type="reverse"),
+    _full_distillation("jensen-shannon", kl_type="jensen_shannon", jsd_beta=0.3),
     LossCase("draft_cross_entropy", "default", {}, token_batch, draft_logits, plain_draft,
              outputs_in_batch=("teacher_logits",)),
 ]  # fmt: skip

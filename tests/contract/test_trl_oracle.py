@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.distillation_trainer import _chunked_divergence_loss
@@ -295,3 +296,31 @@ def test_a_divergence_over_the_whole_vocabulary_coincides(rollouts, kl_type, bet
     in_fp32 = {"rtol": 1e-5, "atol": 1e-7, "check_dtype": False}
     torch.testing.assert_close(theirs, mine, **in_fp32)
     torch.testing.assert_close(*(torch.autograd.grad(value, student)[0] for value in (theirs, mine)), **in_fp32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "beta"),
+    [({"kl_type": "forward"}, 0), ({"kl_type": "reverse"}, 1)]
+    + [({"kl_type": "jensen_shannon", "jsd_beta": beta}, beta) for beta in (0.1, 0.5, 0.8)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["full_distillation", "distillation"])
+def test_every_divergence_of_gkd_coincides(rollouts, name, settings, beta):
+    """GKD's generalised Jensen-Shannon divergence; the top-k loss is given the whole vocabulary as its top-k."""
+    batch, generator = rollouts[0], torch.Generator().manual_seed(2)
+    student, teacher = (
+        2 * torch.randn(*batch["input_ids"].shape, VOCAB, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    student.requires_grad_()
+    mask = mask_of(batch)
+    logits, indices = teacher.topk(VOCAB, dim=-1)
+    given = {"teacher_logits": teacher, "teacher_topk_logits": logits, "teacher_topk_indices": indices}
+    mine, _ = build_loss(name, settings)(student, batch | given | {"temperature": 0.7}, len(mask), mask.sum())
+    labels = torch.where(mask != 0, batch["input_ids"][:, 1:], -100)
+    theirs = GKDTrainer.generalized_jsd_loss(
+        student[:, :-1], teacher[:, :-1], labels, beta, temperature=0.7, num_items_in_batch=mask.sum()
+    )
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+    gradients = [torch.autograd.grad(value, student)[0] for value in (mine, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+    assert gradients[0].abs().max() > 1e-3

@@ -31,6 +31,7 @@ INPUTS: dict[str, Callable[[Path], None]] = {
     "path/to/input.txt": inputs.text,
     "path/to/prompts.jsonl": inputs.prompts,
     "path/to/Qwen2.5-0.5B": inputs.hugging_face_model,
+    "path/to/teacher": inputs.hugging_face_model,
     "examples/reward_model_ppo": inputs.reward_model_example,
 }
 

@@ -196,7 +196,7 @@ def test_an_unknown_key_like_no_other_lists_the_keys_of_its_section(refused):
 
 def test_a_key_of_another_algorithm_names_the_algorithms_that_have_it(refused):
     message = refused("algorithm=sft", "algorithm.prompts_per_step=3")
-    assert message.endswith("; only algorithm=online_dpo, grpo or ppo has it")
+    assert message.endswith("; only algorithm=on_policy_distillation, online_dpo, grpo or ppo has it")
 
 
 @pytest.mark.parametrize(

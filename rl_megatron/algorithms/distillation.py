@@ -1,0 +1,38 @@
+"""Distillation: train a student on given answers towards a teacher's next-token distributions.
+
+Source: Hinton et al. 2015, arXiv:1503.02531; generalised Jensen-Shannon divergence, Agarwal et al. 2023,
+arXiv:2306.13649.
+"""
+
+from __future__ import annotations
+
+from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
+from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
+from rl_megatron.config.algorithms import DistillationConfig
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.stage_loader import dataset_loader
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import check_dataset
+from rl_megatron.losses.registry import configured_loss
+
+_KEYS = frozenset("input_ids input_lengths token_mask sample_mask".split()) | TOPK_KEYS | WHOLE_KEYS
+_LOSS = LossNeeds("a teacher's logits", uses_teacher, _KEYS, "full_distillation or distillation")
+
+
+def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    algorithm: DistillationConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
+    lengths = list(check_dataset(stage, tokenizer))
+    check_each_teacher(algorithm.teachers, stage, tokenizer, lengths, algorithm.top_k)
+    return lengths
+
+
+@register_algorithm(DistillationConfig, loss=_LOSS, check_data=_check_data)
+def distillation(stage: Stage, algorithm: DistillationConfig) -> None:
+    """Train the stage's policy, the student, to predict as its teachers do."""
+    loss_fn = configured_loss(stage.config.loss)
+    teachers = Teachers.of(stage, algorithm.teachers, algorithm.top_k)
+    whole = teachers.reads_whole(loss_fn)
+    for step, batch in stage.batches(dataset_loader(stage.config, stage.tokenizer)):
+        batch = teachers.with_topk(batch, loss_fn)
+        stage.record(step, stage.train(step, batch, loss_fn, teacher=whole))

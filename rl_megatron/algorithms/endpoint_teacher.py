@@ -1,0 +1,189 @@
+"""`EndpointTeacher`: a teacher behind a server that gives the top-k logprobs of a prompt's tokens, as vLLM's does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rl_megatron.batching.config import Batching
+from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.teachers import TeacherConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.rewards.endpoint import BadReply, Endpoint, EndpointFailed
+from rl_megatron.topology.collective_errors import first_failure, from_rank0, in_words, is_rank0
+
+_READ = ("input_ids", "input_lengths")
+# A text whose tokens differ between vocabularies: words, a number, spaces, letters of two bytes, and brackets.
+_PROBE = "Distillation of 1234567 tokens,\n  naïve façade: {x + 98 = 103}"
+_T = TypeVar("_T")
+Entry = Mapping[str, Mapping[str, Any]]  # of one token: {token id: {"logprob": …}}
+
+
+class TeacherFailed(RuntimeError):
+    """An endpoint gave no logprobs during training; the message names it."""
+
+
+class EndpointTeacher:
+    """A frozen model behind an endpoint. It owns the connections, which only rank 0 has.
+
+    Every method is collective. Temperatures are left to the loss: the logprobs are those of temperature 1.
+    """
+
+    def __init__(self, config: TeacherConfig):
+        """Keep the settings; nothing is sent.
+
+        Raises:
+            ConfigError: One is wrong, or the environment variable of the key is not set.
+        """
+        assert config.url is not None
+        self._config, self._url = config, config.url.rstrip("/")
+        self._runner = asyncio.Runner()  # connections belong to an event loop
+        self._completions = self._endpoint(f"{self._url}/completions")
+
+    def _endpoint(self, address: str) -> Endpoint:
+        config = self._config
+        try:
+            return Endpoint(address, config.api_key_env, config.request_seconds, config.retries)
+        except ValueError as error:
+            raise ConfigError(f"algorithm.teachers: {error}") from error
+
+    def check(self, tokenizer: Tokenizer, top_k: int, longest: int) -> None:
+        """Check that the endpoint has the student's tokenizer, reads the data, and gives logprobs.
+
+        Args:
+            tokenizer: The student's tokenizer.
+            top_k: How many logprobs of each token are needed.
+            longest: The tokens of the data's longest sequence.
+
+        Raises:
+            ConfigError: It cannot be reached, or one of these does not hold.
+        """
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(self._check(tokenizer, top_k, longest))
+        except (EndpointFailed, TimeoutError) as error:
+            raise ConfigError(
+                f"algorithm.teachers: {error}; a teacher's server needs vLLM's /tokenize and prompt_logprobs of its "
+                f"completions, with at least {top_k} (vllm serve --max-logprobs); start such a server, lower "
+                "algorithm.top_k, or name a teacher by path"
+            ) from error
+
+    async def _check(self, tokenizer: Tokenizer, top_k: int, longest: int) -> None:
+        body = {"model": self._config.model, "prompt": _PROBE, "add_special_tokens": False}
+        tokenize = self._endpoint(f"{self._url.removesuffix('/v1')}/tokenize")
+        (theirs, limit), _ = await tokenize.post(body, _tokens)
+        own = tokenizer.encode(_PROBE)
+        if theirs != own:
+            raise ConfigError(
+                f"algorithm.teachers: the teacher at {self._url} has another tokenizer than the student: of {_PROBE!r} "
+                f"it makes {len(theirs)} tokens, {theirs[:8]} …, and the student {len(own)}, {own[:8]} …; set "
+                "tokenizer.path to the teacher's tokenizer and train the student with it, or choose a teacher with the "
+                "student's tokenizer"
+            )
+        if limit is not None and longest + 1 > limit:  # a request generates a token, which nobody reads
+            raise ConfigError(
+                f"algorithm.teachers: {self._url} reads at most {limit - 1} tokens, and the data has sequences of up "
+                f"to {longest}; shorten them (data.too_long, generation.max_new_tokens), or choose another teacher"
+            )
+        await self._endpoint(self._completions.url).post(self._body(own[:2], top_k), partial(_logprobs, 2))
+
+    def topk_logits(self, data: BatchedDataDict | ShardedBatch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
+        """Return (logprobs [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t.
+
+        Raises:
+            TeacherFailed: The endpoint did not answer.
+        """
+        found = self._of_all(data, k, lambda read, ids: _largest(read[1:], k, len(ids)))
+        logprobs = _padded([values for values, _ in found], data["input_ids"].size(1))
+        return logprobs.float(), _padded([ids for _, ids in found], data["input_ids"].size(1)).long()
+
+    def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
+        """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entry 0 is 0.
+
+        Raises:
+            TeacherFailed: The endpoint did not answer.
+        """
+
+        def of_tokens(read: Sequence[Entry], ids: Sequence[int]) -> Tensor:
+            pairs = zip(read[1:], ids[1:], strict=True)
+            return torch.tensor([0.0, *(entry[str(token)]["logprob"] for entry, token in pairs)])
+
+        return _padded(self._of_all(data, 1, of_tokens), data["input_ids"].size(1))
+
+    def _of_all(
+        self, data: BatchedDataDict | ShardedBatch, k: int, make: Callable[[Sequence[Entry], Sequence[int]], _T]
+    ) -> list[_T]:
+        """Return what `make` makes of the logprobs and the ids of each of this rank's sequences."""
+        whole = data.on_rank_0(_READ) if isinstance(data, ShardedBatch) else data
+        found, failure = [], None
+        if is_rank0():
+            lengths = whole["input_lengths"].tolist()
+            sequences = [ids[:length] for ids, length in zip(whole["input_ids"].tolist(), lengths, strict=True)]
+            try:
+                answers = self._runner.run(self._ask(sequences, k))
+                found = [make(read, ids) for read, ids in zip(answers, sequences, strict=True)]
+            except* (EndpointFailed, TimeoutError) as errors:
+                failure = in_words(errors.exceptions[0])
+        failure = first_failure(failure)
+        if failure is not None:
+            raise TeacherFailed(f"algorithm.teachers: {failure}")
+        found = from_rank0(found)
+        return [found[number] for number in data.numbers] if isinstance(data, ShardedBatch) else found
+
+    async def _ask(self, sequences: Sequence[Sequence[int]], k: int) -> list[Sequence[Entry]]:
+        free = asyncio.Semaphore(self._config.concurrency)
+
+        async def of(ids: Sequence[int]) -> Sequence[Entry]:
+            async with free:
+                answer, _ = await self._completions.post(self._body(ids, k), partial(_logprobs, len(ids)))
+            return answer
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(of(ids)) for ids in sequences]
+        return [task.result() for task in tasks]
+
+    def _body(self, ids: Sequence[int], k: int) -> dict[str, Any]:
+        return {"model": self._config.model, "prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
+
+
+def _tokens(answer: Any) -> tuple[list[int], int | None]:
+    """Return the ids of an answer of /tokenize, and the longest sequence that the model reads, if it says so."""
+    try:
+        return [int(token) for token in answer["tokens"]], answer.get("max_model_len")
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadReply("has no tokens") from error
+
+
+def _logprobs(length: int, answer: Any) -> Sequence[Entry]:
+    """Return the logprobs of each token of a prompt of `length` tokens, of which the first has none."""
+    try:
+        found = answer["choices"][0]["prompt_logprobs"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise BadReply("has no prompt_logprobs") from error
+    if not isinstance(found, list) or len(found) != length or not all(found[1:]):
+        raise BadReply(f"has no prompt_logprobs of {length} tokens")
+    return found
+
+
+def _largest(entries: Sequence[Entry], k: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest logprobs of each entry, [length, k], and their ids. The last token has none: zeros."""
+    logprobs, ids = torch.zeros(length, k), torch.zeros(length, k, dtype=torch.int64)
+    for place, entry in enumerate(entries):
+        pairs = sorted(((float(value["logprob"]), int(token)) for token, value in entry.items()), reverse=True)[:k]
+        logprobs[place], ids[place] = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    return logprobs, ids
+
+
+def _padded(values: Sequence[Tensor], width: int) -> Tensor:
+    """Return values of sequences [n, width, …], with zeros after their ends."""
+    padded = values[0].new_zeros(len(values), width, *values[0].shape[1:])
+    for sequence, found in zip(padded, values, strict=True):
+        sequence[: len(found)] = found
+    return padded

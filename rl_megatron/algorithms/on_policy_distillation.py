@@ -1,0 +1,102 @@
+"""On-policy distillation: the student samples, and learns the teacher's next-token distributions on its own samples.
+
+Source: Agarwal et al. 2023, arXiv:2306.13649; the reverse KL as an advantage, Lu et al. 2025, "On-Policy Distillation",
+Thinking Machines Lab.
+"""
+
+from __future__ import annotations
+
+from rl_megatron.algorithms.async_sampler import sampler_of
+from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
+from rl_megatron.algorithms.rollout import (
+    ROLLOUT_KEYS,
+    ROLLOUT_LOSS,
+    check_policy_gradient,
+    needs_reference,
+    owned,
+    recomputes_logprobs,
+    rollout_loss,
+    uses_reference,
+    with_logprobs,
+)
+from rl_megatron.algorithms.rollout_statistics import (
+    correction_statistics,
+    learned_statistics,
+    logprob_mismatch,
+    mean_over_tokens,
+    ranks_of,
+)
+from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
+from rl_megatron.config.algorithms import OnPolicyDistillationConfig
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.losses.contract import LossFunction
+
+
+def _uses_advantages(loss_fn: LossFunction) -> bool:
+    return ROLLOUT_LOSS.suits(loss_fn)
+
+
+_LOSS = LossNeeds(
+    "a teacher's logits or advantages",
+    lambda loss_fn: uses_teacher(loss_fn) or _uses_advantages(loss_fn),
+    ROLLOUT_KEYS | TOPK_KEYS | WHOLE_KEYS,
+    "full_distillation, distillation or clipped_pg",
+)
+
+
+def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    algorithm: OnPolicyDistillationConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
+    lengths, by_advantage = check_policy_gradient(stage, tokenizer), _uses_advantages(rollout_loss(stage))
+    behind_server = [each.url for each in algorithm.teachers if each.url is not None]
+    if behind_server and stage.generation.temperature != 1 and by_advantage:
+        raise ConfigError(
+            f"generation.temperature={stage.generation.temperature}: {behind_server[0]} gives logprobs of temperature "
+            "1, and advantages compare logprobs of the same temperature; set generation.temperature=1, or "
+            "loss=distillation"
+        )
+    check_each_teacher(algorithm.teachers, stage, tokenizer, lengths, 1 if by_advantage else algorithm.top_k)
+    return lengths
+
+
+@register_algorithm(
+    OnPolicyDistillationConfig, loss=_LOSS, uses_reference=uses_reference, check_data=_check_data,
+    progress_metric="reward",
+)  # fmt: skip
+def on_policy_distillation(stage: Stage, algorithm: OnPolicyDistillationConfig) -> None:
+    """Train the stage's policy, the student, on its own samples to predict as its teachers do.
+
+    With a loss over a teacher's logits, this is the loss of `distillation` on the student's samples. With a loss over
+    advantages, the advantage of a token is log p(y) − log q(y), whose mean is minus the reverse KL.
+    """
+    loss_fn = rollout_loss(stage.config)
+    by_advantage = _uses_advantages(loss_fn)
+    recompute = by_advantage and recomputes_logprobs(stage.config, algorithm, loss_fn)
+    reference = needs_reference(loss_fn)
+    if reference:
+        stage.policy.freeze_reference()
+    from_engine = stage.config.rollout.correction == "engine"
+    teachers = Teachers.of(stage, algorithm.teachers, algorithm.top_k)
+    whole = teachers.reads_whole(loss_fn)
+    sampler = sampler_of(stage, algorithm)
+
+    for step in stage.steps():
+        rollouts, outcome = sampler.collect(step)
+        stage.engine.sleep()
+        rollouts = owned(rollouts, stage, None)
+        rollouts = with_logprobs(
+            rollouts, stage.policy, recompute=recompute, reference=reference, from_engine=from_engine
+        )
+        rollouts = teachers.with_topk(rollouts, loss_fn)
+        if by_advantage:
+            own = rollouts["prev_logprobs"] if "prev_logprobs" in rollouts else rollouts["generation_logprobs"]
+            rollouts["advantages"] = (teachers.logprobs(rollouts) - own).masked_fill(rollouts["token_mask"] == 0, 0.0)
+            outcome["teacher_kl"] = -mean_over_tokens(rollouts["advantages"], rollouts, ranks_of(rollouts))
+        sampler.keep(step, rollouts)
+        outcome |= learned_statistics(rollouts, stage.policy.weight_version)
+        for _ in range(algorithm.updates_per_rollout):
+            report = stage.train(step, rollouts, loss_fn, teacher=whole)
+        report |= correction_statistics(report)
+        stage.record(step, report | outcome | logprob_mismatch(rollouts))

@@ -1,0 +1,44 @@
+"""The teachers of a distillation: `algorithm.teachers`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.field_types import NonNegative, Positive, PositiveFloat, section
+from rl_megatron.config.parallel import ParallelConfig
+
+
+@section
+class TeacherConfig:
+    """A frozen model that a student learns from: one on the student's ranks (path), or one behind a server (url)."""
+
+    path: str | None = None  # a checkpoint, or a Hugging Face directory
+    url: str | None = None  # a server that gives logprobs of prompts, as vLLM's does, such as http://127.0.0.1:8000/v1
+    weight: PositiveFloat = 1.0  # its share among several teachers; their weights need not sum to 1
+    # Its own parallel layout on the same ranks, with all keys of the section parallel. null: that of the student. It is
+    # for top-k logits and for advantages; loss=full_distillation compares both models in the student's layout.
+    parallel: ParallelConfig | None = None
+    # Where its weights are kept: on the device (resident), or in host memory between its forward passes (offload).
+    placement: Literal["resident", "offload"] = "resident"
+    model: str | None = None  # with url: the model's name at the server
+    api_key_env: str | None = None  # with url: the environment variable with the server's key; null: no key
+    request_seconds: PositiveFloat = 60.0  # with url: how long one attempt may take
+    retries: NonNegative = 5  # with url: how many further attempts a request has
+    concurrency: Positive = 64  # with url: the requests that are under way at a time
+
+    def check(self) -> None:
+        """Check that the teacher is in one place.
+
+        Raises:
+            ConfigError: It is in none or in several, or a key does not fit the place.
+        """
+        if (self.path is None) == (self.url is None):
+            raise ConfigError(
+                "algorithm.teachers: each teacher needs one of path (a checkpoint or a Hugging Face directory) and url "
+                f"(a server), and one has path={self.path} and url={self.url}"
+            )
+        if self.url is not None and self.model is None:
+            raise ConfigError(f"algorithm.teachers: url={self.url} needs model, the teacher's name at the server")
+        if self.url is not None and self.parallel is not None:
+            raise ConfigError(f"algorithm.teachers: url={self.url} has its own layout; leave parallel out")

@@ -1,0 +1,204 @@
+"""`Teacher`: a frozen model, with weights of its own, whose next-token distributions a policy learns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl_megatron.batching.config import Batching
+from rl_megatron.batching.rank_plan import RankPlan
+from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.checkpoint.adapters import holds_adapter
+from rl_megatron.checkpoint.directory import MANIFEST, check_head, read_manifest, saved_model
+from rl_megatron.checkpoint.hf_load import HuggingFaceWeights, open_hugging_face
+from rl_megatron.checkpoint.load import load_checkpoint, load_with_adapters
+from rl_megatron.checkpoint.training_state import TrainingState
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.teachers import TeacherConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.execution import FusedHead
+from rl_megatron.model.sharded_model import ShardedModel
+from rl_megatron.policy.inference import Inference, build_runner
+from rl_megatron.policy.reference import HostWeights, Placement
+from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none
+from rl_megatron.topology.device import TIMEOUT_MINUTES
+from rl_megatron.topology.topology import Topology, build_beside, in_megatron
+
+_READ = ("input_ids", "input_lengths", "temperature")  # what a model reads of a batch
+
+
+class Teacher:
+    """A frozen model on the policy's ranks, in the policy's layout or another. It owns its weights and their placement.
+
+    Every method is collective.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        placement: Placement = "resident",
+        fused_head: FusedHead | None = None,
+        own_layout: bool = False,
+    ):
+        """Initialise the teacher with the weights of `model`, and freeze them.
+
+        Args:
+            model: The teacher.
+            placement: Where its weights are kept.
+            fused_head: How logprobs read logits block by block; None if they read whole logits.
+            own_layout: Whether the model has another topology than the policy. Batches whose sequences have owners are
+                then gathered for it.
+        """
+        self._own_layout = own_layout
+        self.model = model
+        for model_chunk in model.model_chunks:
+            model_chunk.eval().requires_grad_(False)
+        self._runner = build_runner(model, fused_head)
+        self._inference = Inference(model, self._runner)
+        self._host_weights: HostWeights | None = None
+        if placement == "offload" and model.topology.is_cuda:
+            self._host_weights = HostWeights(model.model_chunks, model.topology.device)
+
+    def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
+        """Return logprobs [B, S] fp32 at each sequence's `temperature`. Entry t corresponds to token t."""
+        with self._ready():
+            return self._of_own(data, self._inference.logprobs(self._whole(data), batching))
+
+    def topk_logits(self, data: BatchedDataDict | ShardedBatch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
+        """Return (logits [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t."""
+        with self._ready():
+            logits, ids = self._inference.topk_logits(self._whole(data), k, batching)
+        return self._of_own(data, logits), self._of_own(data, ids)
+
+    def attached(self, plan: RankPlan) -> RankPlan:
+        """Return the plan with the teacher's logits of each microbatch as `teacher_logits`.
+
+        They are sharded like the student's, and computed from hidden states when a loss reads them. The hidden states
+        of all microbatches of the step are kept until then. Only the last pipeline stage, which has the loss, has them.
+        """
+        with self._ready():
+            found = self._runner.deferred_logits(plan.microbatches)
+        if not found:
+            return plan
+        microbatches = [
+            # The weight itself: the parameter may leave the device before the loss reads it.
+            replace(
+                each,
+                batch=BatchedDataDict(each.batch | {"teacher_logits": replace(logits, weight=logits.weight.detach())}),
+            )
+            for each, logits in zip(plan.microbatches, found, strict=True)
+        ]
+        return replace(plan, microbatches=microbatches)
+
+    def _whole(self, data: BatchedDataDict | ShardedBatch) -> BatchedDataDict | ShardedBatch:
+        """Return the sequences that the model reads: all of them on every rank if it has another layout."""
+        if not (self._own_layout and isinstance(data, ShardedBatch)):
+            return data
+        return from_rank0(data.on_rank_0([key for key in _READ if key in data]))
+
+    def _of_own(self, data: BatchedDataDict | ShardedBatch, values: Tensor) -> Tensor:
+        """Return the values of the sequences of `data` from those of `_whole`."""
+        if not (self._own_layout and isinstance(data, ShardedBatch)):
+            return values
+        return values[torch.from_numpy(data.numbers)]
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        """Keep the weights on the device, and the teacher's layout in megatron-core, within the block."""
+        with ExitStack() as stack:
+            if self._own_layout:
+                stack.enter_context(in_megatron(self.model.topology))
+            if self._host_weights is not None:
+                stack.enter_context(self._host_weights.on_device())
+            yield
+
+
+def load_teacher(
+    config: TeacherConfig,
+    topology: Topology,
+    vocab_size: int,
+    precision: str,
+    fused_head: FusedHead | None,
+    timeout_minutes: float = TIMEOUT_MINUTES,
+) -> Teacher:
+    """Return a teacher whose weights are in a checkpoint of any layout, or in a Hugging Face directory. Collective.
+
+    A checkpoint that holds an adapter alone is loaded with its base.
+
+    Args:
+        config: The teacher.
+        topology: The student's topology.
+        vocab_size: The size of the tokenizer's vocabulary.
+        precision: fp32 or bf16.
+        fused_head: How logprobs read logits block by block; None if they read whole logits.
+        timeout_minutes: How long a collective of a layout of the teacher's own may wait for its peers.
+
+    Raises:
+        ConfigError: The weights cannot be read, or the teacher's degrees do not fit the number of ranks.
+    """
+    path = Path(str(config.path))
+    shape, weights = on_all_or_none(lambda: teacher_model(path))
+    own_layout = config.parallel is not None
+    if config.parallel is not None:
+        topology = build_beside(config.parallel, topology, timeout_minutes)
+    with in_megatron(topology) if own_layout else nullcontext():
+        model = ShardedModel(shape, topology, vocab_size=vocab_size, precision=precision, initialise=False)
+        if weights is not None:
+            weights.load_into(model)
+        else:
+            _load(path, model)
+    return Teacher(model, config.placement, fused_head, own_layout)
+
+
+def _load(path: Path, model: ShardedModel) -> None:
+    """Load a checkpoint, or the base of a checkpoint's adapter with the adapter merged. Collective."""
+    manifest, state = read_manifest(path), TrainingState(model, None, None)
+    if holds_adapter(manifest):
+        load_with_adapters(path, manifest, state, weights_only=True)
+    else:
+        load_checkpoint(path, state, weights_only=True)
+
+
+def teacher_model(path: Path) -> tuple[ModelConfig, HuggingFaceWeights | None]:
+    """Return the shape of the teacher at `path` and, for a Hugging Face directory, its weights, which are not read yet.
+
+    Raises:
+        ConfigError: There is no language model at `path`.
+    """
+    if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
+        weights = open_hugging_face(path)
+        return weights.model, weights
+    manifest = read_manifest(path)
+    check_head(path, manifest, "lm", weights_only=True)
+    return saved_model(path, manifest), None
+
+
+def check_vocabulary_of(path: Path, tokenizer: Tokenizer) -> None:
+    """Check that the teacher at `path` has the student's tokenizer, so that both models' ids mean the same tokens.
+
+    Raises:
+        ConfigError: It has another one, or there is no language model at `path`.
+    """
+    _, weights = teacher_model(path)
+    if weights is None:
+        manifest = read_manifest(path)
+        digest, size = manifest.get("tokenizer", tokenizer.digest), manifest.get("vocab_size", tokenizer.vocab_size)
+    else:
+        digest = tokenizer.digest if weights.tokenizer is None else weights.tokenizer.digest
+        size = weights.vocab_size
+    if size == tokenizer.vocab_size and digest == tokenizer.digest:
+        return
+    own = f"a vocabulary of {tokenizer.vocab_size}, digest {tokenizer.digest[:8]}"
+    raise ConfigError(
+        f"algorithm.teachers: the teacher {path} has another tokenizer (a vocabulary of {size}, digest {digest[:8]}) "
+        f"than the student ({own}), and distillation compares both models' distributions token by token; set "
+        "tokenizer.path to the teacher's tokenizer and train the student with it, or choose a teacher with the "
+        "student's tokenizer"
+    )

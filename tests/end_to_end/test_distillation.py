@@ -1,0 +1,113 @@
+"""Distillation on the command line: off-policy and on-policy, one or two teachers, and teachers that do not fit."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.end_to_end.launch import TINY, metrics
+
+TEACHER = "teacher/checkpoints/sft/step-000012"
+STUDENT = ("train", *TINY, "model.hidden_size=16", "tokenizer.path=teacher/tokenizer")
+ONE = f"algorithm.teachers=[{{path: {TEACHER}}}]"
+OPD = ("algorithm=opd", "algorithm.prompts_per_step=8")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory, forks):
+    """Return a directory with the run of a teacher, and its tokenizer with the ids of two letters swapped."""
+    directory = tmp_path_factory.mktemp("distillation")
+    done = forks.run(
+        directory, "train", *TINY, "algorithm=sft", "train.steps=12", "optimizer.lr=0.03", "output_dir=teacher"
+    )
+    assert done.status == 0, done.err
+    shutil.copytree(directory / "teacher" / "tokenizer", directory / "swapped")
+    definition = json.loads((directory / "swapped" / "tokenizer.json").read_text())
+    ids = definition["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (directory / "swapped" / "tokenizer.json").write_text(json.dumps(definition))
+    return directory
+
+
+def trained(directory, forks, name, *overrides, ranks=1):
+    """Return the training lines of a run in `directory`/`name`."""
+    done = forks.run_ranks(directory, *STUDENT, *overrides, f"output_dir={name}", ranks=ranks)
+    assert [rank.status for rank in done] == [0] * ranks, done
+    return [line for line in metrics(directory / name, timed=True) if line["kind"] == "train"]
+
+
+def test_a_student_learns_from_a_teachers_whole_vocabulary(directory, forks):
+    whole = trained(
+        directory, forks, "whole", "algorithm=distillation", "loss=full_distillation", "loss.nll_weight=0.2", ONE,
+        "optimizer.lr=0.01", "train.steps=8",
+    )  # fmt: skip
+    assert whole[-1]["forward_kl"] < 0.7 * whole[0]["forward_kl"]
+    assert whole[0]["loss"] == pytest.approx(
+        0.8 * (0.5 * whole[0]["forward_kl"] + 0.5 * whole[0]["reverse_kl"]) + 0.2 * whole[0]["nll"], rel=1e-5
+    )
+    # All of the vocabulary as the top-k, on two ranks, with a teacher whose layout is its own, gives the same steps.
+    top_k = trained(
+        directory, forks, "top_k", "algorithm=distillation", "loss=distillation", "loss.nll_weight=0.2",
+        f"algorithm.teachers=[{{path: {TEACHER}, parallel: {{tensor: 2}}}}]", "algorithm.top_k=1000",
+        "optimizer.lr=0.01", "train.steps=8", ranks=2,
+    )  # fmt: skip
+    for mine, other in zip(whole, top_k, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["full_distillation", "clipped_pg"])
+def test_a_student_learns_from_a_teacher_on_its_own_samples(directory, forks, loss):
+    alone = trained(directory, forks, f"{loss}_alone", *OPD, f"loss={loss}", ONE, "train.steps=2")
+    # Two teachers with equal weights are one, whatever their layouts are.
+    two = f"algorithm.teachers=[{{path: {TEACHER}}}, {{path: {TEACHER}, parallel: {{tensor: 2}}}}]"
+    teachers = ONE if loss == "full_distillation" else two
+    lines = trained(directory, forks, loss, *OPD, f"loss={loss}", teachers, "train.steps=2", ranks=2)
+    compared = "forward_kl" if loss == "full_distillation" else "teacher_kl"
+    for mine, other in zip(lines, alone, strict=True):
+        assert mine[compared] > 0.001 and mine["completion_tokens"] == other["completion_tokens"]
+        for name in ("loss", compared):
+            assert mine[name] == pytest.approx(other[name], rel=1e-4), name
+    if loss == "clipped_pg":
+        assert lines[0]["teacher_kl"] == pytest.approx(-lines[0]["advantage_mean"], rel=1e-5)
+        assert lines[0]["time_teacher_s"] > 0
+    else:
+        assert "advantage_mean" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["loss=full_distillation"], "algorithm.teachers is empty"),
+        (["loss=full_distillation", "algorithm.teachers=[{path: nowhere}]"], "there is no directory nowhere"),
+        (
+            ["loss=full_distillation", ONE, "tokenizer.path=swapped"],
+            "has another tokenizer (a vocabulary of 2",
+        ),
+        (
+            ["loss=full_distillation", "algorithm.teachers=[{url: 'http://127.0.0.1:9/v1', model: big}]"],
+            "gives logprobs of a few tokens",
+        ),
+        (
+            ["loss=distillation", "algorithm.teachers=[{url: 'http://127.0.0.1:9/v1', model: big, retries: 0}]"],
+            "http://127.0.0.1:9/tokenize cannot be reached",
+        ),
+        (["loss=distillation", f"algorithm.teachers=[{{path: {TEACHER}, url: x}}]"], "needs one of path"),
+        (["loss=clipped_pg", ONE], "does not use a teacher's logits"),
+        (
+            ["loss=full_distillation", f"algorithm.teachers=[{{path: {TEACHER}}}, {{path: {TEACHER}}}]"],
+            "name one teacher, or set loss=distillation",
+        ),
+        (
+            ["loss=full_distillation", f"algorithm.teachers=[{{path: {TEACHER}, parallel: {{tensor: 1}}}}]"],
+            "leave parallel out",
+        ),
+        (
+            ["loss=distillation", f"algorithm.teachers=[{{path: {TEACHER}, parallel: {{tensor: 3}}}}]"],
+            "runs in its own layout",
+        ),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused_before_the_first_step(directory, forks, tmp_path, overrides, message):
+    done = forks.run(directory, *STUDENT, "algorithm=distillation", *overrides, f"output_dir={tmp_path}/refused")
+    assert done.status == 2 and message in done.err, done.err
+    assert not (tmp_path / "refused" / "metrics.jsonl").exists()
