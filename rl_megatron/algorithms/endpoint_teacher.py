@@ -92,7 +92,7 @@ class EndpointTeacher:
                 f"algorithm.teachers: {self._url} reads at most {limit - 1} tokens, and the data has sequences of up "
                 f"to {longest}; shorten them (data.too_long, generation.max_new_tokens), or choose another teacher"
             )
-        await self._endpoint(self._completions.url).post(self._body(own[:2], top_k), partial(_logprobs, 2))
+        await self._endpoint(self._completions.url).post(self._body(own[:2], top_k), partial(_logprobs, own[:2], top_k))
 
     def topk_logits(self, data: BatchedDataDict | ShardedBatch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
         """Return (logprobs [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t.
@@ -101,8 +101,8 @@ class EndpointTeacher:
             TeacherFailed: The endpoint did not answer.
         """
         found = self._of_all(data, k, lambda read, ids: _largest(read[1:], k, len(ids)))
-        logprobs = _padded([values for values, _ in found], data["input_ids"].size(1))
-        return logprobs.float(), _padded([ids for _, ids in found], data["input_ids"].size(1)).long()
+        logprobs, ids = zip(*found, strict=True)
+        return _padded(logprobs, data).float(), _padded(ids, data).long()
 
     def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
         """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entry 0 is 0.
@@ -115,12 +115,12 @@ class EndpointTeacher:
             pairs = zip(read[1:], ids[1:], strict=True)
             return torch.tensor([0.0, *(entry[str(token)]["logprob"] for entry, token in pairs)])
 
-        return _padded(self._of_all(data, 1, of_tokens), data["input_ids"].size(1))
+        return _padded(self._of_all(data, 1, of_tokens), data)
 
     def _of_all(
         self, data: BatchedDataDict | ShardedBatch, k: int, make: Callable[[Sequence[Entry], Sequence[int]], _T]
     ) -> list[_T]:
-        """Return what `make` makes of the logprobs and the ids of each of this rank's sequences."""
+        """Return what `make` makes of the logprobs and the ids of each sequence of all ranks."""
         whole = data.on_rank_0(_READ) if isinstance(data, ShardedBatch) else data
         found, failure = [], None
         if is_rank0():
@@ -134,15 +134,14 @@ class EndpointTeacher:
         failure = first_failure(failure)
         if failure is not None:
             raise TeacherFailed(f"algorithm.teachers: {failure}")
-        found = from_rank0(found)
-        return [found[number] for number in data.numbers] if isinstance(data, ShardedBatch) else found
+        return from_rank0(found)
 
     async def _ask(self, sequences: Sequence[Sequence[int]], k: int) -> list[Sequence[Entry]]:
         free = asyncio.Semaphore(self._config.concurrency)
 
         async def of(ids: Sequence[int]) -> Sequence[Entry]:
             async with free:
-                answer, _ = await self._completions.post(self._body(ids, k), partial(_logprobs, len(ids)))
+                answer, _ = await self._completions.post(self._body(ids, k), partial(_logprobs, ids, k))
             return answer
 
         async with asyncio.TaskGroup() as group:
@@ -161,14 +160,17 @@ def _tokens(answer: Any) -> tuple[list[int], int | None]:
         raise BadReply("has no tokens") from error
 
 
-def _logprobs(length: int, answer: Any) -> Sequence[Entry]:
-    """Return the logprobs of each token of a prompt of `length` tokens, of which the first has none."""
+def _logprobs(ids: Sequence[int], k: int, answer: Any) -> Sequence[Entry]:
+    """Return the logprobs of each token of a prompt, of which the first has none: its own, and at least k in all."""
     try:
         found = answer["choices"][0]["prompt_logprobs"]
     except (KeyError, TypeError, IndexError) as error:
         raise BadReply("has no prompt_logprobs") from error
-    if not isinstance(found, list) or len(found) != length or not all(found[1:]):
-        raise BadReply(f"has no prompt_logprobs of {length} tokens")
+    if not isinstance(found, list) or len(found) != len(ids) or not all(found[1:]):
+        raise BadReply(f"has no prompt_logprobs of {len(ids)} tokens")
+    for token, entry in zip(ids[1:], found[1:], strict=True):
+        if len(entry) < k or str(token) not in entry:
+            raise BadReply(f"has {len(entry)} prompt_logprobs of token {token}, and needs {k} with that of the token")
     return found
 
 
@@ -181,9 +183,9 @@ def _largest(entries: Sequence[Entry], k: int, length: int) -> tuple[Tensor, Ten
     return logprobs, ids
 
 
-def _padded(values: Sequence[Tensor], width: int) -> Tensor:
-    """Return values of sequences [n, width, …], with zeros after their ends."""
-    padded = values[0].new_zeros(len(values), width, *values[0].shape[1:])
+def _padded(values: Sequence[Tensor], data: BatchedDataDict | ShardedBatch) -> Tensor:
+    """Return the values of this rank's sequences from those of all ranks, [n, S, …], with zeros after their ends."""
+    padded = values[0].new_zeros(len(values), data["input_ids"].size(1), *values[0].shape[1:])
     for sequence, found in zip(padded, values, strict=True):
         sequence[: len(found)] = found
-    return padded
+    return padded[torch.from_numpy(data.numbers)] if isinstance(data, ShardedBatch) else padded

@@ -20,6 +20,7 @@ _REFRESHES_PER_SECOND = 4
 _SECONDS_OF_AN_ACTIVITY = 0.5  # a shorter one is not shown: the line would flicker
 _BAR = (6, 30)  # the narrowest and the widest
 _ACTIVITY_WIDTH = 22  # kept free beside the bar: "generating 1000/1024"
+_STAGE_WIDTH = 14  # to which the name of a stage is cut at most, so that the activity has its place
 _USUAL = ("train", "train_critic")  # phases that are only shown with a count
 # What a phase of the training loop (execution/phase_timer.py) is called here.
 _ACTIVITIES = {
@@ -97,16 +98,19 @@ class ConsoleProgress:
     def line(self, width: int, bar: str = "━─") -> Text:
         """Return the line of a terminal that is `width` wide. The step, both times and the metric are never cut.
 
-        `bar` is the character for steps that are done, and the one for those that are not.
+        A long name of the stage is cut before the activity is left out, as there is one stage at a time. `bar` is the character for steps that are done, and the one for those that are not.
         """
         stage, step = self._stage, f"{self._step}/{self._steps}"
         elapsed, left = _time(self._clock() - self._began), self._time_left()
         after = [elapsed] + ([f"ETA {left}"] if self._step < self._steps else [])
         metrics = [_one(*pair) for pair in _first(self._metrics, self._metric)]
         after += metrics[:1]
-        free = width - len(" ".join([stage, step, *after]))
-        if free < 0:
-            stage, free = stage[:free] or stage[:1], 0
+        beside = width - len(" ".join(["", step, *after]))
+        if beside < _STAGE_WIDTH:
+            stage = stage[: max(1, beside)]
+        else:
+            stage = stage[: max(_STAGE_WIDTH, beside - _ACTIVITY_WIDTH)]
+        free = max(0, beside - len(stage))
         bar_width = min(free - 1 - _ACTIVITY_WIDTH, _BAR[1])
         if bar_width >= _BAR[0]:
             free -= bar_width + 1

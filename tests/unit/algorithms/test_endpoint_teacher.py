@@ -56,7 +56,10 @@ class Answering(BaseHTTPRequestHandler):
     def entry(self, before, token, body):
         """Return the largest logprobs after `before`, and that of the token itself, as vLLM does."""
         ids = TABLE[before].topk(body["prompt_logprobs"]).indices.tolist()
-        return {str(each): {"logprob": TABLE[before, each].item()} for each in [token, *ids]}
+        given = [token, *ids[: self.server.faults.get("gives", VOCAB)]]
+        if "no own" in self.server.faults:
+            given = [each for each in range(VOCAB) if each != token]
+        return {str(each): {"logprob": TABLE[before, each].item()} for each in given}
 
     def answer(self, status, content):
         self.send_response(status)
@@ -123,8 +126,10 @@ def test_the_whole_vocabulary_as_the_top_k_gives_the_kl_of_both_distributions():
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ({"no logprobs": True}, "has no prompt_logprobs"),
+        ({"no logprobs": True}, "has no prompt_logprobs.*/tokenize and prompt_logprobs of its completions"),
         ({"max_logprobs": 3}, r"max allowed: 3.*--max-logprobs.*lower algorithm.top_k"),
+        ({"gives": 2}, r"has \d prompt_logprobs of token \d+, and needs 4"),
+        ({"no own": True}, "with that of the token"),
         ({"tokenizer": True}, "another tokenizer than the student"),
         ({"max_model_len": 5}, "reads at most 4 tokens, and the data has sequences of up to 5"),
         ({"busy": 99}, "answered with status 503"),

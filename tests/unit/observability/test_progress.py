@@ -61,8 +61,7 @@ def begun(display, clock, stage, metric, step=1234, steps=5000):
 def test_every_algorithm_names_a_metric_that_its_steps_have():
     assert {name: algorithm.progress_metric for name, algorithm in ALGORITHMS.items()} == {
         "pretrain": "loss", "sft": "loss", "dpo": "loss", "online_dpo": "reward", "reward_model": "loss",
-        "grpo": "reward", "ppo": "reward",
-        "distillation": "loss", "on_policy_distillation": "reward",
+        "grpo": "reward", "ppo": "reward", "distillation": "loss", "on_policy_distillation": "reward",
     }  # fmt: skip
     assert {algorithm.progress_metric for algorithm in ALGORITHMS.values()} <= set(METRICS)
 
@@ -79,7 +78,7 @@ def test_the_line_has_step_times_and_metric_uncut(shown, clock, stage, metric, p
     clock.seconds += 1
     line = display.line(width).plain
     value = {"reward": "reward 0.4123", "loss": "loss 1.811"}[metric]
-    assert line.startswith(f"{stage} 1234/5000 ") and "…" not in line and len(line) <= width
+    assert line.startswith(f"{stage if width >= 100 else stage[:14]} 1234/5000 ") and "…" not in line and len(line) <= width
     assert " 5:01:02 ETA 15:18:38" in line and f" {value}" in line
     if phase in COUNTS and width >= 80:
         assert COUNTS[phase][2] in line
@@ -91,6 +90,17 @@ def test_a_narrow_terminal_cuts_the_name_of_the_stage_first(shown, clock, width)
     begun(display, clock, "a_stage_with_a_long_name", "loss", step=4, steps=9)
     line = display.line(width).plain
     assert " 4/9 " in line and "5:01:01 ETA 6:16:" in line and "loss 1.811" in line
+
+
+@pytest.mark.parametrize(("width", "kept"), [(66, 14), (71, 14), (75, 18), (90, 24)])
+def test_a_long_name_of_a_stage_makes_room_for_the_activity(shown, clock, width, kept):
+    display, _ = shown()
+    begun(display, clock, "a_stage_with_a_long_name", "loss", step=4, steps=9)
+    display.show_phase("generate")
+    log.report_progress(3, 8, "sequences")
+    clock.seconds += 1
+    line = display.line(width).plain
+    assert line.startswith(f"{'a_stage_with_a_long_name'[:kept]} 4/9 ") and line.endswith("generating 3/8") and len(line) <= width
 
 
 def test_the_bar_and_more_metrics_fill_a_wider_terminal(shown, clock):
