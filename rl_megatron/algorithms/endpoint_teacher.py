@@ -33,7 +33,7 @@ class TeacherFailed(RuntimeError):
 class EndpointTeacher:
     """A frozen model behind an endpoint. It owns the connections, which only rank 0 has.
 
-    Every method is collective. Temperatures are left to the loss: the logprobs are those of temperature 1.
+    Every method but `close` is collective. Temperatures are left to the loss: the logprobs are those of temperature 1.
     """
 
     def __init__(self, config: TeacherConfig):
@@ -53,6 +53,10 @@ class EndpointTeacher:
             return Endpoint(address, config.api_key_env, config.request_seconds, config.retries)
         except ValueError as error:
             raise ConfigError(f"algorithm.teachers: {error}") from error
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._runner.close()
 
     def check(self, tokenizer: Tokenizer, top_k: int, longest: int) -> None:
         """Check that the endpoint has the student's tokenizer, reads the data, and gives logprobs.

@@ -105,6 +105,9 @@ class Teachers:
             else load_teacher(each, topology, stage.tokenizer.vocab_size, config.precision, fused_head, minutes)
             for each in teachers
         ]
+        for model in models:
+            if isinstance(model, EndpointTeacher):
+                stage.close_at_end(model)
         total = sum(each.weight for each in teachers)
         shares = [each.weight / total for each in teachers]
         return cls(models, shares, Batching.of(config.train), min(top_k, stage.tokenizer.vocab_size))

@@ -80,7 +80,9 @@ def served(**faults):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        yield EndpointTeacher(TeacherConfig(url=url, model="big", retries=2)), server.faults
+        teacher = EndpointTeacher(TeacherConfig(url=url, model="big", retries=2))
+        yield teacher, server.faults
+        teacher.close()
     finally:
         server.shutdown()
         server.server_close()
