@@ -255,7 +255,7 @@ class TestSettings:
         given = yaml.safe_load((Path(__file__).parents[3] / "configs/loss/distillation.yaml").read_text())
         assert given == {"name": "distillation", **asdict(DistillationLossConfig())}
         assert asdict(DistillationLossConfig()) == {
-            "kl_type": "mixed", "mixed_kl_weight": 0.5, "zero_outside_topk": False
+            "kl_type": "mixed", "mixed_kl_weight": 0.5, "jsd_beta": 0.5, "nll_weight": 0.0, "zero_outside_topk": False
         }  # fmt: skip
 
     @pytest.mark.parametrize("weight", [0.0, 1.0])
@@ -274,6 +274,9 @@ class TestSettings:
             ({"kl_type": "backward"}, ValueError, "kl_type='backward' must be one of"),
             ({"mixed_kl_weight": 1.5}, ValueError, r"mixed_kl_weight=1.5 must lie in \[0, 1\]"),
             ({"mixed_kl_weight": -0.1}, ValueError, r"mixed_kl_weight=-0.1 must lie in \[0, 1\]"),
+            ({"jsd_beta": 0.0}, ValueError, r"jsd_beta=0.0 must lie in \(0, 1\).*kl_type=forward"),
+            ({"jsd_beta": 1.0}, ValueError, r"jsd_beta=1.0 must lie in \(0, 1\).*kl_type=reverse"),
+            ({"nll_weight": 1.0}, ValueError, r"nll_weight=1.0 must lie in \[0, 1\)"),
             ({"mixed_kl_weight": True}, TypeError, "mixed_kl_weight=True must be a number"),
             ({"zero_outside_topk": 1}, TypeError, "zero_outside_topk=1 must be true or false"),
             ({"zero_outside": True}, KeyError, "no key 'zero_outside'; did you mean 'zero_outside_topk'"),
