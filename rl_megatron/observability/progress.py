@@ -98,7 +98,8 @@ class ConsoleProgress:
     def line(self, width: int, bar: str = "━─") -> Text:
         """Return the line of a terminal that is `width` wide. The step, both times and the metric are never cut.
 
-        A long name of the stage is cut before the activity is left out, as there is one stage at a time. `bar` is the character for steps that are done, and the one for those that are not.
+        A long name of the stage is cut before the activity is left out, as there is one stage at a time. `bar` is the
+        character for steps that are done, and the one for those that are not.
         """
         stage, step = self._stage, f"{self._step}/{self._steps}"
         elapsed, left = _time(self._clock() - self._began), self._time_left()

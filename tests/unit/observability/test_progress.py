@@ -78,7 +78,8 @@ def test_the_line_has_step_times_and_metric_uncut(shown, clock, stage, metric, p
     clock.seconds += 1
     line = display.line(width).plain
     value = {"reward": "reward 0.4123", "loss": "loss 1.811"}[metric]
-    assert line.startswith(f"{stage if width >= 100 else stage[:14]} 1234/5000 ") and "…" not in line and len(line) <= width
+    assert line.startswith(f"{stage if width >= 100 else stage[:14]} 1234/5000 ")
+    assert "…" not in line and len(line) <= width
     assert " 5:01:02 ETA 15:18:38" in line and f" {value}" in line
     if phase in COUNTS and width >= 80:
         assert COUNTS[phase][2] in line
@@ -100,7 +101,8 @@ def test_a_long_name_of_a_stage_makes_room_for_the_activity(shown, clock, width,
     log.report_progress(3, 8, "sequences")
     clock.seconds += 1
     line = display.line(width).plain
-    assert line.startswith(f"{'a_stage_with_a_long_name'[:kept]} 4/9 ") and line.endswith("generating 3/8") and len(line) <= width
+    assert line.startswith(f"{'a_stage_with_a_long_name'[:kept]} 4/9 ") and line.endswith("generating 3/8")
+    assert len(line) <= width
 
 
 def test_the_bar_and_more_metrics_fill_a_wider_terminal(shown, clock):
