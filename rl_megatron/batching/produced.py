@@ -49,19 +49,19 @@ def produced(own: BatchedDataDict | None, topology: Topology | None, store: Tens
     if own is not None and topology is not None and not is_first_of_replica(topology):
         raise ValueError("only the first rank of a data-parallel replica can produce sequences")
     counts, widths = _counts(own, topology, moved)
-    if not sum(counts):
+    producers = np.flatnonzero(counts)
+    if not len(producers):
         raise ValueError("no rank has produced a sequence")
-    first = next(rank for rank, count in enumerate(counts) if count)
-    columns, padding = _described(own, topology, first)
+    columns, padding = _described(own, topology, int(producers[0]))
     facts = _gathered(own, columns, counts, topology, moved)
     if TRAJECTORIES in facts:
         facts[TRAJECTORIES] = _numbered(facts[TRAJECTORIES], counts)
     homes = np.repeat(np.arange(len(counts), dtype=np.uint16), counts)
-    rank = 0 if topology is None else topology.data_rank
-    has_own = own is not None
-    numbers = np.flatnonzero(homes == rank) if has_own else np.zeros(0, dtype=np.int64)
+    before = 0 if topology is None else int(counts[: topology.data_rank].sum())
+    numbers = np.arange(before, before + (0 if own is None else own.size))
+    width = int(widths.max())
     batch = ShardedBatch(
-        own if own is not None else BatchedDataDict(), numbers, facts, homes, max(widths), columns, padding, topology,
+        own if own is not None else BatchedDataDict(), numbers, facts, homes, width, columns, padding, topology,
         store=store or TensorStore(), moved=moved,
     )  # fmt: skip
     if own is not None and TRAJECTORIES in own:
@@ -75,14 +75,14 @@ def whole(batch: Mapping[str, Any]) -> ShardedBatch:
     return produced(BatchedDataDict(batch), None)
 
 
-def _counts(own: BatchedDataDict | None, topology: Topology | None, moved: Moved) -> tuple[list[int], list[int]]:
+def _counts(own: BatchedDataDict | None, topology: Topology | None, moved: Moved) -> tuple[np.ndarray, np.ndarray]:
     """Return how many sequences each data-parallel rank has produced, and their columns."""
     here = [0, 0] if own is None else [own.size, own["input_ids"].size(1)]
     if topology is None:
-        return here[:1], here[1:]
+        return np.array(here[:1]), np.array(here[1:])
     found = _of_all_replicas(torch.tensor(here, device=topology.device), topology)
     moved.received += found.nbytes
-    return found[:, 0].tolist(), found[:, 1].tolist()
+    return found[:, 0].numpy(), found[:, 1].numpy()
 
 
 def _of_all_replicas(values: Tensor, topology: Topology) -> Tensor:
@@ -119,7 +119,7 @@ def _described(
 
 
 def _gathered(
-    own: BatchedDataDict | None, columns: Columns, counts: list[int], topology: Topology | None, moved: Moved
+    own: BatchedDataDict | None, columns: Columns, counts: np.ndarray, topology: Topology | None, moved: Moved
 ) -> dict[str, Tensor]:
     """Return the facts of all sequences on every rank."""
     dtypes = {name: dtype for name, dtype in _FACTS.items() if name in columns}
@@ -129,28 +129,29 @@ def _gathered(
     if topology is None:
         assert own is not None  # a single process has produced all sequences
         return _facts(own, dtypes)
-    bytes_each, most = sum(dtype.itemsize for dtype in dtypes.values()), max(counts)
+    bytes_each, most = sum(dtype.itemsize for dtype in dtypes.values()), int(counts.max())
     packed = torch.zeros(most * bytes_each, dtype=torch.uint8, device=topology.device)
     if own is not None:
         here = torch.cat([values.view(torch.uint8) for values in _facts(own, dtypes).values()])
         packed[: len(here)] = here.to(topology.device)
-    producers = [rank for rank, count in enumerate(counts) if count]
+    producers = np.flatnonzero(counts)
     if len(producers) == 1:
         if topology.data > 1 and is_first_of_replica(topology):
-            dist.broadcast(packed, dist.get_global_rank(topology.groups.dp, producers[0]), topology.groups.dp)
+            producer = dist.get_global_rank(topology.groups.dp, int(producers[0]))
+            dist.broadcast(packed, producer, topology.groups.dp)
         parts = from_first_of_replica(packed, topology).cpu()[None]
     else:
         parts = _of_all_replicas(packed, topology)
-        parts = parts if len(producers) == len(parts) else parts[producers]
+        parts = parts if len(producers) == len(parts) else parts[torch.from_numpy(producers)]
     moved.received += parts.numel()
-    return _unpacked(parts, [counts[rank] for rank in producers], dtypes)
+    return _unpacked(parts, counts[producers], dtypes)
 
 
-def _unpacked(parts: Tensor, counts: list[int], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+def _unpacked(parts: Tensor, counts: np.ndarray, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
     """Return the facts of all sequences, from the bytes [ranks, …] that each of some ranks has packed."""
-    found, numbers, starts = {}, np.array(counts), np.zeros(len(counts), dtype=np.int64)
+    found, starts = {}, np.zeros(len(counts), dtype=np.int64)
     for name, dtype in dtypes.items():
-        sizes = numbers * dtype.itemsize
+        sizes = counts * dtype.itemsize
         if (sizes == sizes[0]).all():
             part = parts[:, starts[0] : starts[0] + sizes[0]].contiguous()
         else:
@@ -169,10 +170,10 @@ def _facts(own: BatchedDataDict, dtypes: dict[str, torch.dtype]) -> dict[str, Te
     }
 
 
-def _numbered(numbers: Tensor, counts: list[int]) -> Tensor:
+def _numbered(numbers: Tensor, counts: np.ndarray) -> Tensor:
     """Return trajectories' numbers from 0 over all ranks, from those of each rank."""
     changes = torch.ones_like(numbers)
     changes[1:] = (numbers.diff() != 0).to(numbers)
-    starts = np.cumsum([0, *counts])[:-1][np.array(counts) > 0]
+    starts = (np.cumsum(counts) - counts)[counts > 0]
     changes[torch.from_numpy(starts)] = 1
     return changes.cumsum(0).to(numbers) - 1
