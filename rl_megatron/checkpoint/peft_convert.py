@@ -16,12 +16,12 @@ from torch import Tensor
 from rl_megatron.checkpoint.adapters import StoredAdapter, base_of, keyed
 from rl_megatron.checkpoint.directory import read_manifest, saved_model
 from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
+from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, peft_config
 from rl_megatron.checkpoint.tensors import TensorWriter
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.peft import LoraConfig
-from rl_megatron.model.lora.targets import Part, adapted_linears, adapter_shapes
+from rl_megatron.model.lora.targets import adapted_linears, adapter_shapes
 
-_PREFIX = "base_model.model."  # of peft's names of tensors
 _SHOWN = 3  # tensors that a message names
 # Keys of adapter_config.json that are read into the section `peft`.
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora")
@@ -49,22 +49,9 @@ def export_adapter(adapter: StoredAdapter, checkpoint: Path, partial: Path) -> d
         checkpoint: Its checkpoint, whose base the configuration names.
         partial: The directory.
     """
-    tensors = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in adapter.tensors.items()}
+    tensors = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in adapter.tensors.items()}
     save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": _hugging_face_base(checkpoint),
-        "r": adapter.config.r,
-        "lora_alpha": adapter.config.lora_alpha,
-        "lora_dropout": adapter.config.lora_dropout,
-        "use_rslora": adapter.config.use_rslora,
-        "target_modules": _target_modules(adapter.linears),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-    }
+    config = peft_config(adapter.config, adapter.linears, _hugging_face_base(checkpoint))
     (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     return config
 
@@ -75,15 +62,6 @@ def _hugging_face_base(checkpoint: Path) -> str | None:
     if not recorded or not Path(recorded["path"]).is_dir():
         return None
     return read_manifest(Path(recorded["path"])).get("source")
-
-
-def _target_modules(linears: Mapping[str, tuple[Part, ...]]) -> list[str]:
-    """Return the ends of names that say which modules have adapters, or their whole names if the ends do not."""
-    parts = [part for of_linear in linears.values() for part in of_linear]
-    chosen, others = ({p.key for p in parts if p.has_adapter is wanted} for wanted in (True, False))
-    if not chosen & others:
-        return sorted(chosen)
-    return sorted(part.name for part in parts if part.has_adapter)
 
 
 def import_adapter(source: Path, base: Path, partial: Path) -> dict[str, Any]:
@@ -129,7 +107,7 @@ def _read_config(source: Path) -> LoraConfig:
 def _read_tensors(source: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
     path = source / ADAPTER_WEIGHTS
     try:
-        found = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(path).items()}
+        found = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     for what, names in (

@@ -42,9 +42,10 @@ class GenerationConfig:
     engine_timeout_minutes: PositiveFloat = 30.0  # an engine that takes longer over an answer counts as dead
     max_engine_restarts: NonNegative = 3  # engine deaths that a stage survives by a restart; one more ends the run
     # How weights reach the engines. collective: one all-reduce per bucket; shared_memory: on one machine only; disk,
-    # nccl, ipc: vLLM's own ways, for servers without our plugin.
-    refit: Literal["collective", "shared_memory", "disk", "nccl", "ipc"] = "collective"
-    # Directory that rank 0 and the servers reach under the same path, for refit=disk. null: the run's own.
+    # nccl, ipc: vLLM's own ways, for servers without our plugin. adapter: vLLM gets the base once and then the adapter
+    # that peft trains, which it applies itself.
+    refit: Literal["collective", "shared_memory", "disk", "nccl", "ipc", "adapter"] = "collective"
+    # Directory that rank 0 and the servers reach under the same path, for refit=disk and adapter. null: the run's own.
     refit_directory: str | None = None
     refit_bucket_mb: PositiveFloat = 256.0  # MiB of weights sent together; each side holds two such buckets
     # The logprob check: once for each copy of the weights that an engine serves, it completes this many of the step's

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.config.servers import VLLM_ADAPTER_RANKS
 
-UNVERIFIED = ("disk", "nccl", "ipc")  # the engine itself does not compare the weights that arrive with those sent
+UNVERIFIED = (
+    "disk",
+    "nccl",
+    "ipc",
+    "adapter",
+)  # the engine itself does not compare the weights that arrive with those sent
 _OF_ENGINES_IN_PROCESSES = ("collective", "shared_memory")
+_WRITES_FILES = ("disk", "adapter")
 # The ways of other engines. Each is tried with the engine, or its page says that it is not.
 _OF_ENGINES = {
-    "vllm": ("collective", "shared_memory", "disk", "nccl", "ipc"),
+    "vllm": ("collective", "shared_memory", "disk", "nccl", "ipc", "adapter"),
     "sglang": ("collective",),
 }
 
@@ -28,7 +36,7 @@ def check_refit(generation: GenerationConfig) -> None:
             f"generation.refit={refit}: generation.engine={engine} takes weights by {' or '.join(ways)}; set one of "
             f"these, or generation.engine={' or '.join(others)}"
         )
-    if generation.refit_directory is not None and refit != "disk":
+    if generation.refit_directory is not None and refit not in _WRITES_FILES:
         raise ConfigError(
             f"generation.refit_directory={generation.refit_directory} does nothing: generation.refit={refit} writes no "
             "files; set generation.refit=disk, or leave refit_directory out"
@@ -49,6 +57,33 @@ def check_refit(generation: GenerationConfig) -> None:
             f"generation.vllm.allow_insecure_serialization=true does nothing: generation.refit={refit} pickles "
             "nothing; leave it out"
         )
+
+
+def check_adapter_refit(stage: StageConfig) -> None:
+    """Check that there is an adapter to send, and that vLLM's servers can apply it.
+
+    Raises:
+        ConfigError: `generation.refit` is "adapter", and it cannot be sent; the message names the key.
+    """
+    generation, model = stage.generation, stage.model
+    if generation.refit != "adapter":
+        return
+    refused, remedy = None, "set generation.refit=collective, which sends merged weights"
+    if stage.peft is None:
+        refused = "peft=null, so there is no adapter"
+        remedy = "set peft.r, or generation.refit=collective"
+    elif stage.peft.r > VLLM_ADAPTER_RANKS[-1]:
+        refused = f"peft.r={stage.peft.r}, and vLLM takes adapters of rank {VLLM_ADAPTER_RANKS[-1]} at most"
+    elif model.num_experts is not None or model.kv_lora_rank is not None:
+        key = "num_experts" if model.num_experts is not None else "kv_lora_rank"
+        refused = f"model.{key}={getattr(model, key)}, and vLLM's adapters of such models have another form"
+    elif stage.rollout.async_enabled:
+        refused = "rollout.async_enabled=true, and vLLM ends unfinished completions with the adapter before"
+    elif generation.vllm.enable_sleep_mode:
+        refused = "generation.vllm.enable_sleep_mode=true drops the base, which is sent once"
+        remedy = "set enable_sleep_mode=false, or generation.refit=collective"
+    if refused is not None:
+        raise ConfigError(f"generation.refit=adapter: {refused}; {remedy}")
 
 
 def shares_gpus(generation: GenerationConfig) -> bool:

@@ -11,6 +11,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import Positive, PositiveFloat, section
 
 TRIED_VLLM = ("0.32.0",)  # versions of vLLM with which this package was tried
+VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes space for
 TRIED_SGLANG = ("0.5.23",)
 NODE = r"^[^/\s]+:\d{1,5}$"  # a host and a port
 MAX_PORT = 65535

@@ -17,6 +17,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.hints import key_of
 from rl_megatron.config.losses import check_loss_settings
 from rl_megatron.config.model_rules import check_model
+from rl_megatron.config.refits import check_adapter_refit
 from rl_megatron.config.reward_models import OF_STAGES, on_ranks
 from rl_megatron.config.rewards import check_used
 from rl_megatron.config.sections import chosen_class, refuse_unknown, validated
@@ -159,6 +160,7 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     stage.train.check(f"{where}train")
     check_deterministic(stage)
     check_generation(stage.generation)
+    check_adapter_refit(stage)
     check_router_replay(stage.generation, stage.model)
     stage.reward.check()
     stage.rollout.check(f"{where}rollout", ENGINE_DECLARATIONS[stage.generation.engine].stops_at_strings)

@@ -1,4 +1,7 @@
-"""`WeightExporter`: converts a sharded model's weights to Hugging Face tensors, bucket by bucket, in any layout."""
+"""`WeightExporter`: converts a sharded model's weights to Hugging Face tensors, bucket by bucket, in any layout.
+
+`AdapterExporter` does the same with the tensors of its adapters.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, peft_config
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import WeightTable
 from rl_megatron.model.lora.layers import LinearAdapter, adapters_of
-from rl_megatron.model.lora.targets import Part, is_adapter
+from rl_megatron.model.lora.targets import Part, adapted_linears, adapter_shapes, is_adapter, name_in_peft
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, blocks_of, pieces
 from rl_megatron.topology.fake_cuda import is_planned
@@ -58,19 +62,19 @@ class WeightExporter:
         plan: The plan, which states which tensor comes in which bucket. It is the same on every rank and never changes.
     """
 
-    def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES):
+    def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES, with_adapters: bool = True):
         """Plan the buckets and check that the ranks together hold every weight once. Collective.
 
         Args:
             model: The model.
             max_bytes: The most bytes of weights in a bucket.
+            with_adapters: Whether adapters are merged into the weights.
 
         Raises:
             ConfigError: No family can express the model.
             RuntimeError: No rank or several ranks hold an element of a tensor. It is raised on every rank.
         """
         model.require_head("lm", "sending weights to an engine")
-        self._model = model
         rows = model.config.vocab_size or model.vocab_size
         family = family_of_model(model.config, rows)
         table = family.table(model.config, rows)
@@ -80,11 +84,16 @@ class WeightExporter:
             for name, shape in table.hf_shapes.items()
         ]
         hf_config = family.write_config(model.config, rows) | {"dtype": dtype}
-        self.plan = RefitPlan(hf_config, model.vocab_size, plan_buckets(specs, max_bytes))
-        self._device = model.topology.device
-        unknown, self._blocks = _blocks(model.model_chunks, table)
+        unknown, blocks = _blocks(model.model_chunks, table, with_adapters)
+        self._prepare(model, RefitPlan(hf_config, model.vocab_size, plan_buckets(specs, max_bytes)), blocks, unknown)
+
+    def _prepare(
+        self, model: ShardedModel, plan: RefitPlan, blocks: dict[str, list[_Block]], unknown: list[str]
+    ) -> None:
+        """Keep the plan and this rank's blocks, and check that the ranks hold every tensor of the plan once."""
+        self._model, self.plan, self._blocks, self._device = model, plan, blocks, model.topology.device
         if not is_planned():  # no other rank says what it holds
-            self._check_coverage(specs, unknown)
+            self._check_coverage([spec for bucket in plan.buckets for spec in bucket.tensors], unknown)
 
     @property
     def num_words(self) -> int:
@@ -176,6 +185,33 @@ class WeightExporter:
                 )
 
 
+class AdapterExporter(WeightExporter):
+    """An exporter of a model's adapters alone, under the names that peft gives their tensors in a file.
+
+    The plan's `hf_config` is the content of adapter_config.json.
+    """
+
+    def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES):
+        """Plan the buckets; see `WeightExporter`. The model has adapters.
+
+        Args:
+            model: The model.
+            max_bytes: The most bytes of weights in a bucket.
+        """
+        assert model.lora is not None, "only a model with adapters has an exporter of them"
+        linears = adapted_linears(model.lora, model.config, model.config.vocab_size or model.vocab_size)
+        dtype = "bfloat16" if model.precision == "bf16" else "float32"
+        shapes = adapter_shapes(linears, model.lora.r)
+        specs = [TensorSpec(f"{PEFT_PREFIX}{name}", shape, dtype) for name, shape in shapes.items()]
+        blocks: dict[str, list[_Block]] = {}
+        for piece in pieces(model.model_chunks):
+            if is_adapter(piece.name) and piece.is_first_replica:
+                name = f"{PEFT_PREFIX}{name_in_peft(piece.name)}"
+                blocks.setdefault(name, []).append(_Block(piece.tensor, piece.offset, None))
+        plan = RefitPlan(peft_config(model.lora, linears, None), model.vocab_size, plan_buckets(specs, max_bytes))
+        self._prepare(model, plan, blocks, [name for name in blocks if name.removeprefix(PEFT_PREFIX) not in shapes])
+
+
 def weights_digest(model: ShardedModel, frozen_only: bool = False) -> str:
     """Return a digest of all weights of a model, or of those beside its adapters. Collective.
 
@@ -194,7 +230,9 @@ def weights_digest(model: ShardedModel, frozen_only: bool = False) -> str:
     return f"{total.item() % 2**64:016x}"
 
 
-def _blocks(model_chunks: Sequence[torch.nn.Module], table: WeightTable) -> tuple[list[str], dict[str, list[_Block]]]:
+def _blocks(
+    model_chunks: Sequence[torch.nn.Module], table: WeightTable, with_adapters: bool
+) -> tuple[list[str], dict[str, list[_Block]]]:
     """Return (tensors that the table lacks, this rank's blocks of each Hugging Face tensor).
 
     If several ranks hold the same weights, only the first of them has these blocks.
@@ -205,11 +243,11 @@ def _blocks(model_chunks: Sequence[torch.nn.Module], table: WeightTable) -> tupl
         f"{part.name}.weight": (adapter, part)
         for adapter in adapters_of(model_chunks)
         for part in adapter.parts
-        if part.has_adapter
+        if part.has_adapter and with_adapters
     }
     for piece in pieces(model_chunks):
         if is_adapter(piece.name):
-            continue  # it is merged into the rows
+            continue  # it is merged into the rows, or left out
         if not _is_known(piece, table):
             unknown.append(f"{piece.name} {list(piece.global_shape)}")
         elif piece.is_first_replica:

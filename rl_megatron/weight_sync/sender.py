@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.weight_sync.exporter import DEFAULT_BUCKET_BYTES, WeightExporter
+from rl_megatron.weight_sync.exporter import DEFAULT_BUCKET_BYTES, AdapterExporter, WeightExporter
 from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, device_key
 from rl_megatron.weight_sync.plan import RefitPlan
 from rl_megatron.weight_sync.process_group import Handle, StandaloneGroup
@@ -105,6 +105,14 @@ class WeightSender:
         """Return the shape and dtype of each Hugging Face tensor, in the order in which they are sent."""
         specs = (spec for bucket in self.plan.buckets for spec in bucket.tensors)
         return {spec.name: (spec.shape, spec.torch_dtype) for spec in specs}
+
+    def exporter_of_base(self) -> WeightExporter:
+        """Return a new exporter of the weights without the adapters of the model. Collective."""
+        return WeightExporter(self._model, self._max_bytes, with_adapters=False)
+
+    def exporter_of_adapters(self) -> AdapterExporter:
+        """Return a new exporter of the adapters of the model, which has some. Collective."""
+        return AdapterExporter(self._model, self._max_bytes)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor) of every Hugging Face tensor. Each is valid until the next one. Collective."""

@@ -48,7 +48,7 @@ class SyncFromDisk:
         """Write the weights, and let all servers reload; see `ServerSync.send`."""
         began = time.perf_counter()
         self._sender.timings = timings = SyncTimings(self._sender.plan.num_bytes)
-        directory = self._directory.write(version, self._sender)
+        directory = self._directory.write(f"weights-{version}", self._sender)
         timings.seconds["fill"] = time.perf_counter() - began
         set_version(self._servers, INCOMPLETE)
         reloading = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rl_megatron.weight_sync.adapter_sync import SyncOfAdapter
 from rl_megatron.weight_sync.plugin_sync import SyncInSharedMemory, SyncOverGroup
 from rl_megatron.weight_sync.sender import WeightSender
 from rl_megatron.weight_sync.servers import ServerSync, WeightServers
@@ -17,6 +18,7 @@ _WAYS = {
     "nccl": SyncOverNccl,
     "ipc": SyncThroughIpc,
 }
+_FROM_FILES = {"disk": SyncFromDisk, "adapter": SyncOfAdapter}
 
 
 def vllm_sync(
@@ -36,18 +38,20 @@ def vllm_sync(
         servers: The servers.
         bucket_bytes: The most bytes of weights in a bucket.
         timeout_seconds: The longest time for joining a process group, and for each collective.
-        directory: A directory that rank 0 and the servers share, for `disk`.
+        directory: A directory that rank 0 and the servers share, for `disk` and `adapter`.
     """
-    if refit == "disk":
-        return SyncFromDisk(sender, servers, bucket_bytes, directory)
+    if refit in _FROM_FILES:
+        return _FROM_FILES[refit](sender, servers, bucket_bytes, directory)
     return _WAYS[refit](sender, servers, bucket_bytes, timeout_seconds)
 
 
 def transfer_config(refit: str) -> dict[str, str] | None:
     """Return the value of `--weight-transfer-config` with which a server takes weights in this way; None: without."""
-    return None if refit == "disk" else {"backend": refit if refit in ("nccl", "ipc") else BACKEND}
+    return None if refit in _FROM_FILES else {"backend": refit if refit in ("nccl", "ipc") else BACKEND}
 
 
 def transfer_environment(refit: str) -> dict[str, str]:
     """Return the environment variables with which a server takes weights in this way."""
+    if refit == "adapter":
+        return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if refit == "ipc" else {}

@@ -1,4 +1,4 @@
-"""`WeightDirectory`: writes a policy's weights where servers can read them, one directory for each version."""
+"""`WeightDirectory`: writes a policy's weights or adapter where servers can read them, a directory for each version."""
 
 from __future__ import annotations
 
@@ -9,19 +9,49 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SINGLE
 from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused, fingerprint
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
-from rl_megatron.weight_sync.sender import WeightSender
+
+
+class WeightSource(Protocol):
+    """What whole tensors come from: a `WeightSender` or an exporter."""
+
+    @property
+    def plan(self) -> RefitPlan:
+        """Return the plan of the tensors."""
+        ...
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor) of every tensor. Collective."""
+        ...
+
+
+class FileNames(NamedTuple):
+    """How the files of a directory are called.
+
+    Attributes:
+        config: The JSON file with the plan's `hf_config`.
+        weights: The file of tensors, if one is enough.
+    """
+
+    config: str
+    weights: str
+
+
+MODEL_FILES = FileNames("config.json", SINGLE)
+ADAPTER_FILES = FileNames(ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 
 
 class WeightDirectory:
-    """Directories `weights-N` of safetensors files in a directory of its own, below one that servers can read.
+    """Directories of safetensors files in a directory of its own, below one that servers can read.
 
     Every rank of the policy calls every method. Rank 0 writes.
     """
@@ -37,20 +67,25 @@ class WeightDirectory:
         self._parent, self._ranks, self._max_shard_bytes = parent, ranks, max_shard_bytes
         self._own: Path | None = None  # on rank 0
 
-    def write(self, version: int, sender: WeightSender) -> Path:
-        """Write the policy's current weights, and return their directory. Collective.
+    def write(self, name: str, source: WeightSource, files: FileNames = MODEL_FILES) -> Path:
+        """Write the tensors that a source has now, and return their directory. Collective.
 
         A directory is complete as soon as it has its name: it is written under another one, read back, and compared
-        with the fingerprints of the weights.
+        with the fingerprints of the tensors.
+
+        Args:
+            name: The name of the directory.
+            source: The source.
+            files: The names of its files.
 
         Raises:
             WeightsRefused: On every rank: the directory cannot be written, or its files differ from the weights.
         """
-        plan, failure, target = sender.plan, None, Path()
-        weights = sender.stream()
+        plan, failure, target = source.plan, None, Path()
+        weights = source.stream()
         if self._ranks.leads:
             try:
-                target = self._write(version, plan, weights)
+                target = self._write(name, plan, weights, files)
             except (OSError, RuntimeError, ConfigError) as error:
                 failure = f"the weights could not be written to {self._parent}: {error}"
         for _ in weights:  # all ranks take part in the collectives, also if rank 0 cannot write
@@ -61,7 +96,7 @@ class WeightDirectory:
         return self._ranks.from_rank_0(lambda: target)
 
     def keep_only(self, directory: Path) -> None:
-        """Delete the directories of other versions."""
+        """Delete all other directories."""
         if self._own is not None:
             for other in self._own.iterdir():
                 if other != directory:
@@ -73,13 +108,13 @@ class WeightDirectory:
             shutil.rmtree(self._own, ignore_errors=True)
             self._own = None
 
-    def _write(self, version: int, plan: RefitPlan, weights: Iterator[tuple[str, Tensor]]) -> Path:
+    def _write(self, name: str, plan: RefitPlan, weights: Iterator[tuple[str, Tensor]], files: FileNames) -> Path:
         if self._own is None:
             self._parent.mkdir(parents=True, exist_ok=True)
             _delete_what_ended_processes_left(self._parent)
             self._own = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{os.getpid()}-", dir=self._parent)).absolute()
             self._own.chmod(0o755)  # servers may run as another user
-        partial, target = self._own / f"weights-{version}.partial", self._own / f"weights-{version}"
+        partial, target = self._own / f"{name}.partial", self._own / name
         for directory in (partial, target):
             shutil.rmtree(directory, ignore_errors=True)
         partial.mkdir()
@@ -88,20 +123,22 @@ class WeightDirectory:
         writer = WeightWriter(partial, shapes, lambda name: specs[name].torch_dtype, self._max_shard_bytes)
         sent = {}
         try:
-            for name, weight in weights:
+            for tensor, weight in weights:
                 weight = weight.cpu()
-                sent[name] = fingerprint(weight).item()
-                writer.write(name, 0, 0, weight)
+                sent[tensor] = fingerprint(weight).item()
+                writer.write(tensor, 0, 0, weight)
             writer.finish()
         finally:
             writer.close()
         with WeightReader(writer.places) as reader:
-            for name, spec in specs.items():
+            for tensor, spec in specs.items():
                 found = torch.empty(spec.shape, dtype=spec.torch_dtype)
-                reader.read_rows(name, 0, found)
-                if fingerprint(found).item() != sent[name]:
-                    raise RuntimeError(f"{name} differs from what was written")
-        (partial / "config.json").write_text(json.dumps(plan.hf_config, indent=2) + "\n")
+                reader.read_rows(tensor, 0, found)
+                if fingerprint(found).item() != sent[tensor]:
+                    raise RuntimeError(f"{tensor} differs from what was written")
+        if (partial / SINGLE).exists():
+            (partial / SINGLE).rename(partial / files.weights)
+        (partial / files.config).write_text(json.dumps(plan.hf_config, indent=2) + "\n")
         for path in (partial, *partial.iterdir()):
             path.chmod(0o755 if path.is_dir() else 0o644)
         partial.rename(target)

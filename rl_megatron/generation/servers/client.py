@@ -85,6 +85,8 @@ class ServerClient:
     ) -> Any:
         """Send a request once, and return the decoded JSON of the answer; None if the answer is empty.
 
+        An answer that has no type is returned as it is.
+
         Args:
             method: "GET" or "POST".
             path: The path on the server, with its query.
@@ -112,6 +114,8 @@ class ServerClient:
             raise RefusedForNow(f"{self.name} answered {method} {path} with status {status}: {_excerpt(text)}")
         if status != 200:
             raise ServerRefused(f"{self.name} answered {method} {path} with status {status}: {_excerpt(text)}")
+        if "content-type" not in response.headers:  # vLLM says so of texts
+            return text or None
         try:
             return json.loads(text) if text else None
         except ValueError as error:

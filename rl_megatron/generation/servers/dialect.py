@@ -62,6 +62,7 @@ class Launch:
         devices: The numbers of the node's GPUs on which it computes; empty for the CPU.
         token: What it shall ask of every request, if it can; the environment variable `access.TOKEN` has it there.
             Empty if it shall answer everybody.
+        weights: A directory with config.json and the weights that it starts with; None if all weights are sent later.
     """
 
     index: int
@@ -71,6 +72,7 @@ class Launch:
     port: int
     devices: tuple[int, ...] = ()
     token: str = ""
+    weights: Path | None = None
 
 
 class ServerDialect(Protocol):

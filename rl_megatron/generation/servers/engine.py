@@ -23,6 +23,7 @@ from rl_megatron.generation.servers.dialect import ServerDialect
 from rl_megatron.generation.servers.pool import ServerPool
 from rl_megatron.generation.servers.requests import RequestSender
 from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.weight_sync.adapter_sync import BaseOnDisk
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, ServerSync, WeightServers
 
@@ -42,6 +43,7 @@ class ServerKind:
         max_tokens: The most tokens that a server takes for a prompt with its completion.
         devices: The numbers of the GPUs of each server of a node; empty for the CPU.
         sleeps: Whether servers release their memory while the policy trains.
+        base: The weights that servers start with, if only an adapter is sent to them.
     """
 
     dialect: ServerDialect
@@ -50,6 +52,7 @@ class ServerKind:
     max_tokens: int
     devices: Sequence[tuple[int, ...]] = ()
     sleeps: bool = False
+    base: BaseOnDisk | None = None
 
 
 class ServerEngine:
@@ -210,6 +213,8 @@ class ServerEngine:
             self._sync.close()
             self._sync = None
         self._pool.end()
+        if self._kind.base is not None:
+            self._kind.base.close()
         self._loop.close()
 
     # --- work that is repeated if a server dies ---
@@ -293,7 +298,9 @@ class ServerEngine:
         self.policy.prepare_weights_for_ipc(int(self.settings.refit_bucket_mb * (1 << 20)))
         plan = self.policy.refit_plan
         self._starts += 1
-        self._pool.start(plan, self._kind.devices, self._broken)
+        base, runs_already = self._kind.base, bool(self._kind.settings.server_urls)
+        weights = None if base is None or runs_already else base.path()
+        self._pool.start(plan, self._kind.devices, self._broken, weights)
         self._broken = []
         if self._ranks.leads:
             settings, clients, facts = self._kind.settings, self._pool.clients, self._pool.facts

@@ -61,13 +61,20 @@ class ServerPool:
         self._local: LocalServers | None = None
         self._token = os.environ.get(TOKEN, "")
 
-    def start(self, plan: RefitPlan, devices: Sequence[tuple[int, ...]], broken: Collection[str] = ()) -> None:
+    def start(
+        self,
+        plan: RefitPlan,
+        devices: Sequence[tuple[int, ...]],
+        broken: Collection[str] = (),
+        weights: Path | None = None,
+    ) -> None:
         """Start the servers that do not run, wait until all are ready, and ask each for its settings.
 
         Args:
             plan: The model that they serve.
             devices: The numbers of the GPUs of each server of a node; empty for the CPU.
             broken: The addresses of servers to start again although their processes run.
+            weights: A directory with the weights that servers start with; None if all weights are sent later.
 
         Raises:
             ServerDied: A server died, and a new start may help.
@@ -80,7 +87,7 @@ class ServerPool:
             if not self._settings.urls:
                 self._token = self._ranks.from_rank_0(lambda: secrets.token_urlsafe(_TOKEN_BYTES))
             self._local = LocalServers(
-                count, self._dialect, self._settings, plan, devices, self._log_directory, self._token
+                count, self._dialect, self._settings, plan, devices, self._log_directory, self._token, weights
             )
         self._check_host()
         urls = self._wait(broken)

@@ -146,6 +146,7 @@ class LocalServers:
         devices: Sequence[tuple[int, ...]],
         log_directory: Path,
         token: str = "",
+        weights: Path | None = None,
     ):
         """Keep what is needed to start the servers.
 
@@ -157,7 +158,9 @@ class LocalServers:
             devices: The numbers of the GPUs of each server.
             log_directory: The directory of their logs.
             token: See `Launch`.
+            weights: See `Launch`.
         """
+        self._weights = weights
         self._dialect, self._settings, self._plan, self._token = dialect, settings, plan, token
         self._devices, self._directory = devices, log_directory
         self._servers: list[ServerProcess | None] = [None] * count
@@ -192,7 +195,8 @@ class LocalServers:
         directory = Path(tempfile.mkdtemp(prefix=f"rl_megatron_{self._dialect.key.rpartition('.')[2]}_"))
         (directory / "config.json").write_text(json.dumps(self._plan.hf_config, indent=1))
         devices = self._devices[index] if self._devices else ()
-        launch = Launch(index, directory, self._plan, self._settings.host, port, devices, self._token)
+        host, weights = self._settings.host, self._weights
+        launch = Launch(index, directory, self._plan, host, port, devices, self._token, weights)
         path = self._directory / f"{self._dialect.key.rpartition('.')[2]}-{socket.gethostname()}-{index}.log"
         server = ServerProcess(launch, self._dialect, path)
         log.LOGGER.info("%s starts at %s; its log is %s", server.name, server.url, path)

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_megatron.config.servers import TRIED_VLLM, VllmConfig
+from rl_megatron.config.servers import TRIED_VLLM, VLLM_ADAPTER_RANKS, VllmConfig
 from rl_megatron.generation.interfaces import Request
 from rl_megatron.generation.servers.access import TokenRequired
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import Launch, RawAnswer, ServerFacts
+from rl_megatron.weight_sync.adapter_sync import ADAPTER
 from rl_megatron.weight_sync.servers import ServerRefused
 
 MODEL = "policy"  # the name under which a server that we launch serves the model
@@ -49,6 +50,7 @@ class VllmDialect:
         records_routing: bool = False,
         sleeps: bool = False,
         dtype: str = "float32",
+        adapter_rank: int | None = None,
     ):
         """Keep the settings.
 
@@ -61,7 +63,9 @@ class VllmDialect:
             records_routing: Whether the servers record to which experts they route each token.
             sleeps: Whether servers are started such that they can release their memory.
             dtype: The dtype of the policy's weights, in which servers compute.
+            adapter_rank: The rank of the adapter that servers apply themselves; None if they get merged weights.
         """
+        self._adapter_rank = adapter_rank
         self._settings, self._max_model_len = settings, max_model_len
         self._logprobs_mode, self._launch_args = logprobs_mode, tuple(launch_args)
         self._launch_environment = dict(launch_environment or {})
@@ -82,7 +86,7 @@ class VllmDialect:
             "port": launch.port,
             "served-model-name": MODEL,
             "dtype": self._dtype,
-            "load-format": "dummy",
+            "load-format": "dummy" if launch.weights is None else "safetensors",
             "generation-config": "vllm",
             "max-model-len": self._max_model_len,
             "logprobs-mode": self._logprobs_mode,
@@ -93,13 +97,17 @@ class VllmDialect:
             "max-num-batched-tokens": step_tokens,
             "uvicorn-log-level": "warning",
         }
-        command = [settings.python, "-m", "vllm.entrypoints.cli.main", "serve", str(launch.model_directory)]
+        model = launch.weights or launch.model_directory
+        command = [settings.python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         command += [part for key, value in options.items() if value is not None for part in (f"--{key}", str(value))]
         command += ["--tokens-only"]  # it registers the path, and starts without a tokenizer
         command += [_RECORD_ROUTING] if self._records_routing else []
         eager = on_cpu if settings.enforce_eager is None else settings.enforce_eager
         command += ["--enforce-eager"] if eager else []
         command += ["--enable-sleep-mode"] if self._sleeps else []
+        if self._adapter_rank is not None:
+            most = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= self._adapter_rank)
+            command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(most)]
         command += ["--middleware", _TOKEN_REQUIRED] if launch.token else []
         return [*command, *self._launch_args, *settings.extra_args], self._environment(launch)
 
@@ -179,6 +187,12 @@ class VllmDialect:
                 f"{server.name} does not record routed experts, which generation.router_replay=true needs: start it "
                 f"with {_RECORD_ROUTING}, or set router_replay=false"
             )
+        most = (config["lora_config"] or {"max_lora_rank": 0})["max_lora_rank"]
+        if self._adapter_rank is not None and most < self._adapter_rank:
+            raise ServerRefused(
+                f"{server.name} takes adapters of rank {most} at most, and peft.r={self._adapter_rank}: start it with "
+                f"--enable-lora --max-lora-rank {self._adapter_rank}, or set generation.refit=collective"
+            )
         if config["device_config"]["device"] != "cpu" or not scheduler["enable_chunked_prefill"]:
             return ServerFacts()
         most = scheduler["max_num_batched_tokens"]
@@ -230,7 +244,7 @@ class VllmDialect:
         if with_seed and sampling.temperature > 0:
             parameters["seed"] = request.seed
         body = {"request_id": request.request_id, "token_ids": list(request.prompt), "sampling_params": parameters}
-        return _GENERATE, body
+        return _GENERATE, body if self._adapter_rank is None else body | {"model": ADAPTER}
 
     def parse_response(self, body: Any) -> RawAnswer:
         """Return what a server answered."""

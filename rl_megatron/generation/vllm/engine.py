@@ -18,7 +18,9 @@ from rl_megatron.generation.servers.node import ServerLauncher, served_model
 from rl_megatron.generation.vllm.dialect import VllmDialect
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.device import choose_device
+from rl_megatron.weight_sync.adapter_sync import BaseOnDisk
 from rl_megatron.weight_sync.ipc import check_gpu_memory_can_be_shared
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerSync, WeightServers
 from rl_megatron.weight_sync.vllm_sync import transfer_config, transfer_environment, vllm_sync
 
@@ -29,27 +31,36 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 def build_vllm_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Path) -> ServerEngine:
     """Return the engine of a stage's policy; its servers log into `output_dir`."""
     generation, settings = stage.generation, stage.generation.vllm
-    minutes = stage.train.collective_timeout_minutes
+    minutes, bucket_bytes = stage.train.collective_timeout_minutes, int(generation.refit_bucket_mb * (1 << 20))
+    directory = Path(generation.refit_directory or output_dir / "servers")
 
     def make_sync(servers: WeightServers) -> ServerSync:
         return vllm_sync(
             generation.refit,
             policy.weights,
             servers,
-            bucket_bytes=int(generation.refit_bucket_mb * (1 << 20)),
+            bucket_bytes=bucket_bytes,
             timeout_seconds=60 * minutes,
-            directory=Path(generation.refit_directory or output_dir / "servers"),
+            directory=directory,
         )
 
     length = settings.max_model_len or policy.model_config.max_sequence_length
-    dialect = vllm_dialect(generation, length, policy.topology.device, _DTYPES[stage.precision])
+    topology, rank, base = policy.topology, None, None
+    if stage.peft is not None and generation.refit == "adapter":
+        rank, ranks = stage.peft.r, PolicyRanks(topology.rank, topology.world_size, topology.device)
+        base = BaseOnDisk(policy.weights, ranks, bucket_bytes, directory)
+    dialect = vllm_dialect(generation, length, policy.topology.device, _DTYPES[stage.precision], rank)
     devices = _devices(generation, policy.topology.device)
-    kind = ServerKind(dialect, settings, make_sync, length, devices, sleeps(generation, policy.topology.device))
+    kind = ServerKind(dialect, settings, make_sync, length, devices, sleeps(generation, topology.device), base)
     return ServerEngine(policy, generation, kind, output_dir, minutes)
 
 
 def vllm_dialect(
-    generation: GenerationConfig, max_model_len: int, device: torch.device, dtype: str = "float32"
+    generation: GenerationConfig,
+    max_model_len: int,
+    device: torch.device,
+    dtype: str = "float32",
+    adapter_rank: int | None = None,
 ) -> VllmDialect:
     """Return how to start servers for a generation section, and how to talk to them.
 
@@ -58,6 +69,7 @@ def vllm_dialect(
         max_model_len: The most tokens of a prompt with its completion.
         device: The device of the policy.
         dtype: The dtype of its weights.
+        adapter_rank: The rank of the adapter that servers apply; None if they get merged weights.
     """
     transfer = transfer_config(generation.refit)
     launch_args = () if transfer is None else ("--weight-transfer-config", json.dumps(transfer))
@@ -70,6 +82,7 @@ def vllm_dialect(
         generation.router_replay,
         sleeps(generation, device),
         dtype,
+        adapter_rank,
     )
 
 

@@ -136,6 +136,11 @@ def tensor_key(name: str, linears: Mapping[str, Iterable[Part]]) -> str:
     return f"decoder.layers.{layer_of(linear)}.{CONTAINER}.{name}"
 
 
+def name_in_peft(key: str) -> str:
+    """Return the name that peft gives to the adapter's tensor with a checkpoint's key; see `tensor_key`."""
+    return key.partition(f".{CONTAINER}.")[2]
+
+
 def adapter_shapes(linears: Mapping[str, Iterable[Part]], r: int) -> dict[str, tuple[int, int]]:
     """Return the whole shape of every tensor of the adapters, by the name that peft gives it."""
     shapes = {}

@@ -1,0 +1,44 @@
+"""The names and the configuration of an adapter in a directory that peft and vLLM load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron.config.peft import LoraConfig
+from rl_megatron.model.lora.targets import Part
+
+PEFT_PREFIX = "base_model.model."  # of the names of tensors
+
+
+def peft_config(config: LoraConfig, linears: Mapping[str, tuple[Part, ...]], base: str | None) -> dict[str, Any]:
+    """Return the content of adapter_config.json.
+
+    Args:
+        config: The section `peft`.
+        linears: The parts of every linear that has an adapter (`adapted_linears`).
+        base: The Hugging Face directory of the base, if it is known.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "use_rslora": config.use_rslora,
+        "target_modules": _target_modules(linears),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def _target_modules(linears: Mapping[str, tuple[Part, ...]]) -> list[str]:
+    """Return the ends of names that say which modules have adapters, or their whole names if the ends do not."""
+    parts = [part for of_linear in linears.values() for part in of_linear]
+    chosen, others = ({p.key for p in parts if p.has_adapter is wanted} for wanted in (True, False))
+    if not chosen & others:
+        return sorted(chosen)
+    return sorted(part.name for part in parts if part.has_adapter)
