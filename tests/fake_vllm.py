@@ -62,6 +62,7 @@ class FakeVllm:
     def answer(self, handler, body, status=200):
         text = body if isinstance(body, bytes) else json.dumps(body).encode()
         handler.send_response(status)
+        handler.send_header("Content-Type", "application/json")
         handler.send_header("Content-Length", str(len(text)))
         handler.end_headers()
         handler.wfile.write(text)
@@ -161,6 +162,7 @@ def status(code, message="EngineCore encountered an issue."):
         error = {"error": {"message": message, "type": "InternalServerError", "param": None, "code": code}}
         text = json.dumps(error).encode()
         handler.send_response(code)
+        handler.send_header("Content-Type", "application/json")
         handler.send_header("Content-Length", str(len(text)))
         handler.end_headers()
         handler.wfile.write(text)
@@ -172,6 +174,7 @@ def closes_in_mid_answer(answer, handler, body):
     """Send half of an answer, and close the connection."""
     text = json.dumps(answer).encode()
     handler.send_response(200)
+    handler.send_header("Content-Type", "application/json")
     handler.send_header("Content-Length", str(len(text)))
     handler.end_headers()
     handler.wfile.write(text[: len(text) // 2])

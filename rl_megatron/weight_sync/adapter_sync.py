@@ -6,6 +6,7 @@ it computes with what was sent.
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -59,17 +60,16 @@ class SyncOfAdapter:
     No request may be unfinished while an adapter is sent: vLLM would finish it with the one before.
     """
 
-    def __init__(self, sender: WeightSender, servers: WeightServers, bucket_bytes: int, directory: Path):
+    def __init__(self, sender: WeightSender, servers: WeightServers, directory: Path):
         """Keep what is needed.
 
         Args:
             sender: The policy's sender.
             servers: The servers.
-            bucket_bytes: The most bytes of weights in a bucket, and in a file.
             directory: The directory that servers reach under the same path.
         """
         self._sender, self._servers = sender, servers
-        self._directory = WeightDirectory(directory, servers.ranks, bucket_bytes)
+        self._directory = WeightDirectory(directory, servers.ranks, sys.maxsize)  # one file, as adapters have
         self._exporter: AdapterExporter | None = None
 
     def connect(self) -> None:

@@ -18,7 +18,6 @@ _WAYS = {
     "nccl": SyncOverNccl,
     "ipc": SyncThroughIpc,
 }
-_FROM_FILES = {"disk": SyncFromDisk, "adapter": SyncOfAdapter}
 
 
 def vllm_sync(
@@ -40,14 +39,16 @@ def vllm_sync(
         timeout_seconds: The longest time for joining a process group, and for each collective.
         directory: A directory that rank 0 and the servers share, for `disk` and `adapter`.
     """
-    if refit in _FROM_FILES:
-        return _FROM_FILES[refit](sender, servers, bucket_bytes, directory)
+    if refit == "adapter":
+        return SyncOfAdapter(sender, servers, directory)
+    if refit == "disk":
+        return SyncFromDisk(sender, servers, bucket_bytes, directory)
     return _WAYS[refit](sender, servers, bucket_bytes, timeout_seconds)
 
 
 def transfer_config(refit: str) -> dict[str, str] | None:
     """Return the value of `--weight-transfer-config` with which a server takes weights in this way; None: without."""
-    return None if refit in _FROM_FILES else {"backend": refit if refit in ("nccl", "ipc") else BACKEND}
+    return None if refit in ("disk", "adapter") else {"backend": refit if refit in ("nccl", "ipc") else BACKEND}
 
 
 def transfer_environment(refit: str) -> dict[str, str]:

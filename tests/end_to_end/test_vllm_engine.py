@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from rl_megatron.config.load import load_config
+from rl_megatron.config.peft import LoraConfig
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.vllm.engine import build_vllm_engine
 from rl_megatron.losses import build_loss
+from rl_megatron.model.lora.layers import switched_off
 from tests.parallel.layouts import build_policy
-from tests.vllm_servers import NUM_TOKENS, STEP_TOKENS, model_of_runs, needs_vllm, ready
+from tests.vllm_servers import NUM_TOKENS, PYTHON, STEP_TOKENS, model_of_runs, needs_vllm, ready
 
 pytestmark = needs_vllm
 STOP = 7
@@ -32,9 +34,8 @@ def prompts(count: int = 11) -> list[list[int]]:
     return [torch.randint(0, NUM_TOKENS, (length,), generator=generator).tolist() for length in lengths]
 
 
-def engine_of(policy, urls, directory, **generation):
-    keys = {"engine": "vllm", "vllm.server_urls": f"[{','.join(urls)}]", **generation}
-    stage = load_config(["algorithm=grpo", *(f"generation.{key}={value}" for key, value in keys.items())]).first
+def engine_of(policy, directory, *keys):
+    stage = load_config(["algorithm=grpo", "generation.engine=vllm", *keys]).first
     return build_vllm_engine(policy, stage, Path(directory))
 
 
@@ -79,7 +80,7 @@ async def interrupted(engine, policy) -> dict:
 def use_servers(urls, directory, interrupts: bool) -> dict:
     """Use the servers in all the ways that the tests below check; return what they answered."""
     policy = build_policy({"tensor": 2} if not interrupts else {}, model_of_runs(), vocab_size=NUM_TOKENS)
-    engine, found = engine_of(policy, urls, directory), {}
+    engine, found = engine_of(policy, directory, f"generation.vllm.server_urls=[{','.join(urls)}]"), {}
     try:
         for step in range(3):
             engine.update_weights()
@@ -138,3 +139,28 @@ def test_a_request_is_aborted_with_what_it_has_or_goes_on_with_other_weights(ran
     assert second.version == first.version + 1 and 0 < first.end < 90
     assert kept.ids[: len(aborted.ids)] == aborted.ids[: len(kept.ids)], "the same prompt, seed and weights"
     assert max(found[2].values()) <= LIMIT
+
+
+def use_a_server_with_adapters(directory: str) -> list[tuple[float, float]]:
+    """Train an adapter for two steps on what a server of this run generates with it; return what differs."""
+    lora = LoraConfig(r=4, lora_alpha=64.0, init_lora_weights=False)
+    policy, found = build_policy({"tensor": 2}, model_of_runs(), vocab_size=NUM_TOKENS, peft=lora), []
+    keys = ("peft.r=4", "generation.refit=adapter", f"generation.vllm.python={PYTHON}")
+    engine = engine_of(policy, directory, *keys)
+    try:
+        for _ in range(2):
+            engine.update_weights()
+            batch = engine.generate(prompts(), SAMPLINGS["temperature 1"], seed=3)
+            with switched_off(policy.model.model_chunks):
+                of_base = largest_difference(policy, batch)
+            found.append((largest_difference(policy, batch), of_base))
+            train_a_step(policy, batch)
+    finally:
+        engine.shutdown()
+    return found
+
+
+def test_a_server_applies_the_adapter_that_it_is_sent_alone(ranks, tmp_path):
+    first, second = ranks.run(2, use_a_server_with_adapters, str(tmp_path))
+    assert first == second
+    assert all(difference < LIMIT and of_base > 100 * LIMIT for difference, of_base in first)

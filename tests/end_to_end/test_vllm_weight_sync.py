@@ -296,8 +296,8 @@ def faults_without_the_plugin(urls: list[str], directory: Path) -> dict:
     for fault in ("none", "dropped", "altered", "stale version", "tied head"):
         trainer.change(version, only="embedding" if fault == "tied head" else "layers")
 
-        def write_wrongly(self, version, sender, fault=fault):
-            written = write(self, version, sender)
+        def write_wrongly(self, name, sender, fault=fault):
+            written = write(self, name, sender)
             if trainer.ranks.leads:
                 faulty_files(written, fault, kept if kept.exists() else None)
                 kept.mkdir(exist_ok=True)

@@ -65,12 +65,14 @@ def test_a_layout_gives_the_adapters_gradients_of_one_process(ranks, layout):
 
 @dataclass
 class Trained:
-    """What a policy with adapters that has taken a step leaves: logits, its checkpoint, and digests of its base."""
+    """What a policy with adapters that has taken a step leaves, and what it would send to engines."""
 
     logits: torch.Tensor
     checkpoint: Path
     digests: tuple[str, str]
     sent: dict[str, torch.Tensor]
+    adapter: dict[str, torch.Tensor]
+    base: dict[str, torch.Tensor]
 
 
 def logits_of(policy: MegatronPolicy, ids: torch.Tensor) -> torch.Tensor:
@@ -86,8 +88,9 @@ def step_with_adapters(parallel: dict, base: str, lora: LoraConfig, ids: torch.T
     batch = random_batch(4, 12, 0)
     policy.train(batch, NLLLoss(), gbs=4)
     after = weights_digest(policy.model, frozen_only=True)
-    sent = {name: tensor.clone() for name, tensor in policy.stream_weights()}
-    return Trained(logits_of(policy, ids), policy.save_checkpoint(directory, 1), (before, after), sent)
+    sources = policy.weights, policy.weights.exporter_of_adapters(), policy.weights.exporter_of_base()
+    sent = [{name: tensor.clone() for name, tensor in source.stream()} for source in sources]
+    return Trained(logits_of(policy, ids), policy.save_checkpoint(directory, 1), (before, after), *sent)
 
 
 def merged_logits(checkpoint: str, ids: torch.Tensor) -> torch.Tensor:
@@ -132,6 +135,9 @@ def test_logits_with_an_adapter_are_those_of_peft_and_the_adapter_comes_back(ran
         wanted = peft.PeftModel.from_pretrained(hf, tmp_path / "adapter").eval()(ids).logits
     assert (wanted - without).abs().max() > 0.05, "an adapter without effect would hide errors"
     assert (trained.logits - wanted).abs().max() <= 1e-5 * max(1.0, float(wanted.abs().max()))
+
+    assert_same_tensors(trained.adapter, tensors(tmp_path / "adapter"))
+    assert_same_tensors(trained.base, tensors(tmp_path / "hf"))
 
     export_weights(trained.checkpoint, tmp_path / "merged")
     merged = tensors(tmp_path / "merged")

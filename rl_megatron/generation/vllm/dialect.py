@@ -187,12 +187,8 @@ class VllmDialect:
                 f"{server.name} does not record routed experts, which generation.router_replay=true needs: start it "
                 f"with {_RECORD_ROUTING}, or set router_replay=false"
             )
-        most = (config["lora_config"] or {"max_lora_rank": 0})["max_lora_rank"]
-        if self._adapter_rank is not None and most < self._adapter_rank:
-            raise ServerRefused(
-                f"{server.name} takes adapters of rank {most} at most, and peft.r={self._adapter_rank}: start it with "
-                f"--enable-lora --max-lora-rank {self._adapter_rank}, or set generation.refit=collective"
-            )
+        if self._adapter_rank is not None:
+            self._check_adapters(server, config["lora_config"])
         if config["device_config"]["device"] != "cpu" or not scheduler["enable_chunked_prefill"]:
             return ServerFacts()
         most = scheduler["max_num_batched_tokens"]
@@ -202,6 +198,14 @@ class VllmDialect:
         # A CPU's random numbers cannot be set back, so vLLM's engine ends if a step has only a part of a prompt with a
         # seed. If all tokens in flight fit into one step, no prompt is divided.
         return ServerFacts(max_tokens_in_flight=most)
+
+    def _check_adapters(self, server: ServerClient, settings: Mapping[str, Any] | None) -> None:
+        most = 0 if settings is None else settings["max_lora_rank"]
+        if self._adapter_rank is not None and most < self._adapter_rank:
+            raise ServerRefused(
+                f"{server.name} takes adapters of rank {most} at most, and peft.r={self._adapter_rank}: start it with "
+                f"--enable-lora --max-lora-rank {self._adapter_rank}, or set generation.refit=collective"
+            )
 
     async def pause(self, server: ServerClient, abort: bool) -> None:
         """Stop generation; requests in flight are kept unless `abort`."""

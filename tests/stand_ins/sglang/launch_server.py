@@ -192,6 +192,7 @@ def handler_of(server):
                 except Refused as refusal:
                     status, text = 400, str(refusal).encode()
             self.send_response(status)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)

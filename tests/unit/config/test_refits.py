@@ -6,6 +6,7 @@ import pytest
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
+from rl_megatron.config.load import load_config
 from rl_megatron.config.refits import check_refit
 from rl_megatron.config.servers import VllmConfig
 
@@ -32,7 +33,26 @@ def test_a_way_that_the_engine_does_not_take_is_refused(keys, message):
         check_refit(GenerationConfig(**keys))
 
 
-@pytest.mark.parametrize("refit", ["collective", "shared_memory", "disk", "nccl", "ipc"])
+ADAPTER = ("algorithm=grpo", "data=arithmetic", "generation.engine=vllm", "generation.refit=adapter", "init_from=base")
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ((), "peft=null, so there is no adapter; set peft.r"),
+        (("peft.r=513",), "peft.r=513, and vLLM takes adapters of rank 512 at most"),
+        (("peft.r=4", "model=nano_moe"), "model.num_experts=.*set generation.refit=collective"),
+        (("peft.r=4", "rollout.async_enabled=true"), "rollout.async_enabled=true, and vLLM ends unfinished"),
+        (("peft.r=4", "generation.vllm.enable_sleep_mode=true"), "enable_sleep_mode=true drops the base"),
+        (("peft.r=4", "generation.gate_prompts=0"), "gate_prompts=0: the engine does not verify weights"),
+    ],
+)
+def test_an_adapter_that_cannot_be_sent_alone_is_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config([*ADAPTER, *keys])
+
+
+@pytest.mark.parametrize("refit", ["collective", "shared_memory", "disk", "nccl", "ipc", "adapter"])
 def test_vllm_takes_weights_in_every_way(refit):
     check_refit(
         GenerationConfig(engine="vllm", refit=refit, vllm=VllmConfig(allow_insecure_serialization=refit == "ipc"))

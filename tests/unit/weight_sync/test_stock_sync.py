@@ -26,7 +26,7 @@ class Server:
 
     def __init__(self, name: str, checksum: str = "same"):
         self.name, self._checksum, self.asked = name, checksum, []
-        self.version = ""
+        self.version, self.models = "", ["policy"]
 
     def request(self, method, path, body=None, timeout_seconds=None) -> Future:
         self.asked.append((path, body))
@@ -35,6 +35,7 @@ class Server:
         answers = {
             "/get_world_size?include_dp=true": {"world_size": 2},
             "/weight_checker": {"checksums": {"dp0:pp0:tp0:a": self._checksum}},
+            "/v1/models": {"data": [{"id": name} for name in self.models]},
             "/weight_info": {"weight_version": self.version},
             FINISHING[-1]: {"success": True},
         }
@@ -54,6 +55,9 @@ class Sender:
 
     def exporter(self, max_bytes):
         return None
+
+    def exporter_of_adapters(self):
+        return self
 
     def stream(self):
         for number, spec in enumerate(SPECS):
@@ -90,6 +94,25 @@ def test_servers_reload_files_and_report_the_version_only_afterwards(tmp_path):
         assert reload["method"] == "reload_weights" and Path(reload["kwargs"]["weights_path"]).name == "weights-7"
         assert server.version == "7"
     assert metrics["refit_bytes"] == sync._sender.plan.num_bytes
+    sync.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_replaces_the_one_before_on_servers_that_have_one(tmp_path):
+    servers = [Server("0"), Server("1")]
+    sync = sync_of("adapter", servers, tmp_path)
+    servers[1].models = ["policy", "adapter"]  # it was not started again, as the other one was
+    sync.connect()
+    metrics = sync.send(7)
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    begin = ["/update_weight_version", "/v1/models"]
+    assert paths(servers[0]) == [*begin, load, "/update_weight_version", *FINISHING[1:]]
+    assert paths(servers[1]) == [*begin, unload, load, "/update_weight_version", *FINISHING[1:]]
+    for server in servers:
+        body = dict(server.asked)[load]
+        assert body["lora_name"] == "adapter" and Path(body["lora_path"]).name == "adapter-7" and server.version == "7"
+    assert (Path(body["lora_path"]) / "adapter_model.safetensors").is_file()
+    assert metrics["refit_bytes"] == Sender.plan.num_bytes
     sync.close()
     assert list(tmp_path.iterdir()) == []
 

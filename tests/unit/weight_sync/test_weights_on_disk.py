@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, WeightsRefused, plan_buckets
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
-from rl_megatron.weight_sync.weights_on_disk import WeightDirectory
+from rl_megatron.weight_sync.weights_on_disk import ADAPTER_FILES, WeightDirectory
 
 SPECS = [TensorSpec("a", (4, 3), "bfloat16"), TensorSpec("b", (5,), "float32"), TensorSpec("c", (2, 2), "bfloat16")]
 RANKS = PolicyRanks(0, 1, torch.device("cpu"))
@@ -34,8 +34,8 @@ class Sender:
 
 def test_a_version_is_written_with_its_configuration_and_replaces_the_one_before(tmp_path):
     directory = WeightDirectory(tmp_path, RANKS, max_shard_bytes=30)
-    first = directory.write(1, Sender(1.0))
-    second = directory.write(2, Sender(2.0))
+    first = directory.write("weights-1", Sender(1.0))
+    second = directory.write("weights-2", Sender(2.0))
     weights = {}
     for file in second.glob("*.safetensors"):
         weights |= load_file(file)
@@ -50,6 +50,13 @@ def test_a_version_is_written_with_its_configuration_and_replaces_the_one_before
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_adapters_files_have_the_names_that_servers_look_for(tmp_path):
+    directory = WeightDirectory(tmp_path, RANKS, max_shard_bytes=1 << 20)
+    written = directory.write("adapter-1", Sender(1.0), ADAPTER_FILES)
+    assert {file.name for file in written.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert (load_file(written / "adapter_model.safetensors")["a"] == 1).all()
+
+
 def test_weights_of_a_killed_process_are_deleted_and_those_of_a_running_one_are_kept(tmp_path):
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -59,7 +66,7 @@ def test_weights_of_a_killed_process_are_deleted_and_those_of_a_running_one_are_
     )
     for directory in (killed, running, other):
         (directory / "weights-3").mkdir(parents=True)
-    WeightDirectory(tmp_path, RANKS, max_shard_bytes=30).write(1, Sender(1.0))
+    WeightDirectory(tmp_path, RANKS, max_shard_bytes=30).write("weights-1", Sender(1.0))
     assert [each.exists() for each in (killed, running, other)] == [False, True, True]
 
 
@@ -72,7 +79,7 @@ def test_files_that_differ_from_the_weights_get_no_name(tmp_path, monkeypatch):
     )
     directory = WeightDirectory(tmp_path, RANKS, max_shard_bytes=1 << 20)
     with pytest.raises(WeightsRefused, match="b differs from what was written"):
-        directory.write(1, Sender(1.0))
+        directory.write("weights-1", Sender(1.0))
     assert [path.name for path in Path(tmp_path).glob("*/*")] == ["weights-1.partial"]
     directory.close()
 
@@ -80,4 +87,4 @@ def test_files_that_differ_from_the_weights_get_no_name(tmp_path, monkeypatch):
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightsRefused, match=r"could not be written to .*/file: "):
-        WeightDirectory(tmp_path / "file", RANKS, 1 << 20).write(1, Sender(1.0))
+        WeightDirectory(tmp_path / "file", RANKS, 1 << 20).write("weights-1", Sender(1.0))
