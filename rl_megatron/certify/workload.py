@@ -161,6 +161,10 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
         **streams,
     )
     batch["covariance_mask"] = torch.where(read, (uniform(*shape) < 0.3).float(), math.nan)
+    desirable = (torch.arange(NUM_SEQUENCES) % 3 != 0).float()
+    batch["desirable"] = torch.where(sample_mask > 0, desirable, math.nan)
+    batch["num_desirable"] = (desirable * sample_mask).sum().expand(NUM_SEQUENCES)
+    batch["reference_point"] = torch.full((NUM_SEQUENCES,), 0.2)
     return batch
 
 

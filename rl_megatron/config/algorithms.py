@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from rl_megatron.config.advantages import OPTIONS, estimator_parameters, known_estimator
-from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
+from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, LABELLED, PAIRS, PROBLEMS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import ClosedFraction, NonNegative, Number, Positive, PositiveFloat, section
 from rl_megatron.config.named_class import register_class
@@ -327,6 +327,30 @@ class OnlineDPOConfig(RolloutConfig):
             raise ConfigError(
                 "rollout.async_enabled=true: algorithm=online_dpo learns from completions of the current weights; set "
                 "it to false, or use algorithm=grpo"
+            )
+
+
+@register_algorithm_config
+@section
+class KTOConfig(AlgorithmConfig):
+    """KTO on single answers that are labelled desirable or undesirable."""
+
+    learns_from: ClassVar[str] = LABELLED
+    usual_loss: ClassVar[str | None] = "kto"
+
+    name: Literal["kto"] = "kto"  # the algorithm
+
+    def check(self, stage: StageConfig) -> None:
+        """Check that a batch has several answers, because the reference point mismatches prompts and answers.
+
+        Raises:
+            ConfigError: A batch is one answer.
+        """
+        super().check(stage)
+        if stage.train.global_batch_size < 2:
+            raise ConfigError(
+                f"train.global_batch_size={stage.train.global_batch_size}: the reference point of KTO gives each "
+                "prompt the answer to another prompt of the batch; set it to 2 or more"
             )
 
 

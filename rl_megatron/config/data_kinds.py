@@ -8,4 +8,5 @@ from __future__ import annotations
 DOCUMENTS = "documents"  # text; every token is predicted
 ANSWERS = "prompts with answers"  # the tokens of the answer are predicted
 PAIRS = "pairs of answers"  # a chosen and a rejected answer to one prompt
+LABELLED = "answers with labels"  # each answer is desirable or undesirable
 PROBLEMS = "problems with rewards"  # the policy answers, and a task rewards the answer

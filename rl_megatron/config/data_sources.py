@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
+from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, LABELLED, PAIRS, PROBLEMS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import section
 from rl_megatron.config.named_class import register_class
@@ -97,6 +97,19 @@ class PreferenceConfig(DataConfig):
     reads_records: ClassVar[bool] = True
 
     source: Literal["preference"] = "preference"  # the data source
+
+
+@register_source_config
+@section
+class LabelledConfig(DataConfig):
+    """Records with a prompt, an answer, and a label that says whether the answer is desirable, for KTO."""
+
+    provides: ClassVar[tuple[str, ...]] = (LABELLED,)
+    heldout_kind: ClassVar[str] = LABELLED
+    ignores: ClassVar[tuple[str, ...]] = ("sequence_length", *_OF_TASKS)
+    reads_records: ClassVar[bool] = True
+
+    source: Literal["labelled"] = "labelled"  # the data source
 
 
 @register_source_config

@@ -53,6 +53,14 @@ declare_metrics(
     Metric(
         "reward_margin", "nats", "log π − log π_ref of the chosen answer minus that of the rejected.", "mean", "higher"
     ),
+    Metric(
+        "label_accuracy",
+        "1",
+        "The share of held-out answers whose log π − log π_ref is above the reference point if they are desirable, and "
+        "below it if they are not; a tie counts half.",
+        "mean",
+        "higher",
+    ),
     registry=EVAL_METRICS,
 )
 

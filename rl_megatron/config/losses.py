@@ -30,6 +30,7 @@ __all__ = [
     "DraftCrossEntropyLossConfig",
     "FullDistillationLossConfig",
     "IPOLossConfig",
+    "KTOLossConfig",
     "MSEValueLossConfig",
     "NLLLossConfig",
     "ORPOLossConfig",
@@ -145,6 +146,31 @@ class IPOLossConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_ranges(self, above_zero=("tau",))
+
+
+@register_loss_settings("kto")
+@dataclass(frozen=True)
+class KTOLossConfig:
+    """Settings of `KTOLossFn`. Names follow TRL.
+
+    Attributes:
+        beta: The factor β > 0 of the distance to the reference point. A larger β keeps π closer to π_ref.
+        desirable_weight, undesirable_weight: The weights λ_D ≥ 0 and λ_U ≥ 0 of desirable and undesirable answers. One
+            of them must be above 0. Data with more answers of one label need a smaller weight for it.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_ranges(self, above_zero=("beta",), at_least_zero=("desirable_weight", "undesirable_weight"))
+        if self.desirable_weight == 0 and self.undesirable_weight == 0:
+            raise ValueError(
+                f"desirable_weight={self.desirable_weight} and undesirable_weight={self.undesirable_weight} make the "
+                "loss 0; set one above 0"
+            )
 
 
 @register_loss_settings("simpo")

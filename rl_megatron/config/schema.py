@@ -60,7 +60,7 @@ class AlgorithmConfig:
     usual_loss: ClassVar[str | None] = None
     usual_batching: ClassVar[str] = "padded"
 
-    name: str  # name of a registered algorithm: pretrain, sft, dpo, online_dpo, distillation, grpo, ppo…
+    name: str  # name of a registered algorithm: pretrain, sft, dpo, kto, online_dpo, distillation, grpo, ppo…
 
     def check(self, stage: StageConfig) -> None:
         """Check the requirements of the algorithm on the other sections of its stage.

@@ -17,7 +17,7 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.errors import nearest
-from rl_megatron.data.conversations import is_conversation, preference_conversations
+from rl_megatron.data.conversations import is_conversation, preference_conversations, prompt_conversation
 from rl_megatron.data.files import split_heldout
 from rl_megatron.data.plain_text import SIDES, PlainText
 from rl_megatron.data.records import NothingLeft, Record
@@ -27,30 +27,34 @@ _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
 
 
 def split_by_prompt(
-    pairs: Sequence[Record], heldout_fraction: float, prompt_template: str | None
+    records: Sequence[Record], heldout_fraction: float, prompt_template: str | None
 ) -> tuple[list[Record], list[Record]]:
-    """Return the (training, held-out) pairs. All pairs of a prompt are on the same side.
+    """Return the (training, held-out) records, which are pairs or single answers. All of a prompt are on the same side.
 
-    `heldout_fraction` of the prompts is held out: always the same prompts of the same pairs, independent of the run's
+    `heldout_fraction` of the prompts is held out: always the same prompts of the same records, independent of the run's
     seed.
 
     Raises:
-        ValueError: A pair lacks a field of `prompt_template`, or `split_heldout` raises it.
+        ValueError: A record lacks a field of `prompt_template`, or `split_heldout` raises it.
     """
     texts = PlainText(prompt_template)
     by_prompt: dict[str, list[Record]] = {}
-    for pair in pairs:
-        by_prompt.setdefault(_prompt_of(pair, texts), []).append(pair)
+    for record in records:
+        by_prompt.setdefault(_prompt_of(record, texts), []).append(record)
     train, heldout = split_heldout(list(by_prompt.values()), heldout_fraction)
-    return [pair for group in train for pair in group], [pair for group in heldout for pair in group]
+    return [record for group in train for record in group], [record for group in heldout for record in group]
 
 
-def _prompt_of(pair: Record, texts: PlainText) -> str:
-    """Return a text that is the same for all pairs of a prompt."""
-    if not is_conversation(pair):
-        return texts.prompt(pair)
-    chosen = preference_conversations(pair)[0]
-    return json.dumps(chosen.messages[: chosen.num_context], sort_keys=True, default=str)
+def _prompt_of(record: Record, texts: PlainText) -> str:
+    """Return a text that is the same for all records of a prompt."""
+    if not is_conversation(record):
+        return texts.prompt(record)
+    if SIDES[0] in record.values:
+        chosen = preference_conversations(record)[0]
+        messages = chosen.messages[: chosen.num_context]
+    else:
+        messages = prompt_conversation(record).messages
+    return json.dumps(messages, sort_keys=True, default=str)
 
 
 def pairs_of(records: Sequence[Record]) -> list[Record]:

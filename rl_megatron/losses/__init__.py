@@ -13,6 +13,7 @@ from rl_megatron.config.losses import (
     DraftCrossEntropyLossConfig,
     FullDistillationLossConfig,
     IPOLossConfig,
+    KTOLossConfig,
     MSEValueLossConfig,
     NLLLossConfig,
     ORPOLossConfig,
@@ -34,6 +35,7 @@ from rl_megatron.losses.foreign import as_loss
 from rl_megatron.losses.full_distillation import FullDistillationLossDataDict, FullDistillationLossFn
 from rl_megatron.losses.functional import kl_penalty, masked_mean
 from rl_megatron.losses.ipo import IPOLossFn
+from rl_megatron.losses.kto import KTOLossDataDict, KTOLossFn
 from rl_megatron.losses.nll import NLLLoss
 from rl_megatron.losses.packing_wrapper import SequencePackingLossWrapper
 from rl_megatron.losses.ppo import PPOLoss
@@ -65,6 +67,9 @@ __all__ = [
     "FullDistillationLossFn",
     "IPOLossConfig",
     "IPOLossFn",
+    "KTOLossConfig",
+    "KTOLossDataDict",
+    "KTOLossFn",
     "LogprobLoss",
     "Loss",
     "LossFunction",

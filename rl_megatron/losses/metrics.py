@@ -131,6 +131,9 @@ PREFERENCE = declare_metrics(
         "The mean reward of rejected answers, which the loss compares: score, log π − log π_ref, log π or log odds.",
         "sum",
     ),
+    Metric("reference_point", "nats", "KTO's estimate z₀ of KL(π‖π_ref), which rewards are compared with.", "sum"),
+    Metric("rewards_desirable_mean", "reward", "The mean log π − log π_ref of desirable answers.", "sum", "higher"),
+    Metric("rewards_undesirable_mean", "reward", "The mean log π − log π_ref of undesirable answers.", "sum", "lower"),
     Metric("preference_loss", "nats", "The part of the loss that compares pairs, before its weight.", "sum", "lower"),
     Metric(
         "sft_loss", "nats", "−log π of chosen answers, the SFT part of the loss, before its weight.", "sum", "lower"

@@ -94,6 +94,15 @@ def pair_batch(generator: torch.Generator) -> Batch:
     return batch | {"reference_policy_logprobs": -2.5 + 0.5 * noise}
 
 
+def labelled_batch(generator: torch.Generator) -> Batch:
+    """Answers of both labels, with what a global batch of them shares."""
+    batch = pair_batch(generator)
+    desirable = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    one = torch.ones_like(desirable)
+    shared = {"reference_point": 0.3 * one, "num_desirable": (desirable * batch["sample_mask"]).sum() * one}
+    return batch | {"desirable": desirable} | shared
+
+
 def value_batch(generator: torch.Generator) -> Batch:
     batch = token_batch(generator)
     shape = batch["input_ids"].shape
@@ -300,6 +309,8 @@ CASES = [
                                  "preference_loss_weight": 0.5, "sft_loss_weight": 2.0}, pair_batch),
     LossCase("ipo", "default", {}, pair_batch),
     LossCase("ipo", "averages", {"tau": 0.5, "preference_average_log_probs": True}, pair_batch),
+    LossCase("kto", "default", {}, labelled_batch),
+    LossCase("kto", "weights", {"beta": 0.7, "desirable_weight": 0.5, "undesirable_weight": 2.0}, labelled_batch),
     LossCase("simpo", "default", {}, pair_batch),
     LossCase("simpo", "with SFT", {"beta": 1.5, "gamma": 0.3, "sft_loss_weight": 0.5}, pair_batch),
     LossCase("cpo", "default", {}, pair_batch),

@@ -13,6 +13,7 @@ import torch
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 
 from rl_megatron.losses import build_loss
@@ -158,6 +159,62 @@ def test_the_sft_loss_is_a_mean_over_pairs_and_trls_over_chosen_tokens(pairs):
     tokens_per_pair = mask_of(pairs[0])[::2].sum() / 3
     expected = 0.5 * mine["preference_loss"] + 0.7 * mine["sft_loss"] / tokens_per_pair
     torch.testing.assert_close(expected, theirs, **EXACT)
+
+
+class ModelOfCompletions:
+    """A model that knows the logprobs of the answers, and of the mismatched answers of KTO."""
+
+    training = True
+
+    def __init__(self, answers, others):
+        self._of_ids = answers, others
+
+    def __call__(self, input_ids, **_):
+        answers, others = self._of_ids
+        found = others if (input_ids == 0).all() else answers
+        return SimpleNamespace(
+            log_probs=found, entropy=torch.zeros_like(found), mean_logits=torch.zeros_like(found), aux_loss=None
+        )
+
+
+@pytest.mark.parametrize("shift", [0.0, -5.0])  # of the mismatched answers: the reference point is positive, or 0
+def test_the_kto_loss_coincides(pairs, shift):
+    batch, logprobs = pairs
+    labels = torch.tensor([True, False, True, True, False, True])
+    weights = {"desirable_weight": 0.7, "undesirable_weight": 1.6}
+    generator, mask = torch.Generator().manual_seed(3), mask_of(batch)
+    others, reference_of_others = torch.rand(2, *mask.shape, generator=generator, dtype=torch.float64)
+    others = others + 0.2 + shift
+
+    leaf = logprobs.clone().requires_grad_()
+    reference = batch["reference_policy_logprobs"][:, 1:]
+    self = one_process(
+        ModelOfCompletions(leaf * mask, others), beta=0.3, loss_type="kto", calculate_KL=True,
+        precompute_ref_logps=True, **weights,
+    )  # fmt: skip
+    self._compute_kl_logps = lambda *arguments: KTOTrainer._compute_kl_logps(self, *arguments)
+    inputs = {
+        "input_ids": batch["input_ids"] + 1, "attention_mask": torch.ones_like(batch["input_ids"]),
+        "completion_mask": batch["token_mask"].long(), "label": labels,
+        "KL_input_ids": torch.zeros_like(batch["input_ids"]), "KL_completion_mask": batch["token_mask"].long(),
+        "KL_attention_mask": torch.ones_like(batch["input_ids"]),
+        "ref_logps": (reference * mask).sum(1), "ref_KL_logps": reference_of_others.sum(1),
+    }  # fmt: skip
+    theirs = KTOTrainer._compute_loss(self, self.model, inputs, return_outputs=False)
+    their_metrics = {name: values[-1] for name, values in self._metrics["train"].items()}
+    (their_gradient,) = torch.autograd.grad(theirs, leaf)
+
+    point = (others - reference_of_others).sum(1).mean().clamp(min=0)
+    assert (point > 0) == (shift == 0) and point.item() == pytest.approx(their_metrics["kl"], rel=1e-12)
+    one = torch.ones(6, dtype=torch.float64)
+    keys = {"desirable": labels.double(), "reference_point": point * one, "num_desirable": labels.sum() * one}
+    mine, metrics = build_loss("kto", {"beta": 0.3, **weights}).evaluate(
+        batch | keys, 6, None, next_token_logprobs=leaf
+    )
+    assert_equal((mine.detach(), torch.autograd.grad(mine, leaf)), (theirs.detach(), [their_gradient]))
+    assert their_gradient.abs().max() > 1e-3
+    for ours, other in {"desirable": "chosen", "undesirable": "rejected"}.items():
+        assert 0.3 * metrics[f"rewards_{ours}_mean"].item() == pytest.approx(their_metrics[f"rewards/{other}"])
 
 
 def test_the_reward_model_loss_coincides(pairs):

@@ -1,5 +1,6 @@
 """Data sources; `data.source` selects one. Each is in one file and registers itself for its config class."""
 
+from rl_megatron.data.sources.labelled import LabelledSource
 from rl_megatron.data.sources.preference import PreferenceSource
 from rl_megatron.data.sources.prompt_answer import PromptAnswerSource
 from rl_megatron.data.sources.prompts import PromptsSource
@@ -14,6 +15,7 @@ __all__ = [
     "DataSource",
     "HeldoutBatch",
     "HeldoutProblemSet",
+    "LabelledSource",
     "PreferenceSource",
     "PromptAnswerSource",
     "PromptsSource",

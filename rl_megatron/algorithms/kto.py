@@ -1,0 +1,218 @@
+"""KTO: learn from single answers that are labelled desirable or undesirable.
+
+Source: Ethayarajh et al. 2024, arXiv:2402.01306.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rl_megatron import log
+from rl_megatron.algorithms.evaluate import EvalResult, Evaluation, register_evaluation
+from rl_megatron.algorithms.pairs import PAIR_KEYS, uses_reference
+from rl_megatron.algorithms.registry import LossNeeds, algorithm_of, register_algorithm
+from rl_megatron.algorithms.stage import Stage
+from rl_megatron.config.algorithms import KTOConfig
+from rl_megatron.config.data_kinds import LABELLED
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.losses import KTOLossConfig
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.collate import Padding
+from rl_megatron.data.sources import build_source
+from rl_megatron.data.stage_loader import dataset_loader
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import check_dataset
+from rl_megatron.generation.interfaces import RolloutEngine
+from rl_megatron.losses import NLLLoss
+from rl_megatron.losses.contract import LossFunction, LossInputType
+from rl_megatron.losses.functional import masked_sum
+from rl_megatron.losses.registry import configured_loss
+from rl_megatron.policy.interfaces import PolicyInterface
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.topology.collective_errors import from_rank0
+
+_LABEL = "desirable"
+_KEYS = PAIR_KEYS | {_LABEL, "reference_policy_logprobs", "reference_point", "num_desirable"}
+_BALANCED = 1.0, 4 / 3  # the paper's eq. 8: bounds of (λ_D·n_D) / (λ_U·n_U)
+
+
+def _reads_labels(loss_fn: LossFunction) -> bool:
+    return _LABEL in getattr(loss_fn, "required_keys", ()) and loss_fn.input_type is LossInputType.LOGPROB
+
+
+def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:
+    """Check the answers, and warn if the two labels have very different influence on the loss.
+
+    Raises:
+        ConfigError, ValueError: See `check_dataset`.
+    """
+    lengths = check_dataset(stage, tokenizer)
+    if not stage.data.mix and not stage.data.streaming:
+        loss = configured_loss(stage.loss)
+        dataset: Any = build_source(stage).dataset(LABELLED, tokenizer)
+        cfg = getattr(loss, "cfg", None)
+        if isinstance(cfg, KTOLossConfig):
+            warning = imbalance(dataset.num_desirable, len(dataset) - dataset.num_desirable, cfg)
+            if warning is not None:
+                log.once(f"data.path={stage.data.path}: {warning}")
+    return lengths
+
+
+def imbalance(num_desirable: int, num_undesirable: int, cfg: KTOLossConfig) -> str | None:
+    """Return a warning if one label has much more influence than the other, or None.
+
+    Args:
+        num_desirable: The number of desirable answers.
+        num_undesirable: The number of undesirable answers.
+        cfg: The weights of the loss.
+    """
+    if not num_desirable or not num_undesirable:
+        label, other = ("desirable", "undesirable") if num_desirable else ("undesirable", "desirable")
+        return f"all {num_desirable + num_undesirable} answers are {label}; KTO is meant for data with {other} ones too"
+    if not cfg.desirable_weight or not cfg.undesirable_weight:
+        return None
+    low, high = _BALANCED
+    ratio = cfg.desirable_weight * num_desirable / (cfg.undesirable_weight * num_undesirable)
+    if low <= ratio + 0.01 and ratio - 0.01 <= high:
+        return None
+    wanted = [bound * cfg.undesirable_weight * num_undesirable / num_desirable for bound in _BALANCED]
+    return (
+        f"{num_desirable} desirable and {num_undesirable} undesirable answers with loss.desirable_weight="
+        f"{cfg.desirable_weight:g} and loss.undesirable_weight={cfg.undesirable_weight:g} do not balance; "
+        f"loss.desirable_weight from {wanted[0]:.3g} to {wanted[1]:.3g} does"
+    )
+
+
+@register_algorithm(
+    KTOConfig,
+    loss=LossNeeds("labels of answers", _reads_labels, _KEYS, "kto"),
+    uses_reference=uses_reference,
+    check_data=_check_data,
+)
+def kto(stage: Stage, algorithm: KTOConfig) -> None:
+    """Train the stage's policy by KTO, or by another loss of labelled answers."""
+    loss_fn, length = configured_loss(stage.config.loss), stage.config.model.max_sequence_length
+    if uses_reference(stage.config):
+        stage.policy.freeze_reference()
+    for step, answers in stage.batches(dataset_loader(stage.config, stage.tokenizer)):
+        if uses_reference(stage.config):
+            answers = with_reference_point(answers, stage.policy, stage.tokenizer.pad_id, length)
+        stage.record(step, stage.train(step, answers, loss_fn))
+
+
+def with_reference_point(
+    answers: BatchedDataDict, policy: PolicyInterface, pad_id: int, max_length: int
+) -> BatchedDataDict:
+    """Return a global batch with what the loss needs besides the tokens and labels. Collective.
+
+    `reference_policy_logprobs` [B, S] are aligned with the tokens. `reference_point` [B] is z₀, and `num_desirable` [B]
+    the number of desirable answers; both are the same number for every sequence.
+
+    Args:
+        answers: The whole global batch, on every rank.
+        policy: The policy, which has a reference.
+        pad_id: The token that sequences are padded with.
+        max_length: The most tokens of a sequence.
+    """
+    answers["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(answers)["reference_logprobs"]
+    ones = torch.ones_like(answers["sample_mask"])
+    answers["reference_point"] = reference_point(answers, policy, pad_id, max_length) * ones
+    answers["num_desirable"] = (answers[_LABEL] * answers["sample_mask"]).sum() * ones
+    return answers
+
+
+def reference_point(answers: BatchedDataDict, policy: PolicyInterface, pad_id: int, max_length: int) -> float:
+    """Return z₀, the same on every rank: the mean of log π − log π_ref over mismatched answers, at least 0. Collective.
+
+    Arguments: see `with_reference_point`.
+    """
+    pairs = mismatched(answers, pad_id, max_length)
+    log_ratios = (
+        policy.get_logprobs(pairs)["logprobs"] - policy.get_reference_policy_logprobs(pairs)["reference_logprobs"]
+    )
+    mean = masked_sum(log_ratios.double(), pairs["token_mask"].double(), dim=1).mean().clamp(min=0).item()
+    return float(from_rank0(mean))
+
+
+def mismatched(answers: BatchedDataDict, pad_id: int, max_length: int) -> BatchedDataDict:
+    """Return the prompt of each sequence with the answer of the sequence before it; the first has that of the last.
+
+    The answer begins at the first token with token_mask 1. Sequences are cut at `max_length` tokens.
+    """
+    starts, ends = (answers["token_mask"] != 0).int().argmax(1).tolist(), answers["input_lengths"].tolist()
+    ids, masks = [], []
+    for number, start in enumerate(starts):
+        answer = slice(starts[number - 1], ends[number - 1])
+        prompt, mask = answers["input_ids"][number, :start], torch.zeros(start)
+        ids.append(torch.cat([prompt, answers["input_ids"][number - 1, answer]])[:max_length])
+        masks.append(torch.cat([mask, answers["token_mask"][number - 1, answer]])[:max_length])
+    pairs = Padding(pad_id, multiple=1).collate([each.tolist() for each in ids])
+    pairs["token_mask"] = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+    return pairs
+
+
+@register_evaluation(LABELLED)
+@dataclass(frozen=True)
+class HeldoutLabelled(Evaluation):
+    """Held-out answers with labels.
+
+    Attributes:
+        batch: The sequences, with `desirable`.
+        pad_id: The token that sequences are padded with.
+        max_length: The most tokens of a sequence.
+    """
+
+    batch: BatchedDataDict
+    pad_id: int
+    max_length: int
+
+    @classmethod
+    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+        """Return the evaluation on the held-out answers.
+
+        Raises:
+            ConfigError: None of them is desirable.
+        """
+        if not heldout.batch[_LABEL].any():
+            raise ConfigError(
+                f"none of the {heldout.batch.size} held-out answers is desirable, and their likelihood is evaluated; "
+                "raise data.heldout_fraction or data.num_eval_examples, or set data.eval_path to other data"
+            )
+        return cls(heldout.batch, tokenizer.pad_id, stage.model.max_sequence_length)
+
+    @classmethod
+    def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+        """Return the names of the eval metrics; `label_accuracy` only if the algorithm has a reference policy."""
+        return ("nll_per_token",) + (("label_accuracy",) if algorithm_of(stage).uses_reference(stage) else ())
+
+    def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> EvalResult:
+        """Return how likely desirable answers are, and how often the policy agrees with the labels.
+
+        `nll_per_token` is −log π per token of the desirable answers. With a reference policy, `label_accuracy` is the
+        share of answers whose log π − log π_ref is above the reference point if they are desirable, and below it if
+        they are not; a tie counts half.
+        """
+        desirable = BatchedDataDict(self.batch)
+        desirable["sample_mask"] = self.batch["sample_mask"] * self.batch[_LABEL]
+        metrics = {"nll_per_token": policy.train(desirable, NLLLoss(), eval_mode=True, gbs=desirable.size)["loss"]}
+        if policy.has_reference:
+            metrics["label_accuracy"] = self._accuracy(policy)
+        return metrics, []
+
+    def item_lengths(self) -> list[list[int]]:
+        """Return the number of tokens of every sequence."""
+        return self.batch["input_lengths"].view(-1, 1).tolist()
+
+    def _accuracy(self, policy: MegatronPolicy) -> float:
+        logprobs = policy.get_logprobs(self.batch)["logprobs"]
+        reference = policy.get_reference_policy_logprobs(self.batch)["reference_logprobs"]
+        rewards: Tensor = masked_sum(logprobs - reference, self.batch["token_mask"], dim=1).double()
+        above = (rewards - reference_point(self.batch, policy, self.pad_id, self.max_length)).sign()
+        agrees = torch.where(self.batch[_LABEL] != 0, above, -above)
+        return ((agrees + 1) / 2).mean().item()
