@@ -52,6 +52,15 @@ r = \sum_t m_t \big(\log \pi(y_t) - \log \pi_{\text{ref}}(y_t)\big)
   \Big(r_{\text{chosen}} - r_{\text{rejected}} - \frac{1}{2\tau}\Big)^2, \qquad
 r = \sum_t m_t \big(\log \pi(y_t) - \log \pi_{\text{ref}}(y_t)\big)
 """,
+    "kto": r"""
+\mathcal L = \frac{1}{N} \sum_{\text{answers}} \begin{cases}
+\lambda_D\,\big(1 - \sigma(\beta\,(r - z_0))\big) & \text{desirable} \\
+\lambda_U\,\big(1 - \sigma(\beta\,(z_0 - r))\big) & \text{undesirable}
+\end{cases}, \qquad
+r = \sum_t m_t \big(\log \pi(y_t) - \log \pi_{\text{ref}}(y_t)\big)
+
+z_0 = \max\Big(0,\; \frac{1}{N} \sum r\Big) \text{ over mismatched prompts and answers, fixed}
+""",
     "simpo": r"""
 \mathcal L = -\frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
   \log \sigma\big(\beta\,(r_{\text{chosen}} - r_{\text{rejected}}) - \gamma\big) + w_s\, \mathcal L_{\text{sft}}, \qquad
@@ -252,6 +261,12 @@ RECIPES = (
         "[2402.04792](https://arxiv.org/abs/2402.04792). The best and the worst completion of a prompt form the pair.",
     ),
     Recipe(
+        "KTO",
+        "algorithm=kto loss=kto data.path=path/to/labelled.jsonl",
+        "[2402.01306](https://arxiv.org/abs/2402.01306). It learns from single answers that are labelled desirable or "
+        "undesirable.",
+    ),
+    Recipe(
         "SimPO",
         "algorithm=dpo loss=simpo data=gsm8k_pairs data.path=path/to/pairs",
         "[2405.14734](https://arxiv.org/abs/2405.14734). It compares mean logprobs and asks for a margin γ. There is "
@@ -340,6 +355,12 @@ TRL = (
         '`loss_type="sft"`',
         "`sft_loss_weight`",
         "TRL takes a mean over the chosen tokens, and this loss over pairs",
+    ),
+    (
+        "`KTOConfig`, `beta`, `desirable_weight`, `undesirable_weight`",
+        "`kto` and the same keys",
+        "equal, except that z₀ is a mean over the global batch here, and over microbatches of ranks there; rewards are "
+        "reported without β here",
     ),
     (
         '`CPOConfig(loss_type="sigmoid")`, `cpo_alpha`',

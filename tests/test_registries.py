@@ -25,6 +25,8 @@ OTHER_MEANINGS = {
     ("rl_megatron.rewards.functions.reward_model", "reward_model"): "the reward function",
     ("rl_megatron.losses.dpo", "dpo"): "the loss",
     ("rl_megatron.config.losses", "dpo"): "the loss",
+    ("rl_megatron.config.losses", "kto"): "the loss",
+    ("rl_megatron.losses.kto", "kto"): "the loss",
     ("rl_megatron.config.algorithms", "preference"): "the loss",
     ("rl_megatron.config.losses", "preference"): "the loss",
     ("rl_megatron.losses.preference", "preference"): "the loss",

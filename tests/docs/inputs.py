@@ -51,6 +51,16 @@ def preferences(directory: Path) -> None:
     write_jsonl(directory / "preferences.jsonl", pairs)
 
 
+def labelled(file: Path) -> None:
+    """Make a file of answers that are labelled desirable or undesirable."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    answers = [
+        {"prompt": f"What is {n // 2} + 1?", "completion": f" {n // 2 + 1 + n % 2}", "label": n % 2 == 0}
+        for n in range(2 * NUM_RECORDS)
+    ]
+    write_jsonl(file, answers)
+
+
 def text(file: Path) -> None:
     """Make a text file of a few thousand characters."""
     file.parent.mkdir(parents=True, exist_ok=True)

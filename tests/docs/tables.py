@@ -28,6 +28,7 @@ INPUTS: dict[str, Callable[[Path], None]] = {
     "path/to/gsm8k": inputs.word_problems,
     "path/to/my_data": inputs.word_problems,
     "path/to/pairs": inputs.preferences,
+    "path/to/labelled.jsonl": inputs.labelled,
     "path/to/input.txt": inputs.text,
     "path/to/prompts.jsonl": inputs.prompts,
     "path/to/Qwen2.5-0.5B": inputs.hugging_face_model,

@@ -34,6 +34,10 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         ("train", "algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=pairs.jsonl"),
         r"pairs.jsonl:1: the pair has no 'rejected'",
     ),
+    "an answer lacks its label": (
+        ("train", "algorithm=kto", "loss=kto", "data.path=good.jsonl"),
+        r"good.jsonl:1: the record has no 'label', which is true for",
+    ),
     "the task's file is missing": ((*_GRPO, "data.source=task", "data.task={name: gsm8k, path: absent}"), "nothing at"),
     "the task has no such option": (
         (*_GRPO, "data=arithmetic", "data.task.max_opernad=3"),

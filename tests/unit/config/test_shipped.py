@@ -41,6 +41,7 @@ ALGORITHMS = {
     "pretrain": algorithms.PretrainConfig,
     "sft": algorithms.SFTConfig,
     "dpo": algorithms.DPOConfig,
+    "kto": algorithms.KTOConfig,
     "online_dpo": algorithms.OnlineDPOConfig,
     "distillation": algorithms.DistillationConfig,
     "on_policy_distillation": algorithms.OnPolicyDistillationConfig,

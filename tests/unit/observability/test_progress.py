@@ -60,7 +60,7 @@ def begun(display, clock, stage, metric, step=1234, steps=5000):
 
 def test_every_algorithm_names_a_metric_that_its_steps_have():
     assert {name: algorithm.progress_metric for name, algorithm in ALGORITHMS.items()} == {
-        "pretrain": "loss", "sft": "loss", "dpo": "loss", "online_dpo": "reward", "reward_model": "loss",
+        "pretrain": "loss", "sft": "loss", "dpo": "loss", "kto": "loss", "online_dpo": "reward", "reward_model": "loss",
         "grpo": "reward", "ppo": "reward", "distillation": "loss", "on_policy_distillation": "reward",
     }  # fmt: skip
     assert {algorithm.progress_metric for algorithm in ALGORITHMS.values()} <= set(METRICS)
