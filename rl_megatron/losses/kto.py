@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from jaxtyping import Float, Shaped
@@ -25,7 +25,8 @@ class KTOLossDataDict(TypedDict):
         reference_policy_logprobs: log π_ref, [B, S]. Entry t corresponds to token t.
         desirable: 1 for a desirable answer and 0 for an undesirable one, [B].
         reference_point: z₀ of the global batch, the same number for every sequence, [B].
-        num_desirable: How many sequences of the global batch are desirable, the same number for each, [B].
+        num_desirable: How many sequences of the global batch are desirable, the same number for each, [B]. Only the
+            means of rewards need it.
         token_mask: Which tokens count, [B, S].
         sample_mask: Which sequences count, [B].
     """
@@ -34,7 +35,7 @@ class KTOLossDataDict(TypedDict):
     reference_policy_logprobs: Tensor
     desirable: Tensor
     reference_point: Tensor
-    num_desirable: Tensor
+    num_desirable: NotRequired[Tensor]
     token_mask: Tensor
     sample_mask: Tensor
 
@@ -74,8 +75,7 @@ class KTOLossFn(LogprobLoss):
     @property
     def required_keys(self) -> tuple[str, ...]:
         """Return the keys of the batch that the loss needs."""
-        own = ("reference_policy_logprobs", "desirable", "reference_point", "num_desirable")
-        return (*super().required_keys, *own)
+        return (*super().required_keys, "reference_policy_logprobs", "desirable", "reference_point")
 
     def evaluate(
         self,
@@ -96,24 +96,23 @@ class KTOLossFn(LogprobLoss):
         log_ratios = streams.select("next_token_logprobs", next_token_logprobs) - streams["reference_policy_logprobs"]
         rewards = F.masked_sum(log_ratios, streams.token_mask, dim=-1)
         weights = streams.sample_mask * (streams.mask != 0).any(dim=1).to(rewards)
-        is_desirable = streams.per_sample("desirable") != 0
+        desirable = streams.per_sample("desirable")
         point = streams.per_sample("reference_point").detach()
 
-        losses = torch.where(
-            is_desirable,
-            cfg.desirable_weight * torch.sigmoid(cfg.beta * (point - rewards)),
-            cfg.undesirable_weight * torch.sigmoid(cfg.beta * (rewards - point)),
-        )
+        losses = desirable * cfg.desirable_weight * torch.sigmoid(cfg.beta * (point - rewards))
+        losses = losses + (1 - desirable) * cfg.undesirable_weight * torch.sigmoid(cfg.beta * (rewards - point))
         loss = F.masked_mean(losses, weights, global_normalization_factor=global_valid_seqs)
-        num_desirable = streams.per_sample("num_desirable").amax()
-        of_label = {
-            "rewards_desirable_mean": (is_desirable, num_desirable),
-            "rewards_undesirable_mean": (~is_desirable, global_valid_seqs - num_desirable),
-        }
-        means = {
-            name: F.masked_mean(rewards, weights * chosen, global_normalization_factor=count).detach()
-            for name, (chosen, count) in of_label.items()
-        }
+        means = {}
+        if "num_desirable" in streams:
+            num_desirable = streams.per_sample("num_desirable")
+            of_label = {
+                "rewards_desirable_mean": (desirable, num_desirable),
+                "rewards_undesirable_mean": (1 - desirable, global_valid_seqs - num_desirable),
+            }
+            means = {
+                name: F.masked_sum(rewards / count.clamp(min=1), weights * chosen).detach()
+                for name, (chosen, count) in of_label.items()
+            }
         return loss, means | {
             "loss": loss.detach(),
             "reference_point": F.masked_mean(point, streams.sample_mask, global_normalization_factor=global_valid_seqs),

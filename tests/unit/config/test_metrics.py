@@ -43,5 +43,6 @@ def test_the_direction_of_eval_metrics_follows_from_their_declarations():
     assert HIGHER_IS_BETTER == {
         "accuracy": True, "nll_per_token": False, "nll_per_character": False, "preference_accuracy": True,
         "preference_margin": True, "reward": True, "reward_accuracy": True, "reward_margin": True,
+            "label_accuracy": True,
     }  # fmt: skip
     assert HIGHER_IS_BETTER.keys() == EVAL_METRICS.keys()
