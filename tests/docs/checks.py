@@ -102,7 +102,7 @@ def _check(command: Command) -> None:
         if not (checkpoint / "config.json").is_file():  # it is no Hugging Face directory
             inputs.checkpoint_without_weights(checkpoint)
             inputs.tokenizer(checkpoint / HUGGING_FACE)
-    if "generation.engine=vllm" in overrides:
+    if any(word.endswith("generation.engine=vllm") for word in overrides):
         inputs.python_of_vllm(Path(".venv-vllm/bin/python"))
     for word in overrides:
         key, _, path = word.partition("=")
