@@ -48,7 +48,7 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str, b
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
         activation_func=ACTIVATIONS[model.activation],
-        add_bias_linear=False,
+        add_bias_linear=model.linear_bias,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
@@ -57,6 +57,7 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str, b
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
         softmax_scale=_softmax_scale(model),
+        softmax_type="learnable" if model.attention_sinks else "vanilla",
         window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
         window_attn_skip_freq=model.global_attention_every,
         tensor_model_parallel_size=topology.tensor,
@@ -243,6 +244,8 @@ def _build_model_chunk(
             # if experts are spread over ranks. Otherwise it sums gradients over too few ranks (NVIDIA/Megatron-LM pull
             # request 5916).
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  # a mark that DDP reads
+            # megatron-core marks experts' biases for a sum over tensor-parallel ranks, which DDP makes already.
+            parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
     if head == "score" and module.post_process:
         module.register_module("output_layer", ScoreHead(config, topology))
     return module.to(topology.device)
