@@ -100,7 +100,6 @@ class WeightReader:
                 raise OSError(f"{place.file} ends within {name}")
             unread, position = unread[count:], position + count
 
-
     def slab(self, name: str, index: int) -> Tensor:
         """Return tensor `name` at `index` of its first axis. The last one is kept, because parts of it are needed."""
         if self._slab is None or self._slab[0] != (name, index):

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -246,9 +247,21 @@ def _build_model_chunk(
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  # a mark that DDP reads
             # megatron-core marks experts' biases for a sum over tensor-parallel ranks, which DDP makes already.
             parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+    if model.linear_bias:
+        _add_expert_biases_in_place(module)
     if head == "score" and module.post_process:
         module.register_module("output_layer", ScoreHead(config, topology))
     return module.to(topology.device)
+
+
+def _add_expert_biases_in_place(module: GPTModel) -> None:
+    """Let megatron-core add an expert's bias to the output of its last linear, which is whole on its rank.
+
+    Otherwise the output passes through a function that returns it as it is, and torch refuses to change that in place.
+    """
+    for each in module.modules():
+        if isinstance(each, RowParallelLinear) and each.is_expert:
+            each.explicit_expert_comm = True
 
 
 def _set_rope(module: GPTModel, model: ModelConfig, topology: Topology, backend: str) -> None:

@@ -98,9 +98,7 @@ def read_window(hf: Mapping[str, Any]) -> int | None:
     window, layers = hf.get("sliding_window"), hf["num_hidden_layers"]
     first = hf.get("max_window_layers", 28)
     windowed = hf.get("use_sliding_window") and window is not None
-    kinds = hf.get("layer_types") or [
-        LOCAL if windowed and layer >= first else GLOBAL for layer in range(layers)
-    ]
+    kinds = hf.get("layer_types") or [LOCAL if windowed and layer >= first else GLOBAL for layer in range(layers)]
     if set(kinds) == {GLOBAL}:
         return None
     if set(kinds) == {LOCAL} and windowed:

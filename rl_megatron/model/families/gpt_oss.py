@@ -86,4 +86,6 @@ def _experts(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) ->
         table.of_slabs(f"{theirs}down_proj_bias", f"{ours}linear_fc2.bias", expert, experts, hidden)
 
 
-GPT_OSS = Family("GptOssForCausalLM", read_config, write_config, table)
+# Keys that repeat others: experts_per_token, and the original context length of rope_scaling.
+_IGNORED = frozenset({"experts_per_token", "initial_context_length", "sliding_window"})
+GPT_OSS = Family("GptOssForCausalLM", read_config, write_config, table, ignored=_IGNORED)

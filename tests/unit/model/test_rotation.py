@@ -74,6 +74,25 @@ def test_query_key_and_value_are_split_as_megatron_core_splits_them(dtype):
     assert_same_bits(lambda mixed: split_and_rotate(mixed, turns_of(angles), D), formula, mixed)
 
 
+def test_the_clamped_swiglu_has_the_bits_of_its_formula(dtype):
+    """Some numbers are beyond the limit, at it, and at its negative."""
+
+    def formula(both):
+        gate, up = both.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+    both = (6 * torch.randn(S, B, 10)).to(dtype)
+    both[0, 0, :], both[0, 1, :] = 7.0, -7.0
+    both.requires_grad_()
+    assert (both.abs() > 7).any()
+    found, wanted = GatedActivation(None, "swiglu_oai")(both), formula(both)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    weights = torch.randn_like(wanted)
+    gradients = [torch.autograd.grad(result, both, weights)[0] for result in (found, wanted)]
+    torch.testing.assert_close(*gradients, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-2)
+
+
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
 def test_a_gated_activation_has_the_bits_of_its_formula(dtype, name):
     activation = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}[name]
