@@ -29,7 +29,7 @@ from rl_megatron.checkpoint.hf_directory import (
     refuse_existing,
 )
 from rl_megatron.checkpoint.hf_load import embedding_rows, open_hugging_face
-from rl_megatron.checkpoint.hf_weights import read_block, rows_at_once
+from rl_megatron.checkpoint.hf_weights import block_height, read_block
 from rl_megatron.checkpoint.peft_convert import export_adapter, import_adapter
 from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
 from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, model_tensors, read_parts
@@ -201,7 +201,7 @@ def _blocks(reader: WeightReader, table: WeightTable, name: str, shape: Shape) -
     """Yield (number of the first row, rows) of a Megatron tensor, block by block."""
     sources = table.of_megatron[name]
     dtype = reader.places[sources[0].hf_name].dtype
-    height = rows_at_once(shape[1:], dtype)
+    height = block_height(shape[1:], dtype)
     for first in range(0, shape[0], height):
         last = min(first + height, shape[0])
         block = torch.empty(last - first, *shape[1:], dtype=dtype)

@@ -10,11 +10,11 @@ import torch
 
 from rl_megatron.checkpoint.hf_directory import read_directory
 from rl_megatron.checkpoint.hf_weights import (
+    block_height,
     check_tensors,
     check_tied,
     find_tensors,
     read_block,
-    rows_at_once,
     tied_head,
 )
 from rl_megatron.checkpoint.safetensors_files import Place, WeightReader
@@ -148,7 +148,7 @@ def _fill(piece: Piece, sources: Sequence[Rows], reader: WeightReader) -> None:
     piece.tensor.zero_()
     for rows in sources:
         dtype, shape = reader.places[rows.hf_name].dtype, piece.global_shape[1:]
-        height = rows_at_once(shape, dtype)
+        height = block_height(shape, dtype)
         low, high = max(begin, rows.row), min(end, rows.row + rows.count)
         for first in range(low, high, height):
             last = min(first + height, high)

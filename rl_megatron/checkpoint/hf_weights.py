@@ -83,7 +83,7 @@ def check_tensors(
     return dtype
 
 
-def rows_at_once(columns: Shape, dtype: torch.dtype) -> int:
+def block_height(columns: Shape, dtype: torch.dtype) -> int:
     """Return how many rows with these columns are read at a time."""
     return max(1, BLOCK_BYTES // max(1, math.prod(columns) * dtype.itemsize))
 

@@ -337,8 +337,8 @@ def attend(
     if key.size(2) != query.size(2) and (sinks is not None or _lacks_grouped_kernel(query, bias)):
         key, value = (x.repeat_interleave(query.size(2) // x.size(2), dim=2) for x in (key, value))
     if sinks is not None:
-        batched = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        return attend_with_sinks(*batched, sinks, bias, scale).permute(2, 0, 1, 3).flatten(2)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return attend_with_sinks(query, key, value, sinks, bias, scale).permute(2, 0, 1, 3).flatten(2)
     output = scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),

@@ -40,7 +40,7 @@ def attend_with_sinks(
 
 @torch.no_grad()
 def attend_once_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor | None, scale: float | None
 ) -> Tensor:
     """Return attention with sinks [n, G, R, D] of one token per sequence, whose R heads share a key. No gradients.
 
@@ -72,19 +72,19 @@ class _SinkAttention(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, bias, output, log_sum, *random = ctx.saved_tensors
         if query.device.type == "cpu":
-            of_inputs = _CPU_BACKWARD(
+            of_tensors = _CPU_BACKWARD(
                 gradient, query, key, value, output, log_sum, 0.0, bias is None, attn_mask=bias, scale=ctx.scale
             )
         else:
-            of_inputs = _GPU_BACKWARD(
+            of_tensors = _GPU_BACKWARD(
                 gradient, query, key, value, bias, output, log_sum, *random, 0.0, [True, True, True, False],
                 bias is None, scale=ctx.scale,
             )[:3]  # fmt: skip
         # A sink has no value, so a softmax gives it −p·(the mean gradient of p), which is the gradient · the output.
-        rows = log_sum[..., : output.size(2)]  # a GPU's kernel pads them
-        share = (sinks[:, None].float() - rows).exp()
+        of_queries = log_sum[..., : output.size(2)]  # a GPU's kernel pads them
+        share = (sinks[:, None].float() - of_queries).exp()
         of_sinks = -(share * (gradient.float() * output.float()).sum(-1)).sum((0, 2))
-        return *of_inputs, of_sinks.to(sinks.dtype), None, None
+        return *of_tensors, of_sinks.to(sinks.dtype), None, None
 
 
 def _attend(
