@@ -7,7 +7,6 @@ A plugin's algorithm declares its settings in the same way: a subclass of `Algor
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
@@ -20,7 +19,7 @@ from rl_megatron.config.field_types import ClosedFraction, NonNegative, Number, 
 from rl_megatron.config.named_class import register_class
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, AlgorithmConfig, StageConfig
-from rl_megatron.config.teachers import TeacherConfig
+from rl_megatron.config.teachers import TeacherConfig, check_teachers
 from rl_megatron.config.train import TrainConfig
 
 register_algorithm_config = register_class("name", ALGORITHM_CONFIGS, declared="learns_from")
@@ -187,37 +186,6 @@ class SFTConfig(AlgorithmConfig):
     learns_from: ClassVar[str] = ANSWERS
 
     name: Literal["sft"] = "sft"  # the algorithm
-
-
-def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> None:
-    """Check that there is a teacher, and only one if the loss reads its whole vocabulary.
-
-    Raises:
-        ConfigError: There is none, or the loss cannot read what they give.
-    """
-    if not teachers:
-        raise ConfigError(
-            "algorithm.teachers is empty: distillation needs a teacher; set it to the path of a checkpoint or of a "
-            "Hugging Face directory, as in 'algorithm.teachers=[{path: outputs/teacher}]'"
-        )
-    for teacher in teachers:
-        teacher.check()
-    if len(teachers) > 1 and stage.loss.get("name") == "full_distillation":
-        raise ConfigError(
-            f"algorithm.teachers has {len(teachers)} teachers, and loss.name=full_distillation compares the whole "
-            "vocabulary with one; name one teacher, or set loss=distillation"
-        )
-    if stage.loss.get("name") == "full_distillation" and teachers[0].url is not None:
-        raise ConfigError(
-            f"algorithm.teachers: {teachers[0].url} gives logprobs of a few tokens, and loss.name=full_distillation "
-            "compares whole vocabularies; set loss=distillation and algorithm.top_k, or name the teacher by path"
-        )
-    if stage.loss.get("name") == "full_distillation" and teachers[0].parallel is not None:
-        raise ConfigError(
-            f"algorithm.teachers: {teachers[0].path} has a parallel layout of its own, and loss.name=full_distillation "
-            "compares whole vocabularies shard by shard, in the student's layout; leave parallel out, or set "
-            "loss=distillation and algorithm.top_k"
-        )
 
 
 @register_algorithm_config

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import NonNegative, Positive, PositiveFloat, section
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.schema import StageConfig
 
 
 @section
@@ -42,3 +44,34 @@ class TeacherConfig:
             raise ConfigError(f"algorithm.teachers: url={self.url} needs model, the teacher's name at the server")
         if self.url is not None and self.parallel is not None:
             raise ConfigError(f"algorithm.teachers: url={self.url} has its own layout; leave parallel out")
+
+
+def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> None:
+    """Check that there is a teacher, and only one if the loss reads its whole vocabulary.
+
+    Raises:
+        ConfigError: There is none, or the loss cannot read what they give.
+    """
+    if not teachers:
+        raise ConfigError(
+            "algorithm.teachers is empty: distillation needs a teacher; set it to the path of a checkpoint or of a "
+            "Hugging Face directory, as in 'algorithm.teachers=[{path: outputs/teacher}]'"
+        )
+    for teacher in teachers:
+        teacher.check()
+    if len(teachers) > 1 and stage.loss.get("name") == "full_distillation":
+        raise ConfigError(
+            f"algorithm.teachers has {len(teachers)} teachers, and loss.name=full_distillation compares the whole "
+            "vocabulary with one; name one teacher, or set loss=distillation"
+        )
+    if stage.loss.get("name") == "full_distillation" and teachers[0].url is not None:
+        raise ConfigError(
+            f"algorithm.teachers: {teachers[0].url} gives logprobs of a few tokens, and loss.name=full_distillation "
+            "compares whole vocabularies; set loss=distillation and algorithm.top_k, or name the teacher by path"
+        )
+    if stage.loss.get("name") == "full_distillation" and teachers[0].parallel is not None:
+        raise ConfigError(
+            f"algorithm.teachers: {teachers[0].path} has a parallel layout of its own, and loss.name=full_distillation "
+            "compares whole vocabularies shard by shard, in the student's layout; leave parallel out, or set "
+            "loss=distillation and algorithm.top_k"
+        )
