@@ -118,10 +118,9 @@ def whiten(
     kept = mask != 0
     chosen = advantages[kept].float()
     whitened = torch.zeros(advantages.shape, device=advantages.device)
-    least, most = ranks.extremes(chosen)
-    _, mean, deviation = ranks.moments(chosen, correction=1)
-    if least < most:
-        whitened[kept] = ((chosen - mean) / (deviation + _WHITENING_EPSILON)).float()
+    moments = ranks.moments(chosen, correction=1)
+    if moments.least < moments.most:
+        whitened[kept] = ((chosen - moments.mean) / (moments.deviation + _WHITENING_EPSILON)).float()
     return whitened
 
 

@@ -43,8 +43,8 @@ def selected_tokens(rollouts: Rollouts, cfg: ClippedPGLossConfig, seed: int) -> 
     ranks = ranks_of(rollouts)
     counts = (rollouts["token_mask"] != 0) & (rollouts["sample_mask"] != 0)[:, None]
     advantages, logprobs = rollouts["advantages"][counts].double(), rollouts["prev_logprobs"][counts].double()
-    number, mean_advantage, _ = ranks.moments(advantages)
-    mean_logprob = ranks.moments(logprobs)[1]
+    number, mean_advantage = ranks.moments(advantages)[:2]
+    mean_logprob = ranks.moments(logprobs).mean
     covariances = ((advantages - mean_advantage) * (logprobs - mean_logprob)).float()
     numbers = rollouts.numbers if isinstance(rollouts, ShardedBatch) else np.arange(len(counts))
     lengths = counts.sum(1)

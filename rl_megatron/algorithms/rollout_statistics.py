@@ -16,7 +16,7 @@ from rl_megatron.algorithms.advantages import informative_groups
 from rl_megatron.batching.sharded import SAMPLED, ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
-from rl_megatron.topology.reductions import ALONE, RankReduction
+from rl_megatron.topology.reductions import ALONE, Moments, RankReduction
 
 QUANTILES = (0.1, 0.5, 0.9)
 
@@ -50,9 +50,9 @@ def statistics(rollouts: Rollouts, group_size: int) -> dict[str, float]:
     rewards, lengths, stopped = (values[has_ended] for values in (rewards, lengths, stopped))  # others have failed
     return {
         "reward": rewards.mean().item(),
-        **_distribution("reward", rewards, ALONE),
+        **_distribution("reward", rewards, ALONE.moments(rewards), ALONE),
         "completion_tokens": lengths.mean().item(),
-        **_distribution("completion_tokens", lengths, ALONE),
+        **_distribution("completion_tokens", lengths, ALONE.moments(lengths), ALONE),
         "stopped": stopped.mean().item(),
         "informative_groups": groups,
     }
@@ -72,10 +72,12 @@ def learned_statistics(rollouts: Rollouts, weight_version: int) -> dict[str, flo
         advantages = rollouts["advantages"]
         if advantages.dim() == 2:
             advantages = advantages[rollouts["token_mask"].bool()]
-        found = {"advantage_mean": ranks.moments(advantages)[1], **_distribution("advantage", advantages, ranks)}
+        moments = ranks.moments(advantages)
+        found = {"advantage_mean": moments.mean, **_distribution("advantage", advantages, moments, ranks)}
     versions = rollouts["weight_version"]
     ages = weight_version - versions[versions >= 0]  # a trajectory that failed has none
-    return found | {"weight_age_mean": ranks.moments(ages)[1], "weight_age_max": ranks.extremes(ages)[1]}
+    moments = ranks.moments(ages)
+    return found | {"weight_age_mean": moments.mean, "weight_age_max": moments.most}
 
 
 def correction_statistics(report: Mapping[str, float]) -> dict[str, float]:
@@ -90,16 +92,24 @@ def correction_statistics(report: Mapping[str, float]) -> dict[str, float]:
     return {} if mean is None or not square else {"correction_ess": mean**2 / square}
 
 
-def _distribution(name: str, values: Tensor, ranks: RankReduction) -> dict[str, float]:
-    """Return the standard deviation, the extremes and some quantiles of all ranks' values."""
-    number, _, deviation = ranks.moments(values)
-    if not number:
+def _distribution(name: str, values: Tensor, moments: Moments, ranks: RankReduction) -> dict[str, float]:
+    """Return the standard deviation, the extremes and some quantiles of all ranks' values; nothing if there are none.
+
+    Args:
+        name: What the values are.
+        values: [n] This rank's.
+        moments: All ranks' moments.
+        ranks: The ranks that share the values.
+    """
+    if not moments.number:
         return {}
-    least, most = ranks.extremes(values)
-    found = {f"{name}_std": deviation, f"{name}_min": least}
-    quantiles = ranks.in_order(values, [round(share * (number - 1)) for share in QUANTILES])
-    found |= {f"{name}_p{share * 100:.0f}": value for share, value in zip(QUANTILES, quantiles, strict=True)}
-    return found | {f"{name}_max": most}
+    quantiles = ranks.in_order(values, [round(share * (moments.number - 1)) for share in QUANTILES])
+    return {
+        f"{name}_std": moments.deviation,
+        f"{name}_min": moments.least,
+        **{f"{name}_p{share * 100:.0f}": value for share, value in zip(QUANTILES, quantiles, strict=True)},
+        f"{name}_max": moments.most,
+    }
 
 
 def logprob_mismatch(rollouts: Rollouts) -> dict[str, float]:
@@ -112,11 +122,11 @@ def logprob_mismatch(rollouts: Rollouts) -> dict[str, float]:
         return {}
     ranks, sampled = ranks_of(rollouts), rollouts["token_mask"].bool()
     difference = (rollouts["prev_logprobs"] - rollouts["generation_logprobs"]).abs()[sampled]
-    number, mean, _ = ranks.moments(difference)
-    if not number:
+    moments = ranks.moments(difference)
+    if not moments.number:
         return {"mismatch_mean": 0.0, "mismatch_p99": 0.0, "mismatch_max": 0.0}
-    (high,) = ranks.in_order(difference, [-(-99 * (number - 1) // 100)])
-    return {"mismatch_mean": mean, "mismatch_p99": high, "mismatch_max": ranks.extremes(difference)[1]}
+    (high,) = ranks.in_order(difference, [-(-99 * (moments.number - 1) // 100)])
+    return {"mismatch_mean": moments.mean, "mismatch_p99": high, "mismatch_max": moments.most}
 
 
 def mean_over_tokens(values: Tensor, rollouts: Mapping[str, Any], ranks: RankReduction) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,16 @@ from rl_megatron.topology.collectives import from_all_ranks
 
 _DIGITS = (11, 11, 10)  # bits of a number that each pass of a selection looks at, the highest first
 _SIGN, _BITS = 1 << 31, (1 << 32) - 1
+
+
+class Moments(NamedTuple):
+    """What `RankReduction.moments` knows of values: 0, and ±infinity for the extremes, of none."""
+
+    number: int
+    mean: float
+    deviation: float
+    least: float
+    most: float
 
 
 @dataclass(frozen=True)
@@ -44,42 +55,43 @@ class RankReduction:
         """Return the largest of all ranks' values, entry by entry, on the host."""
         return self._gathered(values).amax(0)
 
-    def min(self, values: Tensor) -> Tensor:
-        """Return the smallest of all ranks' values, entry by entry, on the host."""
-        return self._gathered(values).amin(0)
-
     def _gathered(self, values: Tensor) -> Tensor:
         """Return [ranks, …]. An all-reduce could add up in another order on each tensor-parallel rank."""
         if self.is_alone:
             return values[None]
         return from_all_ranks(values.to(self.device), self.group).cpu()
 
-    def moments(self, values: Tensor, correction: int = 0) -> tuple[int, float, float]:
-        """Return the number, the mean and the standard deviation of all ranks' values; 0 of none.
+    def moments(self, values: Tensor, correction: int = 0) -> Moments:
+        """Return the moments and the extremes of all ranks' values.
+
+        Every rank sends its own moments, once. They are put together as in Chan et al. 1979, "Updating formulae and a
+        pairwise algorithm for computing sample variances".
 
         Args:
             values: [n] This rank's values.
             correction: What is subtracted from the number to divide by: 1 for the sample standard deviation.
         """
         own = values.double()
-        number, total = self.sum(torch.stack([own.new_tensor(own.numel()), own.sum()])).tolist()
-        mean = total / number if number else 0.0
-        squares = self.sum(((own - mean) ** 2).sum()[None]).item()
-        return int(number), mean, (squares / max(number - correction, 1)) ** 0.5
-
-    def extremes(self, values: Tensor) -> tuple[float, float]:
-        """Return the smallest and the largest of all ranks' values, of which there is at least one."""
-        own = values.double()
-        least = own.min() if own.numel() else own.new_tensor(torch.inf)
-        most = own.max() if own.numel() else own.new_tensor(-torch.inf)
-        found = self.max(torch.stack([-least, most]))
-        return -found[0].item(), found[1].item()
+        if not own.numel():
+            mine = own.new_tensor([0.0, 0.0, 0.0, torch.inf, -torch.inf])
+        else:
+            total = own.sum()
+            squares = ((own - total / own.numel()) ** 2).sum()
+            mine = torch.stack([own.new_tensor(own.numel()), total, squares, own.min(), own.max()])
+        numbers, totals, squares, least, most = self._gathered(mine).unbind(1)
+        number = int(numbers.sum().item())
+        if not number:
+            return Moments(0, 0.0, 0.0, torch.inf, -torch.inf)
+        mean = totals.sum() / number
+        between = numbers * (totals / numbers.clamp(min=1) - mean) ** 2
+        deviation = ((squares + between).sum() / max(number - correction, 1)).sqrt()
+        return Moments(number, mean.item(), deviation.item(), least.min().item(), most.max().item())
 
     def in_order(self, values: Tensor, places: Sequence[int], weights: Tensor | None = None) -> list[float]:
         """Return the values at these places of all ranks' values in ascending order.
 
-        Several ranks select them digit by digit, as in a radix sort: every pass adds up one histogram per place over
-        the ranks.
+        Several ranks select them digit by digit, as in a radix sort: every pass adds up, over the ranks, one histogram
+        of the next digit for the values that begin like the value at a place.
 
         Args:
             values: [n] This rank's values, fp32, without NaN.
@@ -94,12 +106,13 @@ class RankReduction:
         below = 32
         for digits in _DIGITS:
             below -= digits
-            histograms = torch.zeros(len(places), 1 << digits, dtype=torch.int64)
-            for number in range(len(places)):
-                is_candidate = keys >> (below + digits) == found[number]
+            prefixes, prefix_of = found.unique(return_inverse=True)
+            histograms = torch.zeros(len(prefixes), 1 << digits, dtype=torch.int64)
+            for prefix, histogram in zip(prefixes, histograms, strict=True):
+                is_candidate = keys >> (below + digits) == prefix
                 bins = (keys[is_candidate] >> below) & ((1 << digits) - 1)
-                histograms[number].index_add_(0, bins, weights[is_candidate])
-            counts = self._total(histograms).cumsum(1)
+                histogram.index_add_(0, bins, weights[is_candidate])
+            counts = self._total(histograms).cumsum(1)[prefix_of]
             digit = (counts <= left[:, None]).sum(1)
             before = torch.where(digit > 0, counts.gather(1, (digit - 1).clamp(min=0)[:, None])[:, 0], 0)
             left, found = left - before, (found << digits) | digit
