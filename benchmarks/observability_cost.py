@@ -31,7 +31,7 @@ def measure_metrics(switch: Switch) -> None:
     when_on(switch, PhaseTimer, "end", lambda timer, outer: None)
     when_on(switch, StepMeter, "learned_from", lambda *args, **named: None)
     when_on(switch, StepMeter, "metrics", lambda meter: {})
-    when_on(switch, rollout_statistics, "_distribution", lambda name, values, ranks: {})
+    when_on(switch, rollout_statistics, "_distribution", lambda *arguments: {})
 
 
 class BlockedSink:
