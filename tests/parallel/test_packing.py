@@ -1,4 +1,7 @@
-"""Packed and sharded sequences give what padded ones give in one process: value, metrics and gradient of every loss."""
+"""Packed and sharded sequences give what padded ones give in one process: value, metrics and gradient of every loss.
+
+Distillation over the whole vocabulary is compared with TRL's own code too.
+"""
 
 import math
 
@@ -28,6 +31,28 @@ def whole(case):
     output.requires_grad_()
     value, metrics = build_loss(case.name, case.cfg)(output, batch, *counts, valid_vocab_size=VOCAB)
     return value.item(), metrics, torch.autograd.grad(value, output)[0]
+
+
+def by_trl(case):
+    """Return the value and the gradient of a distillation loss from TRL's GKD and whole logits."""
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer  # ranks do without it
+
+    batch, output, (_, num_tokens) = make(case)
+    output.requires_grad_()
+    cfg = build_loss(case.name, case.cfg).cfg
+    mask = batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]
+    labels = torch.where(mask != 0, batch["input_ids"][:, 1:], -100)
+    temperature = batch["temperature"][:, None, None] if "temperature" in batch else 1.0
+    student, teacher = (x[:, :-1, :VOCAB] / temperature for x in (output, batch["teacher_logits"]))
+    forward = cfg.mixed_kl_weight if cfg.kl_type == "mixed" else float(cfg.kl_type == "forward")
+    by_beta = {cfg.jsd_beta: 1.0} if cfg.kl_type == "jensen_shannon" else {0: forward, 1: 1 - forward}
+    divergence = sum(
+        weight * GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta, num_items_in_batch=num_tokens)
+        for beta, weight in by_beta.items()
+    )
+    nll = torch.nn.functional.cross_entropy(student.flatten(0, 1), labels.flatten(), reduction="sum") / num_tokens
+    value = (1 - cfg.nll_weight) * divergence + cfg.nll_weight * nll
+    return value.item(), torch.autograd.grad(value, output)[0]
 
 
 def shard(x, fill, cp_rank, cp_size, tp_rank, tp_size):
@@ -65,6 +90,10 @@ def test_packed_shards_equal_one_process(ranks, tp_size, cp_size):
     for case, results in zip(PACKABLE, zip(*per_rank, strict=True), strict=True):
         want_value, want_metrics, want_gradient = whole(case)
         assert want_value != 0 and want_gradient.abs().max() > 1e-4, f"{case}: too small to compare; use another seed"
+        if case.name == "full_distillation":
+            value, gradient = by_trl(case)
+            assert want_value == pytest.approx(value, rel=1e-12), case
+            torch.testing.assert_close(want_gradient, gradient, rtol=1e-10, atol=1e-14)
         for rank, (value, metrics, gradient) in enumerate(results):
             cp_rank, tp_rank = divmod(rank, tp_size)
             assert value == pytest.approx(want_value, rel=1e-12), case
