@@ -33,6 +33,7 @@ def distillation(stage: Stage, algorithm: DistillationConfig) -> None:
     loss_fn = configured_loss(stage.config.loss)
     teachers = Teachers.of(stage, algorithm.teachers, algorithm.top_k)
     whole = teachers.reads_whole(loss_fn)
-    for step, batch in stage.batches(dataset_loader(stage.config, stage.tokenizer)):
-        batch = teachers.with_topk(batch, loss_fn)
+    loader = dataset_loader(stage.config, stage.tokenizer)
+    for step, batch in stage.batches(loader):
+        batch = teachers.with_topk(batch, loss_fn, loader.data_sets)
         stage.record(step, stage.train(step, batch, loss_fn, teacher=whole))

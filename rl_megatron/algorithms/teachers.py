@@ -16,6 +16,7 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.teachers import TeacherConfig
+from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import FusedHead
 from rl_megatron.execution.phase_timer import phase
@@ -82,12 +83,21 @@ def check_each_teacher(
 
 @dataclass(frozen=True)
 class Teachers:
-    """The teachers of a stage with the shares of their weights, which sum to 1."""
+    """The teachers of a stage with the shares of their weights, which sum to 1.
+
+    Attributes:
+        models: The teachers.
+        shares: Their shares.
+        batching: How their batches are cut into microbatches.
+        top_k: How many logits of each token are read.
+        data_sets: The data sets that each teacher has; an empty tuple: all.
+    """
 
     models: list[Teacher | EndpointTeacher]
     shares: list[float]
     batching: Batching
     top_k: int
+    data_sets: list[tuple[str, ...]]
 
     @classmethod
     def of(cls, stage: Stage, teachers: Sequence[TeacherConfig], top_k: int) -> Teachers:
@@ -110,7 +120,8 @@ class Teachers:
                 stage.close_at_end(model)
         total = sum(each.weight for each in teachers)
         shares = [each.weight / total for each in teachers]
-        return cls(models, shares, Batching.of(config.train), min(top_k, stage.tokenizer.vocab_size))
+        batching, k = Batching.of(config.train), min(top_k, stage.tokenizer.vocab_size)
+        return cls(models, shares, batching, k, [each.data_sets for each in teachers])
 
     def reads_whole(self, loss_fn: LossFunction) -> Teacher | None:
         """Return the teacher whose whole vocabulary the loss reads while it trains, or None."""
@@ -121,17 +132,45 @@ class Teachers:
             raise ConfigError("algorithm.teachers: a loss over the whole vocabulary needs a teacher with a path")
         return first
 
-    def with_topk(self, batch: BatchT, loss_fn: LossFunction) -> BatchT:
-        """Return the batch with the teachers' top-k logits if the loss reads them. Collective."""
+    def with_topk(self, batch: BatchT, loss_fn: LossFunction, data_sets: Sequence[str] = ()) -> BatchT:
+        """Return the batch with the teachers' top-k logits if the loss reads them. Collective.
+
+        Args:
+            batch: The batch.
+            loss_fn: The loss.
+            data_sets: The data set of each sequence, for teachers that have some data sets only.
+        """
         if not TOPK_KEYS & set(getattr(loss_fn, "required_keys", ())):
             return batch
         with phase("teacher"):
-            found = [each.topk_logits(batch, self.top_k, self.batching) for each in self.models]
+            found = [
+                self._topk_of(model, batch, [not own or name in own for name in data_sets])
+                for model, own in zip(self.models, self.data_sets, strict=True)
+            ]
         logits, ids = (torch.cat(parts, dim=-1) for parts in zip(*found, strict=True))
         batch["teacher_topk_logits"], batch["teacher_topk_indices"] = logits, ids
         if len(self.models) > 1:
-            batch["teacher_weights"] = torch.tensor(self.shares).expand(len(logits), 1, -1).clone()
+            batch["teacher_weights"] = self._weights(len(logits), data_sets)[:, None]
         return batch
+
+    def _weights(self, num_sequences: int, data_sets: Sequence[str]) -> Tensor:
+        """Return the share of each teacher in each sequence, [B, teachers]; the shares of a sequence sum to 1."""
+        weights = torch.tensor(self.shares).repeat(num_sequences, 1)
+        for column, own in enumerate(self.data_sets):
+            if own:
+                weights[[name not in own for name in data_sets], column] = 0.0
+        return weights / weights.sum(dim=1, keepdim=True)
+
+    def _topk_of(self, model: Teacher | EndpointTeacher, batch: Batch, taught: Sequence[bool]) -> tuple[Tensor, Tensor]:
+        """Return a teacher's top-k logits and ids of the sequences that it has, and 0 for the others. Collective."""
+        if all(taught) or not isinstance(batch, BatchedDataDict):
+            return model.topk_logits(batch, self.top_k, self.batching)
+        shape = (*batch["input_ids"].shape, self.top_k)
+        logits, ids = torch.zeros(shape), torch.zeros(shape, dtype=torch.long)
+        if any(taught):
+            mask = torch.tensor(taught)
+            logits[mask], ids[mask] = model.topk_logits(batch.select_indices(mask), self.top_k, self.batching)
+        return logits, ids
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the weighted mean of the teachers' logprobs of every token, [B, S]. Collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from rl_megatron.config.data_kinds import ANSWERS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import NonNegative, Positive, PositiveFloat, section
 from rl_megatron.config.parallel import ParallelConfig
@@ -18,6 +19,8 @@ class TeacherConfig:
     path: str | None = None  # a checkpoint, or a Hugging Face directory
     url: str | None = None  # a server that gives logprobs of prompts, as vLLM's does, such as http://127.0.0.1:8000/v1
     weight: PositiveFloat = 1.0  # its share among several teachers; their weights need not sum to 1
+    # The names of the data sets of data.mix that it teaches; empty: all. weight is its share among those of a data set.
+    data_sets: tuple[str, ...] = ()
     # Its own parallel layout on the same ranks, with all keys of the section parallel. null: that of the student. It is
     # for top-k logits and for advantages; loss=full_distillation compares both models in the student's layout.
     parallel: ParallelConfig | None = None
@@ -59,6 +62,7 @@ def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> Non
         )
     for teacher in teachers:
         teacher.check()
+    _check_data_sets(teachers, stage)
     if len(teachers) > 1 and stage.loss.get("name") == "full_distillation":
         raise ConfigError(
             f"algorithm.teachers has {len(teachers)} teachers, and loss.name=full_distillation compares the whole "
@@ -74,4 +78,32 @@ def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> Non
             f"algorithm.teachers: {teachers[0].path} has a parallel layout of its own, and loss.name=full_distillation "
             "compares whole vocabularies shard by shard, in the student's layout; leave parallel out, or set "
             "loss=distillation and algorithm.top_k"
+        )
+
+
+def _check_data_sets(teachers: Sequence[TeacherConfig], stage: StageConfig) -> None:
+    """Check that teachers of some data sets name those of the mixture, and that each data set has a teacher.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    chosen = [name for teacher in teachers for name in teacher.data_sets]
+    if not chosen:
+        return
+    if stage.algorithm.learns_from != ANSWERS:
+        raise ConfigError(
+            f"algorithm.teachers: data_sets={chosen} chooses teachers by the data set of a given answer, and "
+            f"algorithm.name={stage.algorithm.name} has no given answers; leave data_sets out"
+        )
+    known = [each.shown_name for each in stage.data.mix]
+    if unknown := sorted(set(chosen) - set(known)):
+        raise ConfigError(
+            f"algorithm.teachers: data_sets has {unknown[0]!r}, and data.mix has {known}; name one of these (the key "
+            "name of an element of data.mix sets it), or leave data_sets out"
+        )
+    everywhere = any(not teacher.data_sets for teacher in teachers)
+    if untaught := [name for name in known if name not in chosen and not everywhere]:
+        raise ConfigError(
+            f"algorithm.teachers: no teacher has the data set {untaught[0]!r} of data.mix; add it to the data_sets of "
+            "a teacher, or name a teacher without data_sets, which has all"
         )

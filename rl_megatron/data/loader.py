@@ -227,6 +227,7 @@ class DataLoader(Generic[BatchT]):
         seed: The seed of the order in which items of several data sets are mixed within a batch.
         join: Returns one batch of several, with the items in the order of these indices.
         can_fail: Whether a batch may fail on some ranks only: one that is read from files, or by a user's weights.
+        data_sets: The name of the data set of each item of the last batch.
     """
 
     components: Sequence[Component[BatchT]]
@@ -237,6 +238,7 @@ class DataLoader(Generic[BatchT]):
 
     def __post_init__(self) -> None:
         self._next = 0
+        self.data_sets: list[str] = []
 
     @property
     def group_size(self) -> int:
@@ -257,6 +259,7 @@ class DataLoader(Generic[BatchT]):
             ConfigError: The data of the batch cannot be used, on any rank. It is raised on every rank.
         """
         drawn = on_all_or_none(lambda: self._draw(number)) if self.can_fail else self._draw(number)
+        self.data_sets = [self.components[which].name for which, _ in drawn]
         return self._batch_of([item for _, item in drawn])
 
     def locations(self, number: int) -> list[str]:

@@ -55,6 +55,30 @@ def test_a_student_learns_from_a_teachers_whole_vocabulary(directory, forks):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
+def test_teachers_that_share_the_data_sets_of_a_mixture_are_one(directory, forks):
+    for name, operator in (("sums", "+"), ("differences", "-")):
+        records = [
+            {"question": f"{n}{operator}{n}=", "answer": str(2 * n if operator == "+" else 0)} for n in range(30)
+        ]
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    of_tasks = ("data.num_documents", "data.num_demonstrations", "data.task", "data.sequence_length", "data.num_eval")
+    student = [each for each in STUDENT if not each.startswith(of_tasks)]
+    mixed = (
+        "algorithm=distillation", "loss=distillation", "algorithm.top_k=8", "train.steps=2",
+        "data.mix=[{path: sums.jsonl, weight: 2}, {path: differences.jsonl}]",
+    )  # fmt: skip
+    two = f"algorithm.teachers=[{{path: {TEACHER}, data_sets: [sums]}}, {{path: {TEACHER}, data_sets: [differences]}}]"
+    lines = []
+    for name, teachers, ranks in (("one", ONE, 1), ("two", two, 2)):
+        done = forks.run_ranks(directory, *student, *mixed, teachers, f"output_dir={name}", ranks=ranks)
+        assert [rank.status for rank in done] == [0] * ranks, done
+        lines.append([line for line in metrics(directory / name, timed=True) if line["kind"] == "train"])
+    for one, other in zip(*lines, strict=True):
+        assert one["forward_kl"] > 0.001
+        for name in ("loss", "forward_kl", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5), name
+
+
 @pytest.mark.parametrize("loss", ["full_distillation", "clipped_pg"])
 def test_a_student_learns_from_a_teacher_on_its_own_samples(directory, forks, loss):
     alone = trained(directory, forks, f"{loss}_alone", *OPD, f"loss={loss}", ONE, "train.steps=2")

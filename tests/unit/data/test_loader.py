@@ -51,6 +51,15 @@ def test_the_items_of_a_mixture_follow_the_weights_with_carried_remainders():
     assert [rare.at(number)[1][0] for number in range(40)].count(1) == 4
 
 
+def test_the_data_set_of_each_item_of_the_last_batch_is_known(loader):
+    made, seen = loader(), set()
+    for number in (0, 1, 5, 2):
+        items = made.batch(number)
+        assert [name[0] for name in made.data_sets] == [item[0] for item in items]
+        seen.update(made.data_sets)
+    assert seen == {"memory", "stream"}
+
+
 def test_weights_may_change_with_the_step():
     counts = MixtureCounts(["a", "b"], 4, lambda step: {"b": 0 if step < 3 else 1, "a": 1}, batches_per_step=2)
     assert [counts.at(number)[1] for number in range(6)] == [[4, 0]] * 4 + [[2, 2]] * 2

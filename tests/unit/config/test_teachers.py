@@ -1,0 +1,36 @@
+"""Teachers that are chosen by the data set: what does not fit the mixture is refused, and the message says why."""
+
+import pytest
+
+MIX = "data.mix=[{path: a.jsonl, name: sums}, {path: b.jsonl, name: chat}]"
+TOP_K = ("algorithm=distillation", "loss=distillation")
+FILES = (*TOP_K, "data=files", "data.path=null", MIX)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            (*FILES,
+             "algorithm.teachers=[{path: x, data_sets: [sums]}, {path: y, data_sets: [talk]}]"),
+            "data_sets has 'talk', and data.mix has ['sums', 'chat']",
+        ),
+        (
+            (*FILES, "algorithm.teachers=[{path: x, data_sets: [sums]}]"),
+            "no teacher has the data set 'chat'",
+        ),
+        (
+            (*TOP_K, "data=arithmetic",
+             "algorithm.teachers=[{path: x, data_sets: [sums]}]"),
+            "data_sets has 'sums', and data.mix has []",
+        ),
+        (
+            ("algorithm=opd", "loss=distillation", "data=arithmetic",
+             "algorithm.teachers=[{path: x, data_sets: [sums]}]"),
+            "algorithm.name=on_policy_distillation has no given answers",
+        ),
+    ],
+    ids=["unknown", "untaught", "no mixture", "on-policy"],
+)  # fmt: skip
+def test_data_sets_that_do_not_fit_the_mixture_are_refused(refused, overrides, words):
+    assert words in refused(*overrides)
