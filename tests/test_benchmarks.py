@@ -19,6 +19,7 @@ from benchmarks import (
     checkpoint,
     convert_memory,
     data_plane,
+    distillation,
     early_answers,
     eval_layouts,
     generation,
@@ -186,6 +187,19 @@ def test_costs_are_measured_in_pairs_of_steps(forks, tmp_path, program, what):
     for kind in ("time", "CPU time"):
         measured = rf"3 pairs of steps of [\d.]+ ms of {kind}: {what} adds -?[\d.]+ ± [\d.]+ ms\nratio [\d.]+ ± "
         assert re.search(measured, done.out)
+
+
+def test_the_benchmark_of_distillation_reports_when_a_student_is_near_its_teacher():
+    assert distillation.parser().parse_args(["outputs/distillation", "--seeds", "2"]).seeds == 2
+    fast, slow = ({0: 0.1, 20: first, 40: last, 100: 0.9} for first, last in ((0.86, 0.8), (0.5, 0.88)))
+    runs = {
+        "a": [distillation.Run(fast, 0.5), distillation.Run(slow, 1.5)],
+        "b": [distillation.Run(slow, 1.0), distillation.Run({0: 0.1, 20: 0.2, 40: 0.3, 100: 0.4}, 1.0)],
+    }
+    assert distillation.report(runs, teacher=0.9)[2:] == [
+        "| a | 0.100 ± 0.000 | 0.900 ± 0.000 | 30 ± 10 | 35 ± 25 | 2 of 2 |",
+        "| b | 0.100 ± 0.000 | 0.650 ± 0.250 | 40 | 40 | 1 of 2 |",
+    ]
 
 
 def test_completions_that_differ_are_listed_with_how_near_the_other_token_was():
