@@ -46,7 +46,7 @@ def wait_of(frames: list[FrameType]) -> Wait:
         if frame.f_code.co_name not in _WRAPPERS:
             collective = frame.f_code.co_name  # the outermost one is what was called
     if collective is None and frames and not _is_library(frames[0].f_code.co_filename, but="megatron/core/"):
-        line = linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno)
+        line = linecache.getline(frames[0].f_code.co_filename, _line(frames[0]))
         if ".wait(" in line:  # of a collective that was begun before; torch waits for it outside Python
             collective = f"wait of {frames[0].f_code.co_name}"
     own = [frame for frame in frames if not _is_library(frame.f_code.co_filename)]
@@ -90,7 +90,12 @@ def _is_library(path: str, but: str = "/nothing/") -> bool:
 
 
 def _where(frame: FrameType) -> str:
-    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{_short(frame.f_code.co_filename)}:{_line(frame)}"
+
+
+def _line(frame: FrameType) -> int:
+    """Return the line that a frame runs. Python gives None at an instruction that belongs to no line."""
+    return frame.f_lineno or frame.f_code.co_firstlineno
 
 
 def _short(path: str) -> str:

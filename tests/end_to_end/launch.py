@@ -268,7 +268,8 @@ class Forked(Running):
         ]
 
     def _output(self) -> tuple[str, str]:
-        return self._read("out", 0), self._read("err", 0)
+        ranks = range(len(self._processes))
+        return self._read("out", 0), "".join(self._read("err", rank) for rank in ranks)
 
     def _read(self, name: str, rank: int) -> str:
         path = self._directory / f"{name}{rank}.txt"

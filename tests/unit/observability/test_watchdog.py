@@ -185,6 +185,17 @@ def test_a_thread_that_waits_in_a_collective_is_said_to_with_the_line_that_calle
     assert here.collective is None and here.at.startswith("tests/unit/observability/test_watchdog.py:")
 
 
+def test_a_frame_at_an_instruction_of_no_line_is_said_to_be_at_the_first_line_of_its_function():
+    code = compile("\n\ndef f():\n    frames.append(sys._getframe())\n", "/user/program.py", "exec")
+    frames = []
+    space = {"frames": frames, "sys": sys}
+    exec(code, space)
+    space["f"].__code__ = space["f"].__code__.replace(co_linetable=b"")  # Python then knows no line
+    space["f"]()
+    assert frames[0].f_lineno is None
+    assert waiting.wait_of(frames).at == "/user/program.py:3"
+
+
 def test_stacks_begin_with_the_main_thread_and_leave_out_the_one_that_asks():
     texts = []
     thread = threading.Thread(target=lambda: texts.append(waiting.stacks()), name="asking")
