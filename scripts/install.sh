@@ -31,10 +31,13 @@ find_venv() {
   fi
 }
 
+# Make the environment if it has no working pip. A call that was interrupted may have left none, or a part of it.
 make_venv() {
+  if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then return; fi
   local python=${PYTHON:-python3}
   check_python "$python" || return
   echo "making $VENV with $python ($(version_of "$python"))"
+  rm -rf "$VENV"/lib/python*/site-packages/pip{,-*}
   "$python" -m venv "$VENV" || return
   echo '*' >"$VENV/.gitignore"
 }
@@ -47,7 +50,7 @@ install_package() {
   stamp=$VENV/.installed${extra:+-$extra}
   if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
 
-  if [ ! -x "$VENV/bin/python" ]; then make_venv || return; fi
+  make_venv || return
   echo "installing rl_megatron${extra:+ with its $extra extra}, versions as in constraints.txt (minutes the first time)"
   if ! PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --disable-pip-version-check --prefer-binary --no-compile \
     --progress-bar off --constraint "$repo/constraints.txt" --editable "$target" 2>&1 |

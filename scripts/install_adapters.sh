@@ -15,7 +15,7 @@ read -ra wanted <<<"${ADAPTERS:-verifiers==0.3.1 openenv-core==0.3.0}"
 started=$SECONDS stamp=$VENV/.installed
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "${wanted[*]}" ]; then exit; fi
 
-if [ ! -x "$VENV/bin/python" ]; then make_venv; fi
+make_venv
 echo "installing ${wanted[*]} into $VENV"
 # Bytecode is compiled here: a run imports the libraries several times, and each time takes seconds without it.
 if ! PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --disable-pip-version-check --prefer-binary \

