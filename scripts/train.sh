@@ -2,7 +2,7 @@
 # Run rl_megatron under torchrun, on one node or on several (start it on each node, at about the same time).
 #   scripts/train.sh train experiment=quickstart parallel.tensor=2
 #   NNODES=2 MASTER_ADDR=first-node scripts/train.sh train experiment=quickstart     the same command on each node
-# All arguments go to `python -m rl_megatron`. `scripts/train.sh serve …` starts the servers of a node, without torchrun.
+# All arguments go to `python -m rl_megatron`. `serve` and `balance` are started without torchrun.
 #   NPROC_PER_NODE  ranks per node (default: the number of GPUs, or 1)
 #   NNODES          number of nodes (default 1); several nodes meet at MASTER_ADDR:MASTER_PORT (c10d rendezvous)
 #   MASTER_ADDR     name or address of a node that all nodes can reach
@@ -20,7 +20,7 @@ if [ -z "${VENV:-}" ] && [ -x "$repo/.venv/bin/python3" ]; then VENV=$repo/.venv
 python=${VENV:+$VENV/bin/}python3
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-if [ "${1:-}" = serve ]; then exec "$python" -m rl_megatron "$@"; fi # servers have no ranks
+case "${1:-}" in serve | balance) exec "$python" -m rl_megatron "$@" ;; esac # they have no ranks
 
 if [ -z "${NPROC_PER_NODE:-}" ]; then
   NPROC_PER_NODE=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')

@@ -11,7 +11,7 @@ import torch
 
 from rl_megatron import log
 from rl_megatron.algorithms.async_pace import AsyncPace
-from rl_megatron.algorithms.device_balance import DeviceBalance
+from rl_megatron.algorithms.device_balance import DeviceBalance, engine_devices, num_training_nodes
 from rl_megatron.algorithms.rollout import Sampler, seed_of_batch
 from rl_megatron.algorithms.rollout_record import RolloutRecord
 from rl_megatron.algorithms.rollout_statistics import Rollouts, statistics
@@ -22,7 +22,6 @@ from rl_megatron.batching.produced import produced
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.algorithms import RolloutConfig
-from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.sources import build_source
@@ -87,7 +86,11 @@ class AsyncSampler:
         self._new: LoggedStep | None = None  # the step that is to be logged, on rank 0
         self._is_replayed = False
         self._store = TensorStore(config.rollout.max_host_bytes, config.rollout.disk_directory)
-        self._balance = DeviceBalance(topology.world_size, engine_devices(config.generation))
+        self._balance = DeviceBalance()
+        self._devices = {
+            "trainer_devices": float(topology.world_size),
+            "engine_devices": float(engine_devices(config.generation, num_training_nodes(topology.world_size))),
+        }
         self._pace = AsyncPace(config.rollout.max_trajectory_age_steps, algorithm.prompts_per_step)
         self._num_steps = config.train.steps
 
@@ -209,7 +212,7 @@ class AsyncSampler:
     def _queue_metrics(self, groups: StepGroups | None, idle: float | None) -> dict[str, float]:
         assert groups is not None  # this is rank 0
         is_of_engine = float(self._stage.config.rollout.correction == "engine")
-        found = _queue_metrics(groups) | {"old_logprobs_of_engine": is_of_engine}
+        found = _queue_metrics(groups) | self._devices | {"old_logprobs_of_engine": is_of_engine}
         return found if idle is None else found | {"trainer_idle": idle}
 
     def _tasks_at(self, number: int) -> list[RolloutTask]:
@@ -244,15 +247,6 @@ def queue_rules(rollout: TrajectoryConfig, algorithm: RolloutConfig, num_steps: 
         algorithm.prompts_per_step, num_steps, rollout.max_trajectory_age_steps, rollout.over_sampling,
         rollout.partial, algorithm.rounds_per_step, algorithm.drops_equal_rewards,
     )  # fmt: skip
-
-
-def engine_devices(generation: GenerationConfig) -> int:
-    """Return how many devices the rollout engine has, as far as the configuration says it."""
-    if generation.engine not in ("vllm", "sglang"):
-        return generation.num_engines
-    servers = getattr(generation, generation.engine)
-    size = servers.tensor_parallel_size if generation.engine == "vllm" else servers.tp_size
-    return (len(servers.urls) or servers.num_servers) * size
 
 
 def _queue_metrics(groups: StepGroups) -> dict[str, float]:

@@ -122,6 +122,8 @@ ASYNCHRONOUS = declare_metrics(
         "lower",
         healthy="below 0.15; otherwise use more engines",
     ),
+    Metric("trainer_devices", "devices", "The devices that train.", "last"),
+    Metric("engine_devices", "devices", "The devices of the rollout engine.", "last"),
     Metric(
         "correction_ess",
         "1",

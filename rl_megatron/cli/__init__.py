@@ -108,6 +108,10 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
             print_experiments(parsed.config_dir)
             return 2
     try:
+        if parsed.command == "balance":
+            from rl_megatron.cli.balance import balance
+
+            return balance(config, parsed)
         if parsed.command == "generate":
             from rl_megatron.cli.generate import generate
 

@@ -18,6 +18,7 @@ COMPOSED = {
     "plan": "compute the memory, FLOPs and estimated time of a stage on a cluster, or search a layout; needs no GPU",
     "doctor": "check this machine, and what an experiment needs of it: versions, GPUs, network, storage, ports",
     "serve": "start the servers of the rollout engine on this node, for a run on other nodes",
+    "balance": "divide a job's nodes between training and the rollout engine, as a run has measured it",
     "show-batch": "show every token that the model sees in a step, with its loss mask, or the prompts of a step",
 }
 # The others.
@@ -37,6 +38,7 @@ _EXAMPLES = """examples:
   rl-megatron show-batch experiment=gsm8k_sft data.path=path/to/gsm8k --html batch.html
   rl-megatron generate init_from=outputs/run/checkpoints/sft/step-000100 --prompts prompts.jsonl --output out.jsonl
   rl-megatron serve experiment=mine generation.engine=vllm --host 0.0.0.0 --port 8000
+  rl-megatron balance experiment=mine generation.engine=vllm rollout.async_enabled=true --nodes 6
   rl-megatron eval outputs/run/checkpoints/grpo/step-000100 experiment=mine --output evaluated
   rl-megatron inspect outputs/run/checkpoints/sft/step-000100
   rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k train.seed=1 output_dir=outputs/mine
@@ -110,6 +112,8 @@ def command_parser() -> argparse.ArgumentParser:
             command.add_argument("--server-nodes", metavar="NODES", help=nodes)
         if name == "serve":
             _add_serve(command)
+        if name == "balance":
+            _add_balance(command)
         if name == "doctor":
             command.add_argument("--json", action="store_true", help="print JSON")
     _add_rollouts(commands)
@@ -160,6 +164,13 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("--host", metavar="ADDRESS", help="the address to bind to, such as 0.0.0.0; by default host's")
     port = "the port of the first server; the next ones follow; by default that of the configuration"
     command.add_argument("--port", type=int, metavar="N", help=port)
+
+
+def _add_balance(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--nodes", type=int, required=True, metavar="N", help="the number of nodes of the job")
+    command.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="ranks of a node; by default 8")
+    first = "nodes for servers as long as nothing was measured; by default half of them"
+    command.add_argument("--engine-nodes", type=int, metavar="N", help=first)
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:

@@ -31,14 +31,14 @@ def with_server_nodes(config: RunConfig, nodes: str | None) -> RunConfig:
     """
     if nodes is None:
         return config
-    served = _stages_with_servers(config, f"--server-nodes {nodes}")
+    served = stages_with_servers(config, f"--server-nodes {nodes}")
     places = tuple(nodes.split(","))
     wrong = next((place for place in places if not re.match(NODE, place)), None)
     if wrong is not None:
         raise ConfigError(f"--server-nodes {nodes}: {wrong!r} is not HOST:PORT; write it as 10.0.0.5:8000")
     changed = {name: _with_section(stage, server_nodes=places) for name, stage in served.items()}
     for stage in changed.values():
-        _section(stage).check()
+        servers_of(stage).check()
     return replace(config, stages=config.stages | changed)
 
 
@@ -84,7 +84,7 @@ def serve(config: RunConfig, options: argparse.Namespace) -> int:
 
 def _served_stages(config: RunConfig, name: str | None) -> dict[str, StageConfig]:
     """Return the stages whose servers are started: the named one, or all that use servers."""
-    served = _stages_with_servers(config, "serve")
+    served = stages_with_servers(config, "serve")
     if name is None:
         return served
     if name not in served:
@@ -94,7 +94,7 @@ def _served_stages(config: RunConfig, name: str | None) -> dict[str, StageConfig
 
 def _placed(stage: StageConfig, options: argparse.Namespace) -> StageConfig:
     """Return the stage with the address of the options."""
-    section = _section(stage)
+    section = servers_of(stage)
     if section.urls:
         raise ConfigError(f"{section.key}.server_urls and server_nodes name servers that run already; leave them out")
     if options.port is not None and not 0 < options.port <= MAX_PORT + 1 - section.num_servers:
@@ -102,7 +102,16 @@ def _placed(stage: StageConfig, options: argparse.Namespace) -> StageConfig:
     return _with_section(stage, host=options.host or section.host, port=options.port or section.port)
 
 
-def _stages_with_servers(config: RunConfig, what: str) -> dict[str, StageConfig]:
+def stages_with_servers(config: RunConfig, what: str) -> dict[str, StageConfig]:
+    """Return the stages whose rollout engine runs on servers.
+
+    Args:
+        config: The run.
+        what: The words at the start of an error, which name what needs servers.
+
+    Raises:
+        ConfigError: There is none.
+    """
     served = {
         name: stage
         for name, stage in config.stages.items()
@@ -117,12 +126,13 @@ def _stages_with_servers(config: RunConfig, what: str) -> dict[str, StageConfig]
     return served
 
 
-def _section(stage: StageConfig) -> ServersConfig:
+def servers_of(stage: StageConfig) -> ServersConfig:
+    """Return the section of the servers of a stage that uses servers."""
     return getattr(stage.generation, str(ENGINE_DECLARATIONS[stage.generation.engine].section))
 
 
 def _with_section(stage: StageConfig, **changes: object) -> StageConfig:
     """Return the stage with other values of keys of its servers' section."""
     section = str(ENGINE_DECLARATIONS[stage.generation.engine].section)
-    changed = replace(_section(stage), **changes)  # pyright: ignore[reportArgumentType]  # they come from options
+    changed = replace(servers_of(stage), **changes)  # pyright: ignore[reportArgumentType]  # they come from options
     return replace(stage, generation=replace(stage.generation, **{section: changed}))

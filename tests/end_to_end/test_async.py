@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -101,6 +102,20 @@ def test_a_replay_gives_the_same_bits(whole, tmp_path, forks):
     assert [rank.status for rank in ranks] == [0, 0], ranks[0].err
     without = [name for name in trained(whole)[-1] if name.startswith(("gate_", "refit_"))]
     assert trained(tmp_path, without) == trained(whole, without)
+
+
+def test_a_run_goes_on_with_another_division_of_the_devices(whole, tmp_path, forks):
+    """As a job with ENGINE_NODES=auto does, when it is queued again. The last checkpoint is of step 12."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    more = ("generation.num_engines=2", f"train.steps={STEPS + 2}")
+    done = forks.run(tmp_path, "train", *OPTIONS, *more)
+    assert done.status == 0, done.err
+    numbers = [group["number"] for line in log_of(tmp_path) for group in line["used"]]
+    assert numbers == list(range((STEPS + 2) * PER_STEP))
+    steps = trained(tmp_path)
+    assert steps[:STEPS] == trained(whole)
+    divisions = [(step["trainer_devices"], step["engine_devices"]) for step in steps[STEPS - 1 :]]
+    assert divisions == [(2, 1), (1, 2), (1, 2)]
 
 
 def test_a_killed_run_learns_from_its_log_and_goes_on(tmp_path, forks):

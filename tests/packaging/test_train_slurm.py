@@ -72,6 +72,25 @@ def test_some_nodes_serve_and_the_others_train_with_their_addresses(tmp_path, va
     assert sorted((tmp_path / "trained").read_text().splitlines()) == wanted
 
 
+@pytest.mark.parametrize(
+    ("division", "options"), [("auto", ""), ("auto:1", " --engine-nodes 1")], ids=["measured", "with a first choice"]
+)
+def test_the_run_may_choose_how_many_nodes_serve(tmp_path, division, options):
+    asked = f'if [ "$1" = balance ]; then echo "$*" >>{tmp_path}/asked; echo 2; exit; fi'
+    done = job(
+        tmp_path, f"{asked}\n{sides(tmp_path, TRAINS)}", "model=nano", SLURM_JOB_NODELIST="node[1-3]",
+        ENGINE_NODES=division, NPROC_PER_NODE="4",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "asked").read_text() == f"balance model=nano --nodes 3 --ranks-per-node 4{options}\n"
+    assert [line.split()[:2] for line in (tmp_path / "trained").read_text().splitlines()] == [["node1", "1"]]
+
+
+def test_a_choice_that_the_run_refuses_ends_the_job(tmp_path):
+    done = job(tmp_path, "exit 2", ENGINE_NODES="auto")
+    assert done.returncode == 2 and not (tmp_path / "requeued").exists()
+
+
 @pytest.mark.parametrize(("ranks", "status", "is_queued"), [(75, 75, True), (1, 1, False)], ids=["saved", "failed"])
 def test_the_status_of_the_training_is_that_of_a_job_with_servers(tmp_path, ranks, status, is_queued):
     done = job(tmp_path, sides(tmp_path, f"{TRAINS}; exit {ranks}"), ENGINE_NODES="1")
@@ -92,7 +111,7 @@ def test_training_is_asked_to_save_and_the_job_fails_if_the_servers_end_before_i
     ("variables", "words", "message"),
     [
         ({"ENGINE_NODES": "2"}, ("train",), "ENGINE_NODES=2 leaves none of the job's 2 node(s) for training"),
-        ({"ENGINE_NODES": "one"}, ("train",), "ENGINE_NODES=one is not a number of nodes"),
+        ({"ENGINE_NODES": "one"}, ("train",), "ENGINE_NODES=one is not a number of nodes, auto or auto:N"),
         ({"ENGINE_NODES": "-1"}, ("train",), "ENGINE_NODES=-1 is not a number of nodes"),
         ({"ENGINE_NODES": "1"}, ("certify",), "which only 'train' uses, and its first argument is 'certify'"),
         ({"SLURM_HET_SIZE": "3"}, ("train",), "the job has 3 components"),
