@@ -1,6 +1,7 @@
 """What a run writes about itself: costs that add up, rollouts that can be learned from again, reports and traces."""
 
 import gzip
+import itertools
 import json
 import re
 import shutil
@@ -10,7 +11,7 @@ import time
 import matplotlib.image
 import pytest
 
-from tests.end_to_end.launch import TINY_GRPO, metrics
+from tests.end_to_end.launch import TIMEOUT, TINY_GRPO, metrics
 
 REWARD = """
 def even(completion_ids, **_):
@@ -102,6 +103,20 @@ def test_reports_stand_alone_and_runs_are_compared(recorded, forks):
     assert refused.status == 2 and "is not the output_dir of a run" in refused.err
 
 
+def _wait_in_step_30() -> None:
+    """Let the run wait in step 30 until it is killed, since W&B may need longer for its file than all steps."""
+    from rl_megatron.policy.megatron_policy import MegatronPolicy
+
+    train, steps = MegatronPolicy.train, itertools.count(1)
+
+    def waiting(*arguments, **keywords):
+        if next(steps) == 30:
+            time.sleep(TIMEOUT)
+        return train(*arguments, **keywords)
+
+    MegatronPolicy.train = waiting
+
+
 @pytest.mark.slow
 def test_a_killed_run_continues_its_runs_of_wandb_and_mlflow(tmp_path, forks, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -110,7 +125,7 @@ def test_a_killed_run_continues_its_runs_of_wandb_and_mlflow(tmp_path, forks, mo
         "logger.mlflow.experiment_name=maths",
     )  # fmt: skip
     out = tmp_path / "out"
-    with forks.start(tmp_path, *run) as running:
+    with forks.start(tmp_path, *run, before=_wait_in_step_30) as running:
         running.wait_until(lambda: list(out.glob("mlruns/*/*/metrics/grpo/train/loss")), "point in MLflow")
         running.wait_until(lambda: list(out.glob("wandb/offline-run-*/*.wandb")), "file of W&B")
         first = len(metrics(out))

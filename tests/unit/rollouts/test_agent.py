@@ -190,10 +190,10 @@ def test_a_client_that_is_gone_delays_nobody(tmp_path):
     async def worker(client, record, sampling):
         async with client.openai() as session:
             headers = {"Authorization": f"Bearer {session.api_key}"}
-            async with httpx.AsyncClient(base_url=session.base_url, headers=headers) as http:
+            async with httpx.AsyncClient(base_url=session.base_url, headers=headers, timeout=60) as http:
                 if record["number"] == 0:
                     with pytest.raises(httpx.ReadTimeout):
-                        await http.post("/completions", json={"prompt": "0"}, timeout=0.05)
+                        await http.post("/completions", json={"prompt": "0"}, timeout=httpx.Timeout(60, read=0.05))
                 else:
                     await asyncio.sleep(0.3)
                 await http.post("/completions", json={"prompt": "1"})
