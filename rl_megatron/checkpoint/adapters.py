@@ -161,8 +161,8 @@ class StoredAdapter:
             if piece.name == SCORE_HEAD and model.head == "score" and self.head is not None:
                 piece.tensor.copy_(self.head)
                 continue
-            for hf_name, offset, view in blocks_of(piece, table):
-                delta = self.delta(hf_name, offset, tuple(view.shape))
+            for rows, offset, view in blocks_of(piece, table):
+                delta = self.delta(rows.hf_name, offset, tuple(view.shape))
                 if delta is not None:
                     view.copy_(view.float() + delta.to(view.device))
 

@@ -29,7 +29,7 @@ from rl_megatron.checkpoint.hf_directory import (
     refuse_existing,
 )
 from rl_megatron.checkpoint.hf_load import embedding_rows, open_hugging_face
-from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES
+from rl_megatron.checkpoint.hf_weights import block_height, read_block
 from rl_megatron.checkpoint.peft_convert import export_adapter, import_adapter
 from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
 from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, model_tensors, read_parts
@@ -200,15 +200,15 @@ def _write_checkpoint(
 def _blocks(reader: WeightReader, table: WeightTable, name: str, shape: Shape) -> Iterator[tuple[int, Tensor]]:
     """Yield (number of the first row, rows) of a Megatron tensor, block by block."""
     sources = table.of_megatron[name]
-    place = reader.places[sources[0].hf_name]
-    height = max(1, BLOCK_BYTES // max(1, place.row_bytes))
+    dtype = reader.places[sources[0].hf_name].dtype
+    height = block_height(shape[1:], dtype)
     for first in range(0, shape[0], height):
         last = min(first + height, shape[0])
-        block = torch.empty(last - first, *shape[1:], dtype=place.dtype)
+        block = torch.empty(last - first, *shape[1:], dtype=dtype)
         for rows in sources:
             start, end = max(rows.row, first), min(rows.row + rows.count, last)
             if start < end:
-                reader.read_rows(rows.hf_name, rows.hf_row + start - rows.row, block[start - first : end - first])
+                read_block(reader, rows, start, block[start - first : end - first])
         yield first, block
 
 
@@ -310,7 +310,10 @@ def _write_part(
             delta = None if adapter is None else adapter.delta(rows.hf_name, (hf_row, column), tuple(block.shape))
             if delta is not None:
                 block = (block.float() + delta).to(block.dtype)
-            writer.write(rows.hf_name, hf_row, column, block)
+            if rows.slab is None:
+                writer.write(rows.hf_name, hf_row, column, block)
+            else:
+                writer.write_slab(rows.hf_name, rows.slab, hf_row, column, block)
 
 
 def _write_side_files(checkpoint: Path, target: Path, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -9,7 +9,14 @@ from pathlib import Path
 import torch
 
 from rl_megatron.checkpoint.hf_directory import read_directory
-from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES, check_tensors, check_tied, find_tensors, tied_head
+from rl_megatron.checkpoint.hf_weights import (
+    block_height,
+    check_tensors,
+    check_tied,
+    find_tensors,
+    read_block,
+    tied_head,
+)
 from rl_megatron.checkpoint.safetensors_files import Place, WeightReader
 from rl_megatron.checkpoint.training_state import HEAD_PREFIX
 from rl_megatron.config.checkpoint_metadata import has_tokenizer
@@ -140,11 +147,11 @@ def _fill(piece: Piece, sources: Sequence[Rows], reader: WeightReader) -> None:
     columns = tuple(slice(o, o + n) for o, n in zip(piece.offset[1:], piece.tensor.shape[1:], strict=True))
     piece.tensor.zero_()
     for rows in sources:
-        place = reader.places[rows.hf_name]
-        height = max(1, BLOCK_BYTES // max(1, place.row_bytes))
+        dtype, shape = reader.places[rows.hf_name].dtype, piece.global_shape[1:]
+        height = block_height(shape, dtype)
         low, high = max(begin, rows.row), min(end, rows.row + rows.count)
         for first in range(low, high, height):
             last = min(first + height, high)
-            block = torch.empty(last - first, *place.shape[1:], dtype=place.dtype)
-            reader.read_rows(rows.hf_name, rows.hf_row + first - rows.row, block)
+            block = torch.empty(last - first, *shape, dtype=dtype)
+            read_block(reader, rows, first, block)
             piece.tensor[first - begin : last - begin].copy_(block[(slice(None), *columns)])

@@ -5,6 +5,7 @@ Names, shapes and dtypes are checked from the files' headers, before a weight is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rl_megatron.checkpoint.hf_directory import INDEX, weight_files
 from rl_megatron.checkpoint.safetensors_files import NAMES, Place, WeightReader, read_header
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.log import once
-from rl_megatron.model.families.table import WeightTable
+from rl_megatron.model.families.table import Rows, Shape, WeightTable
 
 BLOCK_BYTES = 16 << 20  # how much of a tensor is read at a time
 _SHOWN = 3  # how many tensors a message names
@@ -80,6 +81,28 @@ def check_tensors(
         if places[name].dtype not in (torch.float32, dtype):
             raise ConfigError(f"{where}: {name} is {NAMES[places[name].dtype]}; it must be F32 or {NAMES[dtype]}")
     return dtype
+
+
+def block_height(columns: Shape, dtype: torch.dtype) -> int:
+    """Return how many rows with these columns are read at a time."""
+    return max(1, BLOCK_BYTES // max(1, math.prod(columns) * dtype.itemsize))
+
+
+def read_block(reader: WeightReader, rows: Rows, first: int, into: torch.Tensor) -> None:
+    """Fill `into` with rows of a Megatron tensor, from its row `first` on.
+
+    Args:
+        reader: The reader of the Hugging Face tensors.
+        rows: The block of rows that has them.
+        first: The number of the first row in the Megatron tensor.
+        into: [rows, …], contiguous and of the tensor's dtype.
+    """
+    hf_row = rows.hf_row + first - rows.row
+    if rows.slab is None:
+        reader.read_rows(rows.hf_name, hf_row, into)
+    else:
+        of_expert = reader.slab(rows.hf_name, rows.slab.expert)
+        into.copy_(rows.slab.rows(of_expert)[hf_row : hf_row + len(into)])
 
 
 def tied_head(places: Mapping[str, Place], table: WeightTable) -> str | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rl_megatron.checkpoint.hf_directory import INDEX, SINGLE
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.model.families.table import Shape
+from rl_megatron.model.families.table import Shape, Slab
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -59,6 +59,19 @@ class _Files:
             self._descriptors[path] = os.open(path, self._flags)
         return self._descriptors[path]
 
+    def read(self, path: Path, position: int, into: Tensor) -> None:
+        """Fill a contiguous tensor with the bytes of a file from `position` on.
+
+        Raises:
+            OSError: The file ends early, because it was truncated after its header was read.
+        """
+        unread = _bytes_of(into)
+        while unread:
+            count = os.preadv(self[path], [unread], position)
+            if count == 0:
+                raise OSError(f"{path} has no byte {position}: it was truncated after its header was read")
+            unread, position = unread[count:], position + count
+
     def close(self, sync: bool = False) -> None:
         for descriptor in self._descriptors.values():
             if sync:
@@ -73,6 +86,7 @@ class WeightReader:
     def __init__(self, places: Mapping[str, Place]) -> None:
         self.places = dict(places)
         self._files = _Files(os.O_RDONLY)
+        self._slab: tuple[tuple[str, int], Tensor] | None = None
 
     def __enter__(self) -> WeightReader:
         return self
@@ -92,12 +106,16 @@ class WeightReader:
             OSError: The file ends early, because it was truncated after its header was read.
         """
         place = self.places[name]
-        unread, position = _bytes_of(into), place.start + first * place.row_bytes
-        while unread:
-            count = os.preadv(self._files[place.file], [unread], position)
-            if count == 0:
-                raise OSError(f"{place.file} ends within {name}")
-            unread, position = unread[count:], position + count
+        self._files.read(place.file, place.start + first * place.row_bytes, into)
+
+    def slab(self, name: str, index: int) -> Tensor:
+        """Return tensor `name` at `index` of its first axis. The last one is kept, because parts of it are needed."""
+        if self._slab is None or self._slab[0] != (name, index):
+            place = self.places[name]
+            whole = torch.empty(1, *place.shape[1:], dtype=place.dtype)
+            self.read_rows(name, index, whole)
+            self._slab = (name, index), whole[0]
+        return self._slab[1]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -171,7 +189,7 @@ class WeightWriter:
         max_shard_bytes: int,
     ) -> None:
         self._directory = directory
-        self._files = _Files(os.O_WRONLY)
+        self._files = _Files(os.O_RDWR)
         self._written = dict.fromkeys(shapes, 0)
         self.places: dict[str, Place] = {}
         sizes = {name: math.prod(shape) * dtype_of(name).itemsize for name, shape in shapes.items()}
@@ -192,6 +210,17 @@ class WeightWriter:
             for offset, part in enumerate(data):
                 self._put(place.file, part, start + offset * place.row_bytes + column * place.dtype.itemsize)
         self._written[name] += data.nbytes
+
+    def write_slab(self, name: str, slab: Slab, row: int, column: int, block: Tensor) -> None:
+        """Write `block` at (row, column) of a part of a tensor that stacks experts, whose other parts stay."""
+        place = self.places[name]
+        whole = torch.empty(1, *place.shape[1:], dtype=place.dtype)
+        position = place.start + slab.expert * place.row_bytes
+        self._files.read(place.file, position, whole)
+        within = slab.rows(whole[0])[row : row + len(block)]
+        (within if block.dim() == 1 else within[:, column : column + block.size(1)]).copy_(block)
+        self._put(place.file, whole, position)
+        self._written[name] += block.nbytes
 
     def _put(self, file: Path, data: Tensor, position: int) -> None:
         left = _bytes_of(data)

@@ -76,11 +76,15 @@ class ModelConfig:
     norm_epsilon: PositiveFloat = 1e-5  # added to the mean square in every RMSNorm
     zero_centered_norm: bool = False  # norms multiply by 1 + weight instead of weight (Gemma)
     sandwich_norms: bool = False  # also normalise what attention and MLP add to the residual (Gemma 3, dense GLM-4)
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate; Gemma uses gelu_tanh
+    # Activation of the MLP's gate. Gemma uses gelu_tanh. swiglu_oai is gpt-oss's: gate and up are clamped to 7, and the
+    # result is gate·sigmoid(1.702·gate)·(up + 1).
+    activation: Literal["silu", "gelu_tanh", "swiglu_oai"] = "silu"
     scale_embeddings: bool = False  # multiply embeddings by √hidden_size (Gemma)
     tie_embeddings: bool = True  # use the embedding matrix as the output head
     qkv_bias: bool = False  # add a bias to query, key and value projections (Qwen2)
+    linear_bias: bool = False  # add a bias to all other linears, too: attention's output, MLP, router (gpt-oss)
     qk_norm: bool = False  # apply RMSNorm to each head's queries and keys (Qwen3)
+    attention_sinks: bool = False  # a learned score per head takes a share of each attention softmax (gpt-oss)
     query_pre_attn_scalar: Positive | None = None  # scores are divided by its root (Gemma); null: dimensions of a head
     init_std: PositiveFloat = 0.02  # standard deviation of the initial weights
     sliding_window: Positive | None = None  # tokens that a token attends to, itself included; null: all before it

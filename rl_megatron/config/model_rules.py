@@ -17,6 +17,7 @@ def check_model(model: ModelConfig) -> None:
     """
     _check_heads(model)
     _check_latents(model)
+    _check_biases(model)
     _check_rope(model)
     _check_windows(model)
     _check_experts(model)
@@ -40,7 +41,7 @@ def _check_heads(model: ModelConfig) -> None:
 _OF_LATENTS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_WITH_LATENTS = (
     "head_dim", "qkv_bias", "qk_norm", "query_pre_attn_scalar", "sliding_window", "local_rope_base",
-    "partial_rotary_factor", "rope_interleaved",
+    "partial_rotary_factor", "rope_interleaved", "linear_bias", "attention_sinks",
 )  # fmt: skip
 
 
@@ -71,6 +72,18 @@ def _check_latents(model: ModelConfig) -> None:
     if rotary_size(model) % 2:
         raise ConfigError(
             f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even: RoPE rotates pairs of dimensions"
+        )
+
+
+def _check_biases(model: ModelConfig) -> None:
+    if model.linear_bias and not model.qkv_bias:
+        raise ConfigError("model.linear_bias=true needs model.qkv_bias=true: all linears have a bias, or none has")
+    if model.linear_bias and model.sandwich_norms:
+        raise ConfigError("model.linear_bias=true is not supported with model.sandwich_norms=true; set one to false")
+    if model.linear_bias and model.shared_expert_ffn_hidden_size is not None:
+        raise ConfigError(
+            "model.linear_bias=true is not supported with model.shared_expert_ffn_hidden_size="
+            f"{model.shared_expert_ffn_hidden_size}; set linear_bias=false, or leave the shared expert out"
         )
 
 

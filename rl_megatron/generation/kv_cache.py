@@ -38,7 +38,8 @@ class KVCache(SlotCache):
         super().__init__(num_slots, capacity, next(models[0].parameters()).device, routing)
         attentions = [cast(Attention, layer.self_attention) for model in models for layer in model.decoder.layers]
         self.replaced = {
-            attention: CachedAttention(self, attention.config, attention.layer_number) for attention in attentions
+            attention: CachedAttention(self, attention.config, attention.layer_number, _sinks_of(attention))
+            for attention in attentions
         }
 
     def keep_experts(self, layer: int, experts: Tensor) -> None:
@@ -64,8 +65,9 @@ class CachedAttention(torch.nn.Module):
     Shapes: query is [S, B, N, D], key and value are [S, B, G, D], as in `PortableAttention`.
     """
 
-    def __init__(self, cache: KVCache, config: TransformerConfig, layer_number: int):
+    def __init__(self, cache: KVCache, config: TransformerConfig, layer_number: int, sinks: Tensor | None):
         super().__init__()
+        self.sinks = None if sinks is None else sinks.detach()  # it shares the memory of the model's parameter
         # The cache owns this module. With a reference back, its memory would wait for Python's garbage collector.
         self.cache, self.softmax_scale = weakref.proxy(cache), config.softmax_scale
         self.layer_number, self.window = layer_number, sliding_window(config, layer_number)
@@ -75,16 +77,23 @@ class CachedAttention(torch.nn.Module):
         cache = self.cache
         cache.keep(self.layer_number, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
         if cache.positions is None:
-            return attend(query, key, value, cache.mask(key.size(0), self.window, query), self.softmax_scale)
-        return cache.attend_to_kept(self.layer_number, query[0], self.softmax_scale, self.window).flatten(1)[None]
+            mask = cache.mask(key.size(0), self.window, query)
+            return attend(query, key, value, mask, self.softmax_scale, self.sinks)
+        layer, scale = self.layer_number, self.softmax_scale
+        return cache.attend_to_kept(layer, query[0], scale, self.window, self.sinks).flatten(1)[None]
+
+
+def _sinks_of(attention: Attention) -> Tensor | None:
+    """Return the sinks of a layer's heads on this rank, or None."""
+    return getattr(attention.core_attention, "softmax_offset", None)
 
 
 @contextmanager
 def caching(models: Sequence[GPTModel], cache: KVCache) -> Iterator[None]:
     """Replace each layer's core attention by a caching one, within the context.
 
-    Core attention has no parameters, so nothing else changes, whatever the backend, except that what single tokens do
-    not support is switched off: sequence parallelism and fused RoPE.
+    Nothing else changes, whatever the backend, except that what single tokens do not support is switched off: sequence
+    parallelism and fused RoPE.
     """
     originals = [(attention, attention.core_attention) for attention in cache.replaced]
     # megatron-core can switch sequence parallelism off too, but it finds modules by the `id` of their model, which a

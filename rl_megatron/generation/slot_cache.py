@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rl_megatron.model.layers.packed import causal_bias
+from rl_megatron.model.layers.sinks import attend_once_with_sinks
 
 
 class SlotCache:
@@ -70,7 +71,9 @@ class SlotCache:
             else:
                 kept[self.slots, :, self.positions] = new[:, :, 0]
 
-    def attend_to_kept(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
+    def attend_to_kept(
+        self, layer: int, query: Tensor, scale: float | None, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the attention's output [n, N, D] of one new token of each of the first n slots.
 
         Args:
@@ -78,17 +81,15 @@ class SlotCache:
             query: [n, N, D].
             scale: The factor of the scores; None for 1/√D.
             window: The number of tokens that a token attends to, itself included; None for all before it.
+            sinks: [N], the score of each head's sink, or None.
         """
-        keys, values = self._layers[layer]
-        count = len(query)
+        keys, values = (kept[: len(query), :, : self.width] for kept in self._layers[layer])
         # The heads that share a key attend as if they were several queries of one head, so no key is repeated.
-        output = scaled_dot_product_attention(
-            query.unflatten(1, (keys.size(1), -1)),
-            keys[:count, :, : self.width],
-            values[:count, :, : self.width],
-            attn_mask=self.mask(1, window, query),
-            scale=scale,
-        )
+        queries, mask = query.unflatten(1, (keys.size(1), -1)), self.mask(1, window, query)
+        if sinks is None:
+            output = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        else:
+            output = attend_once_with_sinks(queries, keys, values, sinks, mask, scale)
         return output.flatten(1, 2)
 
     def mask(self, num_new: int, window: int | None, like: Tensor) -> Tensor | None:

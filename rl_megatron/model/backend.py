@@ -45,7 +45,7 @@ from rl_megatron.topology.topology import Topology
 # others, but they have not been tried.
 _PORTABLE_ONLY = (
     "local_rope_base", "sandwich_norms", "kv_lora_rank", "first_dense_layers", "partial_rotary_factor",
-    "rope_interleaved",
+    "rope_interleaved", "attention_sinks", "linear_bias",
 )  # fmt: skip
 _DEFAULT = ModelConfig()
 
@@ -88,6 +88,8 @@ def _why_not_transformer_engine(model: ModelConfig, topology: Topology, precisio
             f"Transformer Engine cannot combine model.sliding_window={model.sliding_window} with "
             f"parallel.context={topology.context}"
         )
+    if model.activation == "swiglu_oai":
+        return "only portable layers support model.activation=swiglu_oai"
     for key in _PORTABLE_ONLY:
         value = getattr(model, key)
         if value != getattr(_DEFAULT, key):

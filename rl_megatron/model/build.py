@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -47,8 +48,9 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str, b
         layernorm_zero_centered_gamma=model.zero_centered_norm,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
-        activation_func=ACTIVATIONS[model.activation],
-        add_bias_linear=False,
+        # megatron-core wants a function of the gate, which swiglu_oai is not. Portable layers have `GatedActivation`.
+        activation_func=ACTIVATIONS.get(model.activation, ACTIVATIONS["silu"]),
+        add_bias_linear=model.linear_bias,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
@@ -57,6 +59,7 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str, b
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
         softmax_scale=_softmax_scale(model),
+        softmax_type="learnable" if model.attention_sinks else "vanilla",
         window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
         window_attn_skip_freq=model.global_attention_every,
         tensor_model_parallel_size=topology.tensor,
@@ -243,9 +246,23 @@ def _build_model_chunk(
             # if experts are spread over ranks. Otherwise it sums gradients over too few ranks (NVIDIA/Megatron-LM pull
             # request 5916).
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  # a mark that DDP reads
+            # megatron-core marks experts' biases for a sum over tensor-parallel ranks, which DDP makes already.
+            parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+    if model.linear_bias:
+        _add_expert_biases_in_place(module)
     if head == "score" and module.post_process:
         module.register_module("output_layer", ScoreHead(config, topology))
     return module.to(topology.device)
+
+
+def _add_expert_biases_in_place(module: GPTModel) -> None:
+    """Let megatron-core add an expert's bias to the output of its last linear, which is whole on its rank.
+
+    Otherwise the output passes through a function that returns it as it is, and torch refuses to change that in place.
+    """
+    for each in module.modules():
+        if isinstance(each, RowParallelLinear) and each.is_expert:
+            each.explicit_expert_comm = True
 
 
 def _set_rope(module: GPTModel, model: ModelConfig, topology: Topology, backend: str) -> None:

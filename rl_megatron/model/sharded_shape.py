@@ -248,7 +248,7 @@ def layer_parameters(model: ModelConfig, tensor: int, expert: int, has_experts: 
     hidden = model.hidden_size
     norm, after = [Parameter(hidden)], [Parameter(hidden)] * model.sandwich_norms
     attention = _latent_attention(model, tensor) if model.kv_lora_rank is not None else _attention(model, tensor)
-    mlp = _experts(model, tensor, expert) if has_experts else _mlp(hidden, model.ffn_hidden_size // tensor)
+    mlp = _experts(model, tensor, expert) if has_experts else _mlp(model, model.ffn_hidden_size // tensor)
     return (*norm, *attention, *after, *norm, *mlp, *after)
 
 
@@ -257,7 +257,9 @@ def _attention(model: ModelConfig, tensor: int) -> list[Parameter]:
     queries = size * model.num_attention_heads // tensor
     mixed = queries + 2 * size * model.num_query_groups // tensor
     return [
+        *[Parameter(model.num_attention_heads // tensor)] * model.attention_sinks,
         Parameter(queries * hidden),
+        *[Parameter(hidden)] * model.linear_bias,
         Parameter(mixed * hidden),
         *[Parameter(mixed)] * model.qkv_bias,
         *[Parameter(size)] * (2 * model.qk_norm),
@@ -274,17 +276,24 @@ def _latent_attention(model: ModelConfig, tensor: int) -> list[Parameter]:
     return [Parameter(elements) for elements in (*queries, *keys, heads * shape.value * hidden)]
 
 
-def _mlp(hidden: int, width: int, of_expert: bool = False) -> list[Parameter]:
-    return [Parameter(2 * width * hidden, of_expert), Parameter(width * hidden, of_expert)]
+def _mlp(model: ModelConfig, width: int, of_expert: bool = False) -> list[Parameter]:
+    hidden = model.hidden_size
+    return [
+        Parameter(2 * width * hidden, of_expert),
+        *[Parameter(2 * width, of_expert)] * model.linear_bias,
+        Parameter(width * hidden, of_expert),
+        *[Parameter(hidden, of_expert)] * model.linear_bias,
+    ]
 
 
 def _experts(model: ModelConfig, tensor: int, expert: int) -> list[Parameter]:
     hidden, experts = model.hidden_size, model.num_experts or 0
     width, shared = model.expert_ffn_hidden_size or model.ffn_hidden_size, model.shared_expert_ffn_hidden_size
-    routed = [Parameter(experts * hidden), *_mlp(hidden, width, of_expert=True) * (experts // expert)]
+    router = [Parameter(experts * hidden), *[Parameter(experts)] * model.linear_bias]
+    routed = [*router, *_mlp(model, width, of_expert=True) * (experts // expert)]
     if shared is None:
         return routed
-    return [*routed, *[Parameter(hidden)] * model.shared_expert_gate, *_mlp(hidden, shared // tensor)]
+    return [*routed, *[Parameter(hidden)] * model.shared_expert_gate, *_mlp(model, shared // tensor)]
 
 
 @dataclass(frozen=True)

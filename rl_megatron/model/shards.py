@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from rl_megatron.model.families.table import WeightTable
+from rl_megatron.model.families.table import Rows, WeightTable
 from rl_megatron.topology.fake_cuda import is_planned
 
 # Each layer has its own global names ("decoder.layers.3.…"). Tensors are not stacked along a layer axis.
@@ -110,7 +110,7 @@ def _piece(shard: ShardedTensor, is_trained: bool) -> Piece:
     )
 
 
-def blocks_of(piece: Piece, table: WeightTable) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+def blocks_of(piece: Piece, table: WeightTable) -> Iterator[tuple[Rows, tuple[int, ...], Tensor]]:
     """Yield the blocks of rows of a piece that belong to one Hugging Face tensor each.
 
     Args:
@@ -118,14 +118,15 @@ def blocks_of(piece: Piece, table: WeightTable) -> Iterator[tuple[str, tuple[int
         table: The model's weight table.
 
     Yields:
-        The name of the Hugging Face tensor, the index of the block's first element there, and the view of the piece.
+        The rows of the table to which the block belongs, the index of its first element in the Hugging Face tensor or
+        its slab, and the view of the piece.
     """
     first, last = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
     for rows in table.of_megatron.get(piece.name, ()):
         low, high = max(first, rows.row), min(last, rows.row + rows.count)
         if low < high:
             offset = (rows.hf_row + low - rows.row, *piece.offset[1:])
-            yield rows.hf_name, offset, piece.tensor[low - first : high - first]
+            yield rows, offset, piece.tensor[low - first : high - first]
 
 
 def stored_name(name: str) -> tuple[str, int | None]:

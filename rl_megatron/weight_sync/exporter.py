@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, peft_config
 from rl_megatron.model.families import family_of_model
-from rl_megatron.model.families.table import WeightTable
+from rl_megatron.model.families.table import Shape, Slab, WeightTable
 from rl_megatron.model.lora.layers import LinearAdapter, adapters_of
 from rl_megatron.model.lora.targets import Part, adapted_linears, adapter_shapes, is_adapter, name_in_peft
 from rl_megatron.model.sharded_model import ShardedModel
@@ -34,13 +34,20 @@ class _Block:
 
     Attributes:
         source: The view.
-        offset: The index of its first element.
+        offset: The index of its first element in the Hugging Face tensor or its slab.
+        slab: The part of a tensor of stacked experts to which the block belongs, or None.
         adapter: The adapter of these rows with the part that they belong to, or None.
     """
 
     source: Tensor
     offset: tuple[int, ...]
+    slab: Slab | None
     adapter: tuple[LinearAdapter, Part] | None
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Return the index of the first element, if the rows of all slabs are numbered."""
+        return (self.offset[0] + (0 if self.slab is None else self.slab.start), *self.offset[1:])
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         """Return the rows as engines get them, with the adapter merged."""
@@ -52,6 +59,8 @@ class _Block:
 
     def within(self, whole: Tensor) -> Tensor:
         """Return the view of the Hugging Face tensor `whole` to which the block belongs."""
+        if self.slab is not None:
+            whole = self.slab.rows(whole[self.slab.expert])
         return whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.source.shape, strict=True))]
 
 
@@ -85,15 +94,30 @@ class WeightExporter:
         ]
         hf_config = family.write_config(model.config, rows) | {"dtype": dtype}
         unknown, blocks = _blocks(model.model_chunks, table, with_adapters)
-        self._prepare(model, RefitPlan(hf_config, model.vocab_size, plan_buckets(specs, max_bytes)), blocks, unknown)
+        plan = RefitPlan(hf_config, model.vocab_size, plan_buckets(specs, max_bytes))
+        shapes = {name: table.numbered_shape(name) for name in table.hf_shapes}
+        self._prepare(model, plan, shapes, blocks, unknown)
 
     def _prepare(
-        self, model: ShardedModel, plan: RefitPlan, blocks: dict[str, list[_Block]], unknown: list[str]
+        self,
+        model: ShardedModel,
+        plan: RefitPlan,
+        shapes: Mapping[str, Shape],
+        blocks: dict[str, list[_Block]],
+        unknown: list[str],
     ) -> None:
-        """Keep the plan and this rank's blocks, and check that the ranks hold every tensor of the plan once."""
+        """Keep the plan and this rank's blocks, and check that the ranks hold every tensor once.
+
+        Args:
+            model: The model.
+            plan: The plan.
+            shapes: The shapes of the tensors as `_Block.place` numbers their elements.
+            blocks: This rank's blocks of each tensor.
+            unknown: What this rank has and the plan lacks.
+        """
         self._model, self.plan, self._blocks, self._device = model, plan, blocks, model.topology.device
         if not is_planned():  # no other rank says what it holds
-            self._check_coverage([spec for bucket in plan.buckets for spec in bucket.tensors], unknown)
+            self._check_coverage(shapes, unknown)
 
     @property
     def num_words(self) -> int:
@@ -122,10 +146,14 @@ class WeightExporter:
         fingerprints = bucket.fingerprints(buffer)
         for index, spec in enumerate(bucket.tensors):
             whole = bucket.tensor(buffer, index)
-            for block in self._blocks.get(spec.name, ()):
+            blocks = self._blocks.get(spec.name, ())
+            for block in blocks:
                 rows = block.rows(spec.torch_dtype)
                 block.within(whole).copy_(rows)
-                fingerprints[index] += fingerprint(rows, (*block.offset, 0)[:2])
+                if block.slab is None:
+                    fingerprints[index] += fingerprint(rows, (*block.offset, 0)[:2])
+            if blocks and blocks[0].slab is not None:  # zeros elsewhere add nothing to the fingerprint
+                fingerprints[index] += fingerprint(whole)
         return buffer
 
     def whole_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
@@ -154,7 +182,7 @@ class WeightExporter:
             for position, spec in enumerate(bucket.tensors):
                 yield spec.name, bucket.tensor(filled, position)
 
-    def _check_coverage(self, specs: Sequence[TensorSpec], unknown: list[str]) -> None:
+    def _check_coverage(self, shapes: Mapping[str, Shape], unknown: list[str]) -> None:
         """Check that every element of every tensor is held by exactly one block, and that the table knows every tensor.
 
         A count of elements is not enough: if one element is held twice and another by no rank, the count is still
@@ -165,22 +193,22 @@ class WeightExporter:
             positions = fingerprint_of_ones(shape, offset, torch.device("cpu"))
             return torch.stack([torch.tensor(math.prod(shape)), positions])
 
-        held = torch.zeros(len(specs) + 1, 2, dtype=torch.int64)
+        held = torch.zeros(len(shapes) + 1, 2, dtype=torch.int64)
         held[-1, 0] = len(unknown)
-        for index, spec in enumerate(specs):
-            for block in self._blocks.get(spec.name, ()):
-                held[index] += counted(block.source.shape, block.offset)
+        for index, name in enumerate(shapes):
+            for block in self._blocks.get(name, ()):
+                held[index] += counted(block.source.shape, block.place)
         held = held.to(self._device)
         if self._model.topology.world_size > 1:
             dist.all_reduce(held)
         held = held.cpu()
         if held[-1, 0]:
             raise RuntimeError(f"the family's weight table lacks {', '.join(unknown) or 'tensors of another rank'}")
-        for spec, found in zip(specs, held[:-1], strict=True):
-            wanted = counted(spec.shape, (0, 0))
+        for (name, shape), found in zip(shapes.items(), held[:-1], strict=True):
+            wanted = counted(shape, (0, 0))
             if not torch.equal(found, wanted):
                 raise RuntimeError(
-                    f"{spec.name}: the ranks hold {found[0]} elements of {wanted[0]}, and not each of them once; the "
+                    f"{name}: the ranks hold {found[0]} elements of {wanted[0]}, and not each of them once; the "
                     "family's weight table lacks a module, or shards overlap"
                 )
 
@@ -207,9 +235,10 @@ class AdapterExporter(WeightExporter):
         for piece in pieces(model.model_chunks):
             if is_adapter(piece.name) and piece.is_first_replica:
                 name = f"{PEFT_PREFIX}{name_in_peft(piece.name)}"
-                blocks.setdefault(name, []).append(_Block(piece.tensor, piece.offset, None))
+                blocks.setdefault(name, []).append(_Block(piece.tensor, piece.offset, None, None))
         plan = RefitPlan(peft_config(model.lora, linears, None), model.vocab_size, plan_buckets(specs, max_bytes))
-        self._prepare(model, plan, blocks, [name for name in blocks if name.removeprefix(PEFT_PREFIX) not in shapes])
+        unknown = [name for name in blocks if name.removeprefix(PEFT_PREFIX) not in shapes]
+        self._prepare(model, plan, {spec.name: spec.shape for spec in specs}, blocks, unknown)
 
 
 def weights_digest(model: ShardedModel, frozen_only: bool = False) -> str:
@@ -251,8 +280,9 @@ def _blocks(
         if not _is_known(piece, table):
             unknown.append(f"{piece.name} {list(piece.global_shape)}")
         elif piece.is_first_replica:
-            for hf_name, offset, view in blocks_of(piece, table):
-                blocks.setdefault(hf_name, []).append(_Block(view, offset, adapters.get(hf_name)))
+            for rows, offset, view in blocks_of(piece, table):
+                block = _Block(view, offset, rows.slab, adapters.get(rows.hf_name))
+                blocks.setdefault(rows.hf_name, []).append(block)
     return unknown, blocks
 
 

@@ -166,10 +166,11 @@ def fingerprint(block: Tensor, offset: Sequence[int] = (0, 0)) -> Tensor:
     """Return the part of a tensor's fingerprint that comes from `block`, a scalar int64.
 
     Args:
-        block: A part of the tensor: [rows, columns], or [rows] for a vector.
+        block: A part of the tensor: [rows, columns], or [rows] for a vector. In a whole tensor of more dimensions, the
+            last one has the columns.
         offset: The (row, column) of its first element in the whole tensor.
     """
-    numbers = block.detach().unsqueeze(-1) if block.dim() < 2 else block.detach().flatten(1)
+    numbers = block.detach().unsqueeze(-1) if block.dim() < 2 else block.detach().flatten(0, -2)
     numbers = numbers.view(torch.int8 if block.element_size() == 1 else torch.int16)
     per_element = max(1, block.element_size() // 2)
     row_hashes = _row_hashes(offset[0], numbers.size(0), block.device)

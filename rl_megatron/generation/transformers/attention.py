@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from rl_megatron.generation.slot_cache import SlotCache
+from rl_megatron.model.layers.sinks import attend_with_sinks
 
 ATTENTION = "rl_megatron"  # its name in transformers, which makes no masks for an attention that it does not know
 
@@ -32,7 +33,14 @@ class CachedAttention(SlotCache):
                 module.__dict__["slot_cache"] = self  # where `_attend` finds it
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the attention's output [B, S, N, D], and cache the new keys and values.
 
@@ -43,11 +51,15 @@ class CachedAttention(SlotCache):
             value: [B, G, S, D].
             scale: The factor of the scores; None for 1/√D.
             window: The number of tokens that a token attends to, itself included; None for all before it.
+            sinks: [N], the score of each head's sink, or None.
         """
         self.keep(layer, key, value)
         if self.positions is not None:
-            return self.attend_to_kept(layer, query[:, :, 0], scale, window)[:, None]
+            return self.attend_to_kept(layer, query[:, :, 0], scale, window, sinks)[:, None]
         mask, grouped = self.mask(key.size(2), window, query), query.size(1) != key.size(1)
+        if sinks is not None:
+            key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
+            return attend_with_sinks(query, key, value, sinks, mask, scale).transpose(1, 2)
         output = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
@@ -71,12 +83,13 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Return the output [B, S, N, D] of a layer, in the form in which transformers calls attention functions."""
     cache: CachedAttention = module.__dict__["slot_cache"]
     layer = module.__dict__["layer_idx"]
-    return cache.attend(layer, query, key, value, scaling, sliding_window), None
+    return cache.attend(layer, query, key, value, scaling, sliding_window, s_aux), None
 
 
 AttentionInterface.register(ATTENTION, _attend)

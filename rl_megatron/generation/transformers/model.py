@@ -17,7 +17,7 @@ from rl_megatron.weight_sync.plan import RefitPlan
 _RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}
 # Routers of transformers that compute in the weights' dtype. The trainer's router computes in fp32, because bf16 scores
 # often tie, and another choice of experts gives other logits.
-_ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter")
+_ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter", "GptOssTopKRouter")
 _EXPERT_PARTS = {"mixtral": ("w1", "w3", "w2")}  # gate, up, down
 
 
@@ -46,7 +46,8 @@ def _route_in_fp32(router: torch.nn.Module) -> None:
     as_it_was = copy.copy(router)  # it shares the parameters
 
     def forward(hidden_states: Tensor) -> tuple[Tensor, ...]:
-        return functional_call(as_it_was, {"weight": router.get_parameter("weight").float()}, (hidden_states.float(),))
+        weights = {name: weight.float() for name, weight in router.named_parameters()}
+        return functional_call(as_it_was, weights, (hidden_states.float(),))
 
     router.forward = forward
 
@@ -55,9 +56,11 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return views of the model's weights, under the names that they have in a checkpoint.
 
     A checkpoint has a tensor for each expert, while transformers stacks them: [experts, gate above up, hidden] and
-    [experts, hidden, ffn].
+    [experts, hidden, ffn]. gpt-oss alone has stacked experts in checkpoints, too.
     """
     kind = model.config.model_type
+    if kind == "gpt_oss":
+        return dict(model.state_dict())
     here, there = _RENAMED.get(kind, ("", ""))
     gate, up, down = _EXPERT_PARTS.get(kind, ("gate_proj", "up_proj", "down_proj"))
     found = {}

@@ -17,6 +17,7 @@ from rl_megatron.model.families.family import FAMILIES, Family, register_family
 from rl_megatron.model.families.gemma3 import GEMMA3
 from rl_megatron.model.families.glm4 import GLM4
 from rl_megatron.model.families.glm4_moe import GLM4_MOE
+from rl_megatron.model.families.gpt_oss import GPT_OSS
 from rl_megatron.model.families.hf_config import HFConfig, only
 from rl_megatron.model.families.llama import LLAMA
 from rl_megatron.model.families.mistral import MISTRAL
@@ -26,7 +27,7 @@ from rl_megatron.model.families.qwen3 import QWEN3
 from rl_megatron.model.families.qwen3_moe import QWEN3_MOE
 
 # If several families can express a model, the first is used.
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3):
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3, GPT_OSS):
     register_family(_family)
 
 # Model keys that change neither the meaning of the weights nor the model's output.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
@@ -10,6 +10,8 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import head_size
 from rl_megatron.model.families.hf_config import only
 from rl_megatron.model.families.rope import read_rope, write_rope
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"  # the kinds of layers in `layer_types`
 
 
 def read_decoder(hf: Mapping[str, Any], share: float | None = None) -> dict[str, Any]:
@@ -59,6 +61,32 @@ def write_decoder(architecture: str, model_type: str, model: ModelConfig, vocab_
     }
 
 
+def read_period(kinds: Sequence[str], every: int | None = None) -> int | None:
+    """Return the period of layers without a sliding window in `layer_types`, or None if no layer has a window.
+
+    Args:
+        kinds: The value of `layer_types`.
+        every: The period that another key names; several may describe the same layers.
+
+    Raises:
+        ConfigError: The layers without a window are not every n-th.
+    """
+    if LOCAL not in kinds:
+        return None
+    if every is None or list(kinds) != layer_types(len(kinds), every):
+        every = kinds.index(GLOBAL) + 1 if GLOBAL in kinds else len(kinds) + 1
+    if list(kinds) != layer_types(len(kinds), every):
+        raise ConfigError(
+            f"layer_types={list(kinds)} is not supported; every n-th layer must be {GLOBAL}, and all others {LOCAL}"
+        )
+    return every
+
+
+def layer_types(num_layers: int, every: int | None) -> list[str]:
+    """Return the kind of each layer, if every n-th has no sliding window, or none has one."""
+    return [GLOBAL if every is None or layer % every == 0 else LOCAL for layer in range(1, num_layers + 1)]
+
+
 def read_window(hf: Mapping[str, Any]) -> int | None:
     """Return Qwen's sliding window, or None.
 
@@ -70,12 +98,10 @@ def read_window(hf: Mapping[str, Any]) -> int | None:
     window, layers = hf.get("sliding_window"), hf["num_hidden_layers"]
     first = hf.get("max_window_layers", 28)
     windowed = hf.get("use_sliding_window") and window is not None
-    kinds = hf.get("layer_types") or [
-        "sliding_attention" if windowed and layer >= first else "full_attention" for layer in range(layers)
-    ]
-    if set(kinds) == {"full_attention"}:
+    kinds = hf.get("layer_types") or [LOCAL if windowed and layer >= first else GLOBAL for layer in range(layers)]
+    if set(kinds) == {GLOBAL}:
         return None
-    if set(kinds) == {"sliding_attention"} and windowed:
+    if set(kinds) == {LOCAL} and windowed:
         return window
     raise ConfigError(
         f"config.json: sliding_window={window} in some layers only (layer_types, max_window_layers={first}) is not "

@@ -12,11 +12,11 @@ from typing import Any
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig, YarnRope
 from rl_megatron.config.model_shape import head_size
+from rl_megatron.model.families.decoder import GLOBAL, LOCAL, layer_types, read_period
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.rope import DEFAULT_BASE, read_scaling, write_scaling
 from rl_megatron.model.families.table import TableBuilder, WeightTable, attention, embeddings, gated_mlp
 
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _GLOBAL_BASE = 1_000_000.0  # the RoPE base of layers without a window if config.json has none
 _PATTERN = 6  # the period of layers without a window if config.json has none
 # Keys that must have one of these values, because no other value is supported.
@@ -70,31 +70,19 @@ def _global_attention_every(hf: Mapping[str, Any]) -> int | None:
     if kinds is None:
         every = every or _PATTERN
         return None if every == 1 else every
-    if _LOCAL not in kinds:
-        return None
-    if every is None or list(kinds) != _layer_types(len(kinds), every):
-        every = kinds.index(_GLOBAL) + 1 if _GLOBAL in kinds else len(kinds) + 1
-    if list(kinds) != _layer_types(len(kinds), every):
-        raise ConfigError(
-            f"layer_types={list(kinds)} is not supported; every n-th layer must be {_GLOBAL}, and all others {_LOCAL}"
-        )
-    return every
-
-
-def _layer_types(num_layers: int, every: int | None) -> list[str]:
-    return [_GLOBAL if every is None or layer % every == 0 else _LOCAL for layer in range(1, num_layers + 1)]
+    return read_period(kinds, every)
 
 
 def _read_ropes(hf: Mapping[str, Any], with_local: bool) -> dict[str, Any]:
     longest = hf["max_position_embeddings"]
     if hf.get("rope_parameters"):
-        whole, local = (hf["rope_parameters"].get(kind) or {} for kind in (_GLOBAL, _LOCAL))
+        whole, local = (hf["rope_parameters"].get(kind) or {} for kind in (GLOBAL, LOCAL))
         base, local_base = whole.get("rope_theta", _GLOBAL_BASE), local.get("rope_theta", DEFAULT_BASE)
-        if with_local and read_scaling(local, f"rope_parameters.{_LOCAL}", longest) is not None:
+        if with_local and read_scaling(local, f"rope_parameters.{LOCAL}", longest) is not None:
             raise ConfigError(
-                f"rope_parameters.{_LOCAL}={local} is not supported; RoPE of layers with a window must be unscaled"
+                f"rope_parameters.{LOCAL}={local} is not supported; RoPE of layers with a window must be unscaled"
             )
-        scaling = read_scaling(whole, f"rope_parameters.{_GLOBAL}", longest)
+        scaling = read_scaling(whole, f"rope_parameters.{GLOBAL}", longest)
     else:
         base, local_base = hf.get("rope_theta", _GLOBAL_BASE), hf.get("rope_local_base_freq", DEFAULT_BASE)
         scaling = read_scaling(hf.get("rope_scaling") or {}, "rope_scaling", longest)
@@ -124,8 +112,8 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "head_dim": head_size(model),
         "max_position_embeddings": model.max_sequence_length,
         "rope_parameters": {
-            _GLOBAL: {"rope_theta": model.rope_base, **(scaling or {"rope_type": "default"})},
-            _LOCAL: {"rope_theta": local_base, "rope_type": "default"},
+            GLOBAL: {"rope_theta": model.rope_base, **(scaling or {"rope_type": "default"})},
+            LOCAL: {"rope_theta": local_base, "rope_type": "default"},
         },
         "rope_theta": model.rope_base,  # this and the next two keys are for readers of transformers 4's configs
         "rope_local_base_freq": local_base,
@@ -137,7 +125,7 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "query_pre_attn_scalar": model.query_pre_attn_scalar or head_size(model),
         "sliding_window": model.sliding_window,
         "sliding_window_pattern": every,
-        "layer_types": _layer_types(model.num_layers, every),
+        "layer_types": layer_types(model.num_layers, every),
         "vocab_size": vocab_size,
     }
 

@@ -12,11 +12,44 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import head_size, num_experts
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A part of one expert in a Hugging Face tensor that stacks all experts, [E, in, out] or [E, out] (gpt-oss).
+
+    An expert's matrix is transposed there, so its rows are columns of the tensor. Gate and up may alternate in them.
+
+    Attributes:
+        expert: The expert.
+        first: The first column of the part.
+        step: The distance of its columns: 2 if gate and up alternate, 1 otherwise.
+        count: The number of its columns.
+    """
+
+    expert: int
+    first: int
+    step: int
+    count: int
+
+    @property
+    def start(self) -> int:
+        """Return the number of the part's first row, if the rows of all parts of the tensor are numbered."""
+        return (self.expert * self.step + self.first) * self.count
+
+    def rows(self, of_expert: Tensor) -> Tensor:
+        """Return the part's rows [count, in] or [count], as a view of the expert's [in, out] or [out]."""
+        part = of_expert[..., self.first :: self.step]
+        return part.T if part.dim() == 2 else part
 
 
 @dataclass(frozen=True)
@@ -25,10 +58,11 @@ class Rows:
 
     Attributes:
         hf_name: The Hugging Face tensor.
-        hf_row: The block's first row there.
+        hf_row: The block's first row there, or in its slab.
         name: The Megatron tensor.
         row: The block's first row there.
         count: The number of rows.
+        slab: The part of the Hugging Face tensor that has the rows, if it stacks experts. None otherwise.
     """
 
     hf_name: str
@@ -36,6 +70,12 @@ class Rows:
     name: str
     row: int
     count: int
+    slab: Slab | None = None
+
+    @property
+    def hf_number(self) -> int:
+        """Return the number of the first row among all rows of the Hugging Face tensor."""
+        return self.hf_row + (0 if self.slab is None else self.slab.start)
 
 
 @dataclass(frozen=True)
@@ -55,6 +95,13 @@ class WeightTable:
     shapes: dict[str, Shape]
     rows: tuple[Rows, ...]
     fp32: frozenset[str] = frozenset()
+
+    def numbered_shape(self, hf_name: str) -> Shape:
+        """Return the shape of a Hugging Face tensor as rows: [E, in, out] are E·out rows of `in` columns."""
+        shape = self.hf_shapes[hf_name]
+        if self.of_hf[hf_name][0].slab is None:
+            return shape
+        return (shape[0] * shape[-1], *shape[1:-1])
 
     @cached_property
     def of_hf(self) -> dict[str, list[Rows]]:
@@ -128,6 +175,24 @@ class TableBuilder:
             self._rows += [Rows(hf_name, g * count, name, g * stride + start, count) for g in range(groups)]
             start += count
 
+    def of_slabs(self, hf_name: str, name: str, expert: int, *shape: int, step: int = 1) -> None:
+        """Add a Megatron tensor of one expert, whose rows are columns of a tensor that stacks all experts.
+
+        Args:
+            hf_name: The Hugging Face name.
+            name: The Megatron name.
+            expert: The expert.
+            *shape: The shape of the Hugging Face tensor, [E, in, out] or [E, out].
+            step: The number of parts that alternate in its columns, such as gate and up. The Megatron tensor has them
+                one below the other.
+        """
+        self._hf_shapes[hf_name] = shape
+        count = shape[-1] // step
+        self._shapes[name] = (shape[-1], *shape[1:-1])
+        self._rows += [
+            Rows(hf_name, 0, name, part * count, count, Slab(expert, part, step, count)) for part in range(step)
+        ]
+
     def build(self) -> WeightTable:
         """Return the table, after checking that every row of both sides occurs once.
 
@@ -135,8 +200,9 @@ class TableBuilder:
             ValueError: A row occurs twice or is missing. The message names the tensor.
         """
         table = WeightTable(self._hf_shapes, self._shapes, tuple(self._rows), frozenset(self._fp32))
+        numbered = {name: table.numbered_shape(name) for name in table.hf_shapes}
         for shapes, of, first in (
-            (table.hf_shapes, table.of_hf, lambda rows: rows.hf_row),
+            (numbered, table.of_hf, lambda rows: rows.hf_number),
             (table.shapes, table.of_megatron, lambda rows: rows.row),
         ):
             for name, shape in shapes.items():
@@ -177,6 +243,10 @@ def attention(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -
         table.same(f"{hf}q_norm.weight", f"{megatron}q_layernorm.weight", head_dim)
         table.same(f"{hf}k_norm.weight", f"{megatron}k_layernorm.weight", head_dim)
     table.same(f"{hf}o_proj.weight", f"{megatron}linear_proj.weight", hidden, model.num_attention_heads * head_dim)
+    if model.linear_bias:
+        table.same(f"{hf}o_proj.bias", f"{megatron}linear_proj.bias", hidden)
+    if model.attention_sinks:
+        table.same(f"{hf}sinks", f"{megatron}core_attention.softmax_offset", model.num_attention_heads)
 
 
 def gated_mlp(table: TableBuilder, hf: str, megatron: str, hidden: int, ffn: int) -> None:

@@ -1,6 +1,6 @@
 """Causal attention on torch's scaled_dot_product_attention, for the CPU and for GPUs without Transformer Engine.
 
-It supports padded batches and packs, context parallelism, grouped queries and sliding windows.
+It supports padded batches and packs, context parallelism, grouped queries, sliding windows and sinks.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rl_megatron.model.layers.packed import LastBiases, PackedSequences, causal_bias
 from rl_megatron.model.layers.rotation import rotate, split_and_rotate, turns_of
+from rl_megatron.model.layers.sinks import attend_with_sinks
 from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gather_and_reduce, zigzag_positions
 
 BIASES = LastBiases()
@@ -138,12 +140,15 @@ class PortableSelfAttention(SelfAttention):
 
 
 class PortableAttention(torch.nn.Module):
-    """The attention softmax(QKᵀ·scale + mask)·V per head, with grouped queries and without parameters.
+    """The attention softmax(QKᵀ·scale + mask)·V per head, with grouped queries.
 
     Each token attends to itself and to the `sliding_window − 1` tokens before it, or to all tokens before it if there
     is no window. Under context parallelism the queries stay on their rank. Keys and values are gathered over the group
     in one all-gather, whose backward is a reduce-scatter. A rank's two slices of a sequence then attend one after the
     other, each to the keys up to its end, for which causal kernels need no mask.
+
+    Its only parameter is there if the config's `softmax_type` is "learnable": `softmax_offset`, the sinks of the rank's
+    heads (`sinks.py`), with megatron-core's name.
 
     Shapes (positions S of the rank, batch B, heads N, key/value heads G, head dim D): query is [S, B, N, D]; key and
     value are [S, B, G, D]; the result is [S, B, N·D]. A pack has B = 1.
@@ -167,6 +172,25 @@ class PortableAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
         self.window = sliding_window(config, layer_number)
         self.cp_group = pg_collection.cp if pg_collection is not None else None
+        self.tp_group = pg_collection.tp if pg_collection is not None else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(
+                torch.empty(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
+            )
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the place of the sinks, which tensor parallelism splits, in the whole model."""
+        if self.softmax_offset is None:
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets,
+            tp_group=self.tp_group, dp_cp_group=(metadata or {})["dp_cp_group"],
+        )  # fmt: skip
 
     def forward(
         self,
@@ -208,7 +232,10 @@ class PortableAttention(torch.nn.Module):
             return causal_bias(positions, length, self.window, query.dtype)
 
         bias = BIASES.get(sequences, (self.window, query.dtype), make)
-        return attend(query, key, value, bias, self.softmax_scale)
+        return self._attend(query, key, value, bias)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        return attend(query, key, value, bias, self.softmax_scale, self.softmax_offset)
 
     def _has_window(self, length: int) -> bool:
         return self.window is not None and self.window < length
@@ -236,13 +263,13 @@ class PortableAttention(torch.nn.Module):
         """Return the output without a window of queries at the last positions of the keys."""
         num_queries, length = len(query), len(key)
         if num_queries == length:
-            return attend(query, key, value, None, self.softmax_scale)
-        if flash_attends_last(query, value):
+            return self._attend(query, key, value, None)
+        if self.softmax_offset is None and flash_attends_last(query, value):
             return attend_last(query, key, value, self.softmax_scale)
         positions = torch.arange(length - num_queries, length, device=query.device)
         make = partial(causal_bias, positions, length, None, query.dtype)
         bias = BIASES.get(sequences, (num_queries, length, query.dtype), make)
-        return attend(query, key, value, bias, self.softmax_scale)
+        return self._attend(query, key, value, bias)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         """Return the output for a pack. Sequences of similar length are unpacked into one batch and attend together.
@@ -262,7 +289,7 @@ class PortableAttention(torch.nn.Module):
             else:
                 make = partial(causal_bias, bucket.positions[:, None], length, self.window, query.dtype)
                 bias = BIASES.get(sequences, (bucket.key_shape, self.window, query.dtype), make)
-                output = attend(queries, keys, values, bias, self.softmax_scale)
+                output = self._attend(queries, keys, values, bias)
             outputs.append(output.transpose(0, 1).flatten(0, 1))
         return sequences.pack(outputs)[:, None]
 
@@ -293,7 +320,9 @@ def sliding_window(config: TransformerConfig, layer_number: int) -> int | None:
     return window[0] + 1 if has_window else None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, sinks: Tensor | None = None
+) -> Tensor:
     """Return scaled dot-product attention [S_q, B, N·D] of tensors in megatron-core's layout.
 
     Args:
@@ -303,9 +332,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
         bias: What to add to the scores, broadcastable to [B, N, S_q, S_k] and of the query's dtype (`causal_bias`).
             None means causal attention of as many queries as keys.
         scale: The factor of the scores. None means 1/√D.
+        sinks: [N], the score of each head's sink, or None.
     """
-    if key.size(2) != query.size(2) and _lacks_grouped_kernel(query, bias):
+    if key.size(2) != query.size(2) and (sinks is not None or _lacks_grouped_kernel(query, bias)):
         key, value = (x.repeat_interleave(query.size(2) // x.size(2), dim=2) for x in (key, value))
+    if sinks is not None:
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return attend_with_sinks(query, key, value, sinks, bias, scale).permute(2, 0, 1, 3).flatten(2)
     output = scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),

@@ -12,16 +12,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, silu
 
-# By the value of model.activation.
+# Functions of the gate, by the value of model.activation. "swiglu_oai" is not one.
 ACTIVATIONS = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 _GRADIENTS: dict[str, Any] = {
     "silu": torch.ops.aten.silu_backward.grad_input,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
 }
+# gpt-oss has these numbers in all its models.
+_SLOPE, _LIMIT = 1.702, 7.0
 
 
 class GatedActivation(MegatronModule):
     """The activation [..., 2·F] → [..., F] between the two linears of an MLP. Its input is gate and up, side by side.
+
+    It is activation(gate)·up or, for "swiglu_oai", g·sigmoid(1.702·g)·(u + 1) with g = min(gate, 7) and u = up clamped
+    to ±7 (gpt-oss).
 
     Args:
         config: megatron-core's config.
@@ -33,7 +38,9 @@ class GatedActivation(MegatronModule):
         self.activation = activation
 
     def forward(self, both: Tensor) -> Tensor:
-        """Return activation(gate)·up."""
+        """Return the activation of gate and up."""
+        if self.activation == "swiglu_oai":
+            return _ClampedSwiGLU.apply(both)
         return _GatedActivation.apply(both, self.activation)
 
 
@@ -69,3 +76,30 @@ class _GatedActivation(torch.autograd.Function):
         _GRADIENTS[ctx.activation](of_up, gate, grad_input=of_gate)
         torch.mul(gradient, activated, out=of_up)
         return result, None
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """The activation of gpt-oss. Backward computes it again from its input."""
+
+    @staticmethod
+    def forward(ctx, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = _clamped(both)
+        return (up + 1) * (gate * torch.sigmoid(gate * _SLOPE))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        gate, up = _clamped(both)
+        opened = torch.sigmoid(gate * _SLOPE)
+        of_gate = gradient * (up + 1) * opened * (1 + _SLOPE * gate * (1 - opened))
+        raw_gate, raw_up = both.chunk(2, dim=-1)
+        of_gate = of_gate.masked_fill_(raw_gate > _LIMIT, 0.0)
+        of_up = (gradient * gate * opened).masked_fill_(raw_up.abs() > _LIMIT, 0.0)
+        return torch.cat([of_gate, of_up], dim=-1)
+
+
+def _clamped(both: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = both.chunk(2, dim=-1)
+    return gate.clamp(max=_LIMIT), up.clamp(min=-_LIMIT, max=_LIMIT)

@@ -179,6 +179,8 @@ def _linears(table: WeightTable) -> dict[str, list[Part]]:
         if match is None:
             continue
         by_row = sorted(table.of_megatron[name], key=lambda rows: rows.row)
+        if by_row[0].slab is not None:
+            continue  # peft has no linear for stacked experts
         counts: dict[str, int] = {}
         for hf_name, _ in groupby(by_row, key=lambda rows: rows.hf_name):
             counts[hf_name] = counts.get(hf_name, 0) + 1

@@ -1,0 +1,91 @@
+"""gpt-oss: attention with sinks, a sliding window in every second layer, biases everywhere, and a clamped SwiGLU.
+
+A checkpoint stacks the experts of a layer in one tensor, transposed, and with the columns of gate and up in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.model_shape import num_experts
+from rl_megatron.model.families.decoder import layer_types, read_decoder, read_period, write_decoder
+from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.hf_config import only
+from rl_megatron.model.families.table import TableBuilder, WeightTable, attention, embeddings
+
+_PERIOD = 2  # every second layer has no window if config.json does not say it
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Return the model section that a config.json describes.
+
+    Raises:
+        ConfigError: A key is missing or has a value that is not supported.
+    """
+    only(hf, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0)
+    if hf.get("quantization_config"):  # the published weights are in MXFP4
+        raise ConfigError(
+            f"config.json: quantization_config={hf['quantization_config']!r} is not supported; load the model with "
+            "transformers' Mxfp4Config(dequantize=True), save it in bf16, and import that"
+        )
+    every = read_period(hf["layer_types"]) if hf.get("layer_types") else _PERIOD
+    return ModelConfig(
+        **read_decoder(hf) | {"head_dim": hf["head_dim"]},  # required: transformers' default is 64, not a quotient
+        qkv_bias=True,
+        linear_bias=True,
+        attention_sinks=True,
+        activation="swiglu_oai",
+        num_experts=hf["num_local_experts"],
+        experts_per_token=hf["num_experts_per_tok"],
+        **({} if every is None else {"sliding_window": hf["sliding_window"], "global_attention_every": every}),
+    )
+
+
+def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
+    return write_decoder(GPT_OSS.architecture, "gpt_oss", model, vocab_size) | {
+        "intermediate_size": model.expert_ffn_hidden_size or model.ffn_hidden_size,
+        "attention_bias": True,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "sliding_window": model.sliding_window,
+        "layer_types": layer_types(model.num_layers, model.global_attention_every),
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "router_aux_loss_coef": model.router_aux_loss,
+    }
+
+
+def table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
+    table, hidden = TableBuilder(), model.hidden_size
+    for layer in range(model.num_layers):
+        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        table.same(f"{hf}input_layernorm.weight", f"{megatron}self_attention.linear_qkv.layer_norm_weight", hidden)
+        attention(table, model, hf, megatron)
+        table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}pre_mlp_layernorm.weight", hidden)
+        _experts(table, model, f"{hf}mlp.", f"{megatron}mlp.")
+    embeddings(table, model, vocab_size)
+    return table.build()
+
+
+def _experts(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -> None:
+    hidden, ffn = model.hidden_size, model.expert_ffn_hidden_size or model.ffn_hidden_size
+    experts = num_experts(model)
+    table.same(f"{hf}router.weight", f"{megatron}router.weight", experts, hidden)
+    table.same(f"{hf}router.bias", f"{megatron}router.bias", experts)
+    for expert in range(experts):
+        theirs, ours = f"{hf}experts.", f"{megatron}experts.{expert}."
+        both = 2 * ffn
+        table.of_slabs(f"{theirs}gate_up_proj", f"{ours}linear_fc1.weight", expert, experts, hidden, both, step=2)
+        table.of_slabs(f"{theirs}gate_up_proj_bias", f"{ours}linear_fc1.bias", expert, experts, both, step=2)
+        table.of_slabs(f"{theirs}down_proj", f"{ours}linear_fc2.weight", expert, experts, ffn, hidden)
+        table.of_slabs(f"{theirs}down_proj_bias", f"{ours}linear_fc2.bias", expert, experts, hidden)
+
+
+# Keys that repeat others: experts_per_token, and the original context length of rope_scaling.
+_IGNORED = frozenset({"experts_per_token", "initial_context_length", "sliding_window"})
+GPT_OSS = Family("GptOssForCausalLM", read_config, write_config, table, ignored=_IGNORED)
