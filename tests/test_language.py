@@ -46,7 +46,7 @@ _ROWS = (
     ("model/families/", r".*", "rows of a weight matrix"),
     ("data/readers/tables.py", r".*", "rows of a table"),
     ("model/lora/", r".*", "rows of a weight matrix"),
-    ("model/shards.py", r"rows|row|hf_row|_INIT_ROWS", "rows of a weight matrix"),
+    ("model/shards.py", r"rows|row|hf_row|Rows|_INIT_ROWS", "rows of a weight matrix"),
     ("checkpoint/", r"(hf_|embedding_|read_)?rows?|row_bytes|Rows", "rows of a weight matrix"),
     ("", r"add_row", "rich's method"),
     ("model/", r"RowParallelLinear", "megatron-core's class"),

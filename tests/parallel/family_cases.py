@@ -72,6 +72,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_routed_experts": 6, "num_experts_per_tok": 4}
         | {"n_group": 3, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
     ),
+    "gpt_oss": (
+        "GptOss",
+        _rope(100.0, rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False)
+        | {"num_hidden_layers": 4, "intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"sliding_window": 5},
+    ),
 }
 _CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # config classes that are not named after the model's class
 

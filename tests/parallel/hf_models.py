@@ -60,7 +60,10 @@ def fill(policy: MegatronPolicy, table: WeightTable, tensors: dict[str, Tensor])
         wanted = table.shapes[piece.name]
         assert piece.global_shape[1:] == wanted[1:] and piece.global_shape[0] >= wanted[0], piece.name
         for rows in table.of_megatron[piece.name]:
-            whole[rows.row : rows.row + rows.count] = tensors[rows.hf_name][rows.hf_row : rows.hf_row + rows.count]
+            source = tensors[rows.hf_name]
+            if rows.slab is not None:
+                source = rows.slab.rows(source[rows.slab.expert])
+            whole[rows.row : rows.row + rows.count] = source[rows.hf_row : rows.hf_row + rows.count]
         part = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
         piece.tensor.copy_(whole[part])
     if policy.optimizer is not None:

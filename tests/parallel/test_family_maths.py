@@ -14,6 +14,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
 )
 
@@ -68,6 +69,12 @@ CONFIGS = {
         rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
                          "rope_theta": 100.0, "partial_rotary_factor": 0.5},
     ),
+    "gpt_oss": GptOssConfig(
+        **SMALL, num_hidden_layers=4, intermediate_size=24, num_key_value_heads=2, head_dim=20, num_local_experts=4,
+        num_experts_per_tok=2, sliding_window=5,
+        rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
+                         "rope_theta": 100.0, "truncate": False},
+    ),
     "llama yarn": LlamaConfig(
         **SMALL, num_hidden_layers=2, intermediate_size=56, num_key_value_heads=2, head_dim=20,
         rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
@@ -101,6 +108,14 @@ LAYOUTS = {
         "pipeline 2 interleaved packed": (2, {"pipeline": 2, "virtual_pipeline": 2}, PACKED, "full"),
         "context 2": (2, {"context": 2}, Batching(sequences=3)),
         "expert 2": (2, {"expert": 2}, PACKED, "selective"),
+    },
+    "gpt_oss": {
+        "tensor 2 sequence": (2, {"tensor": 2, "sequence": True}, Batching(sequences=3)),
+        "tensor 2 sequence, packed, recomputed": (2, {"tensor": 2, "sequence": True}, PACKED, "selective"),
+        "pipeline 2 interleaved packed": (2, {"pipeline": 2, "virtual_pipeline": 2}, PACKED, "full"),
+        "context 2": (2, {"context": 2}, Batching(sequences=3)),
+        "context 2 packed": (2, {"context": 2}, PACKED),
+        "expert 2": (2, {"expert": 2}, PACKED),
     },
     "llama yarn": {"context 2 packed": (2, {"context": 2}, PACKED)},
     "llama3": {},
@@ -186,6 +201,12 @@ def test_every_layout_equals_transformers_and_one_process(ranks, saved, one_proc
 
 
 NEUTRAL = {
+    "gpt_oss": {
+        "sliding_window": {"sliding_window": None, "global_attention_every": None},
+        "global_attention_every": 3,
+        "rope_scaling": None,
+        "activation": "silu",
+    },
     "gemma3": {
         "zero_centered_norm": False,
         "sandwich_norms": False,

@@ -113,6 +113,7 @@ FAMILIES = [
     ("glm4", WHOLE),
     ("glm4_moe", SEQUENCE),
     ("deepseek_v3", SEQUENCE),
+    ("gpt_oss", SEQUENCE),
 ]
 
 

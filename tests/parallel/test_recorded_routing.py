@@ -87,6 +87,7 @@ MODELS = {
     "Qwen3-MoE": lambda: VARIANTS["experts, qk_norm"],
     "GLM-4.5": lambda: model_of("glm4_moe"),
     "DeepSeek-V3": lambda: model_of("deepseek_v3"),
+    "gpt-oss": lambda: model_of("gpt_oss"),
 }
 
 

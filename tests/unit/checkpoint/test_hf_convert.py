@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_megatron.checkpoint import hf_convert
+from rl_megatron.checkpoint import hf_convert, hf_weights
 from rl_megatron.checkpoint.directory import publish, read_manifest
 from rl_megatron.checkpoint.hf_convert import export_weights, import_weights
 from rl_megatron.checkpoint.hf_weights import find_tensors
@@ -57,7 +57,7 @@ def left(tmp_path: Path) -> set[str]:
 @pytest.mark.parametrize("rows_at_once", [1, 5, None], ids=str)
 def test_a_round_trip_gives_back_every_file(tmp_path, source, monkeypatch, rows_at_once):
     if rows_at_once is not None:
-        monkeypatch.setattr(hf_convert, "BLOCK_BYTES", rows_at_once * MODEL.hidden_size * 2)
+        monkeypatch.setattr(hf_weights, "BLOCK_BYTES", rows_at_once * MODEL.hidden_size * 2)
     done = []
     manifest = import_weights(source, tmp_path / "checkpoint", lambda *progress: done.append(progress))
     assert done[-1][0] == done[-1][1] == sum(place.num_bytes for place in find_tensors(source).values())

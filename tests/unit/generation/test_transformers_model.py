@@ -27,6 +27,7 @@ CONFIGS = {
     "mixtral": {"num_local_experts": 3},
     "qwen3_moe": EXPERTS,
     "gemma3_text": {},
+    "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
     "glm4": {"pad_token_id": 0},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "deepseek_v3": {

@@ -21,7 +21,8 @@ WINDOWS = [None, 1, 4, 100]
 
 
 def attention(window: int | None) -> PortableAttention:
-    config = SimpleNamespace(window_size=None if window is None else (window - 1, 0), window_attn_skip_freq=None)
+    window_size = None if window is None else (window - 1, 0)
+    config = SimpleNamespace(window_size=window_size, window_attn_skip_freq=None, softmax_type="vanilla")
     return PortableAttention(config, 1, AttnMaskType.causal, "self")
 
 

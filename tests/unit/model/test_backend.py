@@ -45,6 +45,7 @@ def test_auto_chooses_transformer_engine_on_a_gpu_if_it_is_installed(installed, 
         ("gemma3_1b", "model.local_rope_base=10000.0"),
         ("deepseek_v3", "model.kv_lora_rank=512"),
         ("glm4_5_air", "model.first_dense_layers=1"),
+        ("gpt_oss_20b", "model.activation=swiglu_oai"),
     ],
 )
 def test_a_key_that_only_portable_layers_support_is_named(installed, preset, key):

@@ -60,6 +60,10 @@ MODELS = {
         router_bias=True,
     ),
 }
+MODELS["GptOssForCausalLM"] = replace(
+    EXPERTS, attention_sinks=True, qkv_bias=True, linear_bias=True, activation="swiglu_oai", sliding_window=8,
+    global_attention_every=2,
+)  # fmt: skip
 
 
 def config(architecture: str, **changes) -> dict:
@@ -191,6 +195,19 @@ def test_accepted_keys_give_the_expected_model_section(architecture, changes, ex
         ("Qwen2ForCausalLM", {"is_causal": False}, "is_causal=False is not supported"),
         ("Qwen3ForCausalLM", {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
         ("LlamaForCausalLM", {"rope_parameters": "x"}, "a value has another type than its key needs"),
+        ("GptOssForCausalLM", {"swiglu_limit": 8.0}, "swiglu_limit=8.0 is not supported; swiglu_limit=7.0 is"),
+        ("GptOssForCausalLM", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported"),
+        ("GptOssForCausalLM", {"attention_bias": False}, "attention_bias=False is not supported"),
+        (
+            "GptOssForCausalLM",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            r"mxfp4.* is not supported; load the model with transformers' Mxfp4Config\(dequantize=True\)",
+        ),
+        (
+            "GptOssForCausalLM",
+            {"layer_types": ["full_attention", *["sliding_attention"] * 3]},
+            "every n-th layer must be full_attention",
+        ),
         ("LlamaForCausalLM", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported, and may change what"),
     ],
 )

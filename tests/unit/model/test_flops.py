@@ -24,7 +24,17 @@ from rl_megatron.model.layers import norms
 from rl_megatron.model.sharded_shape import Head, ShardedShape
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import MODEL, build_policy
-from tests.unit.model.test_sharded_shape import EXPERTS, GEMMA, GLM, LATENT, LATENT_QUERIES, SHARED, UNTIED, VOCAB_SIZE
+from tests.unit.model.test_sharded_shape import (
+    EXPERTS,
+    GEMMA,
+    GLM,
+    LATENT,
+    LATENT_QUERIES,
+    SHARED,
+    SINKS,
+    UNTIED,
+    VOCAB_SIZE,
+)
 
 PADDED, PACKED = Batching(sequences=2), Batching("packed", tokens=64)
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
@@ -63,6 +73,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], Batching, tuple[int, ..
         4, SHARED, {"tensor": 2, "sequence": True, "expert": 2}, PADDED, EQUAL, "lm", False,
     ),
     "biased experts, partial rotation": (2, GLM, {"expert": 2}, PACKED, EQUAL, "lm", True),
+    "sinks and biases": (2, SINKS, {"tensor": 2, "sequence": True}, PACKED, MIXED, "lm", True),
     "latent attention": (2, LATENT, {"tensor": 2, "sequence": True}, PACKED, EQUAL, "lm", False),
     "latent attention, whole queries": (2, LATENT_QUERIES, {"tensor": 2}, PACKED, EQUAL, "lm", True),
     "score head": (1, MODEL, {}, PADDED, EQUAL, "score", False),

@@ -74,6 +74,25 @@ def test_query_key_and_value_are_split_as_megatron_core_splits_them(dtype):
     assert_same_bits(lambda mixed: split_and_rotate(mixed, turns_of(angles), D), formula, mixed)
 
 
+def test_the_clamped_swiglu_has_the_bits_of_its_formula_and_its_gradient(dtype):
+    """Some numbers are beyond the limit, at it, and at its negative."""
+
+    def formula(both):
+        gate, up = both.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+    both = (6 * torch.randn(S, B, 10)).to(dtype)
+    both[0, 0, :], both[0, 1, :] = 7.0, -7.0
+    assert (both.abs() > 7).any()
+    activation = GatedActivation(None, "swiglu_oai")
+    torch.testing.assert_close(activation(both), formula(both), rtol=0, atol=0)
+    exact = both.double().requires_grad_()
+    weights = torch.randn(S, B, 5, dtype=exact.dtype)
+    gradients = [torch.autograd.grad(function(exact), exact, weights)[0] for function in (activation, formula)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
 def test_a_gated_activation_has_the_bits_of_its_formula(dtype, name):
     activation = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}[name]

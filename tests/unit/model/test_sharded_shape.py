@@ -31,6 +31,10 @@ GLM = replace(
     EXPERTS, qkv_bias=True, partial_rotary_factor=0.5, shared_expert_ffn_hidden_size=24, first_dense_layers=1,
     router_score="sigmoid", router_bias=True,
 )  # fmt: skip
+SINKS = replace(
+    EXPERTS, qkv_bias=True, qk_norm=False, linear_bias=True, attention_sinks=True, activation="swiglu_oai",
+    sliding_window=8, global_attention_every=2,
+)  # fmt: skip
 LATENT = ModelConfig(
     num_layers=4, hidden_size=36, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=4, kv_lora_rank=11,
     q_lora_rank=13, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=14, num_experts=4, expert_ffn_hidden_size=20,
@@ -60,6 +64,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], Head]] = {
         4, SHARED, {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, "lm",
     ),
     "biased experts, partial rotation": (2, GLM, {"tensor": 2, "sequence": True, "expert": 2}, "lm"),
+    "sinks and biases": (2, SINKS, {"tensor": 2, "sequence": True, "expert": 2}, "lm"),
     "latent attention, experts split": (4, LATENT, {"tensor": 2, "sequence": True, "expert": 2}, "lm"),
     "latent attention, whole queries": (2, LATENT_QUERIES, {"tensor": 2}, "lm"),
     "score head, pipeline 2": (2, MODEL, {"pipeline": 2}, "score"),
