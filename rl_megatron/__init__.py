@@ -37,7 +37,7 @@ _HOME = {
     "ParallelConfig": "config.parallel",
     "Reduction": "losses",
     "HistoryFull": "rollouts.limits",
-    "RolloutConfig": "config.algorithms",
+    "RolloutConfig": "config.algorithm_kinds",
     "Sampler": "algorithms.rollout",
     "Sampling": "generation.interfaces",
     "Segment": "rollouts.trajectory",

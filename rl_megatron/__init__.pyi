@@ -12,7 +12,7 @@ from rl_megatron.api.train import dpo as dpo
 from rl_megatron.api.train import grpo as grpo
 from rl_megatron.api.train import sft as sft
 from rl_megatron.api.train import train as train
-from rl_megatron.config.algorithms import RolloutConfig as RolloutConfig
+from rl_megatron.config.algorithm_kinds import RolloutConfig as RolloutConfig
 from rl_megatron.config.errors import ConfigError as ConfigError
 from rl_megatron.config.field_types import section as section
 from rl_megatron.config.load import load_config as load_config

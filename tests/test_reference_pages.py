@@ -13,12 +13,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from rl_megatron.compat.nemo_rl import MODULES
-from rl_megatron.config.algorithms import ALGORITHM_CONFIGS
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.data_sources import SOURCE_CONFIGS
 from rl_megatron.config.load import load_config
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS, RunConfig, StageConfig
 from rl_megatron.data.tasks.registry import TASKS
 from rl_megatron.losses import LOSSES, build_loss
 

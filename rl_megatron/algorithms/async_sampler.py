@@ -21,7 +21,7 @@ from rl_megatron.batching.host_memory import TensorStore
 from rl_megatron.batching.produced import produced
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.checkpoint.save import SaveFailed
-from rl_megatron.config.algorithms import RolloutConfig
+from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.sources import build_source

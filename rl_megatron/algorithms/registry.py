@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.config.algorithms import register_algorithm_config
+from rl_megatron.config.algorithm_kinds import register_algorithm_config
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import AlgorithmConfig, StageConfig

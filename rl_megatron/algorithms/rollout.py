@@ -20,7 +20,7 @@ from rl_megatron.batching.host_memory import TensorStore
 from rl_megatron.batching.ownership import Ownership
 from rl_megatron.batching.produced import produced
 from rl_megatron.batching.sharded import ShardedBatch
-from rl_megatron.config.algorithms import PolicyGradientConfig, RolloutConfig
+from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig

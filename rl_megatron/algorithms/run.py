@@ -36,7 +36,7 @@ from rl_megatron.checkpoint.directory import check_head, complete_checkpoints, p
 from rl_megatron.checkpoint.lock import OutputLock
 from rl_megatron.checkpoint.rerun import earlier_run, recorded_config, weights_source
 from rl_megatron.checkpoint.save import SaveFailed
-from rl_megatron.config.algorithms import RolloutConfig
+from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from rl_megatron.config.algorithms import PolicyGradientConfig
+from rl_megatron.config.algorithm_kinds import PolicyGradientConfig
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rollout import TrajectoryConfig

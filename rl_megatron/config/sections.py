@@ -8,14 +8,15 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rl_megatron.config import algorithms, data_sources
+from rl_megatron.config import algorithms, data_sources  # noqa: F401  # they register their classes
 from rl_megatron.config.errors import ConfigError, shown
 from rl_megatron.config.hints import nearest_key, schema_paths
+from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS
 
 # Sections whose dataclass is chosen by one of their keys.
 _CHOOSING_KEYS = {
-    "algorithm": ("name", algorithms.ALGORITHM_CONFIGS),
-    "data": ("source", data_sources.SOURCE_CONFIGS),
+    "algorithm": ("name", ALGORITHM_CONFIGS),
+    "data": ("source", SOURCE_CONFIGS),
 }
 _MOST = 8  # mistakes that one message names
 

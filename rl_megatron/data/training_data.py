@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from rl_megatron.config.algorithms import RolloutConfig
+from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data import token_cache

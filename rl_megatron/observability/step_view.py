@@ -13,7 +13,7 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import padded_lengths
 from rl_megatron.batching.rank_plan import GlobalPlan, plan_global_batch, sequence_lengths
-from rl_megatron.config.algorithms import RolloutConfig
+from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data_kinds import PROBLEMS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig

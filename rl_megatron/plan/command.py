@@ -15,7 +15,7 @@ from rich.console import Console
 from rl_megatron import log
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.algorithms.rollout import recomputes_logprobs
-from rl_megatron.config.algorithms import PolicyGradientConfig, RolloutConfig
+from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.data_kinds import DOCUMENTS
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.hints import key_of

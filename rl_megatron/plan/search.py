@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rl_megatron.config.algorithms import PairsConfig
+from rl_megatron.config.algorithm_kinds import PairsConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_megatron.batching.packing import round_up
-from rl_megatron.config.algorithms import PairsConfig, PolicyGradientConfig, RolloutConfig
+from rl_megatron.config.algorithm_kinds import PairsConfig, PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig

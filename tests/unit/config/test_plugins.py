@@ -8,7 +8,7 @@ import pytest
 
 from rl_megatron.cli import main
 from rl_megatron.config import plugins
-from rl_megatron.config.algorithms import register_algorithm_config
+from rl_megatron.config.algorithm_kinds import register_algorithm_config
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import section
 from rl_megatron.config.load import from_yaml, load_config, to_yaml

@@ -1,0 +1,161 @@
+"""What the settings of algorithms of one kind have in common: their keys, and the rules between them.
+
+The package's algorithms are in config/algorithms.py. A plugin's declares its settings in the same way: a subclass of
+`AlgorithmConfig`, or of `RolloutConfig` or `PairsConfig`, under `@section`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+from rl_megatron.config.data_kinds import PAIRS, PROBLEMS
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.field_types import Positive, section
+from rl_megatron.config.named_class import register_class
+from rl_megatron.config.schema import ALGORITHM_CONFIGS, AlgorithmConfig, StageConfig
+from rl_megatron.config.train import TrainConfig
+
+register_algorithm_config = register_class("name", ALGORITHM_CONFIGS, declared="learns_from")
+
+
+def check_whole_pairs(counts: dict[str, int]) -> None:
+    """Check that numbers of sequences are numbers of whole pairs.
+
+    Args:
+        counts: The numbers by their keys.
+
+    Raises:
+        ConfigError: One is odd.
+    """
+    for key, count in counts.items():
+        if count % 2:
+            raise ConfigError(
+                f"{key}={count} must be even: a pair is two sequences, chosen and rejected; set it to {count + 1}"
+            )
+
+
+@section
+class PairsConfig(AlgorithmConfig):
+    """The settings of algorithms that learn from preference pairs."""
+
+    learns_from: ClassVar[str] = PAIRS
+
+    def check(self, stage: StageConfig) -> None:
+        """Check that batches hold whole pairs.
+
+        Raises:
+            ConfigError: A number of sequences is odd.
+        """
+        check_whole_pairs(
+            {
+                "train.global_batch_size": stage.train.global_batch_size,
+                "train.micro_batch_size": stage.train.micro_batch_size,
+                "data.num_eval_examples": stage.data.num_eval_examples or 0,
+            }
+        )
+
+
+@section
+class RolloutConfig(AlgorithmConfig):
+    """The settings of algorithms that sample completions and learn from their rewards."""
+
+    learns_from: ClassVar[str] = PROBLEMS
+    usual_batching: ClassVar[str] = "packed"  # completions differ in length
+
+    prompts_per_step: Positive = 32  # prompts per rollout step
+    samples_per_prompt: Positive = 8  # completions per prompt, which form a group
+
+    @property
+    def rounds_per_step(self) -> int:
+        """Return how many times a step may draw `prompts_per_step` prompts."""
+        return 1
+
+    @property
+    def drops_equal_rewards(self) -> bool:
+        """Return whether groups whose rewards are all equal are dropped, and other prompts sampled instead."""
+        return False
+
+    @property
+    def reads_components(self) -> bool:
+        """Return whether the algorithm reads the scores of each reward function, and not their sum alone."""
+        return False
+
+    def prompts_of_all_steps(self, train: TrainConfig) -> int:
+        """Return how many prompts the stage draws at most."""
+        return train.steps * self.rounds_per_step * self.prompts_per_step
+
+    def optimizer_steps_of_rollouts(self, train: TrainConfig, rollouts: int, passes: int) -> int:
+        """Return how many optimizer steps it takes to learn from some rollout steps.
+
+        Args:
+            train: The train section.
+            rollouts: The number of rollout steps.
+            passes: How many times each of their batches is learned from.
+        """
+        samples = self.prompts_per_step * self.samples_per_prompt
+        return rollouts * passes * math.ceil(samples / train.global_batch_size)
+
+    def check(self, stage: StageConfig) -> None:
+        """Check that the samples of a prompt can differ.
+
+        Raises:
+            ConfigError: Sampling is greedy.
+        """
+        if stage.generation.temperature == 0:
+            raise ConfigError(
+                f"generation.temperature=0 is greedy sampling, and {self.name} needs samples that differ; set it above "
+                "0"
+            )
+
+
+@section
+class PolicyGradientConfig(RolloutConfig):
+    """The settings of algorithms whose loss compares the policy with the one that sampled the completions."""
+
+    may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"recompute_logprobs"})
+
+    updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
+    # Whether a forward pass computes the policy's logprobs of a rollout before the policy learns from it. auto: only if
+    # something reads them before the first optimizer step or after it. always. never: refused in these cases. Without
+    # that pass, π_prev is the policy of the training step's own forward pass, so that π/π_prev is exactly 1.
+    recompute_logprobs: Literal["auto", "always", "never"] = "auto"
+
+    def needs_logprobs(self, stage: StageConfig) -> str | None:
+        """Return why the logprobs have to be known before the policy learns from a rollout, or None."""
+        steps = self.optimizer_steps_of_rollouts(stage.train, 1, self.updates_per_rollout)
+        if steps > 1:
+            return (
+                f"the policy takes {steps} optimizer steps on each rollout (algorithm.updates_per_rollout="
+                f"{self.updates_per_rollout}, train.global_batch_size={stage.train.global_batch_size}), and after the "
+                "first it is no longer the policy that sampled"
+            )
+        if stage.loss.get("use_kl_in_reward") and stage.loss.get("reference_policy_kl_penalty") != 0:
+            return "loss.use_kl_in_reward=true subtracts a KL of these logprobs from the rewards"
+        return None
+
+    def optimizer_steps(self, train: TrainConfig) -> int:
+        """Return how many optimizer steps the policy takes."""
+        return self.optimizer_steps_of_rollouts(train, train.steps, self.updates_per_rollout)
+
+    def may_read_logprobs(self) -> bool:
+        """Return whether a function of the user may read the logprobs before the policy learns from a rollout."""
+        return False
+
+    def check(self, stage: StageConfig) -> None:
+        """Check that nothing needs the logprobs that `recompute_logprobs=never` leaves out.
+
+        Raises:
+            ConfigError: Something does; the message says what.
+        """
+        super().check(stage)
+        reason = self.needs_logprobs(stage)
+        if self.recompute_logprobs == "never" and reason is not None:
+            raise ConfigError(f"algorithm.recompute_logprobs=never: {reason}; set it to auto")
+        steps = self.optimizer_steps_of_rollouts(stage.train, 1, self.updates_per_rollout)
+        if stage.loss.get("use_kl_cov") and steps == 1 and stage.rollout.correction != "engine":
+            raise ConfigError(
+                "loss.use_kl_cov=true has no effect: its penalty |log π/π_prev| has no gradient in the first optimizer "
+                "step on a rollout, and there is no second; raise algorithm.updates_per_rollout or lower "
+                f"train.global_batch_size={stage.train.global_batch_size}, or set loss.use_clip_cov=true instead"
+            )
