@@ -130,7 +130,7 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
     Everything is that of a run, from the training loop to the sinks of metrics, except that a completion has no stop
     token, and that there is no evaluation and no checkpoint.
     """
-    from rl_megatron.algorithms import run, stage
+    from rl_megatron.algorithms import run, stage, stage_runner
     from rl_megatron.config.load import load_config
 
     _prepare(work.threads)
@@ -172,7 +172,7 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
                 yield step
             turns.next()
 
-    run.Stage = Raced  # pyright: ignore[reportPrivateImportUsage]
+    stage_runner.Stage = Raced  # pyright: ignore[reportPrivateImportUsage]
     output_dir = work.directory / "-".join(setting.partition("=")[2] for setting in case)
     config = load_config([*work.overrides, *case, f"output_dir={output_dir}"])
     try:

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rl_megatron import log
+from rl_megatron.algorithms.failures import FAILURES
 from rl_megatron.algorithms.logprob_check import LIMITS, LogprobCheck
-from rl_megatron.algorithms.run import FAILURES, leave_together
+from rl_megatron.algorithms.run import leave_together
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.checkpoint.hf_load import open_hugging_face
 from rl_megatron.checkpoint.save import SaveFailed

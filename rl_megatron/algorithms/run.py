@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,53 +15,24 @@ import torch.distributed as dist
 
 from rl_megatron import log
 from rl_megatron.algorithms import preflight, verify
-from rl_megatron.algorithms.advantage_estimators import AdvantagesFailed
-from rl_megatron.algorithms.desync import RanksDiffer, check_configuration
-from rl_megatron.algorithms.endpoint_teacher import TeacherFailed
-from rl_megatron.algorithms.eval_sets import EvalSets
-from rl_megatron.algorithms.evaluate import build_evaluation
-from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
+from rl_megatron.algorithms.desync import check_configuration
+from rl_megatron.algorithms.failures import FAILURES
 from rl_megatron.algorithms.next_commands import next_commands
-from rl_megatron.algorithms.registry import algorithm_of
-from rl_megatron.algorithms.roll_back import RollBack, with_roll_backs
+from rl_megatron.algorithms.roll_back import with_roll_backs
 from rl_megatron.algorithms.run_output import begin_output, open_metrics
-from rl_megatron.algorithms.stage import Stage
-from rl_megatron.algorithms.step_meter import StepMeter
+from rl_megatron.algorithms.stage_runner import StageRunner
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
-from rl_megatron.algorithms.synced_engine import SyncedEngine
-from rl_megatron.batching.config import Batching
-from rl_megatron.checkpoint.directory import check_head, complete_checkpoints, put_back, read_manifest
+from rl_megatron.checkpoint.directory import complete_checkpoints, put_back
 from rl_megatron.checkpoint.lock import OutputLock
 from rl_megatron.checkpoint.rerun import earlier_run, recorded_config, weights_source
-from rl_megatron.checkpoint.save import SaveFailed
-from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import STOPPED, ConfigError
-from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.config.stages import stage_before
-from rl_megatron.data.sources import build_source
-from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.execution import FusedHead, NonFiniteLoss
-from rl_megatron.execution.phase_timer import timing
-from rl_megatron.generation.engines import build_engine
-from rl_megatron.generation.interfaces import EngineFailed
-from rl_megatron.generation.stage_sampling import stage_sampling
-from rl_megatron.model.build import Head
 from rl_megatron.observability.attempts import Attempts
 from rl_megatron.observability.failure_file import FailureFile
 from rl_megatron.observability.html_report import start_to_write
-from rl_megatron.observability.metrics_logger import MetricsLogger
-from rl_megatron.observability.position import Position
-from rl_megatron.observability.recorded_metrics import RecordedMetrics
 from rl_megatron.observability.run_watch import RunWatch
-from rl_megatron.observability.step_profiler import StepProfiler
-from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.rewards.reward_models import RewardModels
-from rl_megatron.rewards.scorer import RewardFailed, Scorer
-from rl_megatron.rollouts.build import build_runner
-from rl_megatron.rollouts.runner import RolloutFailed
-from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.topology import degrees
 from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
 from rl_megatron.topology.determinism import compute_deterministically
@@ -71,21 +40,7 @@ from rl_megatron.topology.device import join
 from rl_megatron.topology.job_store import JOB
 from rl_megatron.topology.stop_signals import StopSignals
 from rl_megatron.topology.topology import Topology, build, keep_launch_order
-from rl_megatron.weight_sync.plan import WeightsRefused
 
-# Errors that end a run after its start, with exit status 1.
-FAILURES = (
-    NonFiniteLoss,
-    WeightsRefused,
-    EngineFailed,
-    EngineMismatch,
-    RewardFailed,
-    RolloutFailed,
-    AdvantagesFailed,
-    TeacherFailed,
-    SaveFailed,
-    RanksDiffer,
-)
 _LEAVING_TIMEOUT = timedelta(seconds=30)
 
 
@@ -196,6 +151,7 @@ def _run_locked(
     _refuse_failure(run_on_rank0(lambda: begin_output(config, run_yaml, lock, tokenizer)))
     watch.begin_writing()
     metrics_logger = on_all_or_none(lambda: open_metrics(config, layout, attempts))
+    stages = StageRunner(config, layout, tokenizer, metrics_logger, run_yaml, stopping, watch.position)
     results: dict[str, Any] = {}
     has_trained = False
     last: dict[str | None, Path | None] = {None: Path(config.init_from) if config.init_from else None}
@@ -206,21 +162,8 @@ def _run_locked(
             results[name] = _finished_results(directory, stage_config)
             if results[name] is None:
                 has_trained = True
-                weights_from = weights_source(config, output_dir, name)
-                run_stage = partial(
-                    _run_stage,
-                    config,
-                    name,
-                    layout,
-                    tokenizer,
-                    metrics_logger,
-                    directory,
-                    last[stage_before(config.stages, name)],
-                    weights_from,
-                    run_yaml,
-                    stopping,
-                    watch.position,
-                )
+                source = last[stage_before(config.stages, name)]
+                run_stage = partial(stages.run, name, directory, source, weights_source(config, output_dir, name))
                 results[name] = with_roll_backs(run_stage, stage_config.train, directory)
             last[name] = newest = complete_checkpoints(directory)[-1]
     except (ConfigError, *FAILURES) as error:
@@ -264,144 +207,6 @@ def leave_together() -> None:
             barrier = dist.barrier(async_op=True)
             if barrier is not None:  # never None on a member of the group
                 barrier.wait(_LEAVING_TIMEOUT)
-
-
-def _run_stage(
-    run_config: RunConfig,
-    name: str,
-    layout: Topology,
-    tokenizer: Tokenizer,
-    metrics_logger: MetricsLogger,
-    directory: Path,
-    weights: Path | None,
-    weights_from: str,
-    run_yaml: str,
-    stopping: Stopping,
-    position: Position,
-    roll_back: RollBack,
-) -> dict[str, Any]:
-    config = run_config.stages[name]
-    algorithm, settings = algorithm_of(config), config.algorithm
-    position.begin_stage(name, config.train.steps)
-    steps = settings.optimizer_steps(config.train)
-    policy = _model(config, layout, tokenizer, weights, config.optimizer, steps, algorithm.head)
-    critic = None
-    if algorithm.critic is not None:
-        steps = algorithm.critic.optimizer_steps(settings, config.train)
-        critic = _model(config, layout, tokenizer, weights, algorithm.critic.optimizer(settings), steps, "score")
-    check, replays = _logprob_check(config, policy, tokenizer), config.generation.router_replay
-    engine = build_engine(policy, config, metrics_logger.output_dir)
-    engine = SyncedEngine(engine, check, metrics_logger.note, needs_routing=replays)
-    models = RewardModels(config, layout, tokenizer, lambda stage: complete_checkpoints(directory.parent / stage)[-1])
-    scorer = Scorer(config.reward, lambda: build_source(config).task(), models=models.of(config.reward))
-    runner = build_runner(config, tokenizer, layout)
-    components = isinstance(settings, RolloutConfig) and settings.reads_components
-    rollouts = ScoredRollouts(runner, scorer, tokenizer, with_components=components)
-    evaluation = build_evaluation(config, tokenizer).made_by(rollouts)
-    meter = StepMeter(layout, config.precision)
-    profiles = metrics_logger.output_dir / "profiles" / name
-    of_sets = config, name, tokenizer, runner
-    profiler = StepProfiler(config.profile, profiles, meter.timer, layout.rank, layout.is_cuda)
-    stage = Stage(
-        name, config, policy, engine, tokenizer, metrics_logger, directory,
-        rollouts, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
-        algorithm.progress_metric, timer=meter.timer, meter=meter, profiler=profiler, stopping=stopping,
-        roll_back=roll_back, position=position,
-        eval_sets=EvalSets(*of_sets, metrics_logger.output_dir, models) if config.eval.sets else None,
-        reward_models=models,
-    )  # fmt: skip
-    stage.keep("metrics", RecordedMetrics(metrics_logger.output_dir))
-    try:
-        _run_algorithm(stage, engine)
-    except NonFiniteLoss:  # the stage may roll back, and build its models again
-        _shut_down(policy, critic)
-        raise
-    finally:
-        runner.close()
-        scorer.close()
-        models.close()
-    _shut_down(policy, critic)
-    return stage.results
-
-
-def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
-    """Run the training loop of a stage, and shut down its engine."""
-    try:
-        with timing(stage.timer), _short_collections():
-            algorithm_of(stage.config).run(stage, stage.config.algorithm)
-    except (ConfigError, *FAILURES):  # on every rank, once a step has begun
-        stage.checkpointer.complete()
-        raise
-    finally:
-        if stage.profiler is not None:
-            stage.profiler.abandon()
-        for part in stage.closing:
-            part.close()
-        engine.shutdown()
-        if stage.eval_sets is not None:
-            stage.eval_sets.close()
-
-
-@contextmanager
-def _short_collections() -> Iterator[None]:
-    """Let Python's garbage collections skip the objects that exist before the steps, within the block.
-
-    Otherwise a full collection scans a million objects of imported modules every few steps, which takes a quarter of a
-    second on one rank while the others wait. A program that has frozen objects itself keeps its own choice.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _shut_down(policy: MegatronPolicy, critic: MegatronPolicy | None) -> None:
-    policy.shutdown()
-    if critic is not None:
-        critic.shutdown()
-
-
-def _logprob_check(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> LogprobCheck:
-    generation = config.generation
-    limit = LIMITS[config.precision] if generation.gate_limit is None else generation.gate_limit
-    return LogprobCheck(policy, tokenizer, stage_sampling(config, tokenizer), generation.gate_prompts, limit)
-
-
-def _model(
-    config: StageConfig,
-    layout: Topology,
-    tokenizer: Tokenizer,
-    weights: Path | None,
-    optimizer: OptimizerConfig,
-    total_steps: int,
-    head: Head,
-) -> MegatronPolicy:
-    """Return the stage's policy, or its critic, with the weights of the checkpoint `weights` if it is given."""
-    model = MegatronPolicy(
-        config.model,
-        layout,
-        vocab_size=tokenizer.vocab_size,
-        precision=config.precision,
-        seed=config.train.seed,
-        optimizer=optimizer,
-        total_steps=total_steps,
-        global_batch_size=config.train.global_batch_size,
-        batching=Batching.of(config.train),
-        head=head,
-        fused_head=FusedHead() if config.train.fused_head else None,
-        max_skipped_steps=config.train.max_nonfinite_steps if config.train.on_nonfinite == "skip" else 0,
-        reference_placement=config.train.reference,
-        peft=config.peft,
-        initialise=weights is None or check_head(weights, read_manifest(weights), head, weights_only=True),
-    )
-    if weights is not None:
-        model.load_checkpoint(weights, weights_only=True, verify=False)  # written by this run, or verified at its start
-    return model
 
 
 def _finished_results(directory: Path, config: StageConfig) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import torch
 
 from rl_megatron.algorithms.advantage_estimators import ADVANTAGES, AdvantagesFailed, estimated_advantages
 from rl_megatron.algorithms.advantages import group_relative
-from rl_megatron.algorithms.run import FAILURES
+from rl_megatron.algorithms.failures import FAILURES
 from rl_megatron.config.advantages import ESTIMATORS, parameters_of
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config

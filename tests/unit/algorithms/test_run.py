@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_megatron.algorithms import run
+from rl_megatron.algorithms import run, stage_runner
 from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.stopping import Stopping
 from rl_megatron.config.errors import ConfigError
@@ -37,10 +37,11 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     fakes |= {"build_runner": closing("close")}
     fakes |= {"StepMeter": SimpleNamespace(timer=stage.timer), "StepProfiler": None}
     for name, made in fakes.items():
-        monkeypatch.setattr(run, name, lambda *args, made=made, **options: made)
+        monkeypatch.setattr(stage_runner, name, lambda *args, made=made, **options: made)
     logger, layout = SimpleNamespace(note=None, output_dir=Path("x")), SimpleNamespace(rank=0, is_cuda=False)
     with pytest.raises(error, match="a later record is bad"):
-        run._run_stage(config, "sft", layout, None, logger, Path("x"), None, "", "", Stopping(), Position(), RollBack())
+        stages = stage_runner.StageRunner(config, layout, None, logger, "", Stopping(), Position())
+        stages.run("sft", Path("x"), None, "", RollBack())
     assert done == ["complete", "shutdown", "close", "close"], "the engine, the rollout worker and the scorer"
 
 
