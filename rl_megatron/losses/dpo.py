@@ -108,8 +108,8 @@ class DPOLossFn(ReferencePreferenceLoss):
         preference_loss, metrics = self._over_log_ratios(
             streams, logprobs, global_valid_seqs, cfg.reference_policy_kl_penalty
         )
-        sft_loss = logprobs.new_zeros(())
-        if cfg.sft_loss_weight > 0:
-            sft_loss = self._chosen_nll(streams, logprobs, global_valid_seqs, cfg.sft_average_log_probs)
-        loss, losses = self._weighted(preference_loss, cfg.preference_loss_weight, sft_loss, cfg.sft_loss_weight)
+        weights = cfg.preference_loss_weight, cfg.sft_loss_weight
+        loss, losses = self._with_sft(
+            streams, logprobs, global_valid_seqs, preference_loss, weights, cfg.sft_average_log_probs
+        )
         return loss, losses | metrics

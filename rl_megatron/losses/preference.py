@@ -187,16 +187,32 @@ class LogprobPreferenceLoss(LogprobLoss, PreferenceLoss):
         has_tokens = (streams.mask != 0).any(dim=1)
         return self._over_pairs(rewards, streams.sample_mask, has_tokens, global_valid_seqs, beta)
 
-    def _chosen_nll(self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count, average: bool) -> Tensor:
-        """Return this batch's share of the SFT loss, over its chosen sequences."""
-        chosen, _ = self.split_output_tensor(-self._of_sequences(streams, logprobs, average))
-        samples, _ = self.split_output_tensor(streams.sample_mask)
-        return F.masked_mean(chosen, samples, global_normalization_factor=self._num_pairs(global_valid_seqs))
-
-    def _weighted(
-        self, preference_loss: Tensor, preference_weight: float, sft_loss: Tensor, sft_weight: float
+    def _with_sft(
+        self,
+        streams: TokenStreams,
+        logprobs: Tensor,
+        global_valid_seqs: Count,
+        preference_loss: Tensor,
+        weights: tuple[float, float],
+        average: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (w_p·preference_loss + w_s·sft_loss, the metrics of the parts and of the sum)."""
+        """Return (w_p·L_pref + w_s·L_sft, the metrics of the parts and of the sum), for this batch.
+
+        Args:
+            streams: The streams of the batch.
+            logprobs: [B, S-1] log π.
+            global_valid_seqs: The number of sequences that count in the global batch.
+            preference_loss: L_pref.
+            weights: (w_p, w_s). If w_s is 0, L_sft is not computed and counts as 0.
+            average: Whether L_sft has means over the tokens of chosen sequences, instead of sums.
+        """
+        preference_weight, sft_weight = weights
+        sft_loss = logprobs.new_zeros(())
+        if sft_weight > 0:
+            chosen, _ = self.split_output_tensor(-self._of_sequences(streams, logprobs, average))
+            samples, _ = self.split_output_tensor(streams.sample_mask)
+            num_pairs = self._num_pairs(global_valid_seqs)
+            sft_loss = F.masked_mean(chosen, samples, global_normalization_factor=num_pairs)
         loss = preference_weight * preference_loss + sft_weight * sft_loss
         losses = {"loss": loss, "preference_loss": preference_loss, "sft_loss": sft_loss}
         return loss, {name: value.detach() for name, value in losses.items()}

@@ -46,10 +46,8 @@ class ReferenceFreeLoss(LogprobPreferenceLoss):
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         rewards = self._rewards(self._of_sequences(streams, logprobs, self.averages_logprobs))
         preference_loss, metrics = self._over_rewards(streams, rewards, global_valid_seqs, self.beta)
-        sft_loss = logprobs.new_zeros(())
-        if self.sft_weight > 0:
-            sft_loss = self._chosen_nll(streams, logprobs, global_valid_seqs, self.sft_average)
-        loss, losses = self._weighted(preference_loss, self.preference_weight, sft_loss, self.sft_weight)
+        weights = self.preference_weight, self.sft_weight
+        loss, losses = self._with_sft(streams, logprobs, global_valid_seqs, preference_loss, weights, self.sft_average)
         return loss, losses | metrics
 
 
