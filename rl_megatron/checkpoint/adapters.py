@@ -21,11 +21,10 @@ from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.families.table import WeightTable
 from rl_megatron.model.lora.targets import Part, adapted_linears, adapter_shapes, tensor_key
 from rl_megatron.model.sharded_model import Base, ShardedModel
-from rl_megatron.model.shards import blocks_of, pieces
+from rl_megatron.model.shards import HEAD, blocks_of, pieces
 
 _TENSORS = ".distcp"  # the ending of the files that hold a checkpoint's tensors
 _WEIGHT = ".weight"
-SCORE_HEAD = "output_layer.weight"
 
 
 def base_of(checkpoint: Path) -> Base:
@@ -158,7 +157,7 @@ class StoredAdapter:
     def merge_into(self, model: ShardedModel, table: WeightTable) -> None:
         """Add s·B·A to this rank's weights, and replace a score head."""
         for piece in pieces(model.model_chunks):
-            if piece.name == SCORE_HEAD and model.head == "score" and self.head is not None:
+            if piece.name == HEAD and model.head == "score" and self.head is not None:
                 piece.tensor.copy_(self.head)
                 continue
             for rows, offset, view in blocks_of(piece, table):
@@ -187,7 +186,7 @@ def read_adapter(checkpoint: Path, manifest: Mapping[str, Any], model: ModelConf
         if key not in stored or stored[key].shape != shape:
             raise ConfigError(f"checkpoint {checkpoint} lacks {key} of the shape {shape}, which its peft section needs")
         tensors[name] = _whole(stored[key])
-    head = _whole(stored[SCORE_HEAD]) if SCORE_HEAD in stored else None
+    head = _whole(stored[HEAD]) if HEAD in stored else None
     return StoredAdapter(config, linears, tensors, head)
 
 

@@ -47,14 +47,13 @@ from rl_megatron.model.families import family_of_model, read_model, same_weights
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.score import score_table, with_score_head
 from rl_megatron.model.families.table import Shape, WeightTable
-from rl_megatron.model.shards import stored_name
+from rl_megatron.model.shards import PADDED, stored_name
 
 Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in config.json, in transformers 5 and in transformers 4
 # Files that are copied with the weights: configuration, tokenizer, templates, licence.
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
-_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatron's have rows beyond the vocabulary
 
 
 def import_peft(source: Path, base: Path, checkpoint: Path) -> dict[str, Any]:
@@ -267,7 +266,7 @@ def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
     for name, shape in table.shapes.items():
         key, expert = stored_name(name)
         found = stored[key].shape if expert is None else stored[key].shape[1:]
-        has_tokens = key in _PADDED and shape[0] > 1  # a score head has one row
+        has_tokens = key in PADDED and shape[0] > 1  # a score head has one row
         padded = has_tokens and found[0] >= shape[0] and found[1:] == shape[1:]
         if found != shape and not padded:
             raise ConfigError(

@@ -24,6 +24,8 @@ from rl_megatron.topology.fake_cuda import is_planned
 
 # Each layer has its own global names ("decoder.layers.3.…"). Tensors are not stacked along a layer axis.
 SHARDING_METADATA = {"non_homogeneous_layers": True}
+HEAD = "output_layer.weight"
+PADDED = ("embedding.word_embeddings.weight", HEAD)  # global tensors that have rows beyond the vocabulary
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _INIT_ROWS = 1024  # rows drawn from one generator; this limits the memory and time of drawing a rank's own part
 

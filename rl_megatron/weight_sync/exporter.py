@@ -20,12 +20,11 @@ from rl_megatron.model.families.table import Shape, Slab, WeightTable
 from rl_megatron.model.lora.layers import LinearAdapter, adapters_of
 from rl_megatron.model.lora.targets import Part, adapted_linears, adapter_shapes, is_adapter, name_in_peft
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.model.shards import Piece, blocks_of, pieces
+from rl_megatron.model.shards import PADDED, Piece, blocks_of, pieces
 from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec, fingerprint, fingerprint_of_ones, plan_buckets
 
 DEFAULT_BUCKET_BYTES = 64 << 20
-_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatron's have rows beyond the vocabulary
 
 
 @dataclass(frozen=True)
@@ -297,4 +296,4 @@ def _is_known(piece: Piece, table: WeightTable) -> bool:
     shape = table.shapes.get(piece.name)
     if shape is None or piece.global_shape[1:] != shape[1:]:
         return False
-    return piece.global_shape[0] == shape[0] or (piece.name in _PADDED and piece.global_shape[0] > shape[0])
+    return piece.global_shape[0] == shape[0] or (piece.name in PADDED and piece.global_shape[0] > shape[0])
