@@ -21,8 +21,14 @@ from rl_megatron.rewards.endpoint import BadReply, Endpoint
 from rl_megatron.rewards.registry import register_reward
 from rl_megatron.rewards.results import SCORE
 
-# The last "Score: 7", "score = 7.5" or "**Score**: 7" of an answer.
-PATTERN = r"(?i)\bscore\W{0,8}?(?P<score>-?\d+(?:\.\d+)?)"
+_RANGE = r"-?\d+(?:\.\d+)?\s?(?:-|–|to)\s?\d+(?:\.\d+)?"
+# Which scores there are, as judges repeat it: "(0-10)", "0-10:" or "(out of 10):".
+_SCALE = rf"\W{{0,8}}?(?:[(\[]{_RANGE}[)\]]|(?:{_RANGE}|[(\[](?!\s?-?\d)[^()\[\]\n]{{1,40}}[)\]])\W{{0,4}}?(?=[:=]))"
+# The last "Score: 7", "score = 7.5", "**Score**: 7" or "Score (0-10): 7" of an answer. Its scale alone is not a score.
+PATTERN = (
+    rf"(?i)\bscore(?:{_SCALE})?\W{{0,8}}?(?P<score>-?\d+(?:\.\d+)?)"
+    r"(?!\d|\.\d|\s?(?:-|–|to)\s?\d+(?:\.\d+)?\s?[)\]:=])"
+)
 TEMPLATE = """\
 Judge how well the answer responds to the prompt.
 
@@ -224,7 +230,10 @@ def _in_text(pattern: re.Pattern[str], group: str | int, answer: str) -> float |
 
 
 def _in_json(key: str, answer: str) -> float | None:
-    """Return the number under a key of the last JSON object that has the key, or None."""
+    """Return the number under a key of the last JSON object that has the key, or None.
+
+    Objects may be within others. One that has the key counts, and not those within it.
+    """
     decoder, start, score = json.JSONDecoder(), answer.find("{"), None
     while start >= 0:
         try:
@@ -232,9 +241,24 @@ def _in_json(key: str, answer: str) -> float | None:
         except (json.JSONDecodeError, RecursionError):
             end = start + 1
         else:
-            score = _number(value[key]) if key in value else score
+            found = _last_with(key, value)
+            score = score if found is None else _number(found[key])
         start = answer.find("{", end)
     return score
+
+
+def _last_with(key: str, value: Any) -> dict[str, Any] | None:
+    """Return the last object with a key in a JSON value, or None. Objects within one that has the key do not count."""
+    waiting = [value]
+    while waiting:
+        last = waiting.pop()
+        if isinstance(last, dict):
+            if key in last:
+                return last
+            waiting += last.values()
+        elif isinstance(last, list):
+            waiting += last
+    return None
 
 
 def _number(value: Any) -> float | None:
