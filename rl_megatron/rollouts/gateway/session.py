@@ -16,8 +16,9 @@ from rl_megatron.generation.interfaces import Completion, Sampling
 from rl_megatron.rollouts.gateway.errors import RequestRefused
 from rl_megatron.rollouts.gateway.messages import Answered, Key, checked_messages, key_of
 from rl_megatron.rollouts.gateway.parameters import ParameterReader, Parameters
+from rl_megatron.rollouts.gateway.text_turns import TextTurns
 from rl_megatron.rollouts.gateway.tool_calls import tool_calls
-from rl_megatron.rollouts.gateway.turns import AnsweredTurn, Branch, joined_segments, longest_match, text_match
+from rl_megatron.rollouts.gateway.turns import AnsweredTurn, Branch, joined_segments, longest_match
 from rl_megatron.rollouts.history import History, PastRewritten, TextHistory
 from rl_megatron.rollouts.limits import HistoryFull
 from rl_megatron.rollouts.special_tokens import without_special_tokens
@@ -96,7 +97,7 @@ class Session:
         self._parameters = ParameterReader(sampling, client.tokenizer, stops_at_strings)
         self._branches: list[Branch] = []
         self._roots: dict[str, list[AnsweredTurn]] = {}  # by the tools of the conversation
-        self._texts: list[AnsweredTurn] = []  # the turns of /v1/completions
+        self._texts = TextTurns()
         self._num_turns, self._num_unheard = 0, 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_full, self._has_ended = False, False
@@ -165,7 +166,7 @@ class Session:
         """
         parameters = self._parameters.of_text(body)
         prompt = _checked_prompt(body.get("prompt"), self._client.tokenizer)
-        before, rest = text_match(self._texts, prompt)
+        before, rest = self._texts.match(prompt)
         ids = self._encoded(rest, is_first=before is None) if isinstance(rest, str) else rest
         if not ids:
             raise RequestRefused("prompt has no token", param="prompt")
@@ -178,8 +179,7 @@ class Session:
         known = branches[0].history.ids
         turns = await self._complete(branches, parameters, ())
         for turn in turns:
-            turn.prompt_text = prompt if isinstance(prompt, str) else None
-        self._texts += turns
+            self._texts.add(turn, before, rest, ids)
         return Choices(parameters, known, turns)
 
     def ignore(self, choices: Choices) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rl_megatron.data.conversations import Message
 from rl_megatron.generation.interfaces import Completion
@@ -49,7 +48,6 @@ class AnsweredTurn:
             /v1/completions.
         is_heard: Whether the agent has got the answer.
         following: The turns that answered requests which go on behind this one.
-        prompt_text: The prompt of /v1/completions, if it was text.
     """
 
     branch: Branch
@@ -60,18 +58,11 @@ class AnsweredTurn:
     asked: Sequence[Key] = ()
     is_heard: bool = True
     following: list[AnsweredTurn] = field(default_factory=list)
-    prompt_text: str | None = None
 
     @property
     def can_grow(self) -> bool:
         """Return whether the history can go on as it is. Otherwise something else follows already."""
         return not self.branch.is_busy and self.branch.history.is_behind(self.number)
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """Return all tokens up to this turn, with it."""
-        (*_, last) = self.branch.history.segments(self.number)
-        return last.ids
 
     @property
     def messages(self) -> list[Message]:
@@ -124,23 +115,3 @@ def joined_segments(branches: Sequence[Branch]) -> list[Segment]:
         Segment(segment.ids, segment.turns, None if parent is None else places[parent])
         for _, _, parent, segment in found
     ]
-
-
-def text_match(turns: Iterable[AnsweredTurn], prompt: str | Sequence[int]) -> tuple[AnsweredTurn | None, Any]:
-    """Return the turn of /v1/completions that a prompt goes on behind, and the rest of the prompt."""
-    best: tuple[AnsweredTurn | None, Any] = None, prompt
-    for turn in turns:
-        if not turn.is_heard:
-            continue
-        known: Any = list(turn.ids)
-        if isinstance(prompt, str):
-            if turn.prompt_text is None:
-                continue
-            known = turn.prompt_text + (turn.answered.content or "")
-        if len(prompt) > len(known) and prompt[: len(known)] == known:
-            found, rest = best
-            left = prompt[len(known) :]
-            is_preferred = turn.can_grow and found is not None and not found.can_grow
-            if len(left) < len(rest) or (len(left) == len(rest) and is_preferred):
-                best = turn, left
-    return best

@@ -10,9 +10,11 @@ from typing import Any
 
 from rl_megatron.rollouts.tools.calls import BadCall, FoundCall, Parameters, ToolCall, malformed, read_json
 
-_BLOCK = re.compile(r"<tool_call>\s*(<function=.*?</function>)\s*</tool_call>", re.DOTALL)
+_BEGIN = re.compile(r"<tool_call>\s*(<function=)")
+_END = re.compile(r"(</function>)\s*</tool_call>")
 _MEANT = re.compile(r"<tool_call>|<function=")
 _FUNCTION = re.compile(r"<function=([^<>\n]*)>(.*)</function>", re.DOTALL)
+_SOMETHING = re.compile(r"\S")
 # A value ends where the next parameter or the end of the function follows, because it may contain the end tag itself.
 _PARAMETER = re.compile(
     r"\s*<parameter=([^<>\n]*)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=[^<>\n]*>|\Z))", re.DOTALL
@@ -25,19 +27,22 @@ def qwen_calls(text: str, parameters: Parameters) -> list[FoundCall]:
     A value is text if the schema says that it is a string, and otherwise JSON or a literal of Python.
     """
     found: list[FoundCall] = []
-    place = 0
+    place, ends = 0, True  # whether a call may end behind the place: the rest of the text is searched for an end once
     while (meant := _MEANT.search(text, place)) is not None:
-        block = _BLOCK.match(text, meant.start())
-        if block is None:
+        begin, end = _BEGIN.match(text, meant.start()), None
+        if begin is not None and ends:
+            end = _END.search(text, begin.end())
+            ends = end is not None
+        if begin is None or end is None:
             following = text.find("<tool_call>", meant.start() + 1)
             place = following if following >= 0 else len(text)
             found.append(malformed(text[meant.start() : place], _why(text[meant.start() : place])))
             continue
-        place = block.end()
+        place = end.end()
         try:
-            found.append(_call(block[1], parameters))
+            found.append(_call(text[begin.start(1) : end.end(1)], parameters))
         except BadCall as error:
-            found.append(malformed(block[0], error))
+            found.append(malformed(text[begin.start() : place], error))
     return found
 
 
@@ -55,7 +60,7 @@ def _call(function: str, parameters: Parameters) -> ToolCall:
     properties: Mapping[str, Any] = parameters.get(name, {}).get("properties", {})
     arguments: dict[str, Any] = {}
     place, inside = 0, match[2]
-    while inside[place:].strip():
+    while _SOMETHING.search(inside, place):
         parameter = _PARAMETER.match(inside, place)
         if parameter is None:
             raise BadCall(f"has {inside[place:].strip()[:40]!r} where <parameter=KEY>…</parameter> should be")

@@ -1,6 +1,7 @@
 """Tool calls in every format: calls are read, malformed calls are named, and other text is not a call."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.rollouts.tools.calls import MalformedCall, ToolCall, after_thinking
 from rl_megatron.rollouts.tools.formats import PARSERS, format_of
+from rl_megatron.rollouts.tools.xml_calls import qwen_calls
 from tests.unit.data.chat_families import template_of
 
 PARAMETERS = {
@@ -266,3 +268,36 @@ def test_the_format_is_chosen_from_the_template(template, format_):
 def test_a_template_without_one_format_is_refused(template, message):
     with pytest.raises(ConfigError, match=rf"the chat template, which rollout.tools.format=auto looks into, {message}"):
         format_of(template)
+
+
+_BLOCK = re.compile(r"<tool_call>\s*(<function=.*?</function>)\s*</tool_call>", re.DOTALL)
+XML_PARTS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=f>",
+    "<function=",
+    "</function>",
+    "<parameter=x>",
+    "<parameter=a>",
+]
+XML_PARTS += ["<parameter=a>", "</parameter>", "\n", "  ", "1", "text", "\x1c", ">"]
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(st.sampled_from(XML_PARTS), max_size=40).map("".join))
+def test_calls_in_xml_are_the_blocks_that_one_regular_expression_finds(text):
+    expected, place = [], 0
+    while (meant := re.compile("<tool_call>|<function=").search(text, place)) is not None:
+        block = _BLOCK.match(text, meant.start())
+        following = text.find("<tool_call>", meant.start() + 1)
+        end = (following if following >= 0 else len(text)) if block is None else block.end()
+        expected.append(text[meant.start() : end].strip())
+        place = end
+    calls = qwen_calls(text, PARAMETERS)
+    assert len(calls) == len(expected)
+    for call, whole in zip(calls, expected, strict=True):
+        if isinstance(call, MalformedCall):
+            assert call.text == (whole if len(whole) <= 200 else f"{whole[:200]}…")
+            assert (call.reason.startswith("is not")) == (_BLOCK.fullmatch(whole) is None)
+        else:
+            assert qwen_calls(whole, PARAMETERS) == [call]
