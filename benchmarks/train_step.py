@@ -97,7 +97,7 @@ class BareStep:
             policy.model_config, self.topology, vocab_size=policy.vocab_size, precision=precision, seed=_SEED
         )
         self.model_chunks = wrap_for_gradients(model, self.topology, _OPTIMIZER)
-        self.optimizer = build_optimizer(self.model_chunks, _OPTIMIZER, precision)
+        self.optimizer = build_optimizer(self.model_chunks, _OPTIMIZER, precision, self.topology)
         self.given = [Given.of(microbatch, policy) for microbatch in microbatches]
         self.shapes = [microbatch.shape(self.topology) for microbatch in microbatches]
         for chunk in self.model_chunks:

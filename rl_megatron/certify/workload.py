@@ -227,7 +227,7 @@ def _few_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]
         "experts_per_token": chosen,
         "first_dense_layers": min(model.first_dense_layers, 1),
         "router_aux_loss": 0.0,
-        "expert_ffn_hidden_size": 32,
+        "expert_ffn_hidden_size": 32 * parallel.expert_tensor,
         **_where_set(
             model,
             shared_expert_ffn_hidden_size=32 * parallel.tensor,

@@ -14,8 +14,11 @@ class ParallelConfig:
     pipeline: int = 1  # pipeline-parallel degree: stages that split the layers
     virtual_pipeline: int = 1  # model chunks per pipeline stage (interleaved schedule); 1: not interleaved
     context: int = 1  # context-parallel degree: ranks that split each sequence
-    # Expert-parallel degree: ranks that split the experts. It divides the ranks of a pipeline stage, tensor · context ·
-    # data, and every expert is whole on its rank.
+    # Expert-parallel degree: ranks that split the experts. expert · expert_tensor divides the ranks of a pipeline
+    # stage, tensor · context · data.
     expert: int = 1
+    # Expert-tensor-parallel degree: ranks that split the matrices of every expert, as tensor splits those of attention
+    # and of dense and shared MLPs; 1: an expert is whole on its rank.
+    expert_tensor: int = 1
     first_stage_layers: Positive | None = None  # layers of the first pipeline stage; null: as many as other stages
     last_stage_layers: Positive | None = None  # layers of the last pipeline stage; null: as many as other stages

@@ -25,7 +25,7 @@ class EmbeddedReplica:
     def __init__(self, policy: MegatronPolicy, records_routing: bool = False):
         self.policy, self.topology, self.device = policy, policy.topology, policy.topology.device
         self.model_pass = ModelPass(policy)
-        self.shares_experts = policy.topology.expert > 1
+        self.shares_experts = policy.topology.expert * policy.topology.expert_tensor > 1
         model = policy.model_config
         self._routing = (model.num_layers, model.experts_per_token) if records_routing else None
         self.cache = self.new_cache(1, 1)
@@ -53,7 +53,7 @@ class EmbeddedReplica:
         if not self.shares_experts:
             return refills, decodes
         state = send(torch.tensor([refills, decodes], dtype=torch.int), self.device)
-        dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self.topology.groups.ep)
+        dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self.topology.groups.tp_ep)
         refills_anywhere, decodes_anywhere = map(bool, read_numbers(state))
         if is_planned():  # a plan's ranks all do the same
             return refills, decodes

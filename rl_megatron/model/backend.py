@@ -90,6 +90,8 @@ def _why_not_transformer_engine(model: ModelConfig, topology: Topology, precisio
         )
     if model.activation == "swiglu_oai":
         return "only portable layers support model.activation=swiglu_oai"
+    if topology.expert_tensor > 1:  # Transformer Engine's grouped experts have not been tried with it
+        return f"only portable layers support parallel.expert_tensor={topology.expert_tensor}"
     for key in _PORTABLE_ONLY:
         value = getattr(model, key)
         if value != getattr(_DEFAULT, key):

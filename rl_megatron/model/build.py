@@ -21,12 +21,13 @@ from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.backend import block_spec, choose_backend
 from rl_megatron.model.heads.score import ScoreHead
 from rl_megatron.model.layers.attention import PortableRotaryEmbedding
+from rl_megatron.model.layers.expert_gather import gather_unequal_numbers
 from rl_megatron.model.layers.expert_permutation import permute_without_waiting
 from rl_megatron.model.layers.gated_activation import ACTIVATIONS
 from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
 from rl_megatron.model.layers.weight_gradient import fuse_weight_gradients
 from rl_megatron.model.lora.layers import attach_adapters
-from rl_megatron.model.lora.targets import adapted_linears, refuse_fused_parts
+from rl_megatron.model.lora.targets import adapted_linears, is_of_expert, refuse_fused_parts
 from rl_megatron.model.shards import initialise_parameters, zero_parameters
 from rl_megatron.topology.degrees import padded_vocab_size, validate_model
 from rl_megatron.topology.topology import Topology
@@ -68,7 +69,7 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str, b
         virtual_pipeline_model_parallel_size=topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
         context_parallel_size=topology.context,
         expert_model_parallel_size=topology.expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=topology.expert_tensor,
         num_layers_in_first_pipeline_stage=topology.first_stage_layers,
         num_layers_in_last_pipeline_stage=topology.last_stage_layers,
         bf16=precision == "bf16",
@@ -181,6 +182,12 @@ def build_model(
             f"peft.lora_dropout={lora.lora_dropout} with parallel.tensor={topology.tensor} needs "
             "parallel.sequence=true; set it, or set peft.lora_dropout=0"
         )
+    if lora is not None and lora.lora_dropout and topology.expert_tensor > 1 and any(map(is_of_expert, linears)):
+        raise ConfigError(
+            f"peft.lora_dropout={lora.lora_dropout} is not supported for adapters of experts with parallel."
+            f"expert_tensor={topology.expert_tensor}, whose ranks would drop different numbers of the same tokens; set "
+            "peft.lora_dropout=0, or leave the experts out with peft.exclude_modules"
+        )
     if topology.tensor > 1:
         refuse_fused_parts(linears, topology.tensor)
     backend = choose_backend(model, topology, precision)
@@ -188,6 +195,7 @@ def build_model(
     config.deterministic_mode = torch.are_deterministic_algorithms_enabled()
     config.gradient_accumulation_fusion = fuse_weight_gradients(topology)
     permute_without_waiting()
+    gather_unequal_numbers()
     # MLPs then call the activation of their spec, `GatedActivation`. The constructor would refuse gelu_tanh.
     config.use_te_activation_func = backend == "portable"
     model_chunks: list[torch.nn.Module] = [

@@ -105,7 +105,7 @@ class ShardedShape:
     @property
     def expert_shards(self) -> int:
         """Return the ranks that hold the same experts, and split their optimizer state."""
-        return self.stage_ranks // self.parallel.expert
+        return self.stage_ranks // (self.parallel.expert * self.parallel.expert_tensor)
 
     @property
     def has_replicas(self) -> bool:
@@ -126,7 +126,8 @@ class ShardedShape:
     def place(self, rank: int) -> Place:
         """Return where a rank is."""
         stage, within = divmod(rank, self.stage_ranks)
-        return Place(stage, within // self.parallel.tensor, within // self.parallel.expert)
+        of_experts = within // (self.parallel.expert * self.parallel.expert_tensor)
+        return Place(stage, within // self.parallel.tensor, of_experts)
 
     def layers(self, stage: int) -> list[range]:
         """Return the layers of each model chunk of a stage, counted from 0 over the whole model."""
@@ -177,8 +178,7 @@ class ShardedShape:
         counted = [0, 0]
         for linear, parts in adapted_linears(self.lora, self.model, self.model.vocab_size or self.vocab_size).items():
             if layer_of(linear) in layers:
-                degrees = self.parallel.tensor, self.parallel.expert
-                counted[is_of_expert(linear)] += local_elements(linear, parts, self.lora.r, *degrees)
+                counted[is_of_expert(linear)] += local_elements(linear, parts, self.lora.r, self.parallel)
         return counted[0], counted[1]
 
     def trained_elements(self, stage: int) -> tuple[int, int]:
@@ -221,7 +221,8 @@ class ShardedShape:
         )
 
     def _of_layer(self, has_experts: bool) -> tuple[Parameter, ...]:
-        return layer_parameters(self.model, self.parallel.tensor, self.parallel.expert, has_experts)
+        parallel = self.parallel
+        return layer_parameters(self.model, parallel.tensor, parallel.expert, parallel.expert_tensor, has_experts)
 
     def _before(self, stage: int, model_chunk: int) -> list[Parameter]:
         """Return the embedding, on the first model chunk."""
@@ -243,12 +244,17 @@ class ShardedShape:
 
 
 @lru_cache(maxsize=4096)
-def layer_parameters(model: ModelConfig, tensor: int, expert: int, has_experts: bool) -> tuple[Parameter, ...]:
+def layer_parameters(
+    model: ModelConfig, tensor: int, expert: int, expert_tensor: int, has_experts: bool
+) -> tuple[Parameter, ...]:
     """Return the parameters of a layer on one rank, in the order of `named_parameters`."""
     hidden = model.hidden_size
     norm, after = [Parameter(hidden)], [Parameter(hidden)] * model.sandwich_norms
     attention = _latent_attention(model, tensor) if model.kv_lora_rank is not None else _attention(model, tensor)
-    mlp = _experts(model, tensor, expert) if has_experts else _mlp(model, model.ffn_hidden_size // tensor)
+    if has_experts:
+        mlp = _experts(model, tensor, expert, expert_tensor)
+    else:
+        mlp = _mlp(model, model.ffn_hidden_size // tensor)
     return (*norm, *attention, *after, *norm, *mlp, *after)
 
 
@@ -286,11 +292,12 @@ def _mlp(model: ModelConfig, width: int, of_expert: bool = False) -> list[Parame
     ]
 
 
-def _experts(model: ModelConfig, tensor: int, expert: int) -> list[Parameter]:
+def _experts(model: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> list[Parameter]:
     hidden, experts = model.hidden_size, model.num_experts or 0
     width, shared = model.expert_ffn_hidden_size or model.ffn_hidden_size, model.shared_expert_ffn_hidden_size
     router = [Parameter(experts * hidden), *[Parameter(experts)] * model.linear_bias]
-    routed = [*router, *_mlp(model, width, of_expert=True) * (experts // expert)]
+    of_expert = _mlp(model, width // expert_tensor, of_expert=True)
+    routed = [*router, *of_expert * (experts // expert)]
     if shared is None:
         return routed
     return [*routed, *[Parameter(hidden)] * model.shared_expert_gate, *_mlp(model, shared // tensor)]

@@ -182,6 +182,8 @@ def layer_activation_bytes(shape: ShardedShape, has_experts: bool, *, tokens: in
     model, parallel = shape.model, shape.parallel
     whole = 4 * model.hidden_size  # between attention and MLP, which are split over tensor-parallel ranks
     rest = layer_activation_elements(model, has_experts) - whole
+    if has_experts:  # ranks that split an expert gather its tokens
+        rest += (parallel.expert_tensor - 1) * model.experts_per_token * model.hidden_size
     local = tokens / parallel.context
     between = local / (parallel.tensor if parallel.sequence else 1)
     elements = between * whole + local / parallel.tensor * rest

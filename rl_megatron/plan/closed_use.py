@@ -166,9 +166,8 @@ class _Phases:
         exchanges = []
         if tensor > 1:
             exchanges.append(Collective("all_reduce", "tensor", tensor, hidden, round(passes * 2 * self._layers)))
-        if shape.parallel.expert > 1 and self._expert_layers:
-            routed, calls = hidden * shape.model.experts_per_token, round(passes * 2 * self._expert_layers)
-            exchanges.append(Collective("all_to_all", "expert", shape.parallel.expert, routed, calls))
+        if self._expert_layers:
+            exchanges += self._between_experts(hidden * shape.model.experts_per_token, round(passes), 1)
         return PhaseUse(
             "generate",
             peak,
@@ -223,16 +222,29 @@ class _Phases:
             yield Collective("all_gather", "context", parallel.context, keys, layers * forwards)
             if backwards:
                 yield Collective("reduce_scatter", "context", parallel.context, keys, layers * backwards)
-        if parallel.expert > 1 and self._expert_layers:
+        if self._expert_layers:
             routed = round(between * model.experts_per_token * model.hidden_size * self._size)
-            calls = count * self._expert_layers * 2 * both
-            yield Collective("all_to_all", "expert", parallel.expert, routed, calls)
+            yield from self._between_experts(routed, count, both)
         if parallel.pipeline > 1:
             sent, per_stage = round(between * model.hidden_size * self._size), parallel.virtual_pipeline
             # A forward pass sends to the next stage, a backward pass to the one before. Recomputation sends nothing.
             before, after = per_stage - (self._stage == 0), per_stage - self._is_last
             yield Collective("send", "pipeline", parallel.pipeline, sent, count * (after + backwards * before))
             yield Collective("recv", "pipeline", parallel.pipeline, sent, count * (before + backwards * after))
+
+    def _between_experts(self, routed: int, count: int, passes: int) -> Iterator[Collective]:
+        """Yield the collectives that send tokens to experts and back.
+
+        Args:
+            routed: The bytes of a rank's tokens in a microbatch, once for each of their experts.
+            count: The number of microbatches.
+            passes: The number of forward and backward passes of each.
+        """
+        parallel, calls = self._shape.parallel, count * self._expert_layers * passes
+        if parallel.expert > 1:
+            yield Collective("all_to_all", "expert", parallel.expert, routed, 2 * calls)
+        if parallel.expert_tensor > 1:
+            yield Collective("all_to_all", "expert", parallel.expert_tensor, routed * parallel.expert_tensor, 2 * calls)
 
     def _of_gradients(self, shape: ShardedShape, distributed: bool) -> Iterator[Collective]:
         """Yield the collectives of optimizer steps: gradients are summed, and updated weights are gathered."""

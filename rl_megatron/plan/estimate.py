@@ -113,7 +113,7 @@ def _span(collective: Collective, cluster: Cluster, parallel: ParallelConfig) ->
     return {
         "tensor": parallel.tensor,
         "context": parallel.tensor * parallel.context,
-        "expert": parallel.expert,
+        "expert": parallel.expert * parallel.expert_tensor,
         "data": stage_ranks,
         "pipeline": cluster.world_size if parallel.pipeline > 2 else 2 * stage_ranks,
         "world": cluster.world_size,

@@ -25,7 +25,7 @@ from rl_megatron.topology.topology import Topology
 aten = torch.ops.aten
 _GROUPS: dict[str, GroupName] = {
     "tp": "tensor", "cp": "context", "pp": "pipeline", "embd": "pipeline", "pos_embd": "pipeline", "dp": "data",
-    "dp_cp": "data", "expt_dp": "data", "ep": "expert", "tp_ep": "expert", "expt_tp": "tensor", "tp_cp": "context",
+    "dp_cp": "data", "expt_dp": "data", "ep": "expert", "tp_ep": "expert", "expt_tp": "expert", "tp_cp": "context",
     "tp_dp_cp": "data", "mp": "tensor", "tp_ep_pp": "expert", "intra_dp_cp": "data", "intra_expt_dp": "data",
 }  # fmt: skip
 _TORCH = str(Path(torch.__file__).parent)

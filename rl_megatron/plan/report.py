@@ -133,6 +133,7 @@ def _heading(name: str, workload: Workload, cluster: Cluster) -> Iterable[str]:
     layout = " × ".join(f"{key} {degree}" for key, degree in degrees.items())
     extras = [f"virtual pipeline {parallel.virtual_pipeline}"] * (parallel.virtual_pipeline > 1)
     extras += ["sequence parallel"] * parallel.sequence + [f"expert {parallel.expert}"] * (parallel.expert > 1)
+    extras += [f"expert tensor {parallel.expert_tensor}"] * (parallel.expert_tensor > 1)
     yield f"Stage {name} on {cluster.nodes} node(s) of {cluster.gpus_per_node} {gpu.name} ({gpu.memory_gib:g} GiB each)"
     yield f"{workload.world_size} rank(s): {layout}" + (f" ({', '.join(extras)})" if extras else "")
     train = stage.train
@@ -274,7 +275,7 @@ def _degrees(candidate: Candidate) -> str:
     shown = {
         "tensor": parallel.tensor, "pipeline": parallel.pipeline, "virtual": parallel.virtual_pipeline,
         "last stage": parallel.last_stage_layers, "context": parallel.context, "expert": parallel.expert,
-        "data": shape.data,
+        "expert tensor": parallel.expert_tensor, "data": shape.data,
     }  # fmt: skip
     return ", ".join(f"{name} {degree}" for name, degree in shown.items() if degree not in (None, 1)) or "one rank"
 

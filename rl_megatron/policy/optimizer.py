@@ -83,7 +83,7 @@ def main_gradient(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def build_optimizer(
-    model_chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str
+    model_chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str, topology: Topology
 ) -> MegatronOptimizer:
     """Return Adam with decoupled weight decay for all model chunks. Under bf16, master weights and moments are fp32."""
     bf16, ddp_config = precision == "bf16", model_chunks[0].ddp_config
@@ -106,9 +106,20 @@ def build_optimizer(
         [*model_chunks],
         use_gloo_process_groups=False,  # the topology has none
     )
+    _count_once(optimizer, topology)
     fuse(optimizer)
     allocate_moments(optimizer)
     return optimizer
+
+
+def _count_once(optimizer: MegatronOptimizer, topology: Topology) -> None:
+    """Let the gradient norm count the weights of experts that are whole on several ranks once.
+
+    megatron-core counts whole weights on the first tensor-parallel rank. Experts are split over other ranks.
+    """
+    for part in parts(optimizer):
+        if any(group["is_expert_parallel"] for group in part.optimizer.param_groups):
+            setattr(part, "tp_group", topology.groups.expt_tp)  # noqa: B010  # megatron-core sets it in this way, too
 
 
 def fuse(optimizer: MegatronOptimizer) -> None:

@@ -34,7 +34,7 @@ class Trainer:
         """Wrap the model chunks in megatron-core's DDP, and build their optimizer."""
         model.model_chunks[:] = wrap_for_gradients(model.model_chunks, model.topology, config)
         self._model = model
-        self.optimizer = build_optimizer(model.wrapped_model_chunks, config, precision)
+        self.optimizer = build_optimizer(model.wrapped_model_chunks, config, precision, model.topology)
         self.scheduler = build_scheduler(self.optimizer, config, total_steps)
         self._gradients = GradientNorms(self.optimizer, model.wrapped_model_chunks)
         self._clip_grad = config.clip_grad

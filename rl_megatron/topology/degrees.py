@@ -45,6 +45,11 @@ class ParallelDegrees(Protocol):
         ...
 
     @property
+    def expert_tensor(self) -> int:
+        """Return the expert-tensor-parallel degree."""
+        ...
+
+    @property
     def first_stage_layers(self) -> int | None:
         """Return the layers of the first pipeline stage, or None."""
         ...
@@ -112,7 +117,7 @@ def validate(parallel: ParallelConfig, world_size: int) -> int:
         ConfigError: the degrees do not divide the world size, or one contradicts another. The message says which values
             would fit.
     """
-    for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert"):
+    for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"):
         if getattr(parallel, name) < 1:
             raise ConfigError(f"parallel.{name}={getattr(parallel, name)}: must be at least 1")
     model_ranks = parallel.tensor * parallel.pipeline * parallel.context
@@ -129,13 +134,22 @@ def validate(parallel: ParallelConfig, world_size: int) -> int:
             f"parallel.virtual_pipeline={parallel.virtual_pipeline} interleaves pipeline stages, and "
             "parallel.pipeline is 1; set parallel.virtual_pipeline=1 or raise parallel.pipeline"
         )
-    stage_ranks = world_size // parallel.pipeline
-    if stage_ranks % parallel.expert:
-        fits = [d for d in range(1, stage_ranks + 1) if stage_ranks % d == 0]
-        raise ConfigError(
-            f"parallel.expert={parallel.expert} must divide the {stage_ranks} ranks of a pipeline stage; fits: {fits}"
-        )
+    _check_expert_ranks(parallel, world_size // parallel.pipeline)
     return world_size // model_ranks
+
+
+def _check_expert_ranks(parallel: ParallelConfig, stage_ranks: int) -> None:
+    """Check that the ranks that hold all experts once divide those of a pipeline stage."""
+    split = parallel.expert_tensor
+    for name, ranks in (("expert_tensor", stage_ranks), ("expert", stage_ranks // split)):
+        degree = getattr(parallel, name)
+        if ranks % degree == 0:
+            continue
+        fits = [d for d in range(1, ranks + 1) if ranks % d == 0]
+        what = f"the {stage_ranks} ranks of a pipeline stage"
+        if ranks < stage_ranks:
+            what = f"the {ranks} groups of parallel.expert_tensor={split} ranks in a pipeline stage of {stage_ranks}"
+        raise ConfigError(f"parallel.{name}={degree} must divide {what}; fits: {fits}")
 
 
 def _world_sizes_that_fit(parallel: ParallelConfig, world_size: int) -> str:
@@ -168,10 +182,18 @@ def validate_model(model: ModelConfig, parallel: ParallelDegrees) -> None:
         divides("parallel.tensor", parallel.tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
     _check_pipeline(model, parallel)
     if model.num_experts is None:
-        if parallel.expert > 1:
-            raise ConfigError(f"parallel.expert={parallel.expert}: this model is dense; set parallel.expert=1")
+        for key, degree in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
+            if degree > 1:
+                raise ConfigError(f"parallel.{key}={degree}: this model is dense; set parallel.{key}=1")
         return
     divides("parallel.expert", parallel.expert, "model.num_experts", model.num_experts)
+    width = "ffn_hidden_size" if model.expert_ffn_hidden_size is None else "expert_ffn_hidden_size"
+    divides("parallel.expert_tensor", parallel.expert_tensor, f"model.{width}", getattr(model, width))
+    if parallel.expert_tensor > 1 and model.linear_bias:
+        raise ConfigError(
+            f"parallel.expert_tensor={parallel.expert_tensor} is not supported with model.linear_bias=true: every rank "
+            "would add the bias of an expert's output; set parallel.expert_tensor=1"
+        )
     if model.shared_expert_ffn_hidden_size is not None:
         divides(
             "parallel.tensor",

@@ -24,8 +24,8 @@ class Topology:
     """This run's parallel degrees, this rank's place in them, and the process groups, to be passed on as arguments.
 
     world_size = tensor · pipeline · context · data. `virtual_pipeline` splits each pipeline stage into that many model
-    chunks. `expert` divides the ranks that hold one pipeline stage. `store` is that in which the ranks met, if this
-    package made it. `megatron_state` is megatron-core's own record of the groups; see `in_megatron`.
+    chunks. `expert` · `expert_tensor` divides the ranks that hold one pipeline stage. `store` is that in which the
+    ranks met, if this package made it. `megatron_state` is megatron-core's own record of the groups; see `in_megatron`.
     """
 
     device: torch.device
@@ -37,6 +37,7 @@ class Topology:
     virtual_pipeline: int
     context: int
     expert: int
+    expert_tensor: int
     data: int
     first_stage_layers: int | None
     last_stage_layers: int | None
@@ -91,6 +92,7 @@ class Topology:
         extras = [f"virtual pipeline {self.virtual_pipeline}"] if self.virtual_pipeline > 1 else []
         extras += ["sequence parallel"] if self.sequence else []
         extras += [f"expert {self.expert}"] if self.expert > 1 else []
+        extras += [f"expert tensor {self.expert_tensor}"] if self.expert_tensor > 1 else []
         return f"{self.world_size} rank(s): {shape}" + (f" ({', '.join(extras)})" if extras else "")
 
 
@@ -164,7 +166,7 @@ def build(
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=1,  # experts are small, and their tokens are sent between ranks anyway
+        expert_tensor_parallel_size=parallel.expert_tensor,
         distributed_timeout_minutes=timeout_minutes,  # pyright: ignore[reportArgumentType]  # any number works
         create_gloo_process_groups=False,  # megatron-core would copy optimizer state with them; `checkpoint` does not
     )
@@ -179,6 +181,7 @@ def build(
         virtual_pipeline=parallel.virtual_pipeline,
         context=parallel.context,
         expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
         data=data,
         first_stage_layers=parallel.first_stage_layers,
         last_stage_layers=parallel.last_stage_layers,

@@ -6,6 +6,10 @@ has its own A and B, as peft has it. The product A·x has only r numbers per tok
     column-parallel   A is whole on every rank, B has the rank's rows. Under sequence parallelism A·x is gathered.
     row-parallel      A has the rank's columns, B is whole. The ranks' A·x are summed, or reduced and scattered.
     whole             A and B are whole on every rank.
+
+The linears of an expert are split over its expert-tensor-parallel ranks. megatron-core gathers the expert's tokens on
+each of them before the first linear and sums their outputs after the last one, so it also sums the gradients of these
+tokens. Each rank's adapter therefore contributes an equal share of its output and of the gradient of its input.
 """
 
 from __future__ import annotations
@@ -72,8 +76,8 @@ class LinearAdapter(torch.nn.Module):
         self._kind = _kind_of(module)
         self._gathers = megatron.sequence_parallel and not self._is_expert
         self._topology = topology
-        shards = 1 if self._is_expert or self._kind == _WHOLE else topology.tensor
-        self._shards = shards  # an expert is whole on its rank
+        self._group = topology.groups.expt_tp if self._is_expert else topology.groups.tp
+        shards = self._shards = 1 if self._kind == _WHOLE else self._group.size()
         in_shards, out_shards = (shards if self._kind == kind else 1 for kind in (_ROW, _COLUMN))
         for part in self._adapted:
             shapes = {"A": (config.r, part.in_features // in_shards), "B": (part.out_features // out_shards, config.r)}
@@ -92,6 +96,9 @@ class LinearAdapter(torch.nn.Module):
         """Return s·B·A·x in the layout of the linear's output. `x` is the linear's input on this rank."""
         if self._dropout and self.training:
             x = dropout(x, self._dropout)
+        share = 1.0 / self._shards
+        if self._is_expert and self._kind == _COLUMN and self._shards > 1:
+            x = _Scaled.apply(x, 1.0, share)
         adapted = list(self._adapted)
         downs: list[Tensor] = [self._weight(part, "A") for part in adapted]
         inner = self._exchanged(linear(x, downs[0] if len(downs) == 1 else torch.cat(downs))) * self.scaling
@@ -102,6 +109,8 @@ class LinearAdapter(torch.nn.Module):
             else inner.new_zeros(*inner.shape[:-1], part.out_features // self._out_shards)
             for part in self.parts
         ]
+        if self._is_expert and self._kind == _ROW and self._shards > 1:
+            outputs = [_Scaled.apply(output, share, 1.0) for output in outputs]
         if len(outputs) == 1:
             return outputs[0]
         groups = self.parts[0].groups // self._out_shards or 1
@@ -116,7 +125,7 @@ class LinearAdapter(torch.nn.Module):
 
     def _exchanged(self, inner: Tensor) -> Tensor:
         """Return A·x of all tokens and columns that this rank's rows need."""
-        group = self._topology.groups.tp
+        group = self._group
         if self._shards == 1:
             return inner
         if self._kind == _COLUMN:
@@ -133,12 +142,11 @@ class LinearAdapter(torch.nn.Module):
     def _mark(self, parameter: torch.nn.Parameter, letter: str) -> None:
         """Set the marks by which megatron-core sums a parameter's gradient over the right ranks."""
         mark: Any = parameter
-        if self._is_expert:  # megatron-core marks experts as tensor-parallel too, so that each rank's norm has its own
+        if self._is_expert:
             mark.allreduce = False
-            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-        elif self._is_sharded(letter):
+        if self._is_sharded(letter):
             set_tensor_model_parallel_attributes(parameter, True, int(letter == "A"), 1)
-        else:  # under sequence parallelism, each rank has the gradient of its own tokens
+        elif not self._is_expert:  # under sequence parallelism, each rank has the gradient of its own tokens
             mark.sequence_parallel = self._gathers
 
     @torch.no_grad()
@@ -162,7 +170,7 @@ class LinearAdapter(torch.nn.Module):
 
     def _offset(self, parameter: Tensor, letter: str) -> tuple[int, int]:
         """Return the index of a local tensor's first element in the whole tensor."""
-        rank = self._topology.groups.tp.rank()
+        rank = self._group.rank()
         if not self._is_sharded(letter):
             return 0, 0
         return (0, rank * parameter.size(1)) if letter == "A" else (rank * parameter.size(0), 0)
@@ -182,15 +190,13 @@ class LinearAdapter(torch.nn.Module):
 
     def entries(self, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:
         """Yield (name in this module's state, place in the whole tensor) of each tensor, for checkpoints."""
-        groups = self._topology.groups
+        groups, group = self._topology.groups, self._group
+        copies = groups.expt_dp if self._is_expert else groups.dp_cp
         for part in self._adapted:
             for letter in "AB":
                 parameter, sharded = self._weight(part, letter), self._is_sharded(letter)
-                offsets = [(int(letter == "A"), groups.tp.rank(), groups.tp.size())] if sharded else []
-                if self._is_expert:
-                    replica = (0, 0, groups.expt_dp.rank())
-                else:
-                    replica = (0, 0 if sharded else groups.tp.rank(), groups.dp_cp.rank())
+                offsets = [(int(letter == "A"), group.rank(), group.size())] if sharded else []
+                replica = (0, 0 if sharded else group.rank(), copies.rank())
                 key = f"{prefix}{tensor_name(part, letter)}"
                 yield (
                     f"{part.key}_{letter}",
@@ -269,6 +275,19 @@ def switched_off(model_chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for adapter in adapters:
             adapter.is_on = True
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity with a factor in the forward pass, and another in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.factor = backward
+        return x * forward
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.factor, None, None
 
 
 class _Added:

@@ -9,6 +9,7 @@ from itertools import groupby
 
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import ALL_LINEAR, LoraConfig
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import (
@@ -96,22 +97,22 @@ def refuse_fused_parts(linears: Mapping[str, Sequence[Part]], tensor: int) -> No
             )
 
 
-def local_elements(linear: str, parts: Iterable[Part], r: int, tensor: int, expert: int) -> int:
+def local_elements(linear: str, parts: Iterable[Part], r: int, parallel: ParallelConfig) -> int:
     """Return the elements of a linear's adapters on one rank; those of an expert on average over expert-parallel ranks.
 
     Args:
         linear: The Megatron name of the linear.
         parts: Its parts.
         r: The rank of the adapters.
-        tensor: The tensor-parallel degree.
-        expert: The expert-parallel degree.
+        parallel: The parallel section.
     """
     is_expert, name = is_of_expert(linear), linear.rpartition(".")[2]
-    shards = 1 if is_expert or name.endswith("_down_proj") else tensor
+    shards = parallel.expert_tensor if is_expert else parallel.tensor
+    shards = 1 if name.endswith("_down_proj") else shards
     in_shards, out_shards = (shards, 1) if name in ("linear_proj", "linear_fc2") else (1, shards)
     adapted = [part for part in parts if part.has_adapter]
     elements = sum(r * (part.in_features // in_shards + part.out_features // out_shards) for part in adapted)
-    return elements // expert if is_expert else elements
+    return elements // parallel.expert if is_expert else elements
 
 
 def is_of_expert(linear: str) -> bool:
