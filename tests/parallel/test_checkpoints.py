@@ -102,6 +102,9 @@ def test_a_checkpoint_continues_under_another_layout(ranks, tmp_path, saved, loa
         ((1, {}), (2, {"expert": 2, "tensor": 2, "sequence": True})),
         ((2, {"expert": 2, "tensor": 2, "sequence": True}), PIPELINE),
         (DATA, (2, {"expert": 2})),
+        ((2, {"expert_tensor": 2}), (2, {"expert": 2, "tensor": 2, "sequence": True})),
+        ((1, {}), (4, {"expert": 2, "expert_tensor": 2, "tensor": 2, "sequence": True})),
+        ((4, {"expert": 2, "expert_tensor": 2, "tensor": 2, "sequence": True}), PIPELINE),
     ],
     ids=lambda layout: f"{layout[0]} {layout[1]}",
 )

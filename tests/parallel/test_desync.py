@@ -49,7 +49,7 @@ def agreement(parallel: dict, has_experts: bool) -> list[str]:
 @pytest.mark.parametrize(
     ("parallel", "has_experts"),
     [({}, False), ({"tensor": 2, "sequence": True}, False), ({"pipeline": 2}, False), ({"context": 2}, True),
-     ({"expert": 2}, True)],
+     ({"expert": 2}, True), ({"expert_tensor": 2}, True)],
     ids=str,
 )  # fmt: skip
 def test_ranks_that_train_together_agree(ranks, parallel, has_experts):

@@ -28,7 +28,17 @@ INTERLEAVED = (2, {"pipeline": 2, "virtual_pipeline": 2})
 SEQUENCE, EXPERT = (2, {"tensor": 2, "sequence": True}), (2, {"expert": 2})
 
 
+# Experts that are split over as many ranks as attention, over fewer and over more.
+EXPERT_TENSOR = [
+    (2, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}),
+    (2, {"expert_tensor": 2}),
+    (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}),
+]
+
+
 def layouts(case: str) -> list:
+    if case in ("mixtral", "qwen3_moe"):
+        return [WHOLE, SEQUENCE, PIPELINE, EXPERT, *EXPERT_TENSOR]
     if "num_experts_per_tok" in CASES[case][1]:
         return [WHOLE, SEQUENCE, PIPELINE, EXPERT]
     return [WHOLE, TENSOR, PIPELINE] + ([INTERLEAVED] if case == "llama" else [])

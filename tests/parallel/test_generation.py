@@ -83,9 +83,11 @@ KINDS = {
     [
         ("experts", {"expert": 2}),  # ranks finish at different steps, but need each other's experts until the last one
         ("experts", {"expert": 2, "tensor": 2, "sequence": True}),
+        ("experts", {"expert_tensor": 2}),
+        ("experts", {"expert_tensor": 2, "tensor": 2, "sequence": True}),
         ("window", {"context": 2}),
     ],
-    ids=["experts data 2", "experts tensor 2", "window context 2"],
+    ids=["experts data 2", "experts tensor 2", "split experts data 2", "split experts tensor 2", "window context 2"],
 )
 def test_experts_and_windows_generate_what_the_trainer_and_one_process_compute(ranks, kind, parallel):
     few = {name: SAMPLINGS[name] for name in ("temperature 1", "greedy")}

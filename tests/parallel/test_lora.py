@@ -103,13 +103,16 @@ OF_ATTENTION = {
     "glm4_moe": replace(LORA, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")),
 }
 WHOLE, SEQUENCE, EXPERT = (1, {}), (2, {"tensor": 2, "sequence": True}), (2, {"expert": 2})
+EXPERT_TENSOR = (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2})
 FAMILIES = [
     ("llama", (2, {"pipeline": 2, "virtual_pipeline": 2})),
     ("qwen2", (2, {"tensor": 2})),
     ("qwen3", SEQUENCE),
     ("gemma3", WHOLE),
     ("mixtral", EXPERT),
+    ("mixtral", (2, {"expert_tensor": 2})),
     ("qwen3_moe", SEQUENCE),
+    ("qwen3_moe", EXPERT_TENSOR),
     ("glm4", WHOLE),
     ("glm4_moe", SEQUENCE),
     ("deepseek_v3", SEQUENCE),
@@ -317,8 +320,12 @@ def test_adapters_that_do_not_fit_are_refused(ranks, tmp_path):
 
 @pytest.mark.parametrize(
     ("model", "degrees", "world_size"),
-    [(MODEL, {"pipeline": 2}, 2), (EXPERTS, {"tensor": 2, "sequence": True, "expert": 2}, 2)],
-    ids=["pipeline", "experts"],
+    [
+        (MODEL, {"pipeline": 2}, 2),
+        (EXPERTS, {"tensor": 2, "sequence": True, "expert": 2}, 2),
+        (EXPERTS, {"expert_tensor": 2}, 2),
+    ],
+    ids=["pipeline", "experts", "matrices of experts"],
 )
 def test_adapters_save_the_memory_that_the_closed_form_says(ranks, model, degrees, world_size):
     """Weights, gradients and optimizer state with and without adapters are as long as the closed forms say."""

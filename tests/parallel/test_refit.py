@@ -104,6 +104,22 @@ def model_of(case: str) -> ModelConfig:
     return family_of_config(hf, case).read_config(hf)
 
 
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (2, {"tensor": 2, "sequence": True, "expert_tensor": 2}),
+        (2, {"expert_tensor": 2}),
+        (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}),
+    ],
+    ids=str,
+)
+def test_experts_whose_matrices_are_split_are_exported_bitwise(ranks, whole, layout, case):
+    model = model_of(case)
+    for found, _, _ in ranks.run(layout[0], streamed, layout[1], model, "bf16"):
+        assert found == whole(model, "bf16")[0]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_family_is_exported_bitwise(ranks, whole, case):
     """The layout has tensor and sequence parallelism, and expert parallelism if the model has experts."""

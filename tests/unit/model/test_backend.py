@@ -20,9 +20,10 @@ from rl_megatron.model.build import transformer_config
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def chosen(model: ModelConfig, device: torch.device, precision: str = "bf16", context: int = 1) -> str:
+def chosen(model: ModelConfig, device: torch.device, precision: str = "bf16", **degrees: int) -> str:
     """Return the backend that a run on a device would choose, without the device."""
-    topology: Any = SimpleNamespace(device=device, is_cuda=device.type == "cuda", context=context)
+    degrees = {"context": 1, "expert_tensor": 1} | degrees
+    topology: Any = SimpleNamespace(device=device, is_cuda=device.type == "cuda", **degrees)
     return choose_backend(model, topology, precision)
 
 
@@ -53,6 +54,13 @@ def test_a_key_that_only_portable_layers_support_is_named(installed, preset, key
     assert chosen(model, CUDA) == "portable"
     with pytest.raises(ConfigError, match=f"model.backend=transformer_engine: .*{key}; use model.backend=auto"):
         chosen(replace(model, backend="transformer_engine"), CUDA)
+
+
+def test_experts_whose_matrices_are_split_take_the_portable_layers(installed):
+    model = load_config(["model=nano_moe"]).first.model
+    assert chosen(model, CUDA, expert_tensor=2) == "portable"
+    with pytest.raises(ConfigError, match="only portable layers support parallel.expert_tensor=2; use model.backend"):
+        chosen(replace(model, backend="transformer_engine"), CUDA, expert_tensor=2)
 
 
 def test_transformer_engine_without_a_gpu_is_refused():
@@ -103,8 +111,8 @@ def test_transformer_engine_rotates_packs_without_reading_their_lengths_from_the
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", lambda t, freqs, interleaved: t)
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", fused)
     layout: Any = SimpleNamespace(
-        tensor=1, sequence=False, pipeline=1, virtual_pipeline=1, context=2, expert=1, first_stage_layers=None,
-        last_stage_layers=None,
+        tensor=1, sequence=False, pipeline=1, virtual_pipeline=1, context=2, expert=1, expert_tensor=1,
+        first_stage_layers=None, last_stage_layers=None,
     )  # fmt: skip
     model, cp_group = load_config(["model=nano"]).first.model, SimpleNamespace(size=lambda: 2, rank=lambda: 1)
     config = transformer_config(model, layout, "bf16", "transformer_engine")

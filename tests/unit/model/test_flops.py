@@ -68,6 +68,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], Batching, tuple[int, ..
     "interleaved, full recomputation": (
         2, replace(MODEL, **FULL), {"pipeline": 2, "virtual_pipeline": 2}, PADDED, EQUAL, "lm", False,
     ),
+    "matrices of experts split": (2, EXPERTS, {"expert_tensor": 2}, PACKED, EQUAL, "lm", False),
     "experts split": (2, EXPERTS, {"expert": 2}, PACKED, MIXED, "lm", True),
     "shared experts, tensor 2": (
         4, SHARED, {"tensor": 2, "sequence": True, "expert": 2}, PADDED, EQUAL, "lm", False,

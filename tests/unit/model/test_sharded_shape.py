@@ -59,6 +59,10 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], Head]] = {
     "gemma-like, pipeline 2, tensor 2": (4, GEMMA, {"pipeline": 2, "tensor": 2, "sequence": True}, "lm"),
     "experts whole": (2, EXPERTS, {}, "lm"),
     "experts split": (4, EXPERTS, {"expert": 2}, "lm"),
+    "experts and their matrices split": (
+        4, SHARED, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}, "lm",
+    ),
+    "matrices of experts split": (4, EXPERTS, {"expert_tensor": 2}, "lm"),
     "experts over tensor": (4, EXPERTS, {"tensor": 2, "sequence": True, "expert": 4}, "lm"),
     "shared and dense layers, interleaved": (
         4, SHARED, {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, "lm",

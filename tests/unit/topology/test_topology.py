@@ -65,6 +65,12 @@ def test_data_parallelism_uses_the_remaining_ranks(degrees, world_size, data):
             ["parallel.virtual_pipeline=2", "parallel.pipeline is 1", "virtual_pipeline=1 or raise"],
         ),
         ({"expert": 3}, 4, ["parallel.expert=3", "the 4 ranks", "[1, 2, 4]"]),
+        ({"expert_tensor": 3}, 4, ["parallel.expert_tensor=3", "the 4 ranks of a pipeline stage", "[1, 2, 4]"]),
+        (
+            {"expert": 4, "expert_tensor": 2},
+            4,
+            ["parallel.expert=4", "the 2 groups of parallel.expert_tensor=2 ranks", "stage of 4", "[1, 2]"],
+        ),
         ({"tensor": 0}, 2, ["parallel.tensor=0", "at least 1"]),
         ({"context": -1}, 2, ["parallel.context=-1", "at least 1"]),
     ],
@@ -110,6 +116,17 @@ def test_every_degree_that_a_refusal_proposes_fits():
             ],
         ),
         ({"expert": 2}, {}, ["parallel.expert=2", "dense"]),
+        ({"expert_tensor": 2}, {}, ["parallel.expert_tensor=2", "dense"]),
+        (
+            {"expert_tensor": 2},
+            {"num_experts": 4, "expert_ffn_hidden_size": 9},
+            ["parallel.expert_tensor=2", "model.expert_ffn_hidden_size=9", "[1, 3]"],
+        ),
+        (
+            {"expert_tensor": 2},
+            {"num_experts": 4, "qkv_bias": True, "linear_bias": True},
+            ["parallel.expert_tensor=2", "model.linear_bias=true", "set parallel.expert_tensor=1"],
+        ),
         ({"expert": 3}, {"num_experts": 4}, ["parallel.expert=3", "model.num_experts=4", "[1, 2, 4]"]),
         (
             {"tensor": 2},
