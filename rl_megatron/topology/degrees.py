@@ -141,15 +141,26 @@ def validate(parallel: ParallelConfig, world_size: int) -> int:
 def _check_expert_ranks(parallel: ParallelConfig, stage_ranks: int) -> None:
     """Check that the ranks that hold all experts once divide those of a pipeline stage."""
     split = parallel.expert_tensor
-    for name, ranks in (("expert_tensor", stage_ranks), ("expert", stage_ranks // split)):
-        degree = getattr(parallel, name)
-        if ranks % degree == 0:
-            continue
-        fits = [d for d in range(1, ranks + 1) if ranks % d == 0]
-        what = f"the {stage_ranks} ranks of a pipeline stage"
-        if ranks < stage_ranks:
-            what = f"the {ranks} groups of parallel.expert_tensor={split} ranks in a pipeline stage of {stage_ranks}"
-        raise ConfigError(f"parallel.{name}={degree} must divide {what}; fits: {fits}")
+    if stage_ranks % split:
+        raise ConfigError(
+            f"parallel.expert_tensor={split} must divide the {stage_ranks} ranks of a pipeline stage; "
+            f"fits: {_divisors(stage_ranks)}"
+        )
+    groups = stage_ranks // split
+    if groups % parallel.expert and split == 1:
+        raise ConfigError(
+            f"parallel.expert={parallel.expert} must divide the {stage_ranks} ranks of a pipeline stage; "
+            f"fits: {_divisors(stage_ranks)}"
+        )
+    if groups % parallel.expert:
+        raise ConfigError(
+            f"parallel.expert={parallel.expert} must divide the {groups} groups of parallel.expert_tensor={split} "
+            f"ranks in a pipeline stage of {stage_ranks}; fits: {_divisors(groups)}"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _world_sizes_that_fit(parallel: ParallelConfig, world_size: int) -> str:
