@@ -75,6 +75,14 @@ NAMES_ELSEWHERE = {
 }
 _REMARKS = {"init_from": " It takes a checkpoint, which `rl-megatron convert import` makes of a Hugging Face directory"}
 
+# Keys of peft's LoraConfig that have no key here.
+_UNSUPPORTED = {
+    "peft.use_dora": "DoRA is not supported; leave the key out, and a LoRA adapter is trained",
+    "peft.modules_to_save": "modules are not trained whole beside an adapter; leave the key out, or leave peft out to "
+    "train all weights",
+    "peft.bias": "biases are not trained beside an adapter; leave the key out",
+}
+
 
 def nearest_key(key: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown key: the keys that were probably meant.
@@ -90,6 +98,9 @@ def nearest_key(key: str, known: Iterable[str]) -> str:
     if element is not None:
         inside = [path for path in known if "[]" in path]
         return nearest_key(key.replace(element[0], "[]"), inside).replace("[]", element[0])
+    refused = next((why for name, why in _UNSUPPORTED.items() if key == name or key.endswith(f".{name}")), None)
+    if refused is not None:
+        return f"; {refused}"
     known = sorted({path for path in known if ("[]" in path) == ("[]" in key)})
     section, _, name = key.rpartition(".")
     siblings = [path for path in known if path.rpartition(".")[0] == section]

@@ -14,9 +14,9 @@ UNVERIFIED = (
     "adapter",
 )  # the engine itself does not compare the weights that arrive with those sent
 _OF_ENGINES_IN_PROCESSES = ("collective", "shared_memory")
-_WRITES_FILES = ("disk", "adapter")
 # The ways of other engines. Each is tried with the engine, or its page says that it is not.
 _OF_ENGINES = {
+    "transformers": (*_OF_ENGINES_IN_PROCESSES, "adapter"),
     "vllm": ("collective", "shared_memory", "disk", "nccl", "ipc", "adapter"),
     "sglang": ("collective",),
 }
@@ -36,12 +36,13 @@ def check_refit(generation: GenerationConfig) -> None:
             f"generation.refit={refit}: generation.engine={engine} takes weights by {' or '.join(ways)}; set one of "
             f"these, or generation.engine={' or '.join(others)}"
         )
-    if generation.refit_directory is not None and refit not in _WRITES_FILES:
+    writes_files = refit == "disk" or (refit == "adapter" and engine == "vllm")
+    if generation.refit_directory is not None and not writes_files:
         raise ConfigError(
-            f"generation.refit_directory={generation.refit_directory} does nothing: generation.refit={refit} writes no "
-            "files; set generation.refit=disk, or leave refit_directory out"
+            f"generation.refit_directory={generation.refit_directory} does nothing: generation.engine={engine} with "
+            f"generation.refit={refit} writes no files; set generation.refit=disk, or leave refit_directory out"
         )
-    if refit in UNVERIFIED and generation.gate_prompts == 0:
+    if refit in UNVERIFIED and engine != "transformers" and generation.gate_prompts == 0:
         raise ConfigError(
             f"generation.refit={refit} with generation.gate_prompts=0: the engine does not verify weights that come in "
             "this way, so the logprob check has to; set gate_prompts to 1 or more, or refit=collective"
@@ -60,7 +61,7 @@ def check_refit(generation: GenerationConfig) -> None:
 
 
 def check_adapter_refit(stage: StageConfig) -> None:
-    """Check that there is an adapter to send, and that vLLM's servers can apply it.
+    """Check that there is an adapter to send, and that the engine can apply it.
 
     Raises:
         ConfigError: `generation.refit` is "adapter", and it cannot be sent; the message names the key.
@@ -68,22 +69,29 @@ def check_adapter_refit(stage: StageConfig) -> None:
     generation, model = stage.generation, stage.model
     if generation.refit != "adapter":
         return
+    is_vllm = generation.engine == "vllm"
     refused, remedy = None, "set generation.refit=collective, which sends merged weights"
     if stage.peft is None:
         refused = "peft=null, so there is no adapter"
         remedy = "set peft.r, or generation.refit=collective"
-    elif stage.peft.r > VLLM_ADAPTER_RANKS[-1]:
+    elif model.num_experts is not None:
+        refused = f"model.num_experts={model.num_experts}, and {generation.engine} stacks the experts' weights"
+    elif is_vllm and stage.peft.r > VLLM_ADAPTER_RANKS[-1]:
         refused = f"peft.r={stage.peft.r}, and vLLM takes adapters of rank {VLLM_ADAPTER_RANKS[-1]} at most"
-    elif model.num_experts is not None or model.kv_lora_rank is not None:
-        key = "num_experts" if model.num_experts is not None else "kv_lora_rank"
-        refused = f"model.{key}={getattr(model, key)}, and vLLM's adapters of such models have another form"
-    elif stage.rollout.async_enabled:
+    elif is_vllm and model.kv_lora_rank is not None:
+        refused = f"model.kv_lora_rank={model.kv_lora_rank}, and vLLM's adapters of such models have another form"
+    elif is_vllm and stage.rollout.async_enabled:
         refused = "rollout.async_enabled=true, and vLLM ends unfinished completions with the adapter before"
-    elif generation.vllm.enable_sleep_mode:
+    elif is_vllm and generation.vllm.enable_sleep_mode:
         refused = "generation.vllm.enable_sleep_mode=true drops the base, which is sent once"
         remedy = "set enable_sleep_mode=false, or generation.refit=collective"
     if refused is not None:
         raise ConfigError(f"generation.refit=adapter: {refused}; {remedy}")
+
+
+def opens_memory(generation: GenerationConfig) -> bool:
+    """Return whether engines open the memory of the policy's rank 0 to read weights."""
+    return generation.refit == "shared_memory" or (generation.refit == "adapter" and generation.engine != "vllm")
 
 
 def shares_gpus(generation: GenerationConfig) -> bool:

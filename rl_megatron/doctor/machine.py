@@ -9,6 +9,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from rl_megatron.config.refits import opens_memory
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.config.servers import ServersConfig
 from rl_megatron.doctor.findings import Finding, ok, problem, warning
@@ -27,13 +28,14 @@ def check_shared_memory(config: RunConfig | None = None, path: Path = SHARED_MEM
     free = shutil.disk_usage(path).free
     stages = () if config is None else config.stages.values()
     buckets = [
-        stage.generation.refit_bucket_mb * (1 << 20)
+        (stage.generation.refit_bucket_mb * (1 << 20), stage.generation.refit)
         for stage in stages
-        if stage.scores_completions and stage.generation.refit == "shared_memory"
+        if stage.scores_completions and opens_memory(stage.generation)
     ]
-    needed = 2 * max(buckets, default=0)  # each side holds two buckets
+    largest, refit = max(buckets, default=(0, ""))
+    needed = 2 * largest  # each side holds two buckets
     if free < max(_LEAST_SHARED, needed):
-        why = f"generation.refit=shared_memory needs {_mib(needed)}" if needed > _LEAST_SHARED else "NCCL needs more"
+        why = f"generation.refit={refit} needs {_mib(needed)}" if needed > _LEAST_SHARED else "NCCL needs more"
         remedy = _MORE_SHARED + ("; or lower generation.refit_bucket_mb" if needed > _LEAST_SHARED else "")
         return [problem("shared memory", f"{path} has {_mib(free)} free, and {why}", remedy)]
     if free < _USUAL_SHARED:

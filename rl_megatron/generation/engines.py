@@ -8,12 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.refits import opens_memory
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.generation.registry import ENGINES, EngineKind, register_engine
 from rl_megatron.generation.sglang.engine import build_sglang_engine, check_sglang, sglang_launcher
-from rl_megatron.generation.transformers.engine import TransformersEngine, engine_devices
+from rl_megatron.generation.transformers.devices import engine_devices
+from rl_megatron.generation.transformers.engine import TransformersEngine
 from rl_megatron.generation.vllm.engine import build_vllm_engine, check_vllm, vllm_launcher
 from rl_megatron.model.families import family_of_model
 from rl_megatron.policy.megatron_policy import MegatronPolicy
@@ -43,7 +45,7 @@ def _check_transformers(stage: StageConfig, vocab_size: int) -> None:
     """Check that the engine's devices exist, and that Hugging Face knows the model."""
     policy = choose_device(stage.device)
     devices = engine_devices(stage.generation, policy)
-    if policy.type == "cuda" and stage.generation.refit == "shared_memory" and devices[0] != "cpu":
+    if policy.type == "cuda" and opens_memory(stage.generation) and devices[0] != "cpu":
         check_gpu_memory_can_be_shared(stage.generation.refit)
     try:
         family_of_model(stage.model, stage.model.vocab_size or vocab_size)

@@ -62,13 +62,14 @@ class WeightExporter:
         plan: The plan, which states which tensor comes in which bucket. It is the same on every rank and never changes.
     """
 
-    def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES, with_adapters: bool = True):
+    _merges_adapters = True
+
+    def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES):
         """Plan the buckets and check that the ranks together hold every weight once. Collective.
 
         Args:
             model: The model.
             max_bytes: The most bytes of weights in a bucket.
-            with_adapters: Whether adapters are merged into the weights.
 
         Raises:
             ConfigError: No family can express the model.
@@ -84,7 +85,7 @@ class WeightExporter:
             for name, shape in table.hf_shapes.items()
         ]
         hf_config = family.write_config(model.config, rows) | {"dtype": dtype}
-        unknown, blocks = _blocks(model.model_chunks, table, with_adapters)
+        unknown, blocks = _blocks(model.model_chunks, table, self._merges_adapters)
         self._prepare(model, RefitPlan(hf_config, model.vocab_size, plan_buckets(specs, max_bytes)), blocks, unknown)
 
     def _prepare(
@@ -183,6 +184,12 @@ class WeightExporter:
                     f"{spec.name}: the ranks hold {found[0]} elements of {wanted[0]}, and not each of them once; the "
                     "family's weight table lacks a module, or shards overlap"
                 )
+
+
+class BaseExporter(WeightExporter):
+    """An exporter of a model's weights without its adapters."""
+
+    _merges_adapters = False
 
 
 class AdapterExporter(WeightExporter):

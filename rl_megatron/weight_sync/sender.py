@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.weight_sync.exporter import DEFAULT_BUCKET_BYTES, AdapterExporter, WeightExporter
+from rl_megatron.weight_sync.exporter import DEFAULT_BUCKET_BYTES, AdapterExporter, BaseExporter, WeightExporter
 from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, device_key
 from rl_megatron.weight_sync.plan import RefitPlan
 from rl_megatron.weight_sync.process_group import Handle, StandaloneGroup
@@ -71,9 +71,10 @@ class WeightSender:
         timings: The time and size of the last weight sync.
     """
 
-    def __init__(self, model: ShardedModel):
+    def __init__(self, model: ShardedModel, kind: type[WeightExporter] = WeightExporter):
+        """Keep the model, and the kind of exporter, which says what is sent: whole weights, the base, or adapters."""
         self.timings = SyncTimings()
-        self._model = model
+        self._model, self._kind = model, kind
         self._exporter: WeightExporter | None = None
         self._max_bytes = DEFAULT_BUCKET_BYTES
         self._pending_group: PendingGroup | None = None
@@ -88,7 +89,7 @@ class WeightSender:
         if self._exporter is None or max_bytes not in (None, self._max_bytes):
             self.release()
             self._max_bytes = max_bytes or self._max_bytes
-            self._exporter = WeightExporter(self._model, self._max_bytes)
+            self._exporter = self._kind(self._model, self._max_bytes)
         return self._exporter
 
     @property
@@ -106,9 +107,9 @@ class WeightSender:
         specs = (spec for bucket in self.plan.buckets for spec in bucket.tensors)
         return {spec.name: (spec.shape, spec.torch_dtype) for spec in specs}
 
-    def exporter_of_base(self) -> WeightExporter:
+    def exporter_of_base(self) -> BaseExporter:
         """Return a new exporter of the weights without the adapters of the model. Collective."""
-        return WeightExporter(self._model, self._max_bytes, with_adapters=False)
+        return BaseExporter(self._model, self._max_bytes)
 
     def exporter_of_adapters(self) -> AdapterExporter:
         """Return a new exporter of the adapters of the model, which has some. Collective."""
@@ -185,7 +186,7 @@ class WeightSender:
 
     # --- in shared memory ---
 
-    def groups_of_keys(self, max_bytes: int | None) -> list[list[str]]:
+    def groups_of_keys(self, max_bytes: int | None = None) -> list[list[str]]:
         """Return the tensor names of each bucket, as arguments for `share`, in order.
 
         A new `max_bytes` changes `plan`, and the engines then need the new plan.

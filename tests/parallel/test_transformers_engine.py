@@ -37,9 +37,9 @@ SETTINGS = GenerationConfig(engine="transformers", batch_size=4, refit_bucket_mb
 
 
 @contextmanager
-def serving(parallel: dict, precision: str = "fp32", timeout_minutes: float = 10, **settings):
+def serving(parallel: dict, precision: str = "fp32", timeout_minutes: float = 10, model=LLAMA, peft=None, **settings):
     """Yield a policy and its engine, which serves the policy's first weights."""
-    policy = build_policy(parallel, LLAMA, precision=precision)
+    policy = build_policy(parallel, model, precision=precision, peft=peft)
     engine = TransformersEngine(policy, dataclasses.replace(SETTINGS, **settings), timeout_minutes)
     try:
         engine.update_weights()

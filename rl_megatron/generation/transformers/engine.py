@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
-
-import torch
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
@@ -19,12 +16,14 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import check_requests, rollouts
 from rl_megatron.generation.completions import requests_of, seed_of_id
 from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request, Sampling, Served
+from rl_megatron.generation.transformers.devices import engine_devices
 from rl_megatron.generation.transformers.process import Answers, EngineDied, EngineWorkers
 from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.weight_sync.exporter import AdapterExporter, BaseExporter
 from rl_megatron.weight_sync.plan import WeightsRefused
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.process_group import CollectiveFailed, free_address
-from rl_megatron.weight_sync.sender import PendingGroup
+from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
 
 _T = TypeVar("_T")
 _JOINING_POLL_SECONDS = 0.1
@@ -37,6 +36,9 @@ class TransformersEngine:
     Only rank 0 talks to the processes. It broadcasts their answers, so that all ranks decide alike. All ranks take part
     when weights are sent over a collective. If a process dies, all engines are ended and started again, because they
     share a process group. They get the same weights and the same request, so the result is the same.
+
+    With `generation.refit=adapter` the engines get the base of the policy when they start. A weight sync then sends the
+    adapter alone.
     """
 
     def __init__(self, policy: MegatronPolicy, settings: GenerationConfig, collective_timeout_minutes: float = 10.0):
@@ -44,6 +46,8 @@ class TransformersEngine:
         self._timeout = 60 * collective_timeout_minutes
         topology = policy.topology
         self._ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
+        self._sends_adapter = settings.refit == "adapter"
+        self._sender = WeightSender(policy.model, AdapterExporter) if self._sends_adapter else policy.weights
         self._workers: EngineWorkers | None = None  # on rank 0
         self._started = self._paused = False
         self._served: Served | None = None
@@ -158,6 +162,8 @@ class TransformersEngine:
     def shutdown(self) -> None:
         """End the engines' processes."""
         self._leave(at_once=False)
+        if self._sends_adapter:
+            self._sender.close()
 
     # --- requests, which are repeated if an engine dies ---
 
@@ -199,10 +205,12 @@ class TransformersEngine:
         if not self._started:
             self._start()
         began, version = time.perf_counter(), self.policy.weight_version
-        paths = {"collective": self._over_the_group, "shared_memory": self._in_shared_memory}
-        at_engines = paths[self.settings.refit](version)
+        if self.settings.refit == "collective":
+            at_engines = self._over_the_group(version)
+        else:
+            at_engines = self._in_shared_memory(self._sender, version)
         slowest = {phase: max(each[phase] for each in at_engines) for phase in at_engines[0]}
-        metrics = self.policy.weights.timings.metrics_of_sync(time.perf_counter() - began, slowest)
+        metrics = self._sender.timings.metrics_of_sync(time.perf_counter() - began, slowest)
         self._served, self._sync_metrics = Served(version, self._starts), metrics
 
     def _over_the_group(self, version: int) -> tuple[dict[str, float], ...]:
@@ -212,19 +220,21 @@ class TransformersEngine:
 
         return self._ask("receive", [(version,)] * self.settings.num_engines, meanwhile=send)
 
-    def _in_shared_memory(self, version: int) -> tuple[dict[str, float], ...]:
+    def _in_shared_memory(self, sender: WeightSender, version: int) -> tuple[dict[str, float], ...]:
         everyone = self.settings.num_engines
         self._ask("begin", [(version,)] * everyone)
-        for keys in self.policy.prepare_weights_for_ipc():
-            (handle,) = self.policy.get_weights_ipc_handles(keys).values()  # engines open the handle of rank 0
+        for keys in sender.groups_of_keys():
+            (handle,) = sender.share(keys).values()  # engines open the handle of rank 0
             self._ask("take", [(handle,)] * everyone)
         return self._ask("finish", [()] * everyone)
 
     # --- processes ---
 
     def _start(self) -> None:
-        self.policy.prepare_weights_for_ipc(int(self.settings.refit_bucket_mb * (1 << 20)))
-        plan, settings = self.policy.refit_plan, self.settings
+        first = WeightSender(self.policy.model, BaseExporter) if self._sends_adapter else self._sender
+        max_bytes = int(self.settings.refit_bucket_mb * (1 << 20))
+        first.groups_of_keys(max_bytes)
+        plan, settings = first.plan, self.settings
         self._started = True
         self._starts += 1
         if self._ranks.leads:
@@ -234,6 +244,13 @@ class TransformersEngine:
         self._ask("build", [(plan, device, settings.batch_size, settings.router_replay) for device in self._devices])
         if self.settings.refit == "collective":
             self._join()
+        if self._sends_adapter:
+            try:
+                self._in_shared_memory(first, self.policy.weight_version)
+            finally:
+                first.close()
+            self._sender.groups_of_keys(max_bytes)
+            self._ask("add_adapter", [(self._sender.plan,)] * len(self._devices))
 
     def _join(self) -> None:
         """Join policy and engines in one process group, the policy's ranks first."""
@@ -351,39 +368,3 @@ class TransformersEngine:
         while answers is None:
             answers = self._ranks.from_rank_0(heard)
         return answers if to_all else replace(answers, values=own)
-
-
-def engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str]:
-    """Return the device of each engine, if the policy's rank 0 computes on device `policy`.
-
-    Raises:
-        ConfigError: Weights cannot be sent to the device, or this machine has no such device.
-    """
-    kind, _, first = settings.engine_device.partition(":")
-    count = settings.num_engines
-    if kind == "cpu" or (kind == "auto" and policy.type == "cpu"):
-        if policy.type == "cuda" and settings.refit == "collective":
-            raise ConfigError(
-                "generation.engine_device=cpu and generation.refit=collective: the policy's GPUs share no process "
-                "group with a CPU; set generation.refit=shared_memory, or another engine_device"
-            )
-        return ["cpu"] * count
-    if kind == "auto" and settings.refit == "shared_memory":
-        return [str(policy)] * count
-    if kind == "auto":
-        first = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    last, there = int(first or 0) + count - 1, torch.cuda.device_count()
-    if last >= there:
-        raise ConfigError(
-            f"generation.engine_device={settings.engine_device} and generation.num_engines={count}: the last engine "
-            f"would compute on cuda:{last}, and this machine has {there} GPUs; set a lower cuda:N or num_engines, "
-            "leave GPUs to the engines by starting fewer ranks, or set engine_device=cpu with refit=shared_memory"
-        )
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if policy.type == "cuda" and settings.refit == "collective" and last - count + 1 < ranks:
-        raise ConfigError(
-            f"generation.engine_device={settings.engine_device} and generation.refit=collective: engines would share "
-            f"cuda:{last - count + 1} with a rank, and NCCL takes one process per GPU; set engine_device=cuda:{ranks} "
-            "or higher, or refit=shared_memory"
-        )
-    return [f"cuda:{last - count + 1 + index}" for index in range(count)]

@@ -19,6 +19,7 @@ from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.decoding_progress import DecodingProgress
 from rl_megatron.generation.interfaces import Completion, Request
 from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.transformers.adapter import attach_adapter
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
 from rl_megatron.generation.transformers.pending_requests import PendingRequests
 from rl_megatron.generation.transformers.replica import TransformersReplica
@@ -43,6 +44,10 @@ class TransformersWorker:
         self.receiver = WeightReceiver(ParameterSink(checkpoint_tensors(self.model)), plan)
         recorder = RoutingRecorder(self.model) if records_routing else None
         self._replica = TransformersReplica(self.model, plan.vocab_size, self._version, recorder)
+
+    def add_adapter(self, plan: RefitPlan) -> None:
+        """Give the model, which has its weights by now, an adapter; every later refit sends that adapter alone."""
+        self.receiver = WeightReceiver(ParameterSink(attach_adapter(self.model, plan)), plan)
 
     def join(self, ip: str, port: int, rank: int, world_size: int, timeout_seconds: float, kind: str) -> None:
         """Join the process group of the policy's ranks, whose type of device is `kind`."""

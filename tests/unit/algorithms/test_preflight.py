@@ -18,7 +18,7 @@ from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.generation.engines import check_engine
-from rl_megatron.generation.transformers.engine import engine_devices
+from rl_megatron.generation.transformers.devices import engine_devices
 from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.topology.collective_errors import on_all_or_none

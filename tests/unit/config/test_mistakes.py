@@ -64,6 +64,13 @@ def test_a_mistyped_stage_key_names_the_nearest_key(refused, three, override, wo
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize("where", ["", "stages.sft."])
+def test_a_key_of_peft_that_is_not_supported_is_named(refused, three, where):
+    given = three if where else ("algorithm=sft", "peft.r=4")
+    assert f"unknown key '{where}peft.use_dora'; DoRA is not supported" in refused(*given, f"{where}peft.use_dora=true")
+    assert "leave the key out" in refused(*given, f"{where}peft.modules_to_save=[lm_head]")
+
+
 def test_a_stage_of_a_run_without_stages_is_refused(refused):
     message = refused("stages.sft.train.steps=3")
     assert "stages.sft.train.steps=3" in message and "leave stages.NAME out" in message

@@ -14,9 +14,15 @@ from rl_megatron.config.servers import VllmConfig
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"engine": "transformers", "refit": "disk"}, "takes weights by collective or shared_memory; .*engine=vllm"),
+        (
+            {"engine": "transformers", "refit": "disk"},
+            "takes weights by collective or shared_memory or adapter; .*engine=vllm",
+        ),
         ({"engine": "sglang", "refit": "disk"}, "generation.engine=sglang takes weights by collective; .*engine=vllm"),
-        ({"engine": "vllm", "refit_directory": "/x"}, "refit_directory=/x does nothing: generation.refit=collective"),
+        (
+            {"engine": "vllm", "refit_directory": "/x"},
+            "refit_directory=/x does nothing: .* generation.refit=collective",
+        ),
         ({"engine": "vllm", "refit": "nccl", "gate_prompts": 0}, "gate_prompts=0: the engine does not verify weights"),
         (
             {"engine": "vllm", "refit": "ipc"},
@@ -44,12 +50,27 @@ ADAPTER = ("algorithm=grpo", "data=arithmetic", "generation.engine=vllm", "gener
         (("peft.r=4", "model=nano_moe"), "model.num_experts=.*set generation.refit=collective"),
         (("peft.r=4", "rollout.async_enabled=true"), "rollout.async_enabled=true, and vLLM ends unfinished"),
         (("peft.r=4", "generation.vllm.enable_sleep_mode=true"), "enable_sleep_mode=true drops the base"),
+        (
+            ("peft.r=4", "generation.engine=transformers", "model=nano_moe"),
+            "num_experts=.*transformers stacks the experts",
+        ),
+        (
+            ("peft.r=4", "generation.engine=transformers", "generation.refit_directory=/x"),
+            "refit_directory=/x does nothing",
+        ),
         (("peft.r=4", "generation.gate_prompts=0"), "gate_prompts=0: the engine does not verify weights"),
     ],
 )
 def test_an_adapter_that_cannot_be_sent_alone_is_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         load_config([*ADAPTER, *keys])
+
+
+@pytest.mark.parametrize(
+    "keys", [("peft.r=513",), ("peft.r=4", "rollout.async_enabled=true"), ("peft.r=4", "generation.gate_prompts=0")]
+)
+def test_the_limits_of_vllm_are_not_those_of_transformers(keys):
+    load_config([*ADAPTER, "generation.engine=transformers", *keys])
 
 
 @pytest.mark.parametrize("refit", ["collective", "shared_memory", "disk", "nccl", "ipc", "adapter"])
