@@ -107,7 +107,8 @@ def test_a_replay_gives_the_same_bits(whole, tmp_path, forks):
 def test_a_run_goes_on_with_another_division_of_the_devices(whole, tmp_path, forks):
     """As a job with ENGINE_NODES=auto does, when it is queued again. The last checkpoint is of step 12."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    more = ("generation.num_engines=2", f"train.steps={STEPS + 2}")
+    same_reward = f"reward.functions=[{{path: {whole / 'reward.py'}, name: even}}]"
+    more = ("generation.num_engines=2", f"train.steps={STEPS + 2}", same_reward)
     done = forks.run(tmp_path, "train", *OPTIONS, *more)
     assert done.status == 0, done.err
     numbers = [group["number"] for line in log_of(tmp_path) for group in line["used"]]
