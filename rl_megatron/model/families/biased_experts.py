@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import num_experts
-from rl_megatron.model.families.table import TableBuilder, gated_mlp
+from rl_megatron.model.families.table import Layer, TableBuilder, gated_mlp
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -55,10 +55,11 @@ def write_experts(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def dense_or_experts(table: TableBuilder, model: ModelConfig, layer: int) -> None:
+def dense_or_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     """Add a layer's dense MLP, or its router with the bias, its experts and its shared experts; and the norm before."""
-    hf, megatron, hidden = f"model.layers.{layer}.", f"decoder.layers.{layer}.", model.hidden_size
-    is_dense = model.num_experts is None or layer < model.first_dense_layers
+    _, hf, megatron = layer
+    hidden = model.hidden_size
+    is_dense = model.num_experts is None or layer.number < model.first_dense_layers
     norm = "mlp.linear_fc1.layer_norm_weight" if is_dense else "pre_mlp_layernorm.weight"
     table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}{norm}", hidden)
     if is_dense:

@@ -11,7 +11,7 @@ from rl_megatron.config.model_shape import LatentShape
 from rl_megatron.model.families.biased_experts import dense_or_experts, is_dropped, read_experts, write_experts
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.rope import read_rope, write_rope
-from rl_megatron.model.families.table import TableBuilder, WeightTable, embeddings
+from rl_megatron.model.families.table import Layer, TableBuilder, WeightTable, decoder
 
 # Keys that must have one of these values, because no other value is supported.
 _ABSENT: dict[str, tuple] = {
@@ -83,18 +83,14 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 def weight_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
-    table, hidden = TableBuilder(), model.hidden_size
-    for layer in range(model.num_layers):
-        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        table.same(f"{hf}input_layernorm.weight", f"{megatron}input_layernorm.weight", hidden)
-        _latent_attention(table, model, f"{hf}self_attn.", f"{megatron}self_attention.")
-        dense_or_experts(table, model, layer)
-    embeddings(table, model, vocab_size)
-    return table.build()
+    return decoder(model, vocab_size, _latent_attention, dense_or_experts)
 
 
-def _latent_attention(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -> None:
+def _latent_attention(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+    _, hf, megatron = layer
     hidden, heads, shape = model.hidden_size, model.num_attention_heads, LatentShape.of(model)
+    table.same(f"{hf}input_layernorm.weight", f"{megatron}input_layernorm.weight", hidden)
+    hf, megatron = f"{hf}self_attn.", f"{megatron}self_attention."
     queries = heads * shape.query
     if model.q_lora_rank is None:
         table.same(f"{hf}q_proj.weight", f"{megatron}linear_q_proj.weight", queries, hidden)

@@ -15,7 +15,7 @@ from rl_megatron.config.model_shape import head_size
 from rl_megatron.model.families.decoder import GLOBAL, LOCAL, layer_types, read_period
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.rope import DEFAULT_BASE, read_scaling, write_scaling
-from rl_megatron.model.families.table import TableBuilder, WeightTable, attention, embeddings, gated_mlp
+from rl_megatron.model.families.table import Layer, TableBuilder, WeightTable, decoder, gated_mlp, normed_attention
 
 _GLOBAL_BASE = 1_000_000.0  # the RoPE base of layers without a window if config.json has none
 _PATTERN = 6  # the period of layers without a window if config.json has none
@@ -132,17 +132,16 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 def weight_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
-    table, hidden = TableBuilder(), model.hidden_size
-    for layer in range(model.num_layers):
-        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        table.same(f"{hf}input_layernorm.weight", f"{megatron}self_attention.linear_qkv.layer_norm_weight", hidden)
-        attention(table, model, hf, megatron)
-        table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}post_self_attn_layernorm.weight", hidden)
-        table.same(f"{hf}pre_feedforward_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)
-        gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", hidden, model.ffn_hidden_size)
-        table.same(f"{hf}post_feedforward_layernorm.weight", f"{megatron}post_mlp_layernorm.weight", hidden)
-    embeddings(table, model, vocab_size)
-    return table.build()
+    return decoder(model, vocab_size, normed_attention, _sandwiched_mlp)
+
+
+def _sandwiched_mlp(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+    _, hf, megatron = layer
+    hidden = model.hidden_size
+    table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}post_self_attn_layernorm.weight", hidden)
+    table.same(f"{hf}pre_feedforward_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)
+    gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", hidden, model.ffn_hidden_size)
+    table.same(f"{hf}post_feedforward_layernorm.weight", f"{megatron}post_mlp_layernorm.weight", hidden)
 
 
 # Other names of keys that are read, keys that have no effect beside them, and a generation setting.

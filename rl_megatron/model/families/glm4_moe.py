@@ -10,7 +10,7 @@ from rl_megatron.model.families.biased_experts import dense_or_experts, is_dropp
 from rl_megatron.model.families.decoder import read_decoder
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.glm4 import ROTATED, write_glm
-from rl_megatron.model.families.table import TableBuilder, WeightTable, attention, embeddings
+from rl_megatron.model.families.table import WeightTable, decoder, normed_attention
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
@@ -31,14 +31,7 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 def table(model: ModelConfig, vocab_size: int) -> WeightTable:
     """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
-    table, hidden = TableBuilder(), model.hidden_size
-    for layer in range(model.num_layers):
-        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        table.same(f"{hf}input_layernorm.weight", f"{megatron}self_attention.linear_qkv.layer_norm_weight", hidden)
-        attention(table, model, hf, megatron)
-        dense_or_experts(table, model, layer)
-    embeddings(table, model, vocab_size)
-    return table.build()
+    return decoder(model, vocab_size, normed_attention, dense_or_experts)
 
 
 _IGNORED = frozenset({"num_mtp_layers", "num_nextn_predict_layers"})  # of the further layers, which are dropped

@@ -14,7 +14,14 @@ from rl_megatron.config.model_shape import num_experts
 from rl_megatron.model.families.decoder import layer_types, read_decoder, read_period, write_decoder
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.hf_config import only
-from rl_megatron.model.families.table import TableBuilder, WeightTable, attention, embeddings
+from rl_megatron.model.families.table import (
+    Layer,
+    TableBuilder,
+    WeightTable,
+    decoder,
+    norm_of_experts,
+    normed_attention,
+)
 
 _PERIOD = 2  # every second layer has no window if config.json does not say it
 
@@ -61,20 +68,14 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 def table(model: ModelConfig, vocab_size: int) -> WeightTable:
     """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
-    table, hidden = TableBuilder(), model.hidden_size
-    for layer in range(model.num_layers):
-        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        table.same(f"{hf}input_layernorm.weight", f"{megatron}self_attention.linear_qkv.layer_norm_weight", hidden)
-        attention(table, model, hf, megatron)
-        table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}pre_mlp_layernorm.weight", hidden)
-        _experts(table, model, f"{hf}mlp.", f"{megatron}mlp.")
-    embeddings(table, model, vocab_size)
-    return table.build()
+    return decoder(model, vocab_size, normed_attention, norm_of_experts, _experts)
 
 
-def _experts(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -> None:
+def _experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+    _, hf, megatron = layer
     hidden, ffn = model.hidden_size, model.expert_ffn_hidden_size or model.ffn_hidden_size
     experts = num_experts(model)
+    hf, megatron = f"{hf}mlp.", f"{megatron}mlp."
     table.same(f"{hf}router.weight", f"{megatron}router.weight", experts, hidden)
     table.same(f"{hf}router.bias", f"{megatron}router.bias", experts)
     for expert in range(experts):

@@ -9,10 +9,10 @@ side must occur once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import head_size, num_experts
@@ -216,6 +216,23 @@ class TableBuilder:
         return table
 
 
+class Layer(NamedTuple):
+    """A decoder layer: its number, and the prefixes of its names at Hugging Face and in Megatron."""
+
+    number: int
+    hf: str
+    megatron: str
+
+    @classmethod
+    def of(cls, number: int) -> Layer:
+        """Return the layer of this number."""
+        return cls(number, f"model.layers.{number}.", f"decoder.layers.{number}.")
+
+
+AddLayerPart = Callable[[TableBuilder, ModelConfig, Layer], None]
+"""Adds a part of one layer to the table."""
+
+
 # --- The parts that decoders share. `hf` and `megatron` are prefixes of names, such as "model.layers.0.". ---
 
 
@@ -249,6 +266,15 @@ def attention(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -
         table.same(f"{hf}sinks", f"{megatron}core_attention.softmax_offset", model.num_attention_heads)
 
 
+def normed_attention(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+    """Add the norm before the attention, and the attention."""
+    _, hf, megatron = layer
+    # Megatron's names are those of Transformer Engine, in which a norm belongs to the linear that follows it.
+    norm = f"{megatron}self_attention.linear_qkv.layer_norm_weight"
+    table.same(f"{hf}input_layernorm.weight", norm, model.hidden_size)
+    attention(table, model, hf, megatron)
+
+
 def gated_mlp(table: TableBuilder, hf: str, megatron: str, hidden: int, ffn: int) -> None:
     """Add the MLP down(act(gate·x) · up·x). Megatron stacks gate above up."""
     gate_and_up = {f"{hf}gate_proj.weight": ffn, f"{hf}up_proj.weight": ffn}
@@ -256,18 +282,26 @@ def gated_mlp(table: TableBuilder, hf: str, megatron: str, hidden: int, ffn: int
     table.same(f"{hf}down_proj.weight", f"{megatron}linear_fc2.weight", hidden, ffn)
 
 
-def dense_decoder(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the table of a dense decoder with Llama's names, as Llama, Mistral, Qwen2 and Qwen3 have."""
-    table, hidden = TableBuilder(), model.hidden_size
-    for layer in range(model.num_layers):
-        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        # Megatron's names are those of Transformer Engine, in which a norm belongs to the linear that follows it.
-        table.same(f"{hf}input_layernorm.weight", f"{megatron}self_attention.linear_qkv.layer_norm_weight", hidden)
-        attention(table, model, hf, megatron)
-        table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)
-        gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", hidden, model.ffn_hidden_size)
+def decoder(model: ModelConfig, vocab_size: int, *parts: AddLayerPart) -> WeightTable:
+    """Return the table of a decoder: its embeddings, and the parts of each layer in their order."""
+    table = TableBuilder()
+    for number in range(model.num_layers):
+        for add in parts:
+            add(table, model, Layer.of(number))
     embeddings(table, model, vocab_size)
     return table.build()
+
+
+def dense_decoder(model: ModelConfig, vocab_size: int) -> WeightTable:
+    """Return the table of a dense decoder with Llama's names, as Llama, Mistral, Qwen2 and Qwen3 have."""
+    return decoder(model, vocab_size, normed_attention, _normed_mlp)
+
+
+def _normed_mlp(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+    _, hf, megatron = layer
+    hidden = model.hidden_size
+    table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)
+    gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", hidden, model.ffn_hidden_size)
 
 
 @dataclass(frozen=True)
@@ -281,8 +315,15 @@ class ExpertNames:
     down: str
 
 
-def mixture_of_experts(table: TableBuilder, model: ModelConfig, names: ExpertNames, hf: str, megatron: str) -> None:
+def norm_of_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+    """Add the norm before the experts. A router and several linears follow it, so it keeps its own name."""
+    _, hf, megatron = layer
+    table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}pre_mlp_layernorm.weight", model.hidden_size)
+
+
+def mixture_of_experts(table: TableBuilder, model: ModelConfig, layer: Layer, names: ExpertNames) -> None:
     """Add the router and each single expert. Megatron names are those of `model.shards.pieces`."""
+    _, hf, megatron = layer
     hidden, ffn = model.hidden_size, model.expert_ffn_hidden_size or model.ffn_hidden_size
     experts = num_experts(model)
     table.same(f"{hf}{names.router}.weight", f"{megatron}mlp.router.weight", experts, hidden)
@@ -295,13 +336,4 @@ def mixture_of_experts(table: TableBuilder, model: ModelConfig, names: ExpertNam
 
 def mixture_decoder(model: ModelConfig, vocab_size: int, names: ExpertNames) -> WeightTable:
     """Return the table of a decoder with experts in every layer and Llama's other names: Mixtral and Qwen3-MoE."""
-    table, hidden = TableBuilder(), model.hidden_size
-    for layer in range(model.num_layers):
-        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        table.same(f"{hf}input_layernorm.weight", f"{megatron}self_attention.linear_qkv.layer_norm_weight", hidden)
-        attention(table, model, hf, megatron)
-        # A router and several linears follow this norm, so it keeps its own name.
-        table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}pre_mlp_layernorm.weight", hidden)
-        mixture_of_experts(table, model, names, hf, megatron)
-    embeddings(table, model, vocab_size)
-    return table.build()
+    return decoder(model, vocab_size, normed_attention, norm_of_experts, partial(mixture_of_experts, names=names))

@@ -14,6 +14,7 @@ from rl_megatron.config.peft import ALL_LINEAR, LoraConfig
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import (
     ExpertNames,
+    Layer,
     TableBuilder,
     WeightTable,
     attention,
@@ -160,13 +161,14 @@ def _table(model: ModelConfig, rows: int) -> WeightTable:
             raise
     table, names = TableBuilder(), ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
     shared = model.shared_expert_ffn_hidden_size
-    for layer in range(model.num_layers):
-        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+    for number in range(model.num_layers):
+        layer = Layer.of(number)
+        _, hf, megatron = layer
         attention(table, model, hf, megatron)
-        if model.num_experts is None or layer < model.first_dense_layers:
+        if model.num_experts is None or number < model.first_dense_layers:
             gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", model.hidden_size, model.ffn_hidden_size)
             continue
-        mixture_of_experts(table, model, names, hf, megatron)
+        mixture_of_experts(table, model, layer, names)
         if shared is not None:
             theirs, ours = f"{hf}mlp.shared_experts.", f"{megatron}mlp.shared_experts."
             gated_mlp(table, theirs, ours, model.hidden_size, shared)
