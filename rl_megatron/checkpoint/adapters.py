@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.families.table import WeightTable
+from rl_megatron.model.lora.modules import whole_tensors
 from rl_megatron.model.lora.targets import Part, adapted_linears, adapter_shapes, tensor_key
 from rl_megatron.model.sharded_model import Base, ShardedModel
 from rl_megatron.model.shards import HEAD, blocks_of, pieces
@@ -136,34 +137,48 @@ class StoredAdapter:
         linears: The parts of every linear that has an adapter.
         tensors: Its tensors by the names that peft gives them, without the prefix for the base model.
         head: The score head that was trained with it, or None.
+        whole: The modules that were trained whole, by the Hugging Face names of their tensors.
+        keys: The checkpoint's key of each tensor of `whole`.
     """
 
     config: LoraConfig
     linears: dict[str, tuple[Part, ...]]
     tensors: dict[str, Tensor]
     head: Tensor | None = None
+    whole: dict[str, Tensor] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
 
-    def delta(self, hf_name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor | None:
-        """Return a block of s·B·A in fp32, or None if the Hugging Face tensor has no adapter."""
+    def merged(self, hf_name: str, offset: tuple[int, ...], block: Tensor) -> Tensor:
+        """Return a block of a Hugging Face tensor of the base with the adapter merged.
+
+        Args:
+            hf_name: The tensor.
+            offset: The index of the block's first element there.
+            block: The block of the base.
+        """
+        if hf_name in self.whole:
+            own = self.whole[hf_name][tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))]
+            return own.to(block)
         name = hf_name.removesuffix(_WEIGHT)
         up = self.tensors.get(f"{name}.lora_B.weight")
-        if up is None or len(shape) != 2:
-            return None
+        if up is None or block.dim() != 2:
+            return block
         down = self.tensors[f"{name}.lora_A.weight"]
-        rows, columns = up[offset[0] : offset[0] + shape[0]], down[:, offset[1] : offset[1] + shape[1]]
-        return self.config.scaling * rows.float() @ columns.float()
+        rows = up[offset[0] : offset[0] + block.size(0)].float()
+        columns = down[:, offset[1] : offset[1] + block.size(1)].float()
+        return (block.float() + (self.config.scaling * rows @ columns).to(block.device)).to(block.dtype)
 
     @torch.no_grad()
     def merge_into(self, model: ShardedModel, table: WeightTable) -> None:
-        """Add s·B·A to this rank's weights, and replace a score head."""
+        """Add s·B·A to this rank's weights, and replace modules that were trained whole."""
         for piece in pieces(model.model_chunks):
             if piece.name == HEAD and model.head == "score" and self.head is not None:
                 piece.tensor.copy_(self.head)
                 continue
             for rows, offset, view in blocks_of(piece, table):
-                delta = self.delta(rows.hf_name, offset, tuple(view.shape))
-                if delta is not None:
-                    view.copy_(view.float() + delta.to(view.device))
+                merged = self.merged(rows.hf_name, offset, view)
+                if merged is not view:
+                    view.copy_(merged)
 
 
 def read_adapter(checkpoint: Path, manifest: Mapping[str, Any], model: ModelConfig, rows: int) -> StoredAdapter:
@@ -187,7 +202,12 @@ def read_adapter(checkpoint: Path, manifest: Mapping[str, Any], model: ModelConf
             raise ConfigError(f"checkpoint {checkpoint} lacks {key} of the shape {shape}, which its peft section needs")
         tensors[name] = _whole(stored[key])
     head = _whole(stored[HEAD]) if HEAD in stored else None
-    return StoredAdapter(config, linears, tensors, head)
+    whole, keys = {}, {}
+    for key, tensor in whole_tensors(config, model, rows).items():
+        if key not in stored or stored[key].shape[1:] != tensor.shape[1:]:
+            raise ConfigError(f"checkpoint {checkpoint} lacks {key}, which peft.modules_to_save of its manifest needs")
+        whole[tensor.hf_name], keys[tensor.hf_name] = _whole(stored[key])[: tensor.shape[0]], key
+    return StoredAdapter(config, linears, tensors, head, whole, keys)
 
 
 def _whole(stored: StoredTensor) -> Tensor:
@@ -201,3 +221,5 @@ def keyed(adapter: StoredAdapter) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an adapter by their keys in a checkpoint."""
     for name, tensor in adapter.tensors.items():
         yield tensor_key(name, adapter.linears), tensor
+    for name, tensor in adapter.whole.items():
+        yield adapter.keys[name], tensor

@@ -306,9 +306,8 @@ def _write_part(
         start, end = max(rows.row, first), min(rows.row + rows.count, first + data.size(0))
         if start < end:
             block, hf_row = data[start - first : end - first], rows.hf_row + start - rows.row
-            delta = None if adapter is None else adapter.delta(rows.hf_name, (hf_row, column), tuple(block.shape))
-            if delta is not None:
-                block = (block.float() + delta).to(block.dtype)
+            if adapter is not None:
+                block = adapter.merged(rows.hf_name, (hf_row, column)[: block.dim()], block)
             if rows.slab is None:
                 writer.write(rows.hf_name, hf_row, column, block)
             else:

@@ -25,6 +25,7 @@ from rl_megatron.checkpoint.training_state import TrainingState, load_model
 from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.model.families import family_of_model
+from rl_megatron.model.lora.originals import keep_originals
 
 _MESSAGE_LENGTH = 600  # megatron-core lists every key of the model
 
@@ -76,6 +77,7 @@ def load_with_adapters(
             raise ConfigError(f"checkpoint {path} holds no adapter; weights_only=True takes it as a base")
         load_checkpoint(path, replace(into, optimizer=None, scheduler=None, selection="base"), True, verify)
         model.base = base_of(path)
+        keep_originals(model.model_chunks)
         return manifest
     if model.lora is None:
         rows = model.config.vocab_size or model.vocab_size

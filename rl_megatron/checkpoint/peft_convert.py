@@ -20,18 +20,18 @@ from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, peft_config
 from rl_megatron.checkpoint.tensors import TensorWriter
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.peft import LoraConfig
+from rl_megatron.model.lora.modules import whole_tensors
 from rl_megatron.model.lora.targets import adapted_linears, adapter_shapes
 
 _SHOWN = 3  # tensors that a message names
 # Keys of adapter_config.json that are read into the section `peft`.
-_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora")
+_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "modules_to_save")
 # Keys that must have one of these values, because no other value is supported.
 _ABSENT: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
     "use_dora": (None, False),
     "fan_in_fan_out": (None, False),
-    "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
     "layers_to_transform": (None,),
@@ -49,7 +49,8 @@ def export_adapter(adapter: StoredAdapter, checkpoint: Path, partial: Path) -> d
         checkpoint: Its checkpoint, whose base the configuration names.
         partial: The directory.
     """
-    tensors = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in adapter.tensors.items()}
+    named = adapter.tensors | adapter.whole
+    tensors = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in named.items()}
     save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = peft_config(adapter.config, adapter.linears, _hugging_face_base(checkpoint))
     (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
@@ -78,12 +79,16 @@ def import_adapter(source: Path, base: Path, partial: Path) -> dict[str, Any]:
     manifest = read_manifest(base)
     model = saved_model(base, manifest)
     config = _read_config(source)
-    linears = adapted_linears(config, model, model.vocab_size or manifest["vocab_size"])
-    tensors = _read_tensors(source, adapter_shapes(linears, config.r))
+    rows = model.vocab_size or manifest["vocab_size"]
+    linears, whole = adapted_linears(config, model, rows), whole_tensors(config, model, rows)
+    keys = {tensor.hf_name: key for key, tensor in whole.items()}
+    of_adapter: dict[str, tuple[int, ...]] = {**adapter_shapes(linears, config.r)}
+    tensors = _read_tensors(source, of_adapter | {tensor.hf_name: tensor.shape for tensor in whole.values()})
+    modules = {name: tensors.pop(name) for name in keys}
     writer = TensorWriter(partial)
     try:
-        for key, tensor in keyed(StoredAdapter(config, linears, tensors)):
-            writer.write(key, tuple(tensor.shape), (0, 0), tensor)
+        for key, tensor in keyed(StoredAdapter(config, linears, tensors, None, modules, keys)):
+            writer.write(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
         writer.finish()
     finally:
         writer.close()
@@ -104,7 +109,7 @@ def _read_config(source: Path) -> LoraConfig:
         raise ConfigError(f"{where} is not the configuration of a LoRA adapter: {error}") from error
 
 
-def _read_tensors(source: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+def _read_tensors(source: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     path = source / ADAPTER_WEIGHTS
     try:
         found = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(path).items()}

@@ -78,8 +78,6 @@ _REMARKS = {"init_from": " It takes a checkpoint, which `rl-megatron convert imp
 # Keys of peft's LoraConfig that have no key here.
 _UNSUPPORTED = {
     "peft.use_dora": "DoRA is not supported; leave the key out, and a LoRA adapter is trained",
-    "peft.modules_to_save": "modules are not trained whole beside an adapter; leave the key out, or leave peft out to "
-    "train all weights",
     "peft.bias": "biases are not trained beside an adapter; leave the key out",
 }
 

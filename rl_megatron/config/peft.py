@@ -23,6 +23,9 @@ class LoraConfig:
     # expression of whole names. all-linear: those of attention, MLP and experts.
     target_modules: str | tuple[str, ...] = ALL_LINEAR
     exclude_modules: str | tuple[str, ...] | None = None  # linears that get none, in the forms of target_modules
+    # Modules that are trained whole beside the adapter, by the ends of their Hugging Face names: embedding,
+    # head and norms, such as [embed_tokens, lm_head].
+    modules_to_save: tuple[str, ...] | None = None
     use_rslora: bool = False  # divide by √r instead of r, so that a higher rank needs no other learning rate
     # Start B as 0, so that training starts from the base. false: start it from random numbers, for tests.
     init_lora_weights: bool = True

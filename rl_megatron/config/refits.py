@@ -76,6 +76,9 @@ def check_adapter_refit(stage: StageConfig) -> None:
         remedy = "set peft.r, or generation.refit=collective"
     elif model.num_experts is not None:
         refused = f"model.num_experts={model.num_experts}, and {generation.engine} stacks the experts' weights"
+    elif is_vllm and stage.peft.modules_to_save:
+        modules = ", ".join(stage.peft.modules_to_save)
+        refused = f"peft.modules_to_save=[{modules}], and vLLM takes no modules beside an adapter"
     elif is_vllm and stage.peft.r > VLLM_ADAPTER_RANKS[-1]:
         refused = f"peft.r={stage.peft.r}, and vLLM takes adapters of rank {VLLM_ADAPTER_RANKS[-1]} at most"
     elif is_vllm and model.kv_lora_rank is not None:

@@ -27,6 +27,8 @@ from rl_megatron.model.layers.gated_activation import ACTIVATIONS
 from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
 from rl_megatron.model.layers.weight_gradient import fuse_weight_gradients
 from rl_megatron.model.lora.layers import attach_adapters
+from rl_megatron.model.lora.modules import whole_tensors
+from rl_megatron.model.lora.originals import train_whole
 from rl_megatron.model.lora.targets import adapted_linears, is_of_expert, refuse_fused_parts
 from rl_megatron.model.shards import initialise_parameters, zero_parameters
 from rl_megatron.topology.degrees import padded_vocab_size, validate_model
@@ -215,6 +217,7 @@ def build_model(
     if lora is not None:
         for model_chunk in model_chunks:
             attach_adapters(model_chunk, lora, linears, config, topology, seed)
+            train_whole(unwrap(model_chunk), whole_tensors(lora, model, model.vocab_size or vocab_size))
     if precision == "bf16":
         model_chunks = [_Bf16Module(config, model_chunk) for model_chunk in model_chunks]
     return model_chunks

@@ -14,6 +14,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.build import Head, build_model, unwrap
 from rl_megatron.model.lora.layers import switched_off
+from rl_megatron.model.lora.originals import originals_in_place
 from rl_megatron.topology.topology import Topology
 
 
@@ -148,8 +149,8 @@ class ShardedModel:
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
-        """Let the model compute without its adapters within the block."""
-        with switched_off(self.model_chunks):
+        """Let the model compute what its base does within the block. Its weights must be gathered."""
+        with switched_off(self.model_chunks), originals_in_place(self.model_chunks):
             yield
 
     def release(self) -> bool:

@@ -16,6 +16,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LatentShape, head_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
+from rl_megatron.model.lora.modules import whole_elements, whole_tensors
 from rl_megatron.model.lora.targets import adapted_linears, is_of_expert, layer_of, local_elements
 from rl_megatron.topology.degrees import padded_vocab_size, validate
 
@@ -181,11 +182,22 @@ class ShardedShape:
                 counted[is_of_expert(linear)] += local_elements(linear, parts, self.lora.r, self.parallel)
         return counted[0], counted[1]
 
+    @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
+    def whole_elements(self, stage: int) -> int:
+        """Return the elements of modules that are trained whole beside adapters on a rank of a stage."""
+        if self.lora is None:
+            return 0
+        layers = {layer for of_model_chunk in self.layers(stage) for layer in of_model_chunk}
+        tensors = whole_tensors(self.lora, self.model, self.model.vocab_size or self.vocab_size)
+        ends = stage == 0, stage == self.parallel.pipeline - 1
+        return whole_elements(tensors, layers, *ends, self.vocab_shard, self.model.hidden_size)
+
     def trained_elements(self, stage: int) -> tuple[int, int]:
         """Return the elements of dense parameters and of experts' parameters that a rank of a stage trains."""
         if self.lora is None:
             return self.elements(stage)
         dense, experts = self.adapter_elements(stage)
+        dense += self.whole_elements(stage)
         return dense + self.model.hidden_size * (self.head == "score" and stage == self.parallel.pipeline - 1), experts
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry

@@ -71,7 +71,7 @@ def mean_training_bytes(shape: ShardedShape, stage: int, *, precision: str, dist
     """
     dense, experts = shape.trained_elements(stage)
     shards, expert_shards = (shape.data_shards, shape.expert_shards) if distributed else (1, 1)
-    whole = sum(shape.elements(stage)) + sum(shape.adapter_elements(stage))
+    whole = sum(shape.elements(stage)) + sum(shape.adapter_elements(stage)) + shape.whole_elements(stage)  # originals
     return TrainingBytes(
         element_bytes(precision) * whole,
         GRADIENT_BYTES * (dense + experts),

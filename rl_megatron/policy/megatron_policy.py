@@ -32,6 +32,7 @@ from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
+from rl_megatron.model.lora.originals import keep_originals
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.batches import PlannedStep, StepPlanner, result_of
 from rl_megatron.policy.inference import Inference, build_runner, checked_lengths
@@ -132,6 +133,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         initialise = options.get("head", "lm") != "lm"  # a score head starts from random weights
         policy = cls(weights.model, topology, vocab_size=weights.vocab_size, initialise=initialise, **options)
         weights.load_into(policy.model)
+        keep_originals(policy.model.model_chunks)
         if policy.optimizer is not None:
             policy.optimizer.reload_model_params()
         return policy

@@ -18,6 +18,7 @@ from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead
 from rl_megatron.model.lora.layers import adapters_of
+from rl_megatron.model.lora.originals import whole_parameters
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.inference import Inference, build_runner
 
@@ -67,7 +68,9 @@ class AdapterReference:
             return self._inference.logprobs(data, batching)
 
     def _weights(self) -> list[torch.nn.Parameter]:
-        return [weight for adapter in adapters_of(self._model.model_chunks) for weight in adapter.parameters()]
+        chunks = self._model.model_chunks
+        whole = [weight for weight, _ in whole_parameters(chunks)]
+        return [weight for adapter in adapters_of(chunks) for weight in adapter.parameters()] + whole
 
     @contextmanager
     def _in_place(self, start: list[Tensor]) -> Iterator[None]:

@@ -18,7 +18,15 @@ from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, peft_config
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import Shape, Slab, WeightTable
 from rl_megatron.model.lora.layers import LinearAdapter, adapters_of
-from rl_megatron.model.lora.targets import Part, adapted_linears, adapter_shapes, is_adapter, name_in_peft
+from rl_megatron.model.lora.modules import whole_tensors
+from rl_megatron.model.lora.targets import (
+    Part,
+    adapted_linears,
+    adapter_shapes,
+    is_adapter,
+    name_in_peft,
+    table_of,
+)
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import PADDED, Piece, blocks_of, pieces
 from rl_megatron.topology.fake_cuda import is_planned
@@ -218,6 +226,11 @@ class BaseExporter(WeightExporter):
 
     _merges_adapters = False
 
+    def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES):
+        """Plan the buckets; see `WeightExporter`."""
+        with model.adapters_off():  # the blocks then are those of modules' originals
+            super().__init__(model, max_bytes)
+
 
 class AdapterExporter(WeightExporter):
     """An exporter of a model's adapters alone, under the names that peft gives their tensors in a file.
@@ -233,15 +246,21 @@ class AdapterExporter(WeightExporter):
             max_bytes: The most bytes of weights in a bucket.
         """
         assert model.lora is not None, "only a model with adapters has an exporter of them"
-        linears = adapted_linears(model.lora, model.config, model.config.vocab_size or model.vocab_size)
+        rows = model.config.vocab_size or model.vocab_size
+        linears, whole = adapted_linears(model.lora, model.config, rows), whole_tensors(model.lora, model.config, rows)
         dtype = "bfloat16" if model.precision == "bf16" else "float32"
-        shapes = adapter_shapes(linears, model.lora.r)
+        shapes: dict[str, tuple[int, ...]] = {**adapter_shapes(linears, model.lora.r)}
+        shapes |= {tensor.hf_name: tensor.shape for tensor in whole.values()}
         specs = [TensorSpec(f"{PEFT_PREFIX}{name}", shape, dtype) for name, shape in shapes.items()]
         blocks: dict[str, list[_Block]] = {}
         for piece in pieces(model.model_chunks):
             if is_adapter(piece.name) and piece.is_first_replica:
                 name = f"{PEFT_PREFIX}{name_in_peft(piece.name)}"
                 blocks.setdefault(name, []).append(_Block(piece.tensor, piece.offset, None, None))
+            elif piece.name in whole and piece.is_first_replica:
+                for of_hf, offset, view in blocks_of(piece, table_of(model.config, rows)):
+                    name = f"{PEFT_PREFIX}{of_hf.hf_name}"
+                    blocks.setdefault(name, []).append(_Block(view, offset, None, None))
         plan = RefitPlan(peft_config(model.lora, linears, None), model.vocab_size, plan_buckets(specs, max_bytes))
         unknown = [name for name in blocks if name.removeprefix(PEFT_PREFIX) not in shapes]
         self._prepare(model, plan, {spec.name: spec.shape for spec in specs}, blocks, unknown)

@@ -10,9 +10,11 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from rl_megatron.checkpoint.peft_format import PEFT_PREFIX
+from rl_megatron.generation.transformers.model import checkpoint_tensors
 from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
 
 _LETTERS = ("A", "B")
+_ADAPTER = ".lora_"
 
 
 class _Added:
@@ -28,7 +30,7 @@ class _Added:
 def attach_adapter(model: PreTrainedModel, plan: RefitPlan) -> dict[str, Tensor]:
     """Give a model the adapter that a plan announces, and return its tensors by their names in the plan.
 
-    They hold zeros until the first weight sync.
+    They hold zeros until the first weight sync. Modules that are trained whole replace those of the base.
 
     Args:
         model: The model with the weights of the base.
@@ -40,15 +42,18 @@ def attach_adapter(model: PreTrainedModel, plan: RefitPlan) -> dict[str, Tensor]
     config = plan.hf_config
     r = config["r"]
     scaling = config["lora_alpha"] / (math.sqrt(r) if config["use_rslora"] else r)
+    specs = [spec for bucket in plan.buckets for spec in bucket.tensors]
     tensors = {
         spec.name: torch.zeros(spec.shape, dtype=spec.torch_dtype, device=model.device)
-        for bucket in plan.buckets
-        for spec in bucket.tensors
+        for spec in specs
+        if _ADAPTER in spec.name
     }
     modules = dict(model.named_modules())
-    for module in sorted({name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors}):
+    for module in sorted({name.removeprefix(PEFT_PREFIX).rpartition(_ADAPTER)[0] for name in tensors}):
         if not isinstance(modules.get(module), torch.nn.Linear):
             raise WeightsRefused(f"{module} gets an adapter, and the engine's model has no linear layer of this name")
         down, up = (tensors[f"{PEFT_PREFIX}{module}.lora_{letter}.weight"] for letter in _LETTERS)
         modules[module].register_forward_hook(_Added(down, up, scaling))
-    return tensors
+    own = checkpoint_tensors(model)  # modules that are trained whole beside the adapter take their places
+    whole = {spec.name: own.get(spec.name.removeprefix(PEFT_PREFIX)) for spec in specs if _ADAPTER not in spec.name}
+    return tensors | {name: tensor for name, tensor in whole.items() if tensor is not None}

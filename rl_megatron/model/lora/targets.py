@@ -62,7 +62,7 @@ def adapted_linears(config: LoraConfig, model: ModelConfig, rows: int) -> dict[s
     Raises:
         ConfigError: A name matches no linear, a layer gets no adapter, or the rank exceeds a linear's size.
     """
-    parts = _linears(_table(model, rows))
+    parts = _linears(table_of(model, rows))
     chosen = _chosen(config, [part.name for of_linear in parts.values() for part in of_linear])
     found = {}
     for linear, of_linear in parts.items():
@@ -152,7 +152,7 @@ def adapter_shapes(linears: Mapping[str, Iterable[Part]], r: int) -> dict[str, t
     return shapes
 
 
-def _table(model: ModelConfig, rows: int) -> WeightTable:
+def table_of(model: ModelConfig, rows: int) -> WeightTable:
     """Return the weight table of the model's family, or one with Llama's names if no family can express the model."""
     try:
         return family_of_model(model, rows).table(model, rows)

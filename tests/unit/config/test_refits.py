@@ -58,6 +58,7 @@ ADAPTER = ("algorithm=grpo", "data=arithmetic", "generation.engine=vllm", "gener
             ("peft.r=4", "generation.engine=transformers", "generation.refit_directory=/x"),
             "refit_directory=/x does nothing",
         ),
+        (("peft.r=4", "peft.modules_to_save=[lm_head]"), "vLLM takes no modules beside an adapter; set .*=collective"),
         (("peft.r=4", "generation.gate_prompts=0"), "gate_prompts=0: the engine does not verify weights"),
     ],
 )

@@ -13,6 +13,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
+from rl_megatron.model.lora.originals import whole_parameters
 from rl_megatron.model.sharded_shape import GradientBuffer, Head, Parameter, ShardedShape
 from rl_megatron.plan.closed_forms import TrainingBytes, mean_training_bytes, training_bytes
 from tests.parallel.layouts import MODEL, build_policy
@@ -103,6 +104,8 @@ def allocated(
             add(weights, parameter)
             if parameter.requires_grad:
                 add(gradients, parameter.main_grad)
+    for _, original in whole_parameters(policy.model.model_chunks):
+        add(weights, original)
     for part in parts(policy.optimizer):
         for tensor in (p for group in part.optimizer.param_groups for p in group["params"]):
             add(state, tensor)
