@@ -201,7 +201,7 @@ def read_adapter(checkpoint: Path, manifest: Mapping[str, Any], model: ModelConf
         if key not in stored or stored[key].shape != shape:
             raise ConfigError(f"checkpoint {checkpoint} lacks {key} of the shape {shape}, which its peft section needs")
         tensors[name] = _whole(stored[key])
-    head = _whole(stored[HEAD]) if HEAD in stored else None
+    head = _whole(stored[HEAD]) if manifest.get("head", "lm") == "score" else None
     whole, keys = {}, {}
     for key, tensor in whole_tensors(config, model, rows).items():
         if key not in stored or stored[key].shape[1:] != tensor.shape[1:]:

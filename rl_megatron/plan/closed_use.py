@@ -182,8 +182,12 @@ class _Phases:
         """Return what it takes to fill the buckets of a weight sync, while the policy's gradients are freed."""
         model, dense_and_experts = self._shape.model, sum(self._shape.elements(self._stage))
         alone = replace(self._shape, parallel=ParallelConfig(), world_size=1)  # every rank fills buckets of all weights
-        whole = sum(alone.elements(0)) * self._size
-        largest = max(alone.vocab_shard, model.ffn_hidden_size) * model.hidden_size * self._size  # has its own bucket
+        if self._settings.sends_adapter:
+            elements, largest = sum(alone.adapter_elements(0)) + alone.whole_elements(0), 0
+        else:
+            elements = sum(alone.elements(0))
+            largest = max(alone.vocab_shard, model.ffn_hidden_size) * model.hidden_size  # has a bucket of its own
+        whole, largest = elements * self._size, largest * self._size
         number = -(-whole // self._settings.bucket_bytes)
         buffers = min(2, number) * min(whole, max(self._settings.bucket_bytes, largest))
         sums = Collective("all_reduce", "world", self._shape.world_size, whole // number, number)

@@ -34,6 +34,8 @@ from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.policy.reference import ReferenceModel
 from rl_megatron.policy.training_memory import offloadable_states
 from rl_megatron.topology.topology import Topology
+from rl_megatron.weight_sync.exporter import AdapterExporter
+from rl_megatron.weight_sync.sender import WeightSender
 
 _PER_SEQUENCE = ("sample_mask", "rewards", "temperature")
 _TOP_K = 64  # teacher logits per token, if a loss reads any
@@ -265,7 +267,10 @@ class RankPhases:
             policy.offload_after_refit()
         with self.ledger.phase("refit") as result:
             policy.offload_before_refit()
-            exporter = policy.weights.exporter(round(self.workload.stage.generation.refit_bucket_mb * _MEGABYTE))
+            generation = self.workload.stage.generation
+            sends_adapter = generation.refit == "adapter"
+            sender = WeightSender(policy.model, AdapterExporter) if sends_adapter else policy.weights
+            exporter = sender.exporter(round(generation.refit_bucket_mb * _MEGABYTE))
             num_buckets = len(exporter.plan.buckets)
             buffers = [exporter.new_buffer() for _ in range(min(2, num_buckets))]
             for index in range(num_buckets):

@@ -37,6 +37,7 @@ class Settings:
         response_tokens: The tokens of the longest response.
         mean_response_tokens: The mean tokens of a response.
         bucket_bytes: The bytes of a bucket of a weight sync, or 0 without one.
+        sends_adapter: Whether a weight sync sends the adapter alone.
         servers: The rollout engine's processes, or None if the policy itself generates or no GPU is chosen.
     """
 
@@ -56,6 +57,7 @@ class Settings:
     response_tokens: int
     mean_response_tokens: int
     bucket_bytes: int
+    sends_adapter: bool
     servers: Servers | None = None
 
     @classmethod
@@ -97,6 +99,7 @@ class Settings:
             response_tokens=workload.response_tokens,
             mean_response_tokens=mean,
             bucket_bytes=round(stage.generation.refit_bucket_mb * 2**20) if workload.syncs_weights else 0,
+            sends_adapter=stage.generation.refit == "adapter",
         )
 
     @property
