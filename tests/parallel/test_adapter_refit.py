@@ -27,11 +27,16 @@ from tests.parallel.test_transformers_engine import (
 
 LORA = LoraConfig(r=3, lora_alpha=5.0, init_lora_weights=False)
 GLM4 = replace(LLAMA, qkv_bias=True, sandwich_norms=True, rope_interleaved=True)  # gate and up are one module
+LATENT = replace(
+    LLAMA, num_query_groups=LLAMA.num_attention_heads, tie_embeddings=False, kv_lora_rank=11, q_lora_rank=13,
+    qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12,
+)  # fmt: skip
 LAYOUTS = {
     "one process": ({}, LLAMA, {}),
     "tensor 2, 2 engines": ({"tensor": 2, "sequence": True}, LLAMA, {"num_engines": 2}),
     "pipeline 2": ({"pipeline": 2}, replace(LLAMA, qk_norm=True), {}),
     "fused gate and up": ({}, GLM4, {}),
+    "latent attention, tensor 2": ({"tensor": 2, "sequence": True}, LATENT, {}),
 }
 
 
