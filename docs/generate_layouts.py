@@ -42,8 +42,8 @@ same weights, in fp32.
 A parallel layout is a choice of parallel degrees. A line of the table is a layout with further settings, one value of
 each of {num_factors} factors:
 
-- the layout: tensor (tp), sequence (sp), pipeline (pp), interleaved pipeline (vpp), context (cp), expert (moe-ep) and
-  data parallelism (dp);
+- the layout: tensor (tp), sequence (sp), pipeline (pp), interleaved pipeline (vpp), context (cp), expert (moe-ep),
+  expert tensor (etp) and data parallelism (dp);
 - how sequences form microbatches (packed, padded, dynamic), and how many: the number is sequences, or as many tokens as
   that many of the longest sequences have;
 - tied or untied embeddings, recomputation of activations, uneven pipeline stages, and a sliding attention window;

@@ -48,6 +48,7 @@ class Factors(NamedTuple):
     virtual_pipeline: int
     context: int
     expert: int
+    expert_tensor: int
     data: int
     sequences: int
     batching: str
@@ -71,6 +72,7 @@ VALUES: dict[str, list[Any]] = {
     "virtual_pipeline": [1, 2],
     "context": [1, 2, 4],
     "expert": [0, 1, 2],
+    "expert_tensor": [1, 2],
     "data": [1, 2],
     "sequences": [1, 2, 4],
     "batching": ["packed", "padded", "dynamic"],
@@ -83,7 +85,7 @@ VALUES: dict[str, list[Any]] = {
     "fused_head": [True, False],
 }
 # Factors whose values exclude values of other factors. The values of all other factors can be combined freely.
-_BOUND = ("tensor", "sequence", "pipeline", "virtual_pipeline", "context", "expert", "data", "uneven")
+_BOUND = ("tensor", "sequence", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "data", "uneven")
 
 
 def is_possible(f: Factors) -> bool:
@@ -94,7 +96,8 @@ def is_possible(f: Factors) -> bool:
         and (f.pipeline > 1 or (f.virtual_pipeline == 1 and not f.uneven))
         and (not f.uneven or all(layers % f.virtual_pipeline == 0 for layers in ends))
         and (f.tensor == 1 or f.sequence or not f.expert)  # with tensor parallelism, experts need sequence parallelism
-        and (f.expert < 2 or f.ranks // f.pipeline > 1)
+        and (f.expert > 0 or f.expert_tensor == 1)
+        and f.ranks // f.pipeline % (max(f.expert, 1) * f.expert_tensor) == 0
     )
 
 
@@ -164,6 +167,7 @@ class Layout:
         parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
         parts += ["sp"] if f.sequence else []
         parts += [f"moe-ep{f.expert}"] if f.expert else []
+        parts += [f"etp{f.expert_tensor}"] if f.expert_tensor > 1 else []
         parts += [f"{f.batching}{f.sequences}", "tied" if f.tied else "untied"]
         parts += [] if f.recompute == "none" else [f"{f.recompute}-recompute"]
         parts += ["uneven"] if f.uneven else []
@@ -187,7 +191,7 @@ class Layout:
             ends = {"first_stage_layers": 2} if f.pipeline == 2 else {"first_stage_layers": 1, "last_stage_layers": 3}
         return ParallelConfig(
             tensor=f.tensor, sequence=f.sequence, pipeline=f.pipeline, virtual_pipeline=f.virtual_pipeline,
-            context=f.context, expert=max(f.expert, 1), **ends,
+            context=f.context, expert=max(f.expert, 1), expert_tensor=f.expert_tensor, **ends,
         )  # fmt: skip
 
     def workload(self) -> Workload:

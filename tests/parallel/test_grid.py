@@ -17,11 +17,11 @@ from tests.parallel.grid import VALUES, Factors, Grid, Layout, is_possible, pair
 FEW = [
     Layout(Factors(*values))
     for values in (
-        (1, False, 4, 1, 1, 0, 1, 1, "packed", True, "none", True, None, True, True, True),
-        (2, True, 1, 1, 2, 2, 1, 2, "packed", False, "full", False, 5, False, False, True),
-        (1, False, 2, 2, 1, 1, 2, 1, "dynamic", True, "selective", True, None, True, True, False),
-        (4, False, 1, 1, 1, 0, 1, 4, "padded", True, "none", False, 5, False, True, True),
-        (1, False, 1, 1, 4, 0, 1, 2, "packed", True, "selective", False, None, True, False, False),
+        (1, False, 4, 1, 1, 0, 1, 1, 1, "packed", True, "none", True, None, True, True, True),
+        (2, True, 1, 1, 2, 2, 2, 1, 2, "packed", False, "full", False, 5, False, False, True),
+        (1, False, 2, 2, 1, 1, 1, 2, 1, "dynamic", True, "selective", True, None, True, True, False),
+        (4, False, 1, 1, 1, 0, 1, 1, 4, "padded", True, "none", False, 5, False, True, True),
+        (1, False, 1, 1, 4, 0, 1, 1, 2, "packed", True, "selective", False, None, True, False, False),
     )
 ]
 
@@ -51,7 +51,7 @@ def test_a_layout_gives_what_one_process_gives(grid, layout):
 @pytest.mark.quick
 def test_the_quick_layouts_use_every_kind_of_parallelism():
     assert all(layout.factors.ranks == 4 for layout in QUICK)
-    for axis in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "data"):
+    for axis in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "data"):
         assert 2 in {getattr(layout.factors, axis) for layout in QUICK}, axis
     assert any(layout.factors.sequence for layout in QUICK)
     assert {layout.factors.batching for layout in QUICK} == {"packed", "dynamic"}
