@@ -294,10 +294,11 @@ def decoder(model: ModelConfig, vocab_size: int, *parts: AddLayerPart) -> Weight
 
 def dense_decoder(model: ModelConfig, vocab_size: int) -> WeightTable:
     """Return the table of a dense decoder with Llama's names, as Llama, Mistral, Qwen2 and Qwen3 have."""
-    return decoder(model, vocab_size, normed_attention, _normed_mlp)
+    return decoder(model, vocab_size, normed_attention, normed_mlp)
 
 
-def _normed_mlp(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+def normed_mlp(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+    """Add the norm before the MLP, and the MLP."""
     _, hf, megatron = layer
     hidden = model.hidden_size
     table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)

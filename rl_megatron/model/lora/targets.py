@@ -17,13 +17,18 @@ from rl_megatron.model.families.table import (
     Layer,
     TableBuilder,
     WeightTable,
-    attention,
+    decoder,
     gated_mlp,
     mixture_of_experts,
+    norm_of_experts,
+    normed_attention,
+    normed_mlp,
 )
 
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?linear_\w+)\.weight")
 _WEIGHT = ".weight"
+# Llama's names have none for experts; these are Qwen3's.
+_EXPERT_NAMES = ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
 CONTAINER = "lora"  # the name of a layer's adapters among its modules
 
 
@@ -159,20 +164,18 @@ def table_of(model: ModelConfig, rows: int) -> WeightTable:
     except ConfigError:
         if model.kv_lora_rank is not None:
             raise
-    table, names = TableBuilder(), ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
-    shared = model.shared_expert_ffn_hidden_size
-    for number in range(model.num_layers):
-        layer = Layer.of(number)
-        _, hf, megatron = layer
-        attention(table, model, hf, megatron)
-        if model.num_experts is None or number < model.first_dense_layers:
-            gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", model.hidden_size, model.ffn_hidden_size)
-            continue
-        mixture_of_experts(table, model, layer, names)
-        if shared is not None:
-            theirs, ours = f"{hf}mlp.shared_experts.", f"{megatron}mlp.shared_experts."
-            gated_mlp(table, theirs, ours, model.hidden_size, shared)
-    return table.build()
+    return decoder(model, rows, normed_attention, _mlp_or_experts)
+
+
+def _mlp_or_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+    if model.num_experts is None or layer.number < model.first_dense_layers:
+        normed_mlp(table, model, layer)
+        return
+    norm_of_experts(table, model, layer)
+    mixture_of_experts(table, model, layer, _EXPERT_NAMES)
+    if model.shared_expert_ffn_hidden_size is not None:
+        theirs, ours = f"{layer.hf}mlp.shared_experts.", f"{layer.megatron}mlp.shared_experts."
+        gated_mlp(table, theirs, ours, model.hidden_size, model.shared_expert_ffn_hidden_size)
 
 
 def _linears(table: WeightTable) -> dict[str, list[Part]]:
