@@ -124,10 +124,10 @@ class _Chart:
         self._elements.append(f'<path d="{path}" fill="{colour}" fill-opacity="0.85"/>')
 
     def legend(self, labels: Sequence[str], x: float, at_end: bool = False) -> None:
-        """Write labels in their colours, one below the other."""
+        """Write labels in their colours, one below the other, each with a white edge so that curves do not hide it."""
         for number, label in enumerate(labels):
             colour, anchor = _COLOURS[number % len(_COLOURS)], "end" if at_end else "start"
-            self._elements.append(_text(x, _TOP + 10 + 11 * number, label, anchor=anchor, colour=colour))
+            self._elements.append(_text(x, _TOP + 10 + 11 * number, label, anchor=anchor, colour=colour, edge=True))
 
     def svg(self) -> str:
         """Return the element."""
@@ -140,8 +140,12 @@ class _Chart:
         self._elements.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>')
 
 
-def _text(x: float, y: float, text: str, size: int = 9, anchor: str = "start", colour: str = "#333") -> str:
+def _text(
+    x: float, y: float, text: str, size: int = 9, anchor: str = "start", colour: str = "#333", edge: bool = False
+) -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}"'
+    if edge:
+        place += ' paint-order="stroke" stroke="#fff" stroke-width="3" stroke-linejoin="round"'
     return f"<text {place}>{escape(text)}</text>"
 
 
