@@ -68,9 +68,9 @@ class AdapterReference:
             return self._inference.logprobs(data, batching)
 
     def _weights(self) -> list[torch.nn.Parameter]:
-        chunks = self._model.model_chunks
-        whole = [weight for weight, _ in whole_parameters(chunks)]
-        return [weight for adapter in adapters_of(chunks) for weight in adapter.parameters()] + whole
+        model_chunks = self._model.model_chunks
+        whole = [weight for weight, _ in whole_parameters(model_chunks)]
+        return [weight for adapter in adapters_of(model_chunks) for weight in adapter.parameters()] + whole
 
     @contextmanager
     def _in_place(self, start: list[Tensor]) -> Iterator[None]:
