@@ -78,6 +78,8 @@ def load_with_adapters(
         load_checkpoint(path, replace(into, optimizer=None, scheduler=None, selection="base"), True, verify)
         model.base = base_of(path)
         keep_originals(model.model_chunks)
+        if into.optimizer is not None:  # its fp32 copies of modules that are trained whole
+            into.optimizer.reload_model_params()
         return manifest
     if model.lora is None:
         rows = model.config.vocab_size or model.vocab_size

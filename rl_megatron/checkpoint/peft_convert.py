@@ -102,7 +102,7 @@ def _read_config(source: Path) -> LoraConfig:
     for key, absent in _ABSENT.items():
         if found.get(key) not in absent:
             raise ConfigError(f"{where}: {key}={found.get(key)} is not supported; it must be {absent[-1]}")
-    keys = {key: found[key] for key in _READ if found.get(key) is not None}
+    keys = {key: found[key] for key in _READ if found.get(key) not in (None, [])}  # peft writes either for no modules
     try:
         return TypeAdapter(LoraConfig).validate_python(keys)
     except ValidationError as error:

@@ -15,6 +15,7 @@ from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, impor
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.losses import NLLLoss
+from rl_megatron.model.lora.originals import whole_parameters
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.closed_forms import mean_training_bytes
 from rl_megatron.topology import topology
@@ -99,16 +100,20 @@ def test_the_checkpoint_is_pefts_and_comes_back(ranks, tmp_path, case, layout):
     assert_same_tensors(tensors(tmp_path / "again"), found)
 
 
-def resumed(parallel: dict, directory: str) -> dict[str, torch.Tensor]:
+def resumed(parallel: dict, directory: str, precision: str) -> dict[str, torch.Tensor]:
     """Train, save, load in this layout and train on; also return the reference's logprobs."""
     new = replace(SAVED, init_lora_weights=True)
     batches = [random_batch(4, 12, seed) for seed in range(3)]
-    base = build_policy(parallel, UNTIED).save_checkpoint(Path(directory) / "base", 1)
-    straight, other = (build_policy(parallel, UNTIED, peft=new) for _ in range(2))
+    base = build_policy(parallel, UNTIED, precision=precision).save_checkpoint(Path(directory) / "base", 1)
+    straight, other = (
+        build_policy(parallel, UNTIED, precision=precision, peft=new, initialise=False) for _ in range(2)
+    )
     straight.load_checkpoint(base, weights_only=True)
     found = {"start": straight.get_logprobs(batches[0])["logprobs"]}
     straight.freeze_reference()
     straight.train(batches[0], NLLLoss(), gbs=4)
+    whole = whole_parameters(straight.model.model_chunks)
+    found["moved"] = torch.stack([(now.detach().float() - original.float()).abs().max() for now, original in whole])
     other.load_checkpoint(straight.save_checkpoint(Path(directory) / "run", 1))
     for batch in batches[1:]:
         straight.train(batch, NLLLoss(), gbs=4)
@@ -120,12 +125,13 @@ def resumed(parallel: dict, directory: str) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("layout", [WHOLE, SEQUENCE], ids=str)
-def test_the_reference_has_the_originals_and_a_resumed_run_goes_on(ranks, tmp_path, layout):
-    found = ranks.run(layout[0], resumed, layout[1], str(tmp_path))[0]
+@pytest.mark.parametrize(("layout", "precision"), [(WHOLE, "fp32"), (SEQUENCE, "fp32"), (SEQUENCE, "bf16")], ids=str)
+def test_the_reference_has_the_originals_and_a_resumed_run_goes_on(ranks, tmp_path, layout, precision):
+    found = ranks.run(layout[0], resumed, layout[1], str(tmp_path), precision)[0]
     assert torch.equal(found["straight"], found["other"])
     assert torch.equal(found["reference"], found["start"]) and torch.equal(found["off"], found["start"])
     assert (found["straight"] - found["start"]).abs().max() > 1e-3
+    assert 0 < found["moved"].max() < 2 * OPTIMIZER.lr, "the first step starts from the loaded weights"
 
 
 def sent_alone() -> list[float]:
