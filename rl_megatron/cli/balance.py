@@ -39,11 +39,14 @@ def engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, first: int 
         first: The nodes for servers before anything was measured; None for half of them.
 
     Raises:
-        ConfigError: No stage is asynchronous, or no division fits the parallel degrees.
+        ConfigError: A number of nodes is impossible, no stage is asynchronous, or no division fits the parallel
+            degrees.
     """
     for option, value, least in (("nodes", nodes, 2), ("ranks-per-node", ranks_per_node, 1)):
         if value < least:
             raise ConfigError(f"--{option} {value}: must be at least {least}")
+    if first is not None and not 1 <= first < nodes:
+        raise ConfigError(f"--engine-nodes {first}: must be at least 1 and less than the {nodes} nodes of the job")
     served = stages_with_servers(config, "balance")
     name, stage = next(
         ((name, stage) for name, stage in reversed(served.items()) if stage.rollout.is_asynchronous), (None, None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.batching.sharded import ShardedBatch
-from rl_megatron.checkpoint.adapters import adapter_entries, holds_adapter
+from rl_megatron.checkpoint.adapters import adapter_entries, holds_adapter, saved_base
 from rl_megatron.checkpoint.directory import check_head, read_manifest, saved_model
 from rl_megatron.checkpoint.hf_load import open_hugging_face
 from rl_megatron.checkpoint.load import load_checkpoint, load_with_adapters
@@ -152,6 +152,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
             ConfigError: The checkpoint cannot be read, or the parallel degrees do not fit.
         """
         manifest = read_manifest(Path(path))
+        if holds_adapter(manifest):
+            saved_base(Path(path), manifest)  # an adapter alone does not make a policy
         topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
         saved: dict[str, Any] = {k: manifest[k] for k in ("vocab_size", "head", "precision") if k in manifest}
         arguments = saved | options

@@ -18,6 +18,7 @@ from rl_megatron.losses import NLLLoss
 from rl_megatron.model.lora.originals import whole_parameters
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.closed_forms import mean_training_bytes
+from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 from tests.parallel.family_cases import assert_same_tensors, hf_model, save, tensors
@@ -160,6 +161,18 @@ def test_modules_that_cannot_be_trained_whole_are_refused(ranks):
     assert "'lm_haed' matches no module of the model" in said["lm_haed"]
     assert "model.tie_embeddings=true" in said["embed_tokens"]
     assert "only the embedding, the head and norms can be trained whole" in said["q_proj"]
+
+
+def alone(directory: str) -> str:
+    """Load the checkpoint of an adapter whose base was never saved, without its base."""
+    checkpoint = build_policy({}, LLAMA, peft=LORA).save_checkpoint(Path(directory), 1)
+    with pytest.raises(ConfigError) as error:
+        MegatronPolicy.from_checkpoint(checkpoint, device="cpu", peft=LORA)
+    return str(error.value)
+
+
+def test_an_adapter_does_not_make_a_policy_without_its_base(ranks, tmp_path):
+    assert "its base was never saved; load the base first" in ranks.run(1, alone, str(tmp_path))[0]
 
 
 def test_the_closed_form_counts_the_modules_and_their_originals(ranks):

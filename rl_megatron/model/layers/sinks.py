@@ -61,6 +61,8 @@ class _SinkAttention(torch.autograd.Function):
     def forward(
         ctx, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor | None, scale: float | None
     ) -> Tensor:
+        if bias is not None and query.is_cuda:  # the GPU's backward wants the whole shape too
+            bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
         output, log_sum, random = _attend(query, key, value, bias, scale)
         output, log_sum = _with_sinks(output, log_sum, sinks[:, None])
         ctx.save_for_backward(query, key, value, sinks, bias, output, log_sum, *random)

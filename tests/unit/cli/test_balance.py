@@ -47,6 +47,8 @@ def test_nodes_go_to_the_part_that_is_busier(tmp_path, capsys, monkeypatch):
     [
         (("--nodes", "1"), "--nodes 1: must be at least 2"),
         (("--nodes", "2", "--ranks-per-node", "0"), "--ranks-per-node 0: must be at least 1"),
+        (("--nodes", "6", "--engine-nodes", "6"), "--engine-nodes 6: must be at least 1 and less than the 6 nodes"),
+        (("--nodes", "2", "--engine-nodes", "0"), "--engine-nodes 0: must be at least 1 and less"),
         (("--nodes", "2", "parallel.tensor=16"), "--nodes 2 --ranks-per-node 8: no division fits"),
         (("--nodes", "2", "rollout.async_enabled=false"), "set rollout.async_enabled=true"),
     ],
