@@ -117,12 +117,12 @@ def of_transformers(policy: MegatronPolicy, prompts: list[list[int]], tokens: in
     from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
     policy.prepare_weights_for_ipc()
-    settings: dict[str, Any] = dict(policy.refit_plan.hf_config)
+    settings: dict[str, Any] = dict(policy.weights.plan.hf_config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings)).eval()
     model = model.to(policy.topology.device)
     tensors = checkpoint_tensors(model)
     with torch.no_grad():
-        for name, tensor in policy.stream_weights():
+        for name, tensor in policy.weights.stream():
             tensors[name].copy_(tensor)
     width = max(map(len, prompts))
     device = policy.topology.device

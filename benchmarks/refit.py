@@ -130,7 +130,7 @@ def policy_rank(rank: int, case: Case, connection: Connection | None, results: C
     policy = MegatronPolicy(case.model, layout, vocab_size=case.model.vocab_size, precision=case.precision)
     policy.prepare_weights_for_ipc(case.bucket_bytes)
     if connection is not None:
-        connection.send(policy.refit_plan)
+        connection.send(policy.weights.plan)
     for handle in policy.init_collective("127.0.0.1", case.port, RANKS + 1):
         handle.wait()
     ways: dict[str, WeightSync] = {
@@ -138,7 +138,7 @@ def policy_rank(rank: int, case: Case, connection: Connection | None, results: C
         "one by one": lambda counted: one_by_one(policy, counted),
         "shared memory": lambda counted: shared_memory(policy, connection),
     }
-    figures = {way: Figures(policy.refit_plan.num_bytes) for way in WAYS}
+    figures = {way: Figures(policy.weights.plan.num_bytes) for way in WAYS}
     for repetition in range(case.repetitions + 1):  # the first repetition warms up
         for way, sync in ways.items():
             dist.barrier()
@@ -217,7 +217,7 @@ def shared_memory(policy: Any, connection: Connection | None) -> dict[str, float
 
 
 def phases_of(policy: Any) -> dict[str, float]:
-    metrics = policy.refit_metrics()
+    metrics = policy.weights.timings.metrics()
     return {name: metrics[f"refit_{name}_seconds"] for name in ("fill", "transfer")}
 
 

@@ -18,10 +18,10 @@ class TransformersStep:
     """
 
     def __init__(self, policy: MegatronPolicy, batch: BatchedDataDict, optimizer: OptimizerConfig, micro_rows: int):
-        settings = dict(policy.refit_plan.hf_config)
+        settings = dict(policy.weights.plan.hf_config)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
         self.model = model.to(policy.topology.device, torch.float32).train()
-        weights = {name: tensor.clone() for name, tensor in policy.stream_weights()}
+        weights = {name: tensor.clone() for name, tensor in policy.weights.stream()}
         missing, unknown = self.model.load_state_dict(weights, strict=False)
         if unknown or set(missing) > {"lm_head.weight"}:  # a tied head has no weight of its own
             raise RuntimeError(f"the weights are not those of the transformers model: {missing + unknown}")

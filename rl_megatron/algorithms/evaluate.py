@@ -191,7 +191,7 @@ class HeldoutPairs(Evaluation):
             return _preferences("preference_", policy.score(self.batch)["scores"]), []
         likelihood = self._of_answers(policy.get_logprobs(self.batch)["logprobs"])
         metrics = _preferences("preference_", likelihood)
-        if policy.has_reference:
+        if policy.reference is not None:
             reference = self._of_answers(policy.get_reference_policy_logprobs(self.batch)["reference_logprobs"])
             metrics |= _preferences("reward_", likelihood - reference)
         return metrics, []

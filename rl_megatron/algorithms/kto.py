@@ -201,7 +201,7 @@ class HeldoutLabelled(Evaluation):
         desirable = BatchedDataDict(self.batch)
         desirable["sample_mask"] = self.batch["sample_mask"] * self.batch[_LABEL]
         metrics = {"nll_per_token": policy.train(desirable, NLLLoss(), eval_mode=True, gbs=desirable.size)["loss"]}
-        if policy.has_reference:
+        if policy.reference is not None:
             metrics["label_accuracy"] = self._accuracy(policy)
         return metrics, []
 

@@ -87,7 +87,8 @@ class Schedules:
 
     def state_dict(self) -> State:
         """Return how many optimizer steps each schedule has counted."""
-        return {name: model.schedule_steps for name, model in self._models.items()}
+        schedules = {name: model.scheduler for name, model in self._models.items()}
+        return {name: 0 if schedule is None else schedule.num_steps for name, schedule in schedules.items()}
 
     def load_state_dict(self, state: State) -> None:
         """Check that each schedule has been loaded and goes on from there; see `MustBe.load_state_dict`."""

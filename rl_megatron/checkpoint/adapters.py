@@ -201,9 +201,10 @@ def read_adapter(checkpoint: Path, manifest: Mapping[str, Any], model: ModelConf
         if key not in stored or stored[key].shape != shape:
             raise ConfigError(f"checkpoint {checkpoint} lacks {key} of the shape {shape}, which its peft section needs")
         tensors[name] = _whole(stored[key])
-    head = _whole(stored[HEAD]) if manifest.get("head", "lm") == "score" else None
+    kind = manifest.get("head", "lm")
+    head = _whole(stored[HEAD]) if kind == "score" else None
     whole, keys = {}, {}
-    for key, tensor in whole_tensors(config, model, rows).items():
+    for key, tensor in whole_tensors(config, model, rows, kind).items():
         if key not in stored or stored[key].shape[1:] != tensor.shape[1:]:
             raise ConfigError(f"checkpoint {checkpoint} lacks {key}, which peft.modules_to_save of its manifest needs")
         whole[tensor.hf_name], keys[tensor.hf_name] = _whole(stored[key])[: tensor.shape[0]], key

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer import MegatronOptimizer
 
 from rl_megatron.checkpoint.adapters import (
     base_of,
@@ -26,12 +27,16 @@ from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.lora.originals import keep_originals
+from rl_megatron.model.sharded_model import ShardedModel
 
 _MESSAGE_LENGTH = 600  # megatron-core lists every key of the model
 
 
 def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
     """Fill `into` from the checkpoint `path` and return its manifest. Collective.
+
+    A checkpoint of an adapter is loaded with its base. A model without adapters gets their merged weights, and a model
+    with adapters can start from a checkpoint of a whole model, which then is their base.
 
     Args:
         path: A complete checkpoint.
@@ -41,8 +46,26 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
         verify: Compare every file with its digest first. Pass False if this was already done.
 
     Raises:
-        ConfigError: The checkpoint is damaged, holds another model, or has another head than is needed.
+        ConfigError: The checkpoint is damaged, holds another model, or has another head than is needed; or its adapter
+            fits another base or has another shape, or its base cannot be read.
     """
+    manifest = read_manifest(path)
+    if into.model.lora is None and not holds_adapter(manifest):
+        return _load_whole(path, into, weights_only, verify)
+    return _load_with_adapters(path, manifest, into, weights_only, verify)
+
+
+def start_from_weights(model: ShardedModel, optimizer: MegatronOptimizer | None) -> None:
+    """Let training start from the weights that a model has now.
+
+    They become the originals of modules that are trained whole, and the optimizer's fp32 copies.
+    """
+    keep_originals(model.model_chunks)
+    if optimizer is not None:
+        optimizer.reload_model_params()
+
+
+def _load_whole(path: Path, into: TrainingState, weights_only: bool, verify: bool) -> dict[str, Any]:
     manifest = read_manifest(path, into.model.config)
     new_head = check_head(path, manifest, into.model.head, weights_only)
     if verify:
@@ -52,34 +75,17 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
     return manifest
 
 
-def load_with_adapters(
-    path: Path, manifest: dict[str, Any], into: TrainingState, weights_only: bool = False, verify: bool = True
+def _load_with_adapters(
+    path: Path, manifest: dict[str, Any], into: TrainingState, weights_only: bool, verify: bool
 ) -> dict[str, Any]:
-    """Fill `into` from a checkpoint that holds an adapter, or fill the frozen weights of a model with adapters.
-
-    Args:
-        path: A complete checkpoint.
-        manifest: Its manifest.
-        into: The state to fill. A model without adapters gets the base with the adapter merged.
-        weights_only: As in `load_checkpoint`.
-        verify: As in `load_checkpoint`.
-
-    Returns:
-        The manifest of `path`.
-
-    Raises:
-        ConfigError: As in `load_checkpoint`; or the adapter fits another base or has another shape, or its base cannot
-            be read.
-    """
+    """Fill `into` from a checkpoint that holds an adapter, or fill the frozen weights of a model with adapters."""
     model = into.model
     if not holds_adapter(manifest):
         if not weights_only:
             raise ConfigError(f"checkpoint {path} holds no adapter; weights_only=True takes it as a base")
-        load_checkpoint(path, replace(into, optimizer=None, scheduler=None, selection="base"), True, verify)
+        _load_whole(path, replace(into, optimizer=None, scheduler=None, selection="base"), True, verify)
         model.base = base_of(path)
-        keep_originals(model.model_chunks)
-        if into.optimizer is not None:  # its fp32 copies of modules that are trained whole
-            into.optimizer.reload_model_params()
+        start_from_weights(model, into.optimizer)
         return manifest
     if model.lora is None:
         rows = model.config.vocab_size or model.vocab_size
@@ -87,17 +93,16 @@ def load_with_adapters(
         if verify:
             verify_checkpoint(path)
         adapter = read_adapter(path, manifest, model.config, rows)
-        load_checkpoint(saved_base(path, manifest), replace(into, optimizer=None, scheduler=None), True, verify)
+        _load_whole(saved_base(path, manifest), replace(into, optimizer=None, scheduler=None), True, verify)
         adapter.merge_into(model, family_of_model(model.config, rows).table(model.config, rows))
-        if into.optimizer is not None:
-            into.optimizer.reload_model_params()
+        start_from_weights(model, into.optimizer)
         return manifest
     check_same_adapter(path, manifest, model.lora)
     if model.base is None and manifest["base"]:
         base = saved_base(path, manifest)
-        load_with_adapters(base, read_manifest(base), into, weights_only=True, verify=verify)
+        _load_with_adapters(base, read_manifest(base), into, weights_only=True, verify=verify)
     check_base(path, manifest, model.base)
-    load_checkpoint(path, into, weights_only, verify)
+    _load_whole(path, into, weights_only, verify)
     model.adapters_are_new = False
     return manifest
 

@@ -217,7 +217,7 @@ def build_model(
     if lora is not None:
         for model_chunk in model_chunks:
             attach_adapters(model_chunk, lora, linears, config, topology, seed)
-            train_whole(unwrap(model_chunk), whole_tensors(lora, model, model.vocab_size or vocab_size))
+            train_whole(unwrap(model_chunk), whole_tensors(lora, model, model.vocab_size or vocab_size, head))
     if precision == "bf16":
         model_chunks = [_Bf16Module(config, model_chunk) for model_chunk in model_chunks]
     return model_chunks

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LatentShape, head_size
 from rl_megatron.logprobs.linear import default_block_tokens
-from rl_megatron.model.sharded_shape import ShardedShape, element_bytes, gradient_buffers, optimizer_bytes_per_element
+from rl_megatron.model.gradient_buffers import gradient_buffers
+from rl_megatron.model.sharded_shape import ShardedShape, element_bytes, optimizer_bytes_per_element
 
 GRADIENT_BYTES = 4  # gradients are summed in fp32
 

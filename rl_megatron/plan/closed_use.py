@@ -6,12 +6,16 @@ read and write, and collectives are estimates: docs/plan.md has the formulas.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation.decoder import PROMPT_TOKENS
 from rl_megatron.model.flops import ForwardFlops, decoding_flops, forward_flops
+from rl_megatron.model.lora.targets import table_of
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import closed_forms
 from rl_megatron.plan.batches import BatchShape
@@ -180,16 +184,14 @@ class _Phases:
 
     def _refit(self) -> PhaseUse:
         """Return what it takes to fill the buckets of a weight sync, while the policy's gradients are freed."""
-        model, dense_and_experts = self._shape.model, sum(self._shape.elements(self._stage))
+        settings, dense_and_experts = self._settings, sum(self._shape.elements(self._stage))
         alone = replace(self._shape, parallel=ParallelConfig(), world_size=1)  # every rank fills buckets of all weights
-        if self._settings.sends_adapter:
-            elements, largest = sum(alone.adapter_elements(0)) + alone.whole_elements(0), 0
-        else:
-            elements = sum(alone.elements(0))
-            largest = max(alone.vocab_shard, model.ffn_hidden_size) * model.hidden_size  # has a bucket of its own
-        whole, largest = elements * self._size, largest * self._size
-        number = -(-whole // self._settings.bucket_bytes)
-        buffers = min(2, number) * min(whole, max(self._settings.bucket_bytes, largest))
+        whole = sum(alone.elements(0)) * self._size
+        largest = _largest_tensor(self._shape.model, alone.vocab_shard) * self._size  # has a bucket of its own
+        buffers = min(2, -(-whole // settings.bucket_bytes)) * min(whole, max(settings.bucket_bytes, largest))
+        if settings.sends_adapter:  # the buffers are those of the base, which engines get when they start
+            whole = (sum(alone.adapter_elements(0)) + alone.whole_elements(0)) * self._size
+        number = -(-whole // settings.bucket_bytes)
         sums = Collective("all_reduce", "world", self._shape.world_size, whole // number, number)
         gradients = self._kept.gradients - closed_forms.GRADIENT_BYTES * dense_and_experts
         peak = replace(self._kept, gradients=gradients, buffers=buffers)
@@ -295,3 +297,9 @@ class _Phases:
             )
             for microbatch, count in batch.parts
         )
+
+
+@lru_cache(maxsize=256)
+def _largest_tensor(model: ModelConfig, vocab_size: int) -> int:
+    """Return the elements of the largest Hugging Face tensor: an embedding, or the stacked experts of gpt-oss."""
+    return max(math.prod(shape) for shape in table_of(model, vocab_size).hf_shapes.values())

@@ -34,7 +34,7 @@ from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.policy.reference import ReferenceModel
 from rl_megatron.policy.training_memory import offloadable_states
 from rl_megatron.topology.topology import Topology
-from rl_megatron.weight_sync.exporter import AdapterExporter
+from rl_megatron.weight_sync.exporter import AdapterExporter, BaseExporter, WeightExporter
 from rl_megatron.weight_sync.sender import WeightSender
 
 _PER_SEQUENCE = ("sample_mask", "rewards", "temperature")
@@ -268,13 +268,14 @@ class RankPhases:
         with self.ledger.phase("refit") as result:
             policy.offload_before_refit()
             generation = self.workload.stage.generation
-            sends_adapter = generation.refit == "adapter"
-            sender = WeightSender(policy.model, AdapterExporter) if sends_adapter else policy.weights
-            exporter = sender.exporter(round(generation.refit_bucket_mb * _MEGABYTE))
-            num_buckets = len(exporter.plan.buckets)
-            buffers = [exporter.new_buffer() for _ in range(min(2, num_buckets))]
-            for index in range(num_buckets):
-                dist.all_reduce(exporter.fill(index, buffers[index % 2]))
+            max_bytes = round(generation.refit_bucket_mb * _MEGABYTE)
+            sender = policy.weights
+            if generation.refit == "adapter":
+                for _ in _filled(WeightSender(policy.model, BaseExporter).exporter(max_bytes)):
+                    pass  # engines get the base when they start
+                sender = WeightSender(policy.model, AdapterExporter)
+            for filled in _filled(sender.exporter(max_bytes)):
+                dist.all_reduce(filled)
         if offloads and policy.optimizer is not None:  # as training does; the host keeps its copies
             policy.memory.restore_optimizer()
             self._label(policy)
@@ -301,6 +302,14 @@ class RankPhases:
         """Free the models."""
         while self._models:
             self._models.pop().shutdown()
+
+
+def _filled(exporter: WeightExporter) -> Iterator[Tensor]:
+    """Yield the filled buckets of an exporter, in two buffers by turns."""
+    buckets = exporter.plan.buckets
+    buffers = [exporter.new_buffer() for _ in buckets[:2]]
+    for index, _ in enumerate(buckets):
+        yield exporter.fill(index, buffers[index % 2])
 
 
 def _written_tensors(state: object) -> Iterator[Tensor]:

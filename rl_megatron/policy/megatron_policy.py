@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.batching.sharded import ShardedBatch
-from rl_megatron.checkpoint.adapters import adapter_entries, holds_adapter, saved_base
-from rl_megatron.checkpoint.directory import check_head, read_manifest, saved_model
-from rl_megatron.checkpoint.hf_load import open_hugging_face
-from rl_megatron.checkpoint.load import load_checkpoint, load_with_adapters
+from rl_megatron.checkpoint.adapters import adapter_entries
+from rl_megatron.checkpoint.load import load_checkpoint
 from rl_megatron.checkpoint.save import Save, begin_checkpoint
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.model import ModelConfig
@@ -27,26 +23,24 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import FusedHead, over_steps
-from rl_megatron.losses.base import Loss
+from rl_megatron.execution import FusedHead
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
-from rl_megatron.model.lora.originals import keep_originals
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.batches import PlannedStep, StepPlanner, result_of
-from rl_megatron.policy.inference import Inference, build_runner, checked_lengths
+from rl_megatron.policy.batches import StepPlanner, result_of
+from rl_megatron.policy.inference import Inference, build_runner
 from rl_megatron.policy.interfaces import Batch, BatchT, ColocatablePolicyInterface
+from rl_megatron.policy.opening import open_checkpoint, open_hf
+from rl_megatron.policy.optimizer_steps import OptimizerSteps
 from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import AdapterReference, Placement, ReferenceModel
-from rl_megatron.policy.skipped_steps import counts
 from rl_megatron.policy.teacher import Teacher
-from rl_megatron.policy.trainer import Trainer, require_whole_groups
+from rl_megatron.policy.trainer import Trainer
 from rl_megatron.policy.training_memory import TrainingMemory
-from rl_megatron.topology.topology import Topology, start_topology
+from rl_megatron.topology.topology import Topology
 from rl_megatron.weight_sync.exporter import weights_digest
 from rl_megatron.weight_sync.ipc import WeightHandle
-from rl_megatron.weight_sync.plan import RefitPlan
 from rl_megatron.weight_sync.process_group import Handle
 from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
 
@@ -69,6 +63,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
         vocab_size: The tokenizer's vocabulary size.
         weights: The sender of the weights to rollout engines.
         reference: The frozen model or the recorded logprobs with which the policy is compared, or None.
+        optimizer: megatron-core's optimizer, or None if the policy was built without one.
+        scheduler: The optimizer's learning-rate schedule, or None.
         memory: The gradient buffers and optimizer state, and whether they are on the device.
         batching: How a batch is split into microbatches by default.
     """
@@ -102,9 +98,11 @@ class MegatronPolicy(ColocatablePolicyInterface):
             lora=peft,
         )  # fmt: skip
         self.model_config, self.topology, self.vocab_size = self.model.config, topology, vocab_size
-        self._trainer: Trainer | None = None
+        trainer = None
         if optimizer is not None:
-            self._trainer = Trainer(self.model, optimizer, precision, total_steps, max_skipped_steps)
+            trainer = Trainer(self.model, optimizer, precision, total_steps, max_skipped_steps)
+        self.optimizer = None if trainer is None else trainer.optimizer
+        self.scheduler = None if trainer is None else trainer.scheduler
         self.weights = WeightSender(self.model)
         self.memory = TrainingMemory(self.model, self.optimizer)
         self.reference: ReferenceModel | AdapterReference | RecordedReference | None = None
@@ -112,6 +110,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.runner = build_runner(self.model, fused_head)
         self._inference = Inference(self.model, self.runner)
         self._planner = StepPlanner(self.model, self._inference.cost)
+        self._steps = OptimizerSteps(self._planner, self.runner, trainer)
         self._global_batch_size = global_batch_size
         self._fused_head = fused_head
         self._reference_placement: Placement = reference_placement
@@ -128,15 +127,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         Raises:
             ConfigError: The directory does not hold a supported model, or the parallel degrees do not fit.
         """
-        weights = open_hugging_face(Path(directory))
-        topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
-        initialise = options.get("head", "lm") != "lm"  # a score head starts from random weights
-        policy = cls(weights.model, topology, vocab_size=weights.vocab_size, initialise=initialise, **options)
-        weights.load_into(policy.model)
-        keep_originals(policy.model.model_chunks)
-        if policy.optimizer is not None:
-            policy.optimizer.reload_model_params()
-        return policy
+        return open_hf(cls, Path(directory), parallel, device, options)
 
     @classmethod
     def from_checkpoint(
@@ -151,16 +142,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         Raises:
             ConfigError: The checkpoint cannot be read, or the parallel degrees do not fit.
         """
-        manifest = read_manifest(Path(path))
-        if holds_adapter(manifest):
-            saved_base(Path(path), manifest)  # an adapter alone does not make a policy
-        topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
-        saved: dict[str, Any] = {k: manifest[k] for k in ("vocab_size", "head", "precision") if k in manifest}
-        arguments = saved | options
-        initialise = check_head(Path(path), manifest, arguments.get("head", "lm"), weights_only)
-        policy = cls(saved_model(Path(path), manifest), topology, initialise=initialise, **arguments)
-        policy.load_checkpoint(path, weights_only=weights_only)
-        return policy
+        return open_checkpoint(cls, Path(path), parallel, device, weights_only, options)
 
     @property
     def weight_version(self) -> int:
@@ -187,28 +169,13 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     # --- training ---
 
-    @property
-    def optimizer(self) -> MegatronOptimizer | None:
-        """Return megatron-core's optimizer, or None if the policy was built without one."""
-        return None if self._trainer is None else self._trainer.optimizer
-
-    @property
-    def scheduler(self) -> OptimizerParamScheduler | None:
-        """Return the optimizer's learning-rate schedule, or None if the policy was built without an optimizer."""
-        return None if self._trainer is None else self._trainer.scheduler
-
-    @property
-    def schedule_steps(self) -> int:
-        """Return how many optimizer steps the learning-rate schedule has counted; 0 without an optimizer."""
-        return 0 if self.scheduler is None else self.scheduler.num_steps
-
     def prepare_for_training(self) -> None:
         """Put the model into training mode, and move gradients and optimizer state to the device.
 
         Raises:
             RuntimeError: The policy was built without an optimizer.
         """
-        self._required_trainer()
+        self._steps.require_optimizer()
         self.weights.release()
         self.memory.restore_optimizer()
         self.memory.allocate_gradients()
@@ -256,26 +223,14 @@ class MegatronPolicy(ColocatablePolicyInterface):
             ValueError: The sizes would separate sequences that the loss needs together (preference pairs).
         """
         loss, gbs = as_loss(loss_fn), gbs or self._global_batch_size
-        batching = self._batching(mbs)
-        per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
-        require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})
-        steps = self._planner.steps(data, batching, loss.group_size, gbs, sizes)
+        steps = self._steps.planned(data, loss, self._batching(mbs), gbs, sizes, teacher)
         if eval_mode:
             self.finish_training()
-        else:
-            self.prepare_for_training()
-        reports = []
-        for planned in steps:
-            if teacher is not None:
-                planned = replace(planned, plan=teacher.attached(planned.plan))
-            if eval_mode:
-                reports.append(self._evaluate(planned, loss))
-            else:
-                trainer = self._required_trainer()
-                reports.append(trainer.step(self.runner, planned.plan, loss, planned.denominators))
+            return self._steps.evaluate(steps, loss)
+        self.prepare_for_training()
+        metrics = self._steps.take(steps, loss)
         self.model.set_training(False)  # the next forward, or the next reader, gathers the weights
-        result = over_steps(reports, loss)
-        return result | ({} if eval_mode else counts(reports))
+        return metrics
 
     def _batching(self, mbs: int | None) -> Batching:
         return self.batching if mbs is None else replace(self.batching, sequences=mbs)
@@ -285,28 +240,16 @@ class MegatronPolicy(ColocatablePolicyInterface):
     ) -> dict[str, float]:
         """Return the loss's metrics on one global batch, and store its gradient in the parameters' `main_grad`."""
         loss = as_loss(loss_fn)
-        (planned,) = self._planner.steps(batch, self._batching(mbs), loss.group_size, batch.size, None)
-        plan = planned.plan if teacher is None else teacher.attached(planned.plan)
+        (planned,) = self._steps.planned(batch, loss, self._batching(mbs), batch.size, None, teacher)
         self.prepare_for_training()
-        report = self._required_trainer().accumulate(self.runner, plan, loss, planned.denominators)
+        metrics = self._steps.accumulate(planned, loss)
         self.finish_training()
-        return report
+        return metrics
 
     def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
         """Return the plan of this rank's microbatches of one global batch."""
-        lengths = checked_lengths(self.model_config, batch)
-        return self._planner.of_whole(batch, lengths, self._batching(mbs), as_loss(loss_fn).group_size).plan
-
-    def _evaluate(self, planned: PlannedStep, loss: Loss) -> dict[str, float]:
-        """Return the loss's metrics on one global batch, without gradients. Collective."""
-        plan = planned.plan
-        report = self.runner.train_step(plan.microbatches, loss, planned.denominators, forward_only=True)
-        return report | {"packing_efficiency": plan.efficiency}
-
-    def _required_trainer(self) -> Trainer:
-        if self._trainer is None:
-            raise RuntimeError("this policy was built without an optimizer; pass `optimizer` to train it")
-        return self._trainer
+        (planned,) = self._steps.planned(batch, as_loss(loss_fn), self._batching(mbs), batch.size, None)
+        return planned.plan
 
     # --- logprobs and scores ---
 
@@ -349,22 +292,17 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     # --- the reference ---
 
-    @property
-    def has_reference(self) -> bool:
-        """Return whether there is a reference, so that `get_reference_policy_logprobs` can be called."""
-        return self.reference is not None
-
     def freeze_reference(self) -> None:
         """Copy the current weights into a frozen reference model, which is kept beside the policy.
 
         A policy with adapters is compared with itself instead, with the adapters that it has now.
         """
         self.model.require_head("lm", "freeze_reference")
-        self.drop_reference()  # first, so that there is never a third model in memory
+        self.reference = None  # first, so that there is never a third model in memory
         if self.model.lora is not None:
             self.reference = AdapterReference(self.model, self._inference)
-            return
-        self.reference = ReferenceModel(self.model, self._reference_placement, self._fused_head)
+        else:
+            self.reference = ReferenceModel(self.model, self._reference_placement, self._fused_head)
 
     def record_reference(self, path: Path, batches: Iterable[BatchedDataDict]) -> None:
         """Compute reference logprobs of `batches` with the current weights, and keep them instead of a second model.
@@ -373,14 +311,10 @@ class MegatronPolicy(ColocatablePolicyInterface):
         file `path`. Logprobs of the same weights that the file already has are not computed again.
         """
         self.model.require_head("lm", "record_reference")
-        self.drop_reference()
+        self.reference = None
         recorded = RecordedReference(path, weights_digest(self.model))
         recorded.complete(batches, lambda batch: self.get_logprobs(batch)["logprobs"])
         self.reference = recorded
-
-    def drop_reference(self) -> None:
-        """Free the reference."""
-        self.reference = None
 
     def get_reference_policy_logprobs(self, data: BatchT, micro_batch_size: int | None = None) -> BatchT:
         """Return `reference_logprobs` [B, S] of the reference that was frozen or recorded, as `get_logprobs` does."""
@@ -403,22 +337,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.weights.release()
         self.memory.offload_optimizer()
 
-    @property
-    def refit_plan(self) -> RefitPlan:
-        """Return the plan that an engine needs before the first weights. Collective the first time."""
-        return self.weights.plan
-
-    def refit_metrics(self) -> dict[str, float]:
-        """Return the `SyncTimings.metrics` of the last weight sync. Wait for its handles first."""
-        return self.weights.timings.metrics()
-
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each Hugging Face tensor, in the order in which they are sent."""
         return self.weights.tensor_infos()
-
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor) of every Hugging Face tensor. Each is valid until the next one. Collective."""
-        return self.weights.stream()
 
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_seconds: float = 600.0
@@ -450,16 +371,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return begin_checkpoint(Path(directory), step, state, config=config, **entries, **extra)
 
     def load_checkpoint(self, path: str | Path, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
-        """Load a checkpoint of any layout, and return its manifest; see `checkpoint.load.load_checkpoint`.
-
-        A checkpoint of an adapter is loaded with its base. A policy without adapters gets their merged weights, and a
-        policy with adapters can start from a checkpoint of a whole model, which then is their base.
-        """
-        state = self._state()  # first, so that a refused checkpoint leaves gathered weights
-        manifest = read_manifest(Path(path))
-        if self.model.lora is None and not holds_adapter(manifest):
-            return load_checkpoint(Path(path), state, weights_only, verify)
-        return load_with_adapters(Path(path), manifest, state, weights_only, verify)
+        """Load a checkpoint of any layout, and return its manifest; see `checkpoint.load.load_checkpoint`."""
+        return load_checkpoint(Path(path), self._state(), weights_only, verify)
 
     def _state(self) -> TrainingState:
         """Return the training state with optimizer state on the device and weights gathered. Collective."""
@@ -472,8 +385,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """Release model, optimizer and reference, and return whether there was a model."""
         self.weights.close()
         self.memory.release()
-        self._trainer = None
-        self.drop_reference()
+        self._steps.release()
+        self.optimizer = self.scheduler = self.reference = None
         held = self.model.release()
         gc.collect()  # megatron-core's wrappers and hooks form reference cycles
         if self.topology.is_cuda:

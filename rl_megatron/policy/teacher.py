@@ -13,10 +13,9 @@ from torch import Tensor
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.batching.sharded import ShardedBatch
-from rl_megatron.checkpoint.adapters import holds_adapter
 from rl_megatron.checkpoint.directory import MANIFEST, check_head, read_manifest, saved_model
 from rl_megatron.checkpoint.hf_load import HuggingFaceWeights, open_hugging_face
-from rl_megatron.checkpoint.load import load_checkpoint, load_with_adapters
+from rl_megatron.checkpoint.load import load_checkpoint
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
@@ -153,17 +152,8 @@ def load_teacher(
         if weights is not None:
             weights.load_into(model)
         else:
-            _load(path, model)
+            load_checkpoint(path, TrainingState(model, None, None), weights_only=True)
     return Teacher(model, config.placement, fused_head, own_layout)
-
-
-def _load(path: Path, model: ShardedModel) -> None:
-    """Load a checkpoint, or the base of a checkpoint's adapter with the adapter merged. Collective."""
-    manifest, state = read_manifest(path), TrainingState(model, None, None)
-    if holds_adapter(manifest):
-        load_with_adapters(path, manifest, state, weights_only=True)
-    else:
-        load_checkpoint(path, state, weights_only=True)
 
 
 def teacher_model(path: Path) -> tuple[ModelConfig, HuggingFaceWeights | None]:

@@ -247,7 +247,8 @@ class AdapterExporter(WeightExporter):
         """
         assert model.lora is not None, "only a model with adapters has an exporter of them"
         rows = model.config.vocab_size or model.vocab_size
-        linears, whole = adapted_linears(model.lora, model.config, rows), whole_tensors(model.lora, model.config, rows)
+        linears = adapted_linears(model.lora, model.config, rows)
+        whole = whole_tensors(model.lora, model.config, rows, model.head)
         dtype = "bfloat16" if model.precision == "bf16" else "float32"
         shapes: dict[str, tuple[int, ...]] = {**adapter_shapes(linears, model.lora.r)}
         shapes |= {tensor.hf_name: tensor.shape for tensor in whole.values()}

@@ -132,10 +132,10 @@ class Ids:
 
 def difference_from_transformers(trainer: Trainer) -> tuple[float, list]:
     """Return the largest difference of the server's logprobs from transformers', and the versions of the tokens."""
-    model = build_model(trainer.policy.refit_plan, torch.device("cpu"))
+    model = build_model(trainer.policy.weights.plan, torch.device("cpu"))
     model.set_attn_implementation("sdpa")  # transformers' own, without the engine's cache
     tensors = checkpoint_tensors(model)
-    for name, weight in trainer.policy.stream_weights():
+    for name, weight in trainer.policy.weights.stream():
         tensors[name].copy_(weight)
     batch, worst = trainer.generate(PROMPTS, SAMPLING, 5), 0.0
     for sequence, start in enumerate(batch["prompt_lengths"].tolist()):

@@ -61,7 +61,7 @@ def train(policy) -> None:
 
 
 def weights(policy) -> dict:
-    return digests((name, tensor.cpu()) for name, tensor in policy.stream_weights())
+    return digests((name, tensor.cpu()) for name, tensor in policy.weights.stream())
 
 
 def engine(connection) -> None:
@@ -88,7 +88,7 @@ def send_weights() -> tuple[dict, dict, int]:
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=engine, args=(theirs,))
     process.start()
-    ours.send(policy.refit_plan)
+    ours.send(policy.weights.plan)
     before = torch.cuda.memory_allocated()
     for keys in groups:
         (handle,) = policy.get_weights_ipc_handles(keys).values()

@@ -12,12 +12,14 @@ from tests.end_to_end.page_commands import SLURM
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train.slurm"
 # A node that serves says what it was told, and ends when it is asked to.
-SERVES = """echo "$SLURMD_NODENAME token=${RL_MEGATRON_SERVER_TOKEN:0:64} $*" >>{directory}/served
-    trap 'echo ended >>{directory}/served; exit 0' TERM
+SERVES = """trap 'echo ended >>{directory}/served; exit 0' TERM
+    echo "$SLURMD_NODENAME token=${RL_MEGATRON_SERVER_TOKEN:0:64} $*" >>{directory}/served
     while :; do sleep 0.05; done"""
-TRAINS = (
-    'until [ -s {directory}/served ]; do sleep 0.02; done; echo "$SLURMD_NODENAME $NNODES $*" >>{directory}/trained'
-)
+# A node that trains ends as soon as all nodes that serve have said so: one address for each of them is its last word.
+TRAINS = """nodes=${!#}
+    nodes=${nodes//[^,]/}
+    until [ "$(cat {directory}/served 2>/dev/null | wc -l)" -gt ${#nodes} ]; do sleep 0.02; done
+    echo "$SLURMD_NODENAME $NNODES $*" >>{directory}/trained"""
 
 
 @pytest.mark.parametrize(
@@ -100,8 +102,9 @@ def test_the_status_of_the_training_is_that_of_a_job_with_servers(tmp_path, rank
 
 @pytest.mark.parametrize("status", [0, 1, 2])
 def test_training_is_asked_to_save_and_the_job_fails_if_the_servers_end_before_it(tmp_path, status):
-    ranks = "trap 'touch $TMPDIR/asked; exit 75' TERM; while :; do sleep 0.05; done"
-    done = job(tmp_path, sides(tmp_path, ranks, f"exit {status}"), ENGINE_NODES="1")
+    ranks = "trap 'touch $TMPDIR/asked; exit 75' TERM; touch $TMPDIR/ready; while :; do sleep 0.05; done"
+    servers = f"until [ -e $TMPDIR/ready ]; do sleep 0.02; done; exit {status}"
+    done = job(tmp_path, sides(tmp_path, ranks, servers), ENGINE_NODES="1")
     assert done.returncode == (status or 1) and (tmp_path / "asked").exists()
     assert f"the servers ended with status {status} before the training did" in done.stderr
     assert not (tmp_path / "requeued").exists()

@@ -31,9 +31,9 @@ class InThisProcess:
     """An engine that runs its Hugging Face model in this process, so that only precision can make a difference."""
 
     def __init__(self, policy):
-        self.policy, self.model = policy, build_model(policy.refit_plan, torch.device("cpu"))
+        self.policy, self.model = policy, build_model(policy.weights.plan, torch.device("cpu"))
         memory = checkpoint_tensors(self.model)
-        for name, tensor in policy.stream_weights():
+        for name, tensor in policy.weights.stream():
             memory[name].copy_(tensor)
 
     def generate(self, prompts, sampling, seed):

@@ -175,8 +175,9 @@ def test_an_adapter_does_not_make_a_policy_without_its_base(ranks, tmp_path):
     assert "its base was never saved; load the base first" in ranks.run(1, alone, str(tmp_path))[0]
 
 
-def test_the_closed_form_counts_the_modules_and_their_originals(ranks):
+@pytest.mark.parametrize("head", ["lm", "score"])
+def test_the_closed_form_counts_the_modules_and_their_originals(ranks, head):
     model, degrees = replace(MODEL, tie_embeddings=False), {"pipeline": 2}
-    shape = ShardedShape(model, ParallelConfig(**degrees), 2, SMALL_VOCAB_SIZE, lora=SAVED)
+    shape = ShardedShape(model, ParallelConfig(**degrees), 2, SMALL_VOCAB_SIZE, head, lora=SAVED)
     wanted = [mean_training_bytes(shape, stage, precision="bf16", distributed=False) for stage in range(2)]
-    assert ranks.run(2, allocated, model, degrees, "lm", OPTIMIZER, "bf16", SAVED) == wanted
+    assert ranks.run(2, allocated, model, degrees, head, OPTIMIZER, "bf16", SAVED) == wanted

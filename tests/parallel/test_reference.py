@@ -67,7 +67,7 @@ def recorded(parallel: dict, directory: str, seed: int = 1) -> dict:
     mixed = policy.get_reference_policy_logprobs(batches[0].select_indices([3, 1]))["reference_logprobs"]
     with pytest.raises(RuntimeError, match="sequence 0 of the batch is not among the 8 recorded"):
         policy.get_reference_policy_logprobs(random_batch(3, 12, 5))
-    assert policy.has_reference
+    assert policy.reference is not None
     return {"wanted": wanted, "found": found, "mixed": mixed, "computed": computed}
 
 

@@ -62,8 +62,8 @@ def streamed(parallel: dict, model: ModelConfig, precision: str) -> tuple[dict, 
     policy = llama(parallel, model, precision=precision)
     policy.prepare_weights_for_ipc(MAX_BYTES)
     with CountedCollectives() as collectives:
-        found = digests(policy.stream_weights())
-    return found, collectives.count, len(policy.refit_plan.buckets)
+        found = digests(policy.weights.stream())
+    return found, collectives.count, len(policy.weights.plan.buckets)
 
 
 TIED_LAYOUTS = [
@@ -132,7 +132,7 @@ def test_every_family_is_exported_bitwise(ranks, whole, case):
 def after_a_step(parallel: dict, overlap: bool) -> dict:
     policy = llama(parallel, optimizer=dataclasses.replace(DISTRIBUTED_OPTIMIZER, overlap=overlap))
     policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
-    return digests(policy.stream_weights())
+    return digests(policy.weights.stream())
 
 
 def test_weights_that_the_last_step_left_scattered_are_gathered_first(ranks):

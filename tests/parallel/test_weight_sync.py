@@ -45,7 +45,7 @@ def broadcast_twice(parallel: dict, port: int, lose_a_bucket: bool = False):
     """
     policy = llama(parallel, optimizer=OVERLAPPED)
     policy.prepare_weights_for_ipc(MAX_BYTES)
-    plan, joint = policy.refit_plan, policy.topology.world_size + 1
+    plan, joint = policy.weights.plan, policy.topology.world_size + 1
     ours, engine = multiprocessing.get_context("spawn").Pipe()
     if policy.topology.rank == 0:
         arguments = (engine, port, joint, lose_a_bucket)
@@ -61,9 +61,9 @@ def broadcast_twice(parallel: dict, port: int, lose_a_bucket: bool = False):
             for handle in handles:
                 handle.wait()
         counts.append((collectives.count, len(handles)))
-        wanted = digests(policy.stream_weights())
+        wanted = digests(policy.weights.stream())
         results.append((ours.recv(), wanted) if policy.topology.rank == 0 else None)
-        metrics = policy.refit_metrics()
+        metrics = policy.weights.timings.metrics()
         policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
     if policy.topology.rank == 0:
         ours.send("done")
@@ -106,7 +106,7 @@ def refit_to_engine_that_dies(port: int) -> tuple[str, float, str]:
     ours, engine = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=engine_that_dies, args=(engine, port))
     process.start()
-    ours.send(policy.refit_plan)
+    ours.send(policy.weights.plan)
     began, messages = time.monotonic(), []
     for handle in policy.init_collective("127.0.0.1", port, 2, timeout_seconds=20):
         handle.wait()
@@ -146,7 +146,7 @@ def share(parallel: dict):
     if rank == 0:
         process = multiprocessing.get_context("spawn").Process(target=engine_of_shared_memory, args=(engine,))
         process.start()
-        ours.send(policy.refit_plan)
+        ours.send(policy.weights.plan)
     with CountedCollectives() as collectives:
         for keys in groups:
             handles = policy.get_weights_ipc_handles(keys)
@@ -154,7 +154,7 @@ def share(parallel: dict):
                 ours.send(handles["cpu"])
                 assert ours.recv() == "taken"
             dist.barrier()
-    metrics = policy.refit_metrics()
+    metrics = policy.weights.timings.metrics()
     taken = None
     if rank == 0:
         ours.send(None)
@@ -169,7 +169,7 @@ def share(parallel: dict):
     ends_at = time.monotonic() + 10
     while (left := segments() - before) and time.monotonic() < ends_at:
         time.sleep(0.05)  # gloo's threads release a tensor a moment after its collective has ended
-    wanted = digests(policy.stream_weights())
+    wanted = digests(policy.weights.stream())
     with pytest.raises(ValueError, match="not one of the groups"):
         policy.get_weights_ipc_handles(groups[0][:1])
     return taken, wanted, collectives.count, len(groups), left, metrics["refit_bytes"]
@@ -218,7 +218,7 @@ def cycles(parallel: dict, offload: bool) -> tuple[dict, list[int], int]:
             gradients += sum(buffer.grad_data.untyped_storage().size() for buffer in buffers)
             if cycle in (2, 19):
                 living.append(bytes_besides(others))
-    return digests(policy.stream_weights()), living, gradients
+    return digests(policy.weights.stream()), living, gradients
 
 
 def bytes_besides(others: dict[int, weakref.ref]) -> int:
@@ -270,7 +270,7 @@ def conformance() -> dict[str, list[str]]:
     policy = llama({})
     assert isinstance(policy, nemo_rl.MODULES["nemo_rl.models.policy.interfaces"]["ColocatablePolicyInterface"])
     assert "ray" not in sys.modules
-    assert list(policy.prepare_refit_info()) == [name for name, _ in policy.stream_weights()]
+    assert list(policy.prepare_refit_info()) == [name for name, _ in policy.weights.stream()]
     needed = {}
     for name in ColocatablePolicyInterface.__abstractmethods__:
         parameters = inspect.signature(getattr(policy, name)).parameters.values()

@@ -296,7 +296,7 @@ class ServerEngine:
     def _start(self) -> None:
         """Start the servers that do not run, and prepare all servers for weights."""
         self.policy.prepare_weights_for_ipc(int(self.settings.refit_bucket_mb * (1 << 20)))
-        plan = self.policy.refit_plan
+        plan = self.policy.weights.plan
         self._starts += 1
         base, runs_already = self._kind.base, bool(self._kind.settings.server_urls)
         weights = None if base is None or runs_already else base.path()

@@ -199,8 +199,8 @@ class TransformersEngine:
     def _sync_weights(self) -> None:
         """Start the engines if needed, and send them the policy's current weights.
 
-        It keeps the metrics: the policy's `refit_metrics`, the time until the last engine serves the weights, and the
-        engines' phases `verify` and `copy`.
+        It keeps the metrics: those of the policy's `weights`, the time until the last engine serves the weights, and
+        the engines' phases `verify` and `copy`.
         """
         if not self._started:
             self._start()
@@ -209,6 +209,8 @@ class TransformersEngine:
             at_engines = self._over_the_group(version)
         else:
             at_engines = self._in_shared_memory(self._sender, version)
+            if self._sends_adapter:  # training releases the memory of the policy's own sender
+                self._sender.release()
         slowest = {phase: max(each[phase] for each in at_engines) for phase in at_engines[0]}
         metrics = self._sender.timings.metrics_of_sync(time.perf_counter() - began, slowest)
         self._served, self._sync_metrics = Served(version, self._starts), metrics

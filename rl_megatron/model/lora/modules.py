@@ -9,7 +9,8 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.lora.targets import table_of
 
-_OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+HEAD = "output_layer.weight"
+_OF_VOCABULARY = ("embedding.word_embeddings.weight", HEAD)
 _WEIGHT = ".weight"
 
 
@@ -21,15 +22,17 @@ class WholeTensor:
     shape: tuple[int, ...]
 
 
-def whole_tensors(config: LoraConfig, model: ModelConfig, rows: int) -> dict[str, WholeTensor]:
+def whole_tensors(config: LoraConfig, model: ModelConfig, rows: int, head: str = "lm") -> dict[str, WholeTensor]:
     """Return the tensors of modules that are trained whole, by Megatron name.
 
-    As in peft, a module is chosen if its Hugging Face name ends with one of `peft.modules_to_save`.
+    As in peft, a module is chosen if its Hugging Face name ends with one of `peft.modules_to_save`. A score head takes
+    the place of the language model's and is always trained, so it is not among them.
 
     Args:
         config: The section `peft`.
         model: The model section.
         rows: The number of rows of the embedding.
+        head: The model's head, "lm" or "score".
 
     Raises:
         ConfigError: A name matches no module, or a module that cannot be trained whole.
@@ -48,7 +51,8 @@ def whole_tensors(config: LoraConfig, model: ModelConfig, rows: int) -> dict[str
             )
         for hf, name in matching.items():
             _check(wanted, hf, name, model)
-            found[name] = WholeTensor(hf, table.hf_shapes[hf])
+            if name != HEAD or head == "lm":
+                found[name] = WholeTensor(hf, table.hf_shapes[hf])
     return found
 
 

@@ -26,7 +26,7 @@ def answers():
 class Policy:
     """A policy whose logprob of a token is a hundredth of its id, and whose reference knows all tokens."""
 
-    has_reference = True
+    reference = "itself"
 
     def __init__(self, factor=0.01):
         self.factor, self.asked = factor, []
@@ -97,7 +97,7 @@ def test_held_out_answers_are_compared_with_the_reference_point():
     found, _ = HeldoutLabelled(answers(), 9, 5).evaluate(Policy())
     assert found == {"nll_per_token": 2.0, "label_accuracy": pytest.approx(2 / 3)}
     without = Policy()
-    without.has_reference = False
+    without.reference = None
     assert HeldoutLabelled(answers(), 9, 5).evaluate(without)[0] == {"nll_per_token": 2.0}
 
 

@@ -31,7 +31,7 @@ OVERRIDES = (
 class Model:
     """A policy that records its training batches and the names of its saves."""
 
-    schedule_steps, weight_version = 0, 1
+    scheduler, weight_version = SimpleNamespace(num_steps=0), 1
 
     def __init__(self, name, log):
         self.name, self.log = name, log

@@ -26,7 +26,7 @@ from tests.unit.algorithms.fakes import Characters, Echo, ScoredHere, Scripted, 
 class Policy:
     """A policy whose checkpoints are step numbers, with a NaN loss at a chosen step."""
 
-    schedule_steps = 0
+    scheduler = SimpleNamespace(num_steps=0)
 
     def __init__(self, log, nan_at=None):
         self.log, self.nan_at, self.trained = log, nan_at, 0
@@ -297,7 +297,7 @@ class Judge:
 
     def __init__(self, head, **answers):
         self.model, self.answers = SimpleNamespace(head=head), answers
-        self.has_reference = "reference_logprobs" in answers
+        self.reference = answers.get("reference_logprobs")
 
     def __getattr__(self, name):
         renamed = {"get_reference_policy_logprobs": "reference_logprobs", "score": "scores"}

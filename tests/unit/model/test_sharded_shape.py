@@ -13,8 +13,9 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
+from rl_megatron.model.gradient_buffers import GradientBuffer
 from rl_megatron.model.lora.originals import whole_parameters
-from rl_megatron.model.sharded_shape import GradientBuffer, Head, Parameter, ShardedShape
+from rl_megatron.model.sharded_shape import Head, Parameter, ShardedShape
 from rl_megatron.plan.closed_forms import TrainingBytes, mean_training_bytes, training_bytes
 from tests.parallel.layouts import MODEL, build_policy
 

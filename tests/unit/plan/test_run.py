@@ -88,12 +88,14 @@ def test_weights_are_counted_twice_with_a_reference_and_synced_to_engines(fresh_
 @pytest.mark.slow
 def test_a_sync_of_the_adapter_alone_sends_its_bytes(fresh_process):
     overrides = ("generation.engine=transformers", "generation.refit=adapter", "peft.r=4", "parallel.tensor=2")
-    (sums,) = fresh_process.run(measured, 2, 0, overrides, ("refit",))["refit"].use().collectives
+    use = fresh_process.run(measured, 2, 0, overrides, ("refit",))["refit"].use()
+    (sums,) = use.collectives
     settings = Settings.of(workload(2, *overrides))
     closed = next(phase for phase in closed_use_of(settings, 0).phases if phase.name == "refit")
     one_rank = ShardedShape(settings.shape.model, ParallelConfig(), 1, 1024, lora=settings.shape.lora)
     of_adapter, of_model = (2 * sum(each) for each in (one_rank.adapter_elements(0), one_rank.elements(0)))
     assert closed.collectives[0].bytes == of_adapter < of_model / 10
+    assert closed.peak.buffers == of_model <= use.peak.buffers, "engines get the base when they start"
     assert of_adapter < sums.bytes < 1.05 * of_adapter, "with the fingerprints of the tensors"
 
 

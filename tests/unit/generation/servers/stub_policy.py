@@ -17,7 +17,7 @@ class StubPolicy:
         self.topology = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
         self.model = SimpleNamespace(require_head=lambda head, what: None)
         self.model_config = SimpleNamespace(max_sequence_length=64)
-        self.weight_version, self.refit_plan = 1, PLAN
+        self.weight_version, self.weights = 1, SimpleNamespace(plan=PLAN)
         self.offloads: list[str] = []
 
     def offload_before_refit(self):

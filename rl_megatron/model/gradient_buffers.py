@@ -1,0 +1,109 @@
+"""How megatron-core's DDP and distributed optimizer lay out the gradients of a rank, without building the model.
+
+All counts are exact. tests/unit/model/test_sharded_shape.py compares them with what a `MegatronPolicy` allocates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rl_megatron.model.sharded_shape import Parameter, ShardedShape
+
+# megatron-core aligns each parameter, and the end of each bucket, to these numbers of elements.
+_PARAMETER_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+# Elements of a bucket if gradients are reduced during backward: at least so many, and so many per data-parallel rank.
+_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
+
+
+@dataclass(frozen=True)
+class GradientBuffer:
+    """megatron-core's buffer of the gradients of some parameters of one model chunk.
+
+    Attributes:
+        elements: Its elements, alignment included.
+        parameters: (first element, last element + 1) of each parameter.
+        buckets: (first element, last element + 1) of each bucket. Each bucket is split over `shards` ranks.
+        shards: The ranks that split the optimizer state.
+        of_experts: Whether the parameters are those of routed experts.
+    """
+
+    elements: int
+    parameters: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int], ...]
+    shards: int
+    of_experts: bool
+
+    @classmethod
+    def of(
+        cls, parameters: list[Parameter], shards: int, *, distributed: bool, bucket_elements: int | None
+    ) -> GradientBuffer:
+        """Return the buffer of some parameters, of which the last comes first.
+
+        Args:
+            parameters: The parameters of a model chunk, either dense ones or those of experts.
+            shards: The ranks that split the optimizer state.
+            distributed: Whether the optimizer is distributed. Otherwise nothing is aligned.
+            bucket_elements: The elements after which a bucket ends, or None for one bucket.
+        """
+        alignment = _PARAMETER_ALIGNMENT if distributed else 1
+        bucket_alignment = math.lcm(shards, _BUCKET_ALIGNMENT) if distributed else 1
+        places: list[tuple[int, int]] = []
+        buckets: list[tuple[int, int]] = []
+        end = bucket_start = in_bucket = 0
+
+        def close(end: int) -> int:
+            nonlocal bucket_start, in_bucket
+            buckets.append((bucket_start, _aligned(end, bucket_alignment)))
+            bucket_start, in_bucket = buckets[-1][1], 0
+            return bucket_start
+
+        for parameter in reversed(parameters):
+            start, alone = _aligned(end, alignment), parameter.is_shared and distributed
+            if alone and in_bucket:  # both pipeline stages must split a shared embedding alike
+                start = close(start)
+            end = start + parameter.elements
+            places.append((start, end))
+            in_bucket += 1
+            if alone or (bucket_elements is not None and end - bucket_start >= bucket_elements):
+                end = close(end)
+        if in_bucket:
+            end = close(end)
+        return cls(end, tuple(places), tuple(buckets), shards, any(parameter.of_expert for parameter in parameters))
+
+    def shard_elements(self, rank: int) -> int:
+        """Return the elements of parameters, without alignment, whose optimizer state is on one rank of the shards."""
+        total = 0
+        for first, last in self.buckets:
+            size = (last - first) // self.shards
+            begin, end = first + rank * size, first + (rank + 1) * size
+            total += sum(max(0, min(end, stop) - max(begin, start)) for start, stop in self.parameters)
+        return total
+
+
+def gradient_buffers(shape: ShardedShape, stage: int, *, distributed: bool, overlap: bool) -> list[GradientBuffer]:
+    """Return the buffers of a rank of a stage: one for the dense parameters of each model chunk, and one for experts'.
+
+    Args:
+        shape: The model in its layout.
+        stage: The pipeline stage.
+        distributed: `optimizer.distributed`.
+        overlap: `optimizer.overlap`.
+    """
+    distributed = distributed and shape.has_replicas
+    limit = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * shape.data) if overlap else None
+    buffers = []
+    for model_chunk, parameters in enumerate(shape.parameters(stage)):
+        bucket_elements = limit if stage == 0 and model_chunk == 0 else None  # later ones are not split into buckets
+        for of_expert, shards in ((False, shape.data_shards), (True, shape.expert_shards)):
+            chosen = [parameter for parameter in parameters if parameter.of_expert == of_expert]
+            if chosen:
+                buffers.append(
+                    GradientBuffer.of(chosen, shards, distributed=distributed, bucket_elements=bucket_elements)
+                )
+    return buffers
+
+
+def _aligned(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor

@@ -1,0 +1,78 @@
+"""`OptimizerSteps`: takes the optimizer steps of a batch, or computes a loss's metrics on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rl_megatron.batching.config import Batching
+from rl_megatron.execution import Runner, over_steps
+from rl_megatron.losses.base import Loss
+from rl_megatron.policy.batches import PlannedStep, StepPlanner
+from rl_megatron.policy.interfaces import Batch
+from rl_megatron.policy.skipped_steps import counts
+from rl_megatron.policy.teacher import Teacher
+from rl_megatron.policy.trainer import Trainer, require_whole_groups
+
+
+class OptimizerSteps:
+    """The optimizer steps of a policy's batches. All methods are collective."""
+
+    def __init__(self, planner: StepPlanner, runner: Runner, trainer: Trainer | None):
+        """Keep what plans, computes and trains. A policy without an optimizer has no trainer."""
+        self._planner, self._runner, self._trainer = planner, runner, trainer
+
+    def require_optimizer(self) -> Trainer:
+        """Return the trainer.
+
+        Raises:
+            RuntimeError: The policy was built without an optimizer.
+        """
+        if self._trainer is None:
+            raise RuntimeError("this policy was built without an optimizer; pass `optimizer` to train it")
+        return self._trainer
+
+    def release(self) -> None:
+        """Drop the optimizer."""
+        self._trainer = None
+
+    def planned(
+        self,
+        data: Batch,
+        loss: Loss,
+        batching: Batching,
+        gbs: int,
+        sizes: Sequence[int] | None,
+        teacher: Teacher | None = None,
+    ) -> Iterator[PlannedStep]:
+        """Return an iterator over the optimizer steps of a batch; the arguments are those of `MegatronPolicy.train`.
+
+        Raises:
+            ValueError: The sizes would separate sequences that the loss needs together.
+        """
+        per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
+        require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})
+        steps = self._planner.steps(data, batching, loss.group_size, gbs, sizes)
+        if teacher is None:
+            return steps
+        return (replace(step, plan=teacher.attached(step.plan)) for step in steps)
+
+    def take(self, steps: Iterable[PlannedStep], loss: Loss) -> dict[str, Any]:
+        """Take the steps, and return the metrics over them."""
+        trainer = self.require_optimizer()
+        reports = [trainer.step(self._runner, step.plan, loss, step.denominators) for step in steps]
+        return over_steps(reports, loss) | counts(reports)
+
+    def evaluate(self, steps: Iterable[PlannedStep], loss: Loss) -> dict[str, Any]:
+        """Return the metrics over the steps without gradients."""
+        reports = [
+            self._runner.train_step(step.plan.microbatches, loss, step.denominators, forward_only=True)
+            | {"packing_efficiency": step.plan.efficiency}
+            for step in steps
+        ]
+        return over_steps(reports, loss)
+
+    def accumulate(self, step: PlannedStep, loss: Loss) -> dict[str, float]:
+        """Return the loss's metrics on one step, and store its gradient in the parameters' `main_grad`."""
+        return self.require_optimizer().accumulate(self._runner, step.plan, loss, step.denominators)
