@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -18,9 +19,18 @@ from rl_megatron.checkpoint.tensors import StoredTensor, model_tensors, read_par
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
-from rl_megatron.model.families.table import WeightTable
+from rl_megatron.model.families.table import Rows, WeightTable
+from rl_megatron.model.lora.dora import rounded_lengths, squared_lengths
+from rl_megatron.model.lora.layers import merged
 from rl_megatron.model.lora.modules import whole_tensors
-from rl_megatron.model.lora.targets import Part, adapted_linears, adapter_shapes, tensor_key
+from rl_megatron.model.lora.targets import (
+    MAGNITUDE,
+    Part,
+    adapted_linears,
+    adapter_shapes,
+    tensor_key,
+    tensor_name,
+)
 from rl_megatron.model.sharded_model import Base, ShardedModel
 from rl_megatron.model.shards import HEAD, blocks_of, pieces
 
@@ -139,6 +149,8 @@ class StoredAdapter:
         head: The score head that was trained with it, or None.
         whole: The modules that were trained whole, by the Hugging Face names of their tensors.
         keys: The checkpoint's key of each tensor of `whole`.
+        factors: With DoRA, the factors [rows] fp32 of each weight by its Hugging Face name, once `with_factors` has
+            computed them.
     """
 
     config: LoraConfig
@@ -147,6 +159,40 @@ class StoredAdapter:
     head: Tensor | None = None
     whole: dict[str, Tensor] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
+    factors: dict[str, Tensor] = field(default_factory=dict)
+
+    def with_factors(
+        self, blocks: Iterable[tuple[Rows, tuple[int, ...], Tensor]], device: torch.device | None = None
+    ) -> StoredAdapter:
+        """Return the adapter with the factors of its magnitudes, without which DoRA is not merged.
+
+        Args:
+            blocks: The blocks of the base's tensors, as `blocks_of` yields them.
+            device: The ranks' device, if each of them has some of the blocks. The call is then collective.
+        """
+        rows = {part.name: part.out_features for parts in self.linears.values() for part in parts if part.has_adapter}
+        total = torch.zeros(sum(rows.values()))
+        squares = dict(zip(rows, total.split(list(rows.values())), strict=True))
+        for of_hf, offset, block in blocks:
+            module = of_hf.hf_name.removesuffix(_WEIGHT)
+            if module in squares and block.dim() == 2:
+                up, down = self._matrices(module, offset, block)
+                own = squares[module][offset[0] : offset[0] + block.size(0)]
+                own += squared_lengths(block.cpu(), up, down, self.config.scaling)
+        if device is not None and dist.get_world_size() > 1:
+            of_ranks = total.to(device)
+            dist.all_reduce(of_ranks)
+            total.copy_(of_ranks)
+        factors = {}
+        for module, of_weight in squares.items():
+            magnitude = self.tensors[tensor_name(module, MAGNITUDE)]
+            factors[f"{module}{_WEIGHT}"] = magnitude.float() / rounded_lengths(of_weight, magnitude.dtype)
+        return replace(self, factors=factors)
+
+    def _matrices(self, module: str, offset: tuple[int, ...], block: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of B and the columns of A of a block."""
+        up, down = self.tensors[tensor_name(module, "B")], self.tensors[tensor_name(module, "A")]
+        return up[offset[0] : offset[0] + block.size(0)], down[:, offset[1] : offset[1] + block.size(1)]
 
     def merged(self, hf_name: str, offset: tuple[int, ...], block: Tensor) -> Tensor:
         """Return a block of a Hugging Face tensor of the base with the adapter merged.
@@ -159,26 +205,33 @@ class StoredAdapter:
         if hf_name in self.whole:
             own = self.whole[hf_name][tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))]
             return own.to(block)
-        name = hf_name.removesuffix(_WEIGHT)
-        up = self.tensors.get(f"{name}.lora_B.weight")
-        if up is None or block.dim() != 2:
+        module = hf_name.removesuffix(_WEIGHT)
+        if tensor_name(module, "B") not in self.tensors or block.dim() != 2:
             return block
-        down = self.tensors[f"{name}.lora_A.weight"]
-        rows = up[offset[0] : offset[0] + block.size(0)].float()
-        columns = down[:, offset[1] : offset[1] + block.size(1)].float()
-        return (block.float() + (self.config.scaling * rows @ columns).to(block.device)).to(block.dtype)
+        up, down = (matrix.to(block.device) for matrix in self._matrices(module, offset, block))
+        sum_of_both = merged(block, up, down, self.config.scaling)
+        if self.config.use_dora:
+            factors = self.factors[hf_name][offset[0] : offset[0] + block.size(0), None]
+            sum_of_both *= factors.to(block.device)
+        return sum_of_both.to(block.dtype)
 
     @torch.no_grad()
     def merge_into(self, model: ShardedModel, table: WeightTable) -> None:
-        """Add s·B·A to this rank's weights, and replace modules that were trained whole."""
-        for piece in pieces(model.model_chunks):
+        """Merge the adapter into the weights, and replace modules that were trained whole. Collective with DoRA."""
+        held = list(pieces(model.model_chunks))
+        adapter = self
+        if self.config.use_dora:
+            first = (piece for piece in held if piece.is_first_replica)
+            blocks = (block for piece in first for block in blocks_of(piece, table))
+            adapter = self.with_factors(blocks, model.topology.device)
+        for piece in held:
             if piece.name == HEAD and model.head == "score" and self.head is not None:
                 piece.tensor.copy_(self.head)
                 continue
             for rows, offset, view in blocks_of(piece, table):
-                merged = self.merged(rows.hf_name, offset, view)
-                if merged is not view:
-                    view.copy_(merged)
+                whole = adapter.merged(rows.hf_name, offset, view)
+                if whole is not view:
+                    view.copy_(whole)
 
 
 def read_adapter(checkpoint: Path, manifest: Mapping[str, Any], model: ModelConfig, rows: int) -> StoredAdapter:
@@ -196,7 +249,7 @@ def read_adapter(checkpoint: Path, manifest: Mapping[str, Any], model: ModelConf
     config = saved_lora(checkpoint, manifest)
     linears = adapted_linears(config, model, rows)
     stored, tensors = model_tensors(checkpoint), {}
-    for name, shape in adapter_shapes(linears, config.r).items():
+    for name, shape in adapter_shapes(linears, config).items():
         key = tensor_key(name, linears)
         if key not in stored or stored[key].shape != shape:
             raise ConfigError(f"checkpoint {checkpoint} lacks {key} of the shape {shape}, which its peft section needs")

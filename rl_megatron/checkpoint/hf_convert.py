@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_megatron.checkpoint.adapters import StoredAdapter, holds_adapter, read_adapter, saved_base
+from rl_megatron.checkpoint.adapters import holds_adapter, read_adapter, saved_base
 from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import publish, read_manifest, saved_model, system_error
 from rl_megatron.checkpoint.hf_directory import (
@@ -46,8 +46,8 @@ from rl_megatron.data.tokenizer_files import load_tokenizer
 from rl_megatron.model.families import family_of_model, read_model, same_weights
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.score import score_table, with_score_head
-from rl_megatron.model.families.table import Shape, WeightTable
-from rl_megatron.model.shards import PADDED, stored_name
+from rl_megatron.model.families.table import Rows, Shape, WeightTable
+from rl_megatron.model.shards import PADDED, blocks_of_part, stored_name
 
 Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
 
@@ -158,12 +158,17 @@ def export_weights(
         check_digests(checkpoint, manifest)
     _, config, table = _described(checkpoint, manifest)
     stored = _checked(checkpoint, table)
+    if adapter is not None and adapter.config.use_dora:
+        blocks = _hugging_face_blocks(table, stored, lambda done, total: None)
+        adapter = adapter.with_factors(blocks)
     dtypes = {rows.hf_name: stored[stored_name(rows.name)[0]].dtype for rows in table.rows}
     dtype = next(dtype for name, dtype in dtypes.items() if name not in table.fp32)
     with _whole_or_not_at_all(target) as partial:
         writer = WeightWriter(partial, table.hf_shapes, dtypes.__getitem__, max_shard_bytes)
         try:
-            _write_hugging_face(writer, table, stored, adapter, progress)
+            for rows, offset, block in _hugging_face_blocks(table, stored, progress):
+                merged = block if adapter is None else adapter.merged(rows.hf_name, offset, block)
+                _write_block(writer, rows, offset, merged)
             writer.finish()
         finally:
             writer.close()
@@ -275,13 +280,20 @@ def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
     return stored
 
 
-def _write_hugging_face(
-    writer: WeightWriter,
-    table: WeightTable,
-    stored: Mapping[str, StoredTensor],
-    adapter: StoredAdapter | None,
-    progress: Progress,
-) -> None:
+def _hugging_face_blocks(
+    table: WeightTable, stored: Mapping[str, StoredTensor], progress: Progress
+) -> Iterator[tuple[Rows, Shape, Tensor]]:
+    """Yield the blocks of rows of a checkpoint that belong to one Hugging Face tensor each.
+
+    Args:
+        table: The model's weight table.
+        stored: The checkpoint's tensors.
+        progress: Called with the bytes read so far and the total.
+
+    Yields:
+        The rows of the table to which the block belongs, the index of its first element in the Hugging Face tensor or
+        its slab, and the block.
+    """
     names: dict[str, dict[int | None, str]] = {}
     for name in table.shapes:
         key, expert = stored_name(name)
@@ -290,28 +302,20 @@ def _write_hugging_face(
     for key, name_of in names.items():
         for part, data in read_parts(stored[key]):
             if None in name_of:
-                _write_part(writer, table, name_of[None], part.offset, data, adapter)
+                yield from blocks_of_part(name_of[None], part.offset, data, table)
             else:
                 for number, expert_data in enumerate(data, start=part.offset[0]):
-                    _write_part(writer, table, name_of[number], part.offset[1:], expert_data, adapter)
+                    yield from blocks_of_part(name_of[number], part.offset[1:], expert_data, table)
             done += data.nbytes
             progress(done, total)
 
 
-def _write_part(
-    writer: WeightWriter, table: WeightTable, name: str, offset: Shape, data: Tensor, adapter: StoredAdapter | None
-) -> None:
-    first, column = offset[0], offset[1] if len(offset) > 1 else 0
-    for rows in table.of_megatron[name]:
-        start, end = max(rows.row, first), min(rows.row + rows.count, first + data.size(0))
-        if start < end:
-            block, hf_row = data[start - first : end - first], rows.hf_row + start - rows.row
-            if adapter is not None:
-                block = adapter.merged(rows.hf_name, (hf_row, column)[: block.dim()], block)
-            if rows.slab is None:
-                writer.write(rows.hf_name, hf_row, column, block)
-            else:
-                writer.write_slab(rows.hf_name, rows.slab, hf_row, column, block)
+def _write_block(writer: WeightWriter, rows: Rows, offset: Shape, block: Tensor) -> None:
+    row, column = (*offset, 0)[:2]
+    if rows.slab is None:
+        writer.write(rows.hf_name, row, column, block)
+    else:
+        writer.write_slab(rows.hf_name, rows.slab, row, column, block)
 
 
 def _write_side_files(checkpoint: Path, target: Path, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from rl_megatron.checkpoint.training_state import TrainingState, load_model
 from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.model.families import family_of_model
+from rl_megatron.model.lora.attach import adapters_of
+from rl_megatron.model.lora.dora import start_magnitudes
 from rl_megatron.model.lora.originals import keep_originals
 from rl_megatron.model.sharded_model import ShardedModel
 
@@ -58,9 +60,11 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
 def start_from_weights(model: ShardedModel, optimizer: MegatronOptimizer | None) -> None:
     """Let training start from the weights that a model has now.
 
-    They become the originals of modules that are trained whole, and the optimizer's fp32 copies.
+    They become the originals of modules that are trained whole, and the optimizer's fp32 copies. The lengths of their
+    rows become the magnitudes of DoRA. Collective.
     """
     keep_originals(model.model_chunks)
+    start_magnitudes(adapters_of(model.model_chunks))
     if optimizer is not None:
         optimizer.reload_model_params()
 

@@ -25,12 +25,13 @@ from rl_megatron.model.lora.targets import adapted_linears, adapter_shapes
 
 _SHOWN = 3  # tensors that a message names
 # Keys of adapter_config.json that are read into the section `peft`.
-_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "modules_to_save")
+_READ = (
+    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "use_dora", "modules_to_save",
+)  # fmt: skip
 # Keys that must have one of these values, because no other value is supported.
 _ABSENT: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
-    "use_dora": (None, False),
     "fan_in_fan_out": (None, False),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
@@ -82,8 +83,8 @@ def import_adapter(source: Path, base: Path, partial: Path) -> dict[str, Any]:
     rows = model.vocab_size or manifest["vocab_size"]
     linears, whole = adapted_linears(config, model, rows), whole_tensors(config, model, rows)
     keys = {tensor.hf_name: key for key, tensor in whole.items()}
-    of_adapter: dict[str, tuple[int, ...]] = {**adapter_shapes(linears, config.r)}
-    tensors = _read_tensors(source, of_adapter | {tensor.hf_name: tensor.shape for tensor in whole.values()})
+    shapes = adapter_shapes(linears, config) | {tensor.hf_name: tensor.shape for tensor in whole.values()}
+    tensors = _read_tensors(source, shapes)
     modules = {name: tensors.pop(name) for name in keys}
     writer = TensorWriter(partial)
     try:

@@ -27,6 +27,7 @@ def peft_config(config: LoraConfig, linears: Mapping[str, tuple[Part, ...]], bas
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
         "modules_to_save": None if config.modules_to_save is None else list(config.modules_to_save),
         "target_modules": _target_modules(linears),
         "bias": "none",

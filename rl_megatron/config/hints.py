@@ -77,7 +77,6 @@ _REMARKS = {"init_from": " It takes a checkpoint, which `rl-megatron convert imp
 
 # Keys of peft's LoraConfig that have no key here.
 _UNSUPPORTED = {
-    "peft.use_dora": "DoRA is not supported; leave the key out, and a LoRA adapter is trained",
     "peft.bias": "biases are not trained beside an adapter; leave the key out",
 }
 

@@ -13,7 +13,8 @@ ALL_LINEAR = "all-linear"
 class LoraConfig:
     """A low-rank adapter W·x + s·B·A·x of linear layers. Keys and meanings are those of peft's `LoraConfig`.
 
-    Source: Hu et al. 2021 (arXiv:2106.09685); `use_rslora` from Kalajdzievski 2023 (arXiv:2312.03732).
+    Source: Hu et al. 2021 (arXiv:2106.09685); `use_rslora` from Kalajdzievski 2023 (arXiv:2312.03732); `use_dora` from
+    Liu et al. 2024 (arXiv:2402.09353).
     """
 
     r: Positive = 8  # the rank: the rows of A and the columns of B. NeMo's name is dim
@@ -27,6 +28,8 @@ class LoraConfig:
     # head and norms, such as [embed_tokens, lm_head].
     modules_to_save: tuple[str, ...] | None = None
     use_rslora: bool = False  # divide by √r instead of r, so that a higher rank needs no other learning rate
+    # DoRA: scale each row of W + s·B·A to a length that is trained, which starts as that of the row.
+    use_dora: bool = False
     # Start B as 0, so that training starts from the base. false: start it from random numbers, for tests.
     init_lora_weights: bool = True
 

@@ -76,6 +76,8 @@ def check_adapter_refit(stage: StageConfig) -> None:
         remedy = "set peft.r, or generation.refit=collective"
     elif model.num_experts is not None:
         refused = f"model.num_experts={model.num_experts}, and {generation.engine} stacks the experts' weights"
+    elif stage.peft.use_dora:
+        refused = f"peft.use_dora=true, and {generation.engine} takes no magnitudes of adapters"
     elif is_vllm and stage.peft.modules_to_save:
         modules = ", ".join(stage.peft.modules_to_save)
         refused = f"peft.modules_to_save=[{modules}], and vLLM takes no modules beside an adapter"

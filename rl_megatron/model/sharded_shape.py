@@ -172,7 +172,7 @@ class ShardedShape:
         counted = [0, 0]
         for linear, parts in adapted_linears(self.lora, self.model, self.model.vocab_size or self.vocab_size).items():
             if layer_of(linear) in layers:
-                counted[is_of_expert(linear)] += local_elements(linear, parts, self.lora.r, self.parallel)
+                counted[is_of_expert(linear)] += local_elements(linear, parts, self.lora, self.parallel)
         return counted[0], counted[1]
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry

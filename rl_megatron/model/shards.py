@@ -123,12 +123,25 @@ def blocks_of(piece: Piece, table: WeightTable) -> Iterator[tuple[Rows, tuple[in
         The rows of the table to which the block belongs, the index of its first element in the Hugging Face tensor or
         its slab, and the view of the piece.
     """
-    first, last = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
-    for rows in table.of_megatron.get(piece.name, ()):
+    yield from blocks_of_part(piece.name, piece.offset, piece.tensor, table)
+
+
+def blocks_of_part(
+    name: str, offset: tuple[int, ...], part: Tensor, table: WeightTable
+) -> Iterator[tuple[Rows, tuple[int, ...], Tensor]]:
+    """Yield the blocks of rows of a part of a Megatron tensor, as `blocks_of` does.
+
+    Args:
+        name: The name of the Megatron tensor.
+        offset: The index of the part's first element in it.
+        part: The part.
+        table: The model's weight table.
+    """
+    first, last = offset[0], offset[0] + part.size(0)
+    for rows in table.of_megatron.get(name, ()):
         low, high = max(first, rows.row), min(last, rows.row + rows.count)
         if low < high:
-            offset = (rows.hf_row + low - rows.row, *piece.offset[1:])
-            yield rows, offset, piece.tensor[low - first : high - first]
+            yield rows, (rows.hf_row + low - rows.row, *offset[1:]), part[low - first : high - first]
 
 
 def stored_name(name: str) -> tuple[str, int | None]:

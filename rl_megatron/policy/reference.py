@@ -17,7 +17,8 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead
-from rl_megatron.model.lora.layers import adapters_of
+from rl_megatron.model.lora.attach import adapters_of
+from rl_megatron.model.lora.dora import keep_lengths
 from rl_megatron.model.lora.originals import whole_parameters
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.inference import Inference, build_runner
@@ -74,13 +75,16 @@ class AdapterReference:
 
     @contextmanager
     def _in_place(self, start: list[Tensor]) -> Iterator[None]:
-        weights = self._weights()
-        now = [weight.detach().clone() for weight in weights]
+        now = [weight.detach().clone() for weight in self._weights()]
         try:
-            _copy(start, weights)
+            self._set(start)
             yield
         finally:
-            _copy(now, weights)
+            self._set(now)
+
+    def _set(self, values: list[Tensor]) -> None:
+        _copy(values, self._weights())
+        keep_lengths(adapters_of(self._model.model_chunks))
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ from torch import Tensor
 from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, peft_config
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import Shape, Slab, WeightTable
-from rl_megatron.model.lora.layers import LinearAdapter, adapters_of
+from rl_megatron.model.lora.attach import adapters_of
+from rl_megatron.model.lora.layers import LinearAdapter
 from rl_megatron.model.lora.modules import whole_tensors
 from rl_megatron.model.lora.targets import (
     Part,
@@ -61,8 +62,7 @@ class _Block:
         if self.adapter is None:
             return self.source.to(dtype)
         adapter, part = self.adapter
-        delta = adapter.delta(part, (self.offset[0], self.offset[1]), (self.source.size(0), self.source.size(1)))
-        return (self.source.float() + delta).to(dtype)
+        return adapter.merged(part, self.offset, self.source).to(dtype)
 
     def within(self, whole: Tensor) -> Tensor:
         """Return the view of the Hugging Face tensor `whole` to which the block belongs."""
@@ -250,8 +250,7 @@ class AdapterExporter(WeightExporter):
         linears = adapted_linears(model.lora, model.config, rows)
         whole = whole_tensors(model.lora, model.config, rows, model.head)
         dtype = "bfloat16" if model.precision == "bf16" else "float32"
-        shapes: dict[str, tuple[int, ...]] = {**adapter_shapes(linears, model.lora.r)}
-        shapes |= {tensor.hf_name: tensor.shape for tensor in whole.values()}
+        shapes = adapter_shapes(linears, model.lora) | {tensor.hf_name: tensor.shape for tensor in whole.values()}
         specs = [TensorSpec(f"{PEFT_PREFIX}{name}", shape, dtype) for name, shape in shapes.items()]
         blocks: dict[str, list[_Block]] = {}
         for piece in pieces(model.model_chunks):

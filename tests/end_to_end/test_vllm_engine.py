@@ -13,7 +13,7 @@ from rl_megatron.config.peft import LoraConfig
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.vllm.engine import build_vllm_engine
 from rl_megatron.losses import build_loss
-from rl_megatron.model.lora.layers import switched_off
+from rl_megatron.model.lora.attach import switched_off
 from tests.parallel.layouts import build_policy
 from tests.vllm_servers import NUM_TOKENS, PYTHON, STEP_TOKENS, model_of_runs, needs_vllm, ready
 

@@ -11,6 +11,7 @@ from tokenizers import decoders, models
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.peft import LoraConfig
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
@@ -55,10 +56,14 @@ def prompts(count: int = 11) -> list[list[int]]:
 
 
 def rollouts_and_logprobs(
-    parallel: dict, samplings: dict[str, Sampling], batch_size: int, model: ModelConfig = MODEL
+    parallel: dict,
+    samplings: dict[str, Sampling],
+    batch_size: int,
+    model: ModelConfig = MODEL,
+    peft: LoraConfig | None = None,
 ) -> dict:
     """Return, by the name of the sampling, the rollouts and the trainer's logprobs of them."""
-    policy = build_policy(parallel, model=model)
+    policy = build_policy(parallel, model=model, peft=peft)
     engine = EmbeddedEngine(policy, batch_size=batch_size)
     found = {}
     for name, sampling in samplings.items():
@@ -72,9 +77,12 @@ def one_process(ranks):
     return ranks.run(1, rollouts_and_logprobs, {}, SAMPLINGS, 256)[0]
 
 
+LORA = LoraConfig(r=3, lora_alpha=5.0, init_lora_weights=False)
 KINDS = {
-    "experts": EXPERTS,
-    "window": dataclasses.replace(MODEL, sliding_window=4),
+    "experts": (EXPERTS, None),
+    "window": (dataclasses.replace(MODEL, sliding_window=4), None),
+    "LoRA": (EXPERTS, LORA),
+    "DoRA": (MODEL, dataclasses.replace(LORA, use_dora=True)),
 }
 
 
@@ -86,13 +94,18 @@ KINDS = {
         ("experts", {"expert_tensor": 2}),
         ("experts", {"expert_tensor": 2, "tensor": 2, "sequence": True}),
         ("window", {"context": 2}),
+        ("LoRA", {"tensor": 2, "sequence": True}),
+        ("DoRA", {"tensor": 2, "sequence": True}),
     ],
-    ids=["experts data 2", "experts tensor 2", "split experts data 2", "split experts tensor 2", "window context 2"],
-)
-def test_experts_and_windows_generate_what_the_trainer_and_one_process_compute(ranks, kind, parallel):
+    ids=[
+        "experts data 2", "experts tensor 2", "split experts data 2", "split experts tensor 2", "window context 2",
+        "LoRA tensor 2", "DoRA tensor 2",
+    ],
+)  # fmt: skip
+def test_every_kind_of_model_generates_what_the_trainer_and_one_process_compute(ranks, kind, parallel):
     few = {name: SAMPLINGS[name] for name in ("temperature 1", "greedy")}
-    wanted = ranks.reference(rollouts_and_logprobs, {}, few, 256, KINDS[kind])
-    found = ranks.run(2, rollouts_and_logprobs, parallel, few, 4, KINDS[kind])[0]
+    wanted = ranks.reference(rollouts_and_logprobs, {}, few, 256, *KINDS[kind])
+    found = ranks.run(2, rollouts_and_logprobs, parallel, few, 4, *KINDS[kind])[0]
     for name, (rollouts, logprobs) in found.items():
         sampled = rollouts["token_mask"].bool()
         torch.testing.assert_close(rollouts["generation_logprobs"][sampled], logprobs[sampled], atol=1e-5, rtol=0)
@@ -219,7 +232,7 @@ def from_nan_weights_of_one_rank(parallel: dict, model: ModelConfig) -> str:
 
 @pytest.mark.parametrize(
     ("world_size", "parallel", "model"),
-    [(2, {}, MODEL), (4, {"pipeline": 2}, MODEL), (2, {"expert": 2}, KINDS["experts"])],
+    [(2, {}, MODEL), (4, {"pipeline": 2}, MODEL), (2, {"expert": 2}, EXPERTS)],
     ids=["data 2", "data 2 pipeline 2", "experts data 2"],
 )
 def test_nan_logits_of_one_rank_are_refused_on_every_rank(ranks, world_size, parallel, model):

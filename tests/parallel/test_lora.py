@@ -33,12 +33,13 @@ from tests.unit.model.test_sharded_shape import VOCAB_SIZE as SMALL_VOCAB_SIZE
 from tests.unit.model.test_sharded_shape import allocated
 
 LORA = LoraConfig(r=3, lora_alpha=5.0, init_lora_weights=False)
+DORA = replace(LORA, use_dora=True)
 OBJECTIVES = {"clipped_pg": Objective("clipped_pg", {"reference_policy_kl_penalty": 0.05}), "dpo": Objective("dpo")}
 VOCAB_SIZE = SHAPE["vocab_size"]
 
 
-def measured(layout: Layout):
-    workload = replace(layout.workload(), objectives=OBJECTIVES, peft=LORA)
+def measured(layout: Layout, lora: LoraConfig = LORA):
+    workload = replace(layout.workload(), objectives=OBJECTIVES, peft=lora)
     where = topology.build(layout.parallel, start_device("cpu"), workload.seed)
     batching = {
         name: small_batching(layout.factors.batching, layout.factors.sequences, objective.group_size, layout.parallel)
@@ -54,9 +55,13 @@ def measured(layout: Layout):
 )
 def test_a_layout_gives_the_adapters_gradients_of_one_process(ranks, layout):
     """Logprobs, the gradients of A and B, the weights after a step and the metrics are those of one process."""
-    reference = replace(layout.reference, objectives=OBJECTIVES, peft=LORA)
+    assert_gradients_of_one_process(ranks, layout, LORA)
+
+
+def assert_gradients_of_one_process(ranks, layout: Layout, lora: LoraConfig) -> None:
+    reference = replace(layout.reference, objectives=OBJECTIVES, peft=lora)
     wanted = ranks.reference(run_in_one_process, reference)
-    found = ranks.run(layout.factors.ranks, measured, layout)[0]
+    found = ranks.run(layout.factors.ranks, measured, layout, lora)[0]
     for name in wanted:
         assert all(".lora." in tensor for tensor in found[name].gradients) and found[name].gradients
         failures = [difference for difference in compare(found[name], wanted[name]) if not difference.holds]
@@ -93,8 +98,9 @@ def step_with_adapters(parallel: dict, base: str, lora: LoraConfig, ids: torch.T
     return Trained(logits_of(policy, ids), policy.save_checkpoint(directory, 1), (before, after), *sent)
 
 
-def merged_logits(checkpoint: str, ids: torch.Tensor) -> torch.Tensor:
-    return logits_of(MegatronPolicy.from_checkpoint(checkpoint, device="cpu", weights_only=True), ids)
+def merged_logits(parallel: dict, checkpoint: str, ids: torch.Tensor) -> torch.Tensor:
+    options = {"parallel": ParallelConfig(**parallel), "device": "cpu", "weights_only": True}
+    return logits_of(MegatronPolicy.from_checkpoint(checkpoint, **options), ids)
 
 
 # peft takes the adapters of these families' dense and shared MLPs for those of their experts.
@@ -123,9 +129,12 @@ FAMILIES = [
 @pytest.mark.parametrize(("case", "layout"), FAMILIES, ids=str)
 def test_logits_with_an_adapter_are_those_of_peft_and_the_adapter_comes_back(ranks, tmp_path, case, layout):
     """An adapter is trained in the layout, exported, loaded by peft, merged, and imported again."""
+    assert_logits_of_peft(ranks, tmp_path, case, layout, OF_ATTENTION.get(case, LORA))
+
+
+def assert_logits_of_peft(ranks, tmp_path: Path, case: str, layout: tuple, lora: LoraConfig) -> None:
     import peft
 
-    lora = OF_ATTENTION.get(case, LORA)
     hf, ids = hf_model(case), torch.randint(VOCAB_SIZE, (3, 11), generator=torch.Generator().manual_seed(0))
     base = tmp_path / "base"
     import_weights(save(hf, tmp_path / "hf"), base)
@@ -150,7 +159,7 @@ def test_logits_with_an_adapter_are_those_of_peft_and_the_adapter_comes_back(ran
     with torch.no_grad():
         of_merged = type(hf).from_pretrained(tmp_path / "merged")(ids).logits
     assert (of_merged - wanted).abs().max() <= 1e-5 * max(1.0, float(wanted.abs().max()))
-    found = ranks.run(1, merged_logits, str(trained.checkpoint), ids)[0]
+    found = ranks.run(layout[0], merged_logits, layout[1], str(trained.checkpoint), ids)[0]
     assert (found - trained.logits).abs().max() <= 1e-5 * max(1.0, float(wanted.abs().max()))
 
     import_peft(tmp_path / "adapter", base, tmp_path / "imported")
@@ -158,13 +167,13 @@ def test_logits_with_an_adapter_are_those_of_peft_and_the_adapter_comes_back(ran
     assert_same_tensors(tensors(tmp_path / "again"), tensors(tmp_path / "adapter"))
 
 
-def resumed(parallel: dict, directory: str) -> list:
+def resumed(parallel: dict, directory: str, lora: LoraConfig) -> list:
     """Train, save, load in this layout and train on; return the weights after the same steps without a save."""
-    straight = build_policy(parallel, peft=LORA)
+    straight = build_policy(parallel, peft=lora)
     batches = [random_batch(4, 12, seed) for seed in range(3)]
     straight.train(batches[0], NLLLoss(), gbs=4)
     path = straight.save_checkpoint(directory, 1)
-    other = build_policy(parallel, peft=LORA)
+    other = build_policy(parallel, peft=lora)
     other.load_checkpoint(path)
     for batch in batches[1:]:
         straight.train(batch, NLLLoss(), gbs=4)
@@ -172,9 +181,9 @@ def resumed(parallel: dict, directory: str) -> list:
     return [policy.get_logprobs(batches[0])["logprobs"] for policy in (straight, other)]
 
 
-@pytest.mark.parametrize("layout", [WHOLE, (2, {"tensor": 2})], ids=str)
-def test_a_resumed_adapter_trains_on_as_if_it_had_not_stopped(ranks, tmp_path, layout):
-    straight, other = ranks.run(layout[0], resumed, layout[1], str(tmp_path))[0]
+@pytest.mark.parametrize(("layout", "lora"), [(WHOLE, LORA), ((2, {"tensor": 2}), DORA)], ids=["LoRA", "DoRA"])
+def test_a_resumed_adapter_trains_on_as_if_it_had_not_stopped(ranks, tmp_path, layout, lora):
+    straight, other = ranks.run(layout[0], resumed, layout[1], str(tmp_path), lora)[0]
     assert torch.equal(straight, other)
 
 
@@ -214,11 +223,12 @@ def test_adapters_of_a_reward_model_start_from_its_head_and_keep_theirs(ranks, t
     assert "is damaged" in found["damaged"]
 
 
-def reference_of(parallel: dict) -> dict[str, torch.Tensor]:
+def reference_of(parallel: dict, lora: LoraConfig) -> dict[str, torch.Tensor]:
     """Return logprobs of the policy at the start, of its reference after a step, and of the policy then."""
     found = {}
-    for name, lora in (("new", replace(LORA, init_lora_weights=True)), ("trained", LORA)):
-        policy, batch = build_policy(parallel, peft=lora), random_batch(4, 12, 0)
+    for name, is_new in (("new", True), ("trained", False)):
+        policy = build_policy(parallel, peft=replace(lora, init_lora_weights=is_new))
+        batch = random_batch(4, 12, 0)
         start = policy.get_logprobs(batch)["logprobs"]
         policy.freeze_reference()
         policy.train(batch, NLLLoss(), gbs=4)
@@ -229,9 +239,9 @@ def reference_of(parallel: dict) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("layout", [WHOLE, SEQUENCE], ids=str)
-def test_the_reference_is_the_model_with_the_adapters_of_the_start(ranks, layout):
-    found = ranks.run(layout[0], reference_of, layout[1])[0]
+@pytest.mark.parametrize(("layout", "lora"), [(WHOLE, LORA), (SEQUENCE, DORA)], ids=["LoRA", "DoRA"])
+def test_the_reference_is_the_model_with_the_adapters_of_the_start(ranks, layout, lora):
+    found = ranks.run(layout[0], reference_of, layout[1], lora)[0]
     for name in ("new", "trained"):
         start, reference, now = found[name]
         assert torch.equal(reference, start)
@@ -294,6 +304,7 @@ def refusals(directory: str) -> dict[str, str]:
         "layer": {"target_modules": ("layers.1.self_attn.q_proj",)},
     }.items():
         refused(what, lambda changes=changes: build_policy({}, peft=replace(LORA, **changes)))
+    refused("experts", lambda: build_policy({}, EXPERTS, peft=DORA))
     bases = [build_policy({}, seed=seed).save_checkpoint(f"{directory}/{seed}", 1) for seed in (1, 2)]
     policy = build_policy({}, peft=LORA)
     policy.load_checkpoint(bases[0], weights_only=True)
@@ -313,23 +324,25 @@ def test_adapters_that_do_not_fit_are_refused(ranks, tmp_path):
     assert "peft.exclude_modules: 'lm_head' matches no linear layer" in said["exclude"]
     assert "peft.r=17 exceeds a dimension of model.layers.0.self_attn.k_proj" in said["rank"]
     assert "gives layer 0 no adapter" in said["layer"]
+    assert "gate_proj is a linear of an expert, and peft has no DoRA for experts" in said["experts"]
     assert "an adapter fits only the base that it was trained on" in said["base"]
     assert "peft.lora_alpha: checkpoint 5.0, run 1.0" in said["shape"]
     assert "holds no adapter" in said["no adapter"]
 
 
 @pytest.mark.parametrize(
-    ("model", "degrees", "world_size"),
+    ("model", "degrees", "world_size", "adapters"),
     [
-        (MODEL, {"pipeline": 2}, 2),
-        (EXPERTS, {"tensor": 2, "sequence": True, "expert": 2}, 2),
-        (EXPERTS, {"expert_tensor": 2}, 2),
+        (MODEL, {"pipeline": 2}, 2, LORA),
+        (EXPERTS, {"tensor": 2, "sequence": True, "expert": 2}, 2, LORA),
+        (EXPERTS, {"expert_tensor": 2}, 2, LORA),
+        (MODEL, {"tensor": 2, "sequence": True}, 2, DORA),
     ],
-    ids=["pipeline", "experts", "matrices of experts"],
+    ids=["pipeline", "experts", "matrices of experts", "DoRA"],
 )
-def test_adapters_save_the_memory_that_the_closed_form_says(ranks, model, degrees, world_size):
+def test_adapters_save_the_memory_that_the_closed_form_says(ranks, model, degrees, world_size, adapters):
     """Weights, gradients and optimizer state with and without adapters are as long as the closed forms say."""
-    for lora in (None, LORA):
+    for lora in (None, adapters):
         shape = ShardedShape(model, ParallelConfig(**degrees), world_size, SMALL_VOCAB_SIZE, lora=lora)
         stages = [rank * shape.parallel.pipeline // world_size for rank in range(world_size)]
         wanted = [mean_training_bytes(shape, stage, precision="bf16", distributed=False) for stage in stages]

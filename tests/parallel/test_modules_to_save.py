@@ -94,7 +94,7 @@ def test_the_checkpoint_is_pefts_and_comes_back(ranks, tmp_path, case, layout):
         wanted = peft.PeftModel.from_pretrained(hf, tmp_path / "adapter").eval()(ids).logits
     limit = 1e-5 * max(1.0, float(wanted.abs().max()))
     assert (trained.logits - wanted).abs().max() <= limit
-    assert (ranks.run(1, logits_in_one_process, str(trained.checkpoint), ids)[0] - wanted).abs().max() <= limit
+    assert (ranks.run(1, logits_in_one_process, {}, str(trained.checkpoint), ids)[0] - wanted).abs().max() <= limit
 
     import_peft(tmp_path / "adapter", base, tmp_path / "imported")
     export_peft(tmp_path / "imported", tmp_path / "again")

@@ -42,8 +42,8 @@ def step(parallel: dict, has_experts: bool) -> tuple[int, int, float, dict[str, 
     policy.accumulate_gradients(random_batch(8, 16, 0), NLLLoss())
     policy_optimizer.complete_gradients(policy.model.wrapped_model_chunks)
     whole = gradients(policy)
-    trainer, optimizer = policy._trainer, policy.optimizer
-    assert trainer is not None and optimizer is not None
+    trainer, optimizer = policy._steps.require_optimizer(), policy.optimizer
+    assert optimizer is not None
     optimizer.prepare_grads()
     megatrons = float(optimizer.get_grad_norm())
     with ReadNumbers() as reads:

@@ -1,4 +1,4 @@
-"""The adapters of a transformer layer's linears, sharded as these are, and how they are attached and switched off.
+"""The adapters of a transformer layer's linears, sharded as these are.
 
 A linear y = W·x of Megatron may stack several linears of Hugging Face, such as queries, keys and values. Each of them
 has its own A and B, as peft has it. The product A·x has only r numbers per token, so it is what ranks exchange:
@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,18 +33,14 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
 from rl_megatron.config.peft import LoraConfig
-from rl_megatron.model.heads.score import ScoreHead
-from rl_megatron.model.layers.latent_attention import ReplicatedLinear
-from rl_megatron.model.lora.targets import CONTAINER, Part
+from rl_megatron.model.lora.targets import Part, tensor_name
 from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.topology.topology import Topology
 
-_LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _COLUMN, _ROW, _WHOLE = "column", "row", "whole"
 
 
@@ -58,6 +52,8 @@ class LinearAdapter(torch.nn.Module):
         scaling: The factor s of B·A·x.
         is_on: Whether the adapter takes part in the forward pass.
     """
+
+    _letters: tuple[str, ...] = ("A", "B")  # the names of each part's tensors
 
     def __init__(
         self,
@@ -74,28 +70,36 @@ class LinearAdapter(torch.nn.Module):
         self._dropout = config.lora_dropout
         self._is_expert = bool(getattr(module, "is_expert", False))
         self._kind = _kind_of(module)
-        self._gathers = megatron.sequence_parallel and not self._is_expert
+        self.sequence_parallel = megatron.sequence_parallel and not self._is_expert
         self._topology = topology
         self._group = topology.groups.expt_tp if self._is_expert else topology.groups.tp
-        shards = self._shards = 1 if self._kind == _WHOLE else self._group.size()
-        in_shards, out_shards = (shards if self._kind == kind else 1 for kind in (_ROW, _COLUMN))
+        self._shards = 1 if self._kind == _WHOLE else self._group.size()
         for part in self._adapted:
-            shapes = {"A": (config.r, part.in_features // in_shards), "B": (part.out_features // out_shards, config.r)}
-            for letter, shape in shapes.items():
+            for letter, shape in self._shapes(part, config.r).items():
                 weight = torch.empty(shape, dtype=megatron.params_dtype, device=topology.device)
                 parameter = torch.nn.Parameter(weight)
                 self.register_parameter(f"{part.key}_{letter}", parameter)
                 self._mark(parameter, letter)
                 self._fill(parameter, part, letter, config, seed)
 
+    def _shapes(self, part: Part, r: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of this rank's tensors of a part."""
+        in_shards = self._shards if self._kind == _ROW else 1
+        return {"A": (r, part.in_features // in_shards), "B": (part.out_features // self._out_shards, r)}
+
     @property
     def _adapted(self) -> Iterator[Part]:
         return (part for part in self.parts if part.has_adapter)
 
+    def added_to(self, output: Tensor, x: Tensor) -> Tensor:
+        """Return the linear's output on this rank with that of the adapter. `x` is the input of both."""
+        return output + self(self._dropped(x))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return dropout(x, self._dropout) if self._dropout and self.training else x
+
     def forward(self, x: Tensor) -> Tensor:
-        """Return s·B·A·x in the layout of the linear's output. `x` is the linear's input on this rank."""
-        if self._dropout and self.training:
-            x = dropout(x, self._dropout)
+        """Return s·B·A·x in the layout of the linear's output. `x` is an input of the linear on this rank."""
         share = 1.0 / self._shards
         if self._is_expert and self._kind == _COLUMN and self._shards > 1:
             x = _Scaled.apply(x, 1.0, share)
@@ -111,10 +115,18 @@ class LinearAdapter(torch.nn.Module):
         ]
         if self._is_expert and self._kind == _ROW and self._shards > 1:
             outputs = [_Scaled.apply(output, share, 1.0) for output in outputs]
-        if len(outputs) == 1:
-            return outputs[0]
-        groups = self.parts[0].groups // self._out_shards or 1
-        return torch.cat([output.unflatten(-1, (groups, -1)) for output in outputs], dim=-1).flatten(-2)
+        return self._stacked(outputs)
+
+    def _stacked(self, of_parts: Sequence[Tensor]) -> Tensor:
+        """Return one tensor whose last axis has the numbers of all parts in the order of the linear's rows."""
+        if len(of_parts) == 1:
+            return of_parts[0]
+        return torch.cat([own.unflatten(-1, (self._groups, -1)) for own in of_parts], dim=-1).flatten(-2)
+
+    @property
+    def _groups(self) -> int:
+        """Return the number of blocks into which this rank's rows of each part are split."""
+        return self.parts[0].groups // self._out_shards or 1
 
     @property
     def _out_shards(self) -> int:
@@ -129,15 +141,15 @@ class LinearAdapter(torch.nn.Module):
         if self._shards == 1:
             return inner
         if self._kind == _COLUMN:
-            if self._gathers:
+            if self.sequence_parallel:
                 return gather_from_sequence_parallel_region(inner, group=group)
             return copy_to_tensor_model_parallel_region(inner, group=group)
-        if self._gathers:
+        if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(inner, group=group)
         return reduce_from_tensor_model_parallel_region(inner, group=group)
 
     def _is_sharded(self, letter: str) -> bool:
-        return self._shards > 1 and (self._kind, letter) in {(_ROW, "A"), (_COLUMN, "B")}
+        return self._shards > 1 and self._kind == (_ROW if letter == "A" else _COLUMN)
 
     def _mark(self, parameter: torch.nn.Parameter, letter: str) -> None:
         """Set the marks by which megatron-core sums a parameter's gradient over the right ranks."""
@@ -147,57 +159,56 @@ class LinearAdapter(torch.nn.Module):
         if self._is_sharded(letter):
             set_tensor_model_parallel_attributes(parameter, True, int(letter == "A"), 1)
         elif not self._is_expert:  # under sequence parallelism, each rank has the gradient of its own tokens
-            mark.sequence_parallel = self._gathers
+            mark.sequence_parallel = self.sequence_parallel
 
     @torch.no_grad()
     def _fill(self, parameter: torch.nn.Parameter, part: Part, letter: str, config: LoraConfig, seed: int) -> None:
-        """Draw A from U(−1/√in, 1/√in), as peft does, and set B to 0, or draw it from U(−1/√r, 1/√r)."""
+        """Draw A from U(−1/√in, 1/√in), as peft does, and set B to 0, or draw it from U(−1/√r, 1/√r).
+
+        Tensors of other kinds of adapters are 0.
+        """
         if is_planned():  # the tensor has no data to fill
             return
-        if letter == "B" and config.init_lora_weights:
+        if letter not in "AB" or (letter == "B" and config.init_lora_weights):
             parameter.zero_()
             return
-        name, shape = tensor_name(part, letter), (config.r, part.in_features)
+        name, shape = tensor_name(part.name, letter), (config.r, part.in_features)
         if letter == "B":
             shape = (part.out_features, config.r)
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
         bound = 1 / math.sqrt(shape[1])
         whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-        starts = self._offset(parameter, letter)
-        own = tuple(slice(o, o + n) for o, n in zip(starts, parameter.shape, strict=True))
-        parameter.copy_(whole[own])
+        axis, start = int(letter == "A"), self._start(parameter, letter)
+        parameter.copy_(whole.narrow(axis, start, parameter.size(axis)))
 
-    def _offset(self, parameter: Tensor, letter: str) -> tuple[int, int]:
-        """Return the index of a local tensor's first element in the whole tensor."""
-        rank = self._group.rank()
-        if not self._is_sharded(letter):
-            return 0, 0
-        return (0, rank * parameter.size(1)) if letter == "A" else (rank * parameter.size(0), 0)
+    def _start(self, parameter: Tensor, letter: str) -> int:
+        """Return the index, in the whole tensor, of a local tensor's first column (A) or first row."""
+        return self._group.rank() * parameter.size(int(letter == "A")) if self._is_sharded(letter) else 0
 
-    def delta(self, part: Part, offset: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-        """Return a block of s·B·A of one part in fp32, of which this rank has the rows of B and the columns of A.
+    def merged(self, part: Part, offset: tuple[int, ...], block: Tensor) -> Tensor:
+        """Return a block of one part's weight with the adapter merged, in fp32.
 
         Args:
             part: The part, which has an adapter.
-            offset: The block's first row and column in the part's whole weight.
-            shape: The block's rows and columns.
+            offset: The block's first row and column in the part's whole weight. This rank has these rows of B and these
+                columns of A.
+            block: [rows, columns] The block without the adapter.
         """
         down, up = self._weight(part, "A"), self._weight(part, "B")
-        column, row = offset[1] - self._offset(down, "A")[1], offset[0] - self._offset(up, "B")[0]
-        rows, columns = up[row : row + shape[0]].float(), down[:, column : column + shape[1]].float()
-        return self.scaling * rows @ columns
+        row, column = offset[0] - self._start(up, "B"), offset[1] - self._start(down, "A")
+        return merged(block, up[row : row + block.size(0)], down[:, column : column + block.size(1)], self.scaling)
 
     def entries(self, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:
         """Yield (name in this module's state, place in the whole tensor) of each tensor, for checkpoints."""
         groups, group = self._topology.groups, self._group
         copies = groups.expt_dp if self._is_expert else groups.dp_cp
         for part in self._adapted:
-            for letter in "AB":
+            for letter in self._letters:
                 parameter, sharded = self._weight(part, letter), self._is_sharded(letter)
                 offsets = [(int(letter == "A"), group.rank(), group.size())] if sharded else []
                 replica = (0, 0 if sharded else group.rank(), copies.rank())
-                key = f"{prefix}{tensor_name(part, letter)}"
+                key = f"{prefix}{tensor_name(part.name, letter)}"
                 yield (
                     f"{part.key}_{letter}",
                     ShardedTensor.from_rank_offsets(key, parameter, *offsets, replica_id=replica),
@@ -218,63 +229,17 @@ class LayerAdapters(torch.nn.Module):
         }
 
 
-def tensor_name(part: Part, letter: str) -> str:
-    """Return the name that peft gives to a tensor of an adapter, without its prefix for the base model."""
-    return f"{part.name}.lora_{letter}.weight"
-
-
-def attach_adapters(
-    model_chunk: torch.nn.Module,
-    config: LoraConfig,
-    linears: dict[str, tuple[Part, ...]],
-    megatron: TransformerConfig,
-    topology: Topology,
-    seed: int,
-) -> None:
-    """Give the linears of a model chunk their adapters, and freeze all other weights but those of a score head.
+@torch.no_grad()
+def merged(block: Tensor, up: Tensor, down: Tensor, scaling: float) -> Tensor:
+    """Return the block W + s·B·A of a linear's weight in fp32.
 
     Args:
-        model_chunk: The model, without wrappers.
-        config: The section `peft`.
-        linears: The parts of each linear that gets an adapter, by its global name (`adapted_linears`).
-        megatron: megatron-core's config of the model.
-        topology: The layout.
-        seed: The seed of the adapters' initial numbers.
+        block: [rows, columns] The block of W.
+        up: [rows, r] Its rows of B.
+        down: [r, columns] Its columns of A.
+        scaling: The factor s.
     """
-    for module in model_chunk.modules():
-        for parameter in module.parameters(recurse=False):
-            parameter.requires_grad_(isinstance(module, ScoreHead))
-    for layer in [module for module in model_chunk.modules() if isinstance(module, TransformerLayer)]:
-        adapters = LayerAdapters()
-        for local, module in layer.named_modules():
-            name = f"decoder.layers.{layer.layer_number - 1}.{_global_name(local, megatron, topology)}"
-            if name in linears and isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
-                adapter = LinearAdapter(config, linears[name], module, megatron, topology, seed)
-                adapters.add_module(local.replace(".", "_"), adapter)
-                module.register_forward_hook(_Added(adapter))
-        layer.add_module(CONTAINER, adapters)
-    if getattr(model_chunk, "pre_process", False):
-        # Recomputation of a layer gives no gradients unless its input has one, and the frozen embedding has none.
-        model_chunk.get_submodule("embedding").register_forward_hook(_with_gradient)
-
-
-def adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LinearAdapter]:
-    """Yield the adapters of this rank."""
-    for model_chunk in model_chunks:
-        yield from (module for module in model_chunk.modules() if isinstance(module, LinearAdapter))
-
-
-@contextmanager
-def switched_off(model_chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Let the model compute without its adapters within the block."""
-    adapters = list(adapters_of(model_chunks))
-    for adapter in adapters:
-        adapter.is_on = False
-    try:
-        yield
-    finally:
-        for adapter in adapters:
-            adapter.is_on = True
+    return block.float() + scaling * up.float() @ down.float()
 
 
 class _Scaled(torch.autograd.Function):
@@ -290,36 +255,7 @@ class _Scaled(torch.autograd.Function):
         return gradient * ctx.factor, None, None
 
 
-class _Added:
-    """A forward hook that adds an adapter's output to a linear's. The linear does not own the adapter."""
-
-    def __init__(self, adapter: LinearAdapter):
-        self._adapter = adapter
-
-    def __call__(self, module: torch.nn.Module, args: tuple, output: Any) -> Any:
-        if not self._adapter.is_on:
-            return output
-        if isinstance(output, tuple):  # megatron-core's linears return their bias as well
-            return output[0] + self._adapter(args[0]), *output[1:]
-        return output + self._adapter(args[0])
-
-
-def _with_gradient(module: torch.nn.Module, args: tuple, output: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and not output.requires_grad:
-        output.requires_grad_()
-    return output
-
-
 def _kind_of(module: torch.nn.Module) -> str:
     if isinstance(module, ColumnParallelLinear):
         return _COLUMN
     return _ROW if isinstance(module, RowParallelLinear) else _WHOLE
-
-
-def _global_name(local: str, megatron: TransformerConfig, topology: Topology) -> str:
-    """Return the name of a layer's module with the global number of its expert, if it is an expert's."""
-    match = _LOCAL_EXPERT.search(local)
-    if match is None:
-        return local
-    first = topology.groups.ep.rank() * (megatron.num_moe_experts or 0) // topology.expert
-    return f"{local[: match.start()]}.{first + int(match[1])}.{local[match.end() :]}"

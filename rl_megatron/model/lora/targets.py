@@ -30,6 +30,7 @@ _WEIGHT = ".weight"
 # Llama's names have none for experts; these are Qwen3's.
 _EXPERT_NAMES = ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
 CONTAINER = "lora"  # the name of a layer's adapters among its modules
+MAGNITUDE = "magnitude_vector"  # peft's name of the tensor that DoRA adds to A and B
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ def adapted_linears(config: LoraConfig, model: ModelConfig, rows: int) -> dict[s
         if any(part.has_adapter for part in marked):
             found[linear] = marked
     _check_ranks(config, found)
+    if config.use_dora:
+        _refuse_experts(found)
     bare = sorted(set(range(model.num_layers)) - {layer_of(linear) for linear in found})
     if bare:
         raise ConfigError(
@@ -103,21 +106,23 @@ def refuse_fused_parts(linears: Mapping[str, Sequence[Part]], tensor: int) -> No
             )
 
 
-def local_elements(linear: str, parts: Iterable[Part], r: int, parallel: ParallelConfig) -> int:
+def local_elements(linear: str, parts: Iterable[Part], config: LoraConfig, parallel: ParallelConfig) -> int:
     """Return the elements of a linear's adapters on one rank; those of an expert on average over expert-parallel ranks.
 
     Args:
         linear: The Megatron name of the linear.
         parts: Its parts.
-        r: The rank of the adapters.
+        config: The section `peft`.
         parallel: The parallel section.
     """
     is_expert, name = is_of_expert(linear), linear.rpartition(".")[2]
     shards = parallel.expert_tensor if is_expert else parallel.tensor
     shards = 1 if name.endswith("_down_proj") else shards
     in_shards, out_shards = (shards, 1) if name in ("linear_proj", "linear_fc2") else (1, shards)
-    adapted = [part for part in parts if part.has_adapter]
-    elements = sum(r * (part.in_features // in_shards + part.out_features // out_shards) for part in adapted)
+    elements = 0
+    for part in (part for part in parts if part.has_adapter):
+        rows = part.out_features // out_shards
+        elements += config.r * (part.in_features // in_shards + rows) + rows * config.use_dora
     return elements // parallel.expert if is_expert else elements
 
 
@@ -148,12 +153,24 @@ def name_in_peft(key: str) -> str:
     return key.partition(f".{CONTAINER}.")[2]
 
 
-def adapter_shapes(linears: Mapping[str, Iterable[Part]], r: int) -> dict[str, tuple[int, int]]:
+def tensor_name(module: str, letter: str) -> str:
+    """Return the name that peft gives to a tensor of an adapter, without its prefix for the base model.
+
+    Args:
+        module: The Hugging Face name of the linear.
+        letter: "A", "B" or MAGNITUDE.
+    """
+    return f"{module}.lora_{letter}" if letter == MAGNITUDE else f"{module}.lora_{letter}.weight"
+
+
+def adapter_shapes(linears: Mapping[str, Iterable[Part]], config: LoraConfig) -> dict[str, tuple[int, ...]]:
     """Return the whole shape of every tensor of the adapters, by the name that peft gives it."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for part in (part for parts in linears.values() for part in parts if part.has_adapter):
-        shapes[f"{part.name}.lora_A.weight"] = (r, part.in_features)
-        shapes[f"{part.name}.lora_B.weight"] = (part.out_features, r)
+        shapes[tensor_name(part.name, "A")] = (config.r, part.in_features)
+        shapes[tensor_name(part.name, "B")] = (part.out_features, config.r)
+        if config.use_dora:
+            shapes[tensor_name(part.name, MAGNITUDE)] = (part.out_features,)
     return shapes
 
 
@@ -225,6 +242,15 @@ def _matching(which: str, patterns: str | tuple[str, ...], names: list[str]) -> 
     if not found:
         raise ConfigError(f"{key}=[] names no module; set it to {ALL_LINEAR} or to names such as q_proj")
     return found
+
+
+def _refuse_experts(linears: Mapping[str, Iterable[Part]]) -> None:
+    adapted = [part for linear, parts in linears.items() if is_of_expert(linear) for part in parts if part.has_adapter]
+    if adapted:
+        raise ConfigError(
+            f"peft.use_dora=true: {adapted[0].name} is a linear of an expert, and peft has no DoRA for experts; leave "
+            "them out with peft.exclude_modules='.*experts.*', or set use_dora=false"
+        )
 
 
 def _check_ranks(config: LoraConfig, linears: Mapping[str, Iterable[Part]]) -> None:

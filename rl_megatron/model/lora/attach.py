@@ -1,0 +1,108 @@
+"""How adapters are attached to the linears of a model chunk, found again, and switched off."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from rl_megatron.config.peft import LoraConfig
+from rl_megatron.model.heads.score import ScoreHead
+from rl_megatron.model.layers.latent_attention import ReplicatedLinear
+from rl_megatron.model.lora.dora import DoraAdapter
+from rl_megatron.model.lora.layers import LayerAdapters, LinearAdapter
+from rl_megatron.model.lora.targets import CONTAINER, Part
+from rl_megatron.topology.topology import Topology
+
+_LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+def attach_adapters(
+    model_chunk: torch.nn.Module,
+    config: LoraConfig,
+    linears: dict[str, tuple[Part, ...]],
+    megatron: TransformerConfig,
+    topology: Topology,
+    seed: int,
+) -> None:
+    """Give the linears of a model chunk their adapters, and freeze all other weights but those of a score head.
+
+    Args:
+        model_chunk: The model, without wrappers.
+        config: The section `peft`.
+        linears: The parts of each linear that gets an adapter, by its global name (`adapted_linears`).
+        megatron: megatron-core's config of the model.
+        topology: The layout.
+        seed: The seed of the adapters' initial numbers.
+    """
+    for module in model_chunk.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(isinstance(module, ScoreHead))
+    kind = DoraAdapter if config.use_dora else LinearAdapter
+    for layer in [module for module in model_chunk.modules() if isinstance(module, TransformerLayer)]:
+        adapters = LayerAdapters()
+        for local, module in layer.named_modules():
+            name = f"decoder.layers.{layer.layer_number - 1}.{_global_name(local, megatron, topology)}"
+            if name in linears and isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
+                adapter = kind(config, linears[name], module, megatron, topology, seed)
+                adapters.add_module(local.replace(".", "_"), adapter)
+                module.register_forward_hook(_Added(adapter))
+        layer.add_module(CONTAINER, adapters)
+    if getattr(model_chunk, "pre_process", False):
+        # Recomputation of a layer gives no gradients unless its input has one, and the frozen embedding has none.
+        model_chunk.get_submodule("embedding").register_forward_hook(_with_gradient)
+
+
+def adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LinearAdapter]:
+    """Yield the adapters of this rank."""
+    for model_chunk in model_chunks:
+        yield from (module for module in model_chunk.modules() if isinstance(module, LinearAdapter))
+
+
+@contextmanager
+def switched_off(model_chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Let the model compute without its adapters within the block."""
+    adapters = list(adapters_of(model_chunks))
+    for adapter in adapters:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_on = True
+
+
+class _Added:
+    """A forward hook that adds an adapter's output to a linear's. The linear does not own the adapter."""
+
+    def __init__(self, adapter: LinearAdapter):
+        self._adapter = adapter
+
+    def __call__(self, module: torch.nn.Module, args: tuple, output: Any) -> Any:
+        if not self._adapter.is_on:
+            return output
+        if isinstance(output, tuple):  # megatron-core's linears return their bias as well
+            return self._adapter.added_to(output[0], args[0]), *output[1:]
+        return self._adapter.added_to(output, args[0])
+
+
+def _with_gradient(module: torch.nn.Module, args: tuple, output: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
+    return output
+
+
+def _global_name(local: str, megatron: TransformerConfig, topology: Topology) -> str:
+    """Return the name of a layer's module with the global number of its expert, if it is an expert's."""
+    match = _LOCAL_EXPERT.search(local)
+    if match is None:
+        return local
+    first = topology.groups.ep.rank() * (megatron.num_moe_experts or 0) // topology.expert
+    return f"{local[: match.start()]}.{first + int(match[1])}.{local[match.end() :]}"
