@@ -20,8 +20,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.families.table import Rows, WeightTable
-from rl_megatron.model.lora.dora import rounded_lengths, squared_lengths
-from rl_megatron.model.lora.layers import merged
+from rl_megatron.model.lora.dora import factors_of, squared_lengths
+from rl_megatron.model.lora.layers import with_update
 from rl_megatron.model.lora.modules import whole_tensors
 from rl_megatron.model.lora.targets import (
     MAGNITUDE,
@@ -164,7 +164,7 @@ class StoredAdapter:
     def with_factors(
         self, blocks: Iterable[tuple[Rows, tuple[int, ...], Tensor]], device: torch.device | None = None
     ) -> StoredAdapter:
-        """Return the adapter with the factors of its magnitudes, without which DoRA is not merged.
+        """Return the adapter with the factors of its magnitudes, which merging DoRA needs.
 
         Args:
             blocks: The blocks of the base's tensors, as `blocks_of` yields them.
@@ -176,9 +176,8 @@ class StoredAdapter:
         for of_hf, offset, block in blocks:
             module = of_hf.hf_name.removesuffix(_WEIGHT)
             if module in squares and block.dim() == 2:
-                up, down = self._matrices(module, offset, block)
                 own = squares[module][offset[0] : offset[0] + block.size(0)]
-                own += squared_lengths(block.cpu(), up, down, self.config.scaling)
+                own += squared_lengths(block, *self._matrices(module, offset, block), self.config.scaling).cpu()
         if device is not None and dist.get_world_size() > 1:
             of_ranks = total.to(device)
             dist.all_reduce(of_ranks)
@@ -186,13 +185,14 @@ class StoredAdapter:
         factors = {}
         for module, of_weight in squares.items():
             magnitude = self.tensors[tensor_name(module, MAGNITUDE)]
-            factors[f"{module}{_WEIGHT}"] = magnitude.float() / rounded_lengths(of_weight, magnitude.dtype)
+            factors[f"{module}{_WEIGHT}"] = factors_of(magnitude, of_weight.sqrt())
         return replace(self, factors=factors)
 
     def _matrices(self, module: str, offset: tuple[int, ...], block: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of B and the columns of A of a block."""
-        up, down = self.tensors[tensor_name(module, "B")], self.tensors[tensor_name(module, "A")]
-        return up[offset[0] : offset[0] + block.size(0)], down[:, offset[1] : offset[1] + block.size(1)]
+        """Return the rows of B and the columns of A of a block, on its device."""
+        up, down = (self.tensors[tensor_name(module, letter)] for letter in "BA")
+        rows, columns = up[offset[0] : offset[0] + block.size(0)], down[:, offset[1] : offset[1] + block.size(1)]
+        return rows.to(block.device), columns.to(block.device)
 
     def merged(self, hf_name: str, offset: tuple[int, ...], block: Tensor) -> Tensor:
         """Return a block of a Hugging Face tensor of the base with the adapter merged.
@@ -208,12 +208,11 @@ class StoredAdapter:
         module = hf_name.removesuffix(_WEIGHT)
         if tensor_name(module, "B") not in self.tensors or block.dim() != 2:
             return block
-        up, down = (matrix.to(block.device) for matrix in self._matrices(module, offset, block))
-        sum_of_both = merged(block, up, down, self.config.scaling)
+        whole = with_update(block, *self._matrices(module, offset, block), self.config.scaling)
         if self.config.use_dora:
             factors = self.factors[hf_name][offset[0] : offset[0] + block.size(0), None]
-            sum_of_both *= factors.to(block.device)
-        return sum_of_both.to(block.dtype)
+            whole *= factors.to(block.device)
+        return whole.to(block.dtype)
 
     @torch.no_grad()
     def merge_into(self, model: ShardedModel, table: WeightTable) -> None:

@@ -159,8 +159,9 @@ def export_weights(
     _, config, table = _described(checkpoint, manifest)
     stored = _checked(checkpoint, table)
     if adapter is not None and adapter.config.use_dora:
-        blocks = _hugging_face_blocks(table, stored, lambda done, total: None)
-        adapter = adapter.with_factors(blocks)
+        adapted = {stored_name(f"{linear}.weight")[0] for linear in adapter.linears}
+        of_adapter = {key: tensor for key, tensor in stored.items() if key in adapted}
+        adapter = adapter.with_factors(_hugging_face_blocks(table, of_adapter))
     dtypes = {rows.hf_name: stored[stored_name(rows.name)[0]].dtype for rows in table.rows}
     dtype = next(dtype for name, dtype in dtypes.items() if name not in table.fp32)
     with _whole_or_not_at_all(target) as partial:
@@ -281,13 +282,13 @@ def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
 
 
 def _hugging_face_blocks(
-    table: WeightTable, stored: Mapping[str, StoredTensor], progress: Progress
+    table: WeightTable, stored: Mapping[str, StoredTensor], progress: Progress = lambda done, total: None
 ) -> Iterator[tuple[Rows, Shape, Tensor]]:
     """Yield the blocks of rows of a checkpoint that belong to one Hugging Face tensor each.
 
     Args:
         table: The model's weight table.
-        stored: The checkpoint's tensors.
+        stored: Tensors of the checkpoint.
         progress: Called with the bytes read so far and the total.
 
     Yields:
@@ -297,7 +298,8 @@ def _hugging_face_blocks(
     names: dict[str, dict[int | None, str]] = {}
     for name in table.shapes:
         key, expert = stored_name(name)
-        names.setdefault(key, {})[expert] = name
+        if key in stored:
+            names.setdefault(key, {})[expert] = name
     done, total = 0, sum(stored[key].num_bytes for key in names)
     for key, name_of in names.items():
         for part, data in read_parts(stored[key]):

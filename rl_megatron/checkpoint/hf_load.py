@@ -85,7 +85,7 @@ class HuggingFaceWeights:
         Raises:
             OSError: A file is shorter than it was when it was checked.
         """
-        model.version += 1  # even if reading fails: some weights may have changed by then
+        model.mark_changed()  # even if reading fails: some weights may have changed by then
         with WeightReader(self.places) as reader:
             for piece in pieces(model.model_chunks):
                 if model.head == self.head or not piece.name.startswith(HEAD_PREFIX):

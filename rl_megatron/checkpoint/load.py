@@ -27,7 +27,7 @@ from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.lora.attach import adapters_of
-from rl_megatron.model.lora.dora import start_magnitudes
+from rl_megatron.model.lora.dora import dora_adapters
 from rl_megatron.model.lora.originals import keep_originals
 from rl_megatron.model.sharded_model import ShardedModel
 
@@ -64,7 +64,8 @@ def start_from_weights(model: ShardedModel, optimizer: MegatronOptimizer | None)
     rows become the magnitudes of DoRA. Collective.
     """
     keep_originals(model.model_chunks)
-    start_magnitudes(adapters_of(model.model_chunks))
+    for adapter in dora_adapters(adapters_of(model.model_chunks)):
+        adapter.start()
     if optimizer is not None:
         optimizer.reload_model_params()
 
@@ -74,7 +75,7 @@ def _load_whole(path: Path, into: TrainingState, weights_only: bool, verify: boo
     new_head = check_head(path, manifest, into.model.head, weights_only)
     if verify:
         verify_checkpoint(path)
-    into.model.version += 1  # even if loading fails: some weights may have changed by then
+    into.model.mark_changed()  # even if loading fails: some weights may have changed by then
     _fill(path, manifest, into, weights_only, new_head)
     return manifest
 

@@ -21,7 +21,7 @@ from rl_megatron.checkpoint.tensors import TensorWriter
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.lora.modules import whole_tensors
-from rl_megatron.model.lora.targets import adapted_linears, adapter_shapes
+from rl_megatron.model.lora.targets import MAGNITUDE, adapted_linears, adapter_shapes
 
 _SHOWN = 3  # tensors that a message names
 # Keys of adapter_config.json that are read into the section `peft`.
@@ -122,9 +122,10 @@ def _read_tensors(source: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
     ):
         if names:
             raise ConfigError(f"{path} {what}: {', '.join(sorted(names)[:_SHOWN])}")
+    first = next(iter(shapes))
     for name, shape in shapes.items():
         if tuple(found[name].shape) != shape:
             raise ConfigError(f"{path}: {name} has the shape {tuple(found[name].shape)}; the base needs {shape}")
-        if found[name].dtype != next(iter(found.values())).dtype:
-            raise ConfigError(f"{path}: {name} has another dtype than other tensors; all must have the same")
+        if not name.endswith(MAGNITUDE) and found[name].dtype != found[first].dtype:
+            raise ConfigError(f"{path}: {name} has another dtype than {first}; all but magnitudes must have the same")
     return {name: found[name] for name in shapes}

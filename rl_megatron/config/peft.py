@@ -28,7 +28,7 @@ class LoraConfig:
     # head and norms, such as [embed_tokens, lm_head].
     modules_to_save: tuple[str, ...] | None = None
     use_rslora: bool = False  # divide by √r instead of r, so that a higher rank needs no other learning rate
-    # DoRA: scale each row of W + s·B·A to a length that is trained, which starts as that of the row.
+    # DoRA: scale each row of W + s·B·A to a length that is trained. The lengths start as those of the rows of W.
     use_dora: bool = False
     # Start B as 0, so that training starts from the base. false: start it from random numbers, for tests.
     init_lora_weights: bool = True

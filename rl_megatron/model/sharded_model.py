@@ -14,7 +14,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.build import Head, build_model, unwrap
 from rl_megatron.model.lora.attach import adapters_of, switched_off
-from rl_megatron.model.lora.dora import keep_lengths
+from rl_megatron.model.lora.dora import dora_adapters
 from rl_megatron.model.lora.originals import originals_in_place
 from rl_megatron.topology.topology import Topology
 
@@ -86,7 +86,6 @@ class ShardedModel:
             lora=lora,
         )
         self.version = 0
-        self._lengths_version = -1
         self.is_scattered = False
 
     @property
@@ -97,21 +96,28 @@ class ShardedModel:
     def gather_parameters(self) -> None:
         """Gather the current weights on every rank if an overlapped optimizer step left them scattered.
 
-        It is collective in that case, and does nothing otherwise. The next training forward would gather them too,
-        module by module. With DoRA it is collective after every change, and adapters then keep the lengths of the rows.
+        It is collective in that case, and with DoRA also if weights have changed, because adapters then compute the
+        lengths of the rows. Otherwise it does nothing. The next training forward would gather the weights too, module
+        by module.
         """
         if self.is_scattered:
             for model_chunk in self.wrapped_model_chunks:
                 if model_chunk.ddp_config.overlap_param_gather:
                     model_chunk.start_param_sync(force_sync=True)
             self.is_scattered = False
-        if self._lengths_version != self.version:
-            keep_lengths(adapters_of(self.model_chunks))
-            self._lengths_version = self.version
+        for adapter in dora_adapters(adapters_of(self.model_chunks)):
+            adapter.lengths()
+
+    def mark_changed(self) -> None:
+        """Record that weights have changed."""
+        self.version += 1
+        for adapter in dora_adapters(adapters_of(self.model_chunks)):
+            adapter.forget_lengths()
 
     def mark_updated(self, changed: bool) -> None:
         """Record an optimizer step and whether it `changed` the weights. An overlapped step leaves them scattered."""
-        self.version += int(changed)
+        if changed:
+            self.mark_changed()
         self.adapters_are_new = self.adapters_are_new and not changed
         self.is_scattered = any(
             model_chunk.ddp_config.overlap_param_gather for model_chunk in self.wrapped_model_chunks

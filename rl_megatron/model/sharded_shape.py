@@ -16,7 +16,7 @@ from rl_megatron.config.model_shape import LatentShape, head_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.lora.modules import whole_elements, whole_tensors
-from rl_megatron.model.lora.targets import adapted_linears, is_of_expert, layer_of, local_elements
+from rl_megatron.model.lora.targets import Part, adapted_linears, is_of_expert, layer_of, local_elements, local_rows
 from rl_megatron.topology.degrees import padded_vocab_size, validate
 
 Head = Literal["lm", "score"]
@@ -165,15 +165,27 @@ class ShardedShape:
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def adapter_elements(self, stage: int) -> tuple[int, int]:
-        """Return the elements of adapters of dense linears and of experts on a rank of a stage; 0 without adapters."""
+        """Return the elements of A and B of dense linears and of experts on a rank of a stage; 0 without adapters."""
         if self.lora is None:
             return 0, 0
-        layers = {layer for of_model_chunk in self.layers(stage) for layer in of_model_chunk}
         counted = [0, 0]
-        for linear, parts in adapted_linears(self.lora, self.model, self.model.vocab_size or self.vocab_size).items():
-            if layer_of(linear) in layers:
-                counted[is_of_expert(linear)] += local_elements(linear, parts, self.lora, self.parallel)
+        for linear, parts in self._adapted(self.lora, stage):
+            counted[is_of_expert(linear)] += local_elements(linear, parts, self.lora.r, self.parallel)
         return counted[0], counted[1]
+
+    @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
+    def magnitude_elements(self, stage: int) -> int:
+        """Return the magnitudes of adapters on a rank of a stage, which have fp32 in any precision; 0 without DoRA."""
+        if self.lora is None or not self.lora.use_dora:
+            return 0
+        return sum(local_rows(linear, parts, self.parallel) for linear, parts in self._adapted(self.lora, stage))
+
+    def _adapted(self, lora: LoraConfig, stage: int) -> Iterator[tuple[str, tuple[Part, ...]]]:
+        """Yield the linears of a stage that get adapters, with their parts."""
+        layers = {layer for of_model_chunk in self.layers(stage) for layer in of_model_chunk}
+        for linear, parts in adapted_linears(lora, self.model, self.model.vocab_size or self.vocab_size).items():
+            if layer_of(linear) in layers:
+                yield linear, parts
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def whole_elements(self, stage: int) -> int:
@@ -190,7 +202,7 @@ class ShardedShape:
         if self.lora is None:
             return self.elements(stage)
         dense, experts = self.adapter_elements(stage)
-        dense += self.whole_elements(stage)
+        dense += self.magnitude_elements(stage) + self.whole_elements(stage)
         return dense + self.model.hidden_size * (self.head == "score" and stage == self.parallel.pipeline - 1), experts
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry

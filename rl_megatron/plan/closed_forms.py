@@ -73,10 +73,12 @@ def mean_training_bytes(shape: ShardedShape, stage: int, *, precision: str, dist
     dense, experts = shape.trained_elements(stage)
     shards, expert_shards = (shape.data_shards, shape.expert_shards) if distributed else (1, 1)
     whole = sum(shape.elements(stage)) + sum(shape.adapter_elements(stage)) + shape.whole_elements(stage)  # originals
+    magnitudes = shape.magnitude_elements(stage)  # fp32 in any precision
+    state = optimizer_bytes_per_element(precision) * ((dense - magnitudes) / shards + experts / expert_shards)
     return TrainingBytes(
-        element_bytes(precision) * whole,
+        element_bytes(precision) * whole + element_bytes("fp32") * magnitudes,
         GRADIENT_BYTES * (dense + experts),
-        round(optimizer_bytes_per_element(precision) * (dense / shards + experts / expert_shards)),
+        round(state + optimizer_bytes_per_element("fp32") * magnitudes / shards),
     )
 
 

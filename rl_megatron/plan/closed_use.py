@@ -188,8 +188,10 @@ class _Phases:
         alone = replace(self._shape, parallel=ParallelConfig(), world_size=1)  # every rank fills buckets of all weights
         whole = sum(alone.elements(0)) * self._size
         largest = _largest_tensor(self._shape.model, alone.vocab_shard) * self._size  # has a bucket of its own
-        buffers = min(2, -(-whole // settings.bucket_bytes)) * min(whole, max(settings.bucket_bytes, largest))
-        if settings.sends_adapter:  # the buffers are those of the base, which engines get when they start
+        buffers = min(whole, max(settings.bucket_bytes, largest))
+        if not settings.sends_adapter:
+            buffers *= min(2, -(-whole // settings.bucket_bytes))
+        else:  # the buffer is that of the base, which engines get when they start
             whole = (sum(alone.adapter_elements(0)) + alone.whole_elements(0)) * self._size
         number = -(-whole // settings.bucket_bytes)
         sums = Collective("all_reduce", "world", self._shape.world_size, whole // number, number)

@@ -271,7 +271,7 @@ class RankPhases:
             max_bytes = round(generation.refit_bucket_mb * _MEGABYTE)
             sender = policy.weights
             if generation.refit == "adapter":
-                for _ in _filled(WeightSender(policy.model, BaseExporter).exporter(max_bytes)):
+                for _ in _filled(WeightSender(policy.model, BaseExporter).exporter(max_bytes), num_buffers=1):
                     pass  # engines get the base when they start
                 sender = WeightSender(policy.model, AdapterExporter)
             for filled in _filled(sender.exporter(max_bytes)):
@@ -304,12 +304,12 @@ class RankPhases:
             self._models.pop().shutdown()
 
 
-def _filled(exporter: WeightExporter) -> Iterator[Tensor]:
-    """Yield the filled buckets of an exporter, in two buffers by turns."""
+def _filled(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Tensor]:
+    """Yield the filled buckets of an exporter, in so many buffers by turns."""
     buckets = exporter.plan.buckets
-    buffers = [exporter.new_buffer() for _ in buckets[:2]]
+    buffers = [exporter.new_buffer() for _ in buckets[:num_buffers]]
     for index, _ in enumerate(buckets):
-        yield exporter.fill(index, buffers[index % 2])
+        yield exporter.fill(index, buffers[index % num_buffers])
 
 
 def _written_tensors(state: object) -> Iterator[Tensor]:

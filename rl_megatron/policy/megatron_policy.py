@@ -114,7 +114,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self._global_batch_size = global_batch_size
         self._fused_head = fused_head
         self._reference_placement: Placement = reference_placement
-        self.finish_training()
+        self.model.set_training(False)
 
     @classmethod
     def from_hf(
@@ -182,7 +182,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.model.set_training(True)
 
     def finish_training(self) -> None:
-        """Put the model into evaluation mode. Collective if an overlapped step left weights scattered."""
+        """Put the model into evaluation mode. Collective as `ShardedModel.gather_parameters` is."""
         self.model.gather_parameters()
         self.model.set_training(False)
 

@@ -13,10 +13,15 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.lora import layers
+from rl_megatron.model.lora.attach import adapters_of
+from rl_megatron.model.lora.dora import factors_of
+from rl_megatron.model.lora.layers import LinearAdapter
+from rl_megatron.model.lora.targets import MAGNITUDE, Part
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.parallel.family_cases import SHAPE, hf_model, save
-from tests.parallel.layouts import OPTIMIZER
+from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, OPTIMIZER, build_policy
 from tests.parallel.test_grid import FEW
+from tests.parallel.test_layouts import random_batch
 from tests.parallel.test_lora import (
     DORA,
     OF_ATTENTION,
@@ -26,7 +31,7 @@ from tests.parallel.test_lora import (
 )
 
 
-@pytest.mark.parametrize("layout", [FEW[0], FEW[1], FEW[3]], ids=lambda layout: layout.name.replace(" ", "-"))
+@pytest.mark.parametrize("layout", FEW[:4], ids=lambda layout: layout.name.replace(" ", "-"))
 def test_a_layout_gives_the_gradients_of_one_process(ranks, layout):
     """Logprobs, the gradients of A, B and m, the weights after a step and the metrics are those of one process."""
     excluded = ".*experts.*" if layout.factors.expert else None
@@ -44,6 +49,54 @@ def test_a_layout_gives_the_gradients_of_one_process(ranks, layout):
 )
 def test_logits_are_those_of_peft_and_the_adapter_comes_back(ranks, tmp_path, case, layout, lora):
     assert_logits_of_peft(ranks, tmp_path, case, layout, lora)
+
+
+def steps_in_bf16(parallel: dict, directory: str) -> dict[str, list]:
+    """Take steps in bf16, save after the second and go on in a resumed policy too."""
+    new = replace(DORA, init_lora_weights=True)
+    options = {"precision": "bf16", "optimizer": DISTRIBUTED_OPTIMIZER, "peft": new}
+    policy, batches = build_policy(parallel, **options), [random_batch(4, 12, seed) for seed in range(4)]
+    found = {"start": policy.get_logprobs(batches[0])["logprobs"]}
+    with policy.model.adapters_off():
+        found["base"] = policy.get_logprobs(batches[0])["logprobs"]
+    magnitudes = [adapter.get_parameter(f"{part.key}_{MAGNITUDE}") for adapter, part in parts_of(policy)]
+    before = [magnitude.detach().clone() for magnitude in magnitudes]
+    for batch in batches[:2]:
+        policy.train(batch, NLLLoss(), gbs=4)
+    found["changed"] = [bool((old != now).all()) for old, now in zip(before, magnitudes, strict=True)]
+    found["dtypes"] = [magnitude.dtype for magnitude in magnitudes]
+    path = policy.save_checkpoint(directory, 1)
+    other = build_policy(parallel, **options)
+    other.load_checkpoint(path)
+    for each in (policy, other):
+        for batch in batches[2:]:
+            each.train(batch, NLLLoss(), gbs=4)
+    found["ends"] = [each.get_logprobs(batches[0])["logprobs"] for each in (policy, other)]
+    sent = {name: tensor.clone() for name, tensor in policy.weights.stream()}
+    policy.model.mark_changed()
+    found["sent again"] = [torch.equal(tensor, sent[name]) for name, tensor in policy.weights.stream()]
+    return found
+
+
+def parts_of(policy: MegatronPolicy) -> list[tuple[LinearAdapter, Part]]:
+    adapters = adapters_of(policy.model.model_chunks)
+    return [(adapter, part) for adapter in adapters for part in adapter.parts if part.has_adapter]
+
+
+@pytest.mark.parametrize("layout", [(2, {}), (4, {"tensor": 2, "sequence": True})], ids=["data 2", "data 2 tensor 2"])
+def test_magnitudes_learn_in_bf16_and_resume(ranks, tmp_path, layout):
+    """A bf16 magnitude would not change in a step of 1e-3 of its length. Training starts from the base."""
+    for found in ranks.run(layout[0], steps_in_bf16, layout[1], str(tmp_path)):
+        assert torch.equal(found["start"], found["base"])
+        assert set(found["dtypes"]) == {torch.float32} and all(found["changed"])
+        assert torch.equal(*found["ends"]) and all(found["sent again"])
+
+
+def test_a_row_of_zeros_keeps_its_factor():
+    magnitudes = torch.tensor([0.0, 3.0], requires_grad=True)
+    factors = factors_of(magnitudes, torch.tensor([0.0, 2.0]))
+    factors.sum().backward()
+    assert factors.tolist() == [1.0, 1.5] and magnitudes.grad.tolist() == [0.0, 0.5]
 
 
 def dropped(x: torch.Tensor, p: float, *options: bool) -> torch.Tensor:

@@ -76,7 +76,8 @@ class LinearAdapter(torch.nn.Module):
         self._shards = 1 if self._kind == _WHOLE else self._group.size()
         for part in self._adapted:
             for letter, shape in self._shapes(part, config.r).items():
-                weight = torch.empty(shape, dtype=megatron.params_dtype, device=topology.device)
+                dtype = megatron.params_dtype if letter in "AB" else torch.float32
+                weight = torch.empty(shape, dtype=dtype, device=topology.device)
                 parameter = torch.nn.Parameter(weight)
                 self.register_parameter(f"{part.key}_{letter}", parameter)
                 self._mark(parameter, letter)
@@ -197,7 +198,7 @@ class LinearAdapter(torch.nn.Module):
         """
         down, up = self._weight(part, "A"), self._weight(part, "B")
         row, column = offset[0] - self._start(up, "B"), offset[1] - self._start(down, "A")
-        return merged(block, up[row : row + block.size(0)], down[:, column : column + block.size(1)], self.scaling)
+        return with_update(block, up[row : row + block.size(0)], down[:, column : column + block.size(1)], self.scaling)
 
     def entries(self, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:
         """Yield (name in this module's state, place in the whole tensor) of each tensor, for checkpoints."""
@@ -230,7 +231,7 @@ class LayerAdapters(torch.nn.Module):
 
 
 @torch.no_grad()
-def merged(block: Tensor, up: Tensor, down: Tensor, scaling: float) -> Tensor:
+def with_update(block: Tensor, up: Tensor, down: Tensor, scaling: float) -> Tensor:
     """Return the block W + s·B·A of a linear's weight in fp32.
 
     Args:

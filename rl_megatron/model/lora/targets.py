@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -106,24 +106,33 @@ def refuse_fused_parts(linears: Mapping[str, Sequence[Part]], tensor: int) -> No
             )
 
 
-def local_elements(linear: str, parts: Iterable[Part], config: LoraConfig, parallel: ParallelConfig) -> int:
-    """Return the elements of a linear's adapters on one rank; those of an expert on average over expert-parallel ranks.
+def local_elements(linear: str, parts: Iterable[Part], r: int, parallel: ParallelConfig) -> int:
+    """Return the elements of a linear's A and B on one rank; those of an expert on average over expert-parallel ranks.
 
     Args:
         linear: The Megatron name of the linear.
         parts: Its parts.
-        config: The section `peft`.
+        r: The rank of the adapters.
         parallel: The parallel section.
     """
-    is_expert, name = is_of_expert(linear), linear.rpartition(".")[2]
-    shards = parallel.expert_tensor if is_expert else parallel.tensor
+    elements = sum(r * (rows + columns) for rows, columns in _local_sizes(linear, parts, parallel))
+    return elements // parallel.expert if is_of_expert(linear) else elements
+
+
+def local_rows(linear: str, parts: Iterable[Part], parallel: ParallelConfig) -> int:
+    """Return the rows of a linear with adapters on one rank, each of which has a magnitude; see `local_elements`."""
+    return sum(rows for rows, _ in _local_sizes(linear, parts, parallel))
+
+
+def _local_sizes(linear: str, parts: Iterable[Part], parallel: ParallelConfig) -> Iterator[tuple[int, int]]:
+    """Yield the rows and the columns that one rank has of each part with an adapter."""
+    name = linear.rpartition(".")[2]
+    shards = parallel.expert_tensor if is_of_expert(linear) else parallel.tensor
     shards = 1 if name.endswith("_down_proj") else shards
     in_shards, out_shards = (shards, 1) if name in ("linear_proj", "linear_fc2") else (1, shards)
-    elements = 0
-    for part in (part for part in parts if part.has_adapter):
-        rows = part.out_features // out_shards
-        elements += config.r * (part.in_features // in_shards + rows) + rows * config.use_dora
-    return elements // parallel.expert if is_expert else elements
+    for part in parts:
+        if part.has_adapter:
+            yield part.out_features // out_shards, part.in_features // in_shards
 
 
 def is_of_expert(linear: str) -> bool:

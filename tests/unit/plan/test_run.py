@@ -100,6 +100,17 @@ def test_a_sync_of_the_adapter_alone_sends_its_bytes(fresh_process):
 
 
 @pytest.mark.slow
+def test_magnitudes_keep_the_outputs_of_linears_for_the_backward_pass(fresh_process):
+    overrides = ("parallel.tensor=2", "parallel.sequence=true", "peft.r=4")
+    without, with_them = (
+        fresh_process.run(measured, 2, 0, (*overrides, f"peft.use_dora={use}"), ("train",))["train"].use()
+        for use in (False, True)
+    )
+    assert with_them.peak.activations > 1.2 * without.peak.activations
+    assert with_them.peak.gradients > without.peak.gradients
+
+
+@pytest.mark.slow
 def test_full_recomputation_runs_the_layers_a_second_time(fresh_process):
     plain, recomputed = (
         fresh_process.run(measured, 1, 0, (f"model.recompute={kind}",))["train"].use() for kind in ("none", "full")
