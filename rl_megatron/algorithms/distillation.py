@@ -6,6 +6,7 @@ arXiv:2306.13649.
 
 from __future__ import annotations
 
+from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
@@ -34,6 +35,7 @@ def distillation(stage: Stage, algorithm: DistillationConfig) -> None:
     teachers = Teachers.of(stage, algorithm.teachers, algorithm.top_k)
     whole = teachers.reads_whole(loss_fn)
     loader = dataset_loader(stage.config, stage.tokenizer)
-    for step, batch in stage.batches(loader):
+    by_data = any(teachers.data_sets)  # then every rank needs to know the data set of each of its sequences
+    for step, batch in stage.batches(loader) if by_data else owned_batches(stage, loader):
         batch = teachers.with_topk(batch, loss_fn, loader.data_sets)
         stage.record(step, stage.train(step, batch, loss_fn, teacher=whole))

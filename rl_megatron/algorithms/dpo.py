@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.stage import Stage
@@ -49,7 +50,7 @@ def dpo(stage: Stage, algorithm: DPOConfig) -> None:
         stage.policy.record_reference(stage.reference_logprobs, chain(evaluated, stage.distinct_batches(loader)))
     elif reference:
         stage.policy.freeze_reference()
-    for step, pairs in stage.batches(loader):
+    for step, pairs in owned_batches(stage, loader):
         if reference:
             pairs = with_reference(pairs, stage.policy)
         stage.record(step, stage.train(step, pairs, loss_fn))

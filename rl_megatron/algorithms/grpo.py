@@ -9,12 +9,12 @@ from __future__ import annotations
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages, owned_together
 from rl_megatron.algorithms.async_sampler import sampler_of
 from rl_megatron.algorithms.covariances import with_covariance_mask
+from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
     check_policy_gradient,
     needs_reference,
-    owned,
     recomputes_logprobs,
     reward_kl,
     rollout_loss,

@@ -7,13 +7,13 @@ Thinking Machines Lab.
 from __future__ import annotations
 
 from rl_megatron.algorithms.async_sampler import sampler_of
+from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_KEYS,
     ROLLOUT_LOSS,
     check_policy_gradient,
     needs_reference,
-    owned,
     recomputes_logprobs,
     rollout_loss,
     uses_reference,

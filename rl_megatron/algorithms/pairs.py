@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from rl_megatron.algorithms.registry import LossNeeds
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction, LossInputType
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.policy.interfaces import PolicyInterface
+from rl_megatron.policy.interfaces import BatchT, PolicyInterface
 
 _REFERENCE = "reference_policy_logprobs"
 PAIR_KEYS = frozenset({"input_ids", "input_lengths", "token_mask", "sample_mask"})
@@ -39,7 +38,7 @@ def uses_reference(stage: StageConfig) -> bool:
     return _REFERENCE in getattr(configured_loss(stage.loss), "required_keys", (_REFERENCE,))
 
 
-def with_reference(batch: BatchedDataDict, policy: PolicyInterface) -> BatchedDataDict:
+def with_reference(batch: BatchT, policy: PolicyInterface) -> BatchT:
     """Return the batch with the reference's logprobs. Entry t corresponds to token t+1, as the losses of pairs need."""
     logprobs = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
     batch[_REFERENCE] = logprobs.roll(-1, dims=1)

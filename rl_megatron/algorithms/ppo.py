@@ -12,6 +12,7 @@ from rl_megatron.algorithms.advantages import generalized_advantages, whiten
 from rl_megatron.algorithms.async_sampler import sampler_of
 from rl_megatron.algorithms.covariances import with_covariance_mask
 from rl_megatron.algorithms.metrics import CRITIC_PREFIX
+from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import CriticNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
@@ -19,7 +20,6 @@ from rl_megatron.algorithms.rollout import (
     check_policy_gradient,
     needs_reference,
     num_tokens,
-    owned,
     recomputes_logprobs,
     reward_kl,
     rewards_per_token,

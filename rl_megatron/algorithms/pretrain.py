@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import PretrainConfig
@@ -13,5 +14,5 @@ from rl_megatron.losses import NLLLoss
 def pretrain(stage: Stage, algorithm: PretrainConfig) -> None:
     """Train the stage's policy to predict every token of documents."""
     loss_fn = NLLLoss()
-    for step, batch in stage.batches(dataset_loader(stage.config, stage.tokenizer)):
+    for step, batch in owned_batches(stage, dataset_loader(stage.config, stage.tokenizer)):
         stage.record(step, stage.train(step, batch, loss_fn))

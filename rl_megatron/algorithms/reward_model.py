@@ -5,6 +5,7 @@ Source: Bradley-Terry on pairs, as in Ouyang et al. 2022, arXiv:2203.02155 §3.5
 
 from __future__ import annotations
 
+from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.pairs import pair_loss
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.stage import Stage
@@ -20,5 +21,5 @@ _LOSS = pair_loss(LossInputType.LOGIT, "scores of pairs", "preference")
 def reward_model(stage: Stage, algorithm: RewardModelConfig) -> None:
     """Train the stage's model to score chosen answers above rejected ones."""
     loss_fn = configured_loss(stage.config.loss)
-    for step, pairs in stage.batches(dataset_loader(stage.config, stage.tokenizer)):
+    for step, pairs in owned_batches(stage, dataset_loader(stage.config, stage.tokenizer)):
         stage.record(step, stage.train(step, pairs, loss_fn))

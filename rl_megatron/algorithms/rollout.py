@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +16,6 @@ from rl_megatron.algorithms.rollout_record import ORDER, RolloutRecord
 from rl_megatron.algorithms.rollout_statistics import Rollouts, mean_over_tokens, numbers_of_all, ranks_of, statistics
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.host_memory import TensorStore
-from rl_megatron.batching.ownership import Ownership
 from rl_megatron.batching.produced import produced
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
@@ -35,7 +33,7 @@ from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.batch import TURN_REWARDS
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex, sizes_of_steps
+from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.collective_errors import from_rank0
 
 # The keys of rollouts when they reach the loss.
@@ -215,21 +213,6 @@ def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, los
         return algorithm.recompute_logprobs == "always"
     derived = key in getattr(loss_fn, "on_policy_keys", ())
     return not derived or algorithm.may_read_logprobs() or algorithm.needs_logprobs(stage) is not None
-
-
-def owned(rollouts: ShardedBatch, stage: Stage, together: Tensor | None) -> ShardedBatch:
-    """Return the rollouts with every sequence on the data-parallel rank that learns from it. Collective.
-
-    Args:
-        rollouts: The rollouts on the ranks that have produced them.
-        stage: The stage, whose optimizer steps are spread evenly over the ranks.
-        together: [B] A number for each sequence, equal for neighbours that one rank must own. None: ranks own any.
-    """
-    if rollouts.topology is None:
-        return rollouts.moved_to(Ownership(np.zeros(rollouts.size, dtype=np.int64), []))
-    sizes = sizes_of_steps(numbers_of_all(rollouts), stage.config.train.global_batch_size)
-    with phase("exchange"):
-        return stage.policy.distribute(rollouts, sizes, together)
 
 
 def whole_trajectories(rollouts: ShardedBatch) -> Tensor | None:

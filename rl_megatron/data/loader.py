@@ -258,9 +258,21 @@ class DataLoader(Generic[BatchT]):
         Raises:
             ConfigError: The data of the batch cannot be used, on any rank. It is raised on every rank.
         """
+        return self._batch_of(self._drawn(number))
+
+    def part(self, number: int, part: int, parts: int) -> BatchT | None:
+        """Return one of `parts` equal parts of batch `number`, in the order of its items; None if it has no item.
+
+        The other items are drawn, so that `data_sets` has all of them, but not made a batch. See `batch`.
+        """
+        drawn = self._drawn(number)
+        own = drawn[part * len(drawn) // parts : (part + 1) * len(drawn) // parts]
+        return self._batch_of(own) if own else None
+
+    def _drawn(self, number: int) -> list[Drawn[BatchT]]:
         drawn = on_all_or_none(lambda: self._draw(number)) if self.can_fail else self._draw(number)
         self.data_sets = [self.components[which].name for which, _ in drawn]
-        return self._batch_of([item for _, item in drawn])
+        return [item for _, item in drawn]
 
     def locations(self, number: int) -> list[str]:
         """Return the place of every item of batch `number`, as file:line; empty for items that have none."""

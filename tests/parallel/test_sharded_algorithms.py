@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages, owned_together
 from rl_megatron.algorithms.covariances import with_covariance_mask
+from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.ppo import with_advantages
-from rl_megatron.algorithms.rollout import join, keep_informative, owned, reward_kl, whole_trajectories, with_logprobs
+from rl_megatron.algorithms.rollout import join, keep_informative, reward_kl, whole_trajectories, with_logprobs
 from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig

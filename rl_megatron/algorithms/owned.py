@@ -1,0 +1,54 @@
+"""Batches of which every data-parallel rank has the sequences that it learns from, and no rank has the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_megatron.algorithms.rollout_statistics import numbers_of_all
+from rl_megatron.algorithms.stage import Stage
+from rl_megatron.batching.exchange import is_first_of_replica
+from rl_megatron.batching.ownership import Ownership
+from rl_megatron.batching.produced import produced
+from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.loader import DataLoader
+from rl_megatron.execution.phase_timer import phase
+from rl_megatron.rollouts.trajectory_index import sizes_of_steps
+
+
+def owned_batches(stage: Stage, loader: DataLoader[BatchedDataDict]) -> Iterator[tuple[int, ShardedBatch]]:
+    """Yield each step of a stage with its batch, as `Stage.batches` does, but with sequences that have owners.
+
+    Each data-parallel replica reads an equal part of the batch, and the parts are balanced then. Collective.
+
+    Args:
+        stage: The stage.
+        loader: The loader of its training data.
+    """
+    stage.use_loader(loader)
+    topology = stage.policy.topology
+    for step in stage.steps():
+        part = loader.part(stage.batch_number(step) - 1, topology.data_rank, topology.data)
+        batch = produced(part if is_first_of_replica(topology) else None, topology)
+        size = loader.group_size
+        together = None if size == 1 else torch.arange(batch.size) // size
+        yield step, owned(batch, stage, together)
+
+
+def owned(batch: ShardedBatch, stage: Stage, together: Tensor | None) -> ShardedBatch:
+    """Return a batch with every sequence on the data-parallel rank that learns from it. Collective.
+
+    Args:
+        batch: The sequences on the ranks that have produced them.
+        stage: The stage, whose optimizer steps are spread evenly over the ranks.
+        together: [B] A number for each sequence, equal for neighbours that one rank must own. None: ranks own any.
+    """
+    if batch.topology is None:
+        return batch.moved_to(Ownership(np.zeros(batch.size, dtype=np.int64), []))
+    sizes = sizes_of_steps(numbers_of_all(batch), stage.config.train.global_batch_size)
+    with phase("exchange"):
+        return stage.policy.distribute(batch, sizes, together)
