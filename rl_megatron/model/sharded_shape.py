@@ -16,7 +16,14 @@ from rl_megatron.config.model_shape import LatentShape, head_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.lora.modules import whole_elements, whole_tensors
-from rl_megatron.model.lora.targets import Part, adapted_linears, is_of_expert, layer_of, local_elements, local_rows
+from rl_megatron.model.lora.targets import (
+    Part,
+    adapted_linears,
+    is_of_expert,
+    layer_of,
+    local_elements,
+    local_magnitudes,
+)
 from rl_megatron.topology.degrees import padded_vocab_size, validate
 
 Head = Literal["lm", "score"]
@@ -178,7 +185,7 @@ class ShardedShape:
         """Return the magnitudes of adapters on a rank of a stage, which have fp32 in any precision; 0 without DoRA."""
         if self.lora is None or not self.lora.use_dora:
             return 0
-        return sum(local_rows(linear, parts, self.parallel) for linear, parts in self._adapted(self.lora, stage))
+        return sum(local_magnitudes(linear, parts, self.parallel) for linear, parts in self._adapted(self.lora, stage))
 
     def _adapted(self, lora: LoraConfig, stage: int) -> Iterator[tuple[str, tuple[Part, ...]]]:
         """Yield the linears of a stage that get adapters, with their parts."""

@@ -119,8 +119,8 @@ def local_elements(linear: str, parts: Iterable[Part], r: int, parallel: Paralle
     return elements // parallel.expert if is_of_expert(linear) else elements
 
 
-def local_rows(linear: str, parts: Iterable[Part], parallel: ParallelConfig) -> int:
-    """Return the rows of a linear with adapters on one rank, each of which has a magnitude; see `local_elements`."""
+def local_magnitudes(linear: str, parts: Iterable[Part], parallel: ParallelConfig) -> int:
+    """Return the magnitudes of a linear on one rank, one for each row with an adapter; see `local_elements`."""
     return sum(rows for rows, _ in _local_sizes(linear, parts, parallel))
 
 
