@@ -26,8 +26,7 @@ from rl_megatron.model.layers.expert_permutation import permute_without_waiting
 from rl_megatron.model.layers.gated_activation import ACTIVATIONS
 from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
 from rl_megatron.model.layers.weight_gradient import fuse_weight_gradients
-from rl_megatron.model.lora.attach import adapters_of, attach_adapters
-from rl_megatron.model.lora.dora import dora_adapters
+from rl_megatron.model.lora.attach import attach_adapters, dora_adapters_of
 from rl_megatron.model.lora.modules import whole_tensors
 from rl_megatron.model.lora.originals import train_whole
 from rl_megatron.model.lora.targets import adapted_linears, is_of_expert, refuse_fused_parts
@@ -222,7 +221,7 @@ def build_model(
     if precision == "bf16":
         model_chunks = [_Bf16Module(config, model_chunk) for model_chunk in model_chunks]
     if initialise:  # otherwise the magnitudes start when the weights are loaded
-        for adapter in dora_adapters(adapters_of(model_chunks)):
+        for adapter in dora_adapters_of(model_chunks):
             adapter.start()
     return model_chunks
 

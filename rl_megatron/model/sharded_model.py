@@ -13,8 +13,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.build import Head, build_model, unwrap
-from rl_megatron.model.lora.attach import adapters_of, switched_off
-from rl_megatron.model.lora.dora import dora_adapters
+from rl_megatron.model.lora.attach import dora_adapters_of, switched_off
 from rl_megatron.model.lora.originals import originals_in_place
 from rl_megatron.topology.topology import Topology
 
@@ -105,13 +104,13 @@ class ShardedModel:
                 if model_chunk.ddp_config.overlap_param_gather:
                     model_chunk.start_param_sync(force_sync=True)
             self.is_scattered = False
-        for adapter in dora_adapters(adapters_of(self.model_chunks)):
+        for adapter in dora_adapters_of(self.model_chunks):
             adapter.lengths()
 
     def mark_changed(self) -> None:
         """Record that weights have changed."""
         self.version += 1
-        for adapter in dora_adapters(adapters_of(self.model_chunks)):
+        for adapter in dora_adapters_of(self.model_chunks):
             adapter.forget_lengths()
 
     def mark_updated(self, changed: bool) -> None:

@@ -17,8 +17,7 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead
-from rl_megatron.model.lora.attach import adapters_of
-from rl_megatron.model.lora.dora import dora_adapters
+from rl_megatron.model.lora.attach import adapters_of, dora_adapters_of
 from rl_megatron.model.lora.originals import whole_parameters
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.inference import Inference, build_runner
@@ -84,7 +83,7 @@ class AdapterReference:
 
     def _set(self, values: list[Tensor]) -> None:
         _copy(values, self._weights())
-        for adapter in dora_adapters(adapters_of(self._model.model_chunks)):
+        for adapter in dora_adapters_of(self._model.model_chunks):
             adapter.forget_lengths()
 
 

@@ -66,6 +66,11 @@ def adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LinearAdapt
         yield from (module for module in model_chunk.modules() if isinstance(module, LinearAdapter))
 
 
+def dora_adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[DoraAdapter]:
+    """Yield the adapters of this rank that have magnitudes."""
+    return (adapter for adapter in adapters_of(model_chunks) if isinstance(adapter, DoraAdapter))
+
+
 @contextmanager
 def switched_off(model_chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Let the model compute without its adapters within the block."""

@@ -13,7 +13,7 @@ Source: Liu et al. 2024 (arXiv:2402.09353), sections 4.1 and 4.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -133,8 +133,3 @@ def factors_of(magnitudes: Tensor, lengths: Tensor) -> Tensor:
     """Return m / |·| [rows] fp32, the factors of rows with these lengths [rows]; 1 for rows of zeros."""
     is_zero = lengths == 0
     return torch.where(is_zero, 1.0, magnitudes.float() / torch.where(is_zero, 1.0, lengths))
-
-
-def dora_adapters(adapters: Iterable[LinearAdapter]) -> Iterator[DoraAdapter]:
-    """Yield those of some adapters that have magnitudes."""
-    return (adapter for adapter in adapters if isinstance(adapter, DoraAdapter))
