@@ -89,6 +89,15 @@ class ModelConfig:
     init_std: PositiveFloat = 0.02  # standard deviation of the initial weights
     sliding_window: Positive | None = None  # tokens that a token attends to, itself included; null: all before it
     global_attention_every: Positive | None = None  # every n-th layer has no window (Gemma 3: 6); null: all have it
+    attention_output_gate: bool = False  # a sigmoid gate, computed from the hidden state, on attention's output (Qwen3.5)
+    # Every n-th layer has attention, and all others the gated delta rule, a recurrent memory of fixed size (Qwen3.5: 4).
+    # null: all layers have attention, without the next five keys.
+    full_attention_every: Positive | None = None
+    linear_num_key_heads: Positive | None = None  # heads of queries and keys of the gated delta rule
+    linear_num_value_heads: Positive | None = None  # heads of its values, a multiple of linear_num_key_heads
+    linear_key_head_dim: Positive | None = None  # dimensions of such a head's queries and keys
+    linear_value_head_dim: Positive | None = None  # dimensions of such a head's values
+    linear_conv_kernel_dim: Positive | None = None  # inputs that each output of its causal convolution depends on
     # Rank of the latent that keys and values of all heads are computed from, which turns on multi-head latent attention
     # (DeepSeek-V2 and V3). null: ordinary attention, without the next four keys.
     kv_lora_rank: Positive | None = None

@@ -17,6 +17,7 @@ def check_model(model: ModelConfig) -> None:
     """
     _check_heads(model)
     _check_latents(model)
+    _check_delta_rule(model)
     _check_biases(model)
     _check_rope(model)
     _check_windows(model)
@@ -41,7 +42,7 @@ def _check_heads(model: ModelConfig) -> None:
 _OF_LATENTS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_WITH_LATENTS = (
     "head_dim", "qkv_bias", "qk_norm", "query_pre_attn_scalar", "sliding_window", "local_rope_base",
-    "partial_rotary_factor", "rope_interleaved", "linear_bias", "attention_sinks",
+    "partial_rotary_factor", "rope_interleaved", "linear_bias", "attention_sinks", "attention_output_gate",
 )  # fmt: skip
 
 
@@ -73,6 +74,42 @@ def _check_latents(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even: RoPE rotates pairs of dimensions"
         )
+
+
+_OF_DELTA_RULE = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
+
+
+def _check_delta_rule(model: ModelConfig) -> None:
+    every = model.full_attention_every
+    if every is None:
+        for key in _OF_DELTA_RULE:
+            if getattr(model, key) is not None:
+                raise ConfigError(
+                    f"model.{key}={getattr(model, key)} does nothing: with model.full_attention_every=null every layer "
+                    f"has attention; set model.full_attention_every, or leave model.{key} out"
+                )
+        return
+    if every == 1:
+        raise ConfigError("model.full_attention_every=1 gives every layer attention; set it to null, or to 2 or more")
+    for key in _OF_DELTA_RULE:
+        if getattr(model, key) is None:
+            raise ConfigError(f"model.{key}=null: model.full_attention_every={every} needs this key; set it")
+    groups, heads = model.linear_num_key_heads, model.linear_num_value_heads
+    assert groups is not None and heads is not None
+    if heads % groups:
+        raise ConfigError(
+            f"model.linear_num_value_heads={heads} must be a multiple of model.linear_num_key_heads={groups}"
+        )
+    for key in ("linear_bias", "kv_lora_rank", "sliding_window"):
+        value = getattr(model, key)
+        if value != getattr(_DEFAULT, key):
+            raise ConfigError(
+                f"model.{key}={str(value).lower()} is not supported with model.full_attention_every={every}; leave one "
+                "of them out"
+            )
 
 
 def _check_biases(model: ModelConfig) -> None:

@@ -52,6 +52,64 @@ class LatentShape:
         return self.nope + self.value
 
 
+@dataclass(frozen=True)
+class DeltaShape:
+    """The dimensions of the gated delta rule, for a model with `full_attention_every`.
+
+    A group is a head of queries and keys with its value heads.
+
+    Attributes:
+        groups: The number of groups.
+        values: The number of value heads in a group.
+        key: Dimensions of a group's queries and keys.
+        value: Dimensions of a value head.
+        kernel: Inputs that each output of the convolution depends on.
+    """
+
+    groups: int
+    values: int
+    key: int
+    value: int
+    kernel: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> DeltaShape:
+        """Return the dimensions of `model`.
+
+        Raises:
+            ValueError: One of them is null.
+        """
+        groups, heads = model.linear_num_key_heads, model.linear_num_value_heads
+        key, value, kernel = model.linear_key_head_dim, model.linear_value_head_dim, model.linear_conv_kernel_dim
+        if groups is None or heads is None or key is None or value is None or kernel is None:
+            raise ValueError(
+                f"the gated delta rule needs all of model.linear_num_key_heads={groups}, "
+                f"model.linear_num_value_heads={heads}, model.linear_key_head_dim={key}, "
+                f"model.linear_value_head_dim={value} and model.linear_conv_kernel_dim={kernel}"
+            )
+        return cls(groups, heads // groups, key, value, kernel)
+
+    @property
+    def convolved(self) -> int:
+        """Return the channels of a group that are convolved: its query, key and values."""
+        return 2 * self.key + self.values * self.value
+
+    @property
+    def recurrent(self) -> int:
+        """Return the numbers of a group that enter the rule: the channels, and each value head's strength and decay."""
+        return self.convolved + 2 * self.values
+
+    @property
+    def projected(self) -> int:
+        """Return the numbers of a group that are computed from a hidden state: also a gate for each value dimension."""
+        return self.recurrent + self.values * self.value
+
+
+def has_delta_rule(model: ModelConfig, layer: int) -> bool:
+    """Return whether a layer, counted from 0, has the gated delta rule instead of attention."""
+    return model.full_attention_every is not None and (layer + 1) % model.full_attention_every != 0
+
+
 def head_size(model: ModelConfig) -> int:
     """Return the dimensions of a head's queries, keys and values in a model without latents."""
     return model.head_dim or model.hidden_size // model.num_attention_heads

@@ -32,9 +32,11 @@ from megatron.core.transformer.transformer_layer import (
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.model_shape import has_delta_rule
 from rl_megatron.log import once
 from rl_megatron.model.layers.attention import PortableAttention, PortablePacking, PortableSelfAttention
 from rl_megatron.model.layers.gated_activation import GatedActivation
+from rl_megatron.model.layers.gated_delta import GatedDelta
 from rl_megatron.model.layers.latent_attention import LatentAttention
 from rl_megatron.model.layers.norms import NormedResidual, PortableRMSNorm
 from rl_megatron.model.layers.packed import PackedSequences
@@ -46,6 +48,7 @@ from rl_megatron.topology.topology import Topology
 _PORTABLE_ONLY = (
     "local_rope_base", "sandwich_norms", "kv_lora_rank", "first_dense_layers", "partial_rotary_factor",
     "rope_interleaved", "attention_sinks", "linear_bias",
+    "attention_output_gate", "full_attention_every",
 )  # fmt: skip
 _DEFAULT = ModelConfig()
 
@@ -113,7 +116,7 @@ def block_spec(
         return layer
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [
-        _portable_layer(model, config, has_experts=model.num_experts is not None and layer >= model.first_dense_layers)
+        _portable_layer(model, config, layer)
         for layer in range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     ]
     norm: Any = PortableRMSNorm  # the annotation asks for an instance, but megatron-core passes classes too
@@ -146,15 +149,19 @@ def packing_params(padded_lengths: Sequence[int], topology: Topology, backend: s
     )
 
 
-def _portable_layer(model: ModelConfig, config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+def _portable_layer(model: ModelConfig, config: TransformerConfig, layer: int) -> ModuleSpec:
     # Checkpoints have Transformer Engine's names, in which a norm is part of the linear that follows it.
-    attention, names = _latent_attention(model) if model.kv_lora_rank is not None else _self_attention(config)
+    if has_delta_rule(model, layer):
+        attention = ModuleSpec(module=GatedDelta, params={"model": model})
+        names = {"input_layernorm.": "self_attention.linear_in_proj.layer_norm_"}
+    else:
+        attention, names = _latent_attention(model) if model.kv_lora_rank is not None else _self_attention(config)
     parts = MLPSubmodules(
         linear_fc1=ColumnParallelLinear,
         activation_func=ModuleSpec(module=GatedActivation, params={"activation": model.activation}),
         linear_fc2=RowParallelLinear,
     )
-    if has_experts:
+    if model.num_experts is not None and layer >= model.first_dense_layers:
         experts, shared = _of_experts(SequentialMLP, parts), _of_experts(SharedExpertMLP, parts)
         mlp = _of_experts(MoELayer, MoESubmodules(experts, shared, BalancedRouter))
     else:

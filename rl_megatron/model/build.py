@@ -56,6 +56,7 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str, b
         add_bias_linear=model.linear_bias,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
+        attention_output_gate=model.attention_output_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method=_leave,  # `build_model` fills all weights, from numbers that do not depend on the layout

@@ -12,6 +12,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -212,8 +213,9 @@ def initialise_parameters(
     """Fill every parameter from (seed, global name, row), so that the model is the same in every layout.
 
     Weights are drawn from N(0, std²), and those that write into the residual stream from N(0, std²/(2·num_layers)), as
-    in GPT-2. Norms are `norm_weight`, and biases are 0. Numbers are drawn on the CPU, so that a GPU run starts from the
-    same weights.
+    in GPT-2. Norms are `norm_weight`, and biases are 0. Of the gated delta rule, the norm of outputs and the bias of
+    steps are 1, and the rates of decay are drawn from U(0.01, 16), as in transformers. Numbers are drawn on the CPU, so
+    that a GPU run starts from the same weights.
 
     Raises:
         RuntimeError: A parameter is missing from the sharding metadata.
@@ -221,13 +223,18 @@ def initialise_parameters(
     filled = 0
     for piece in pieces(model_chunks):
         filled += piece.tensor.numel()
-        if piece.name.endswith(("norm.weight", "norm_weight")):
+        if piece.name.endswith((".out_norm.weight", ".dt_bias")):
+            piece.tensor.fill_(1.0)
+        elif piece.name.endswith(".A_log"):
+            _fill(piece, seed, lambda rows, generator: rows.uniform_(0.01, 16, generator=generator).log_())
+        elif piece.name.endswith(("norm.weight", "norm_weight")):
             piece.tensor.fill_(norm_weight)
         elif piece.name.endswith("bias"):
             piece.tensor.zero_()
         else:
             writes_residual = piece.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-            _fill_normal(piece, seed, std / math.sqrt(2 * num_layers) if writes_residual else std)
+            own_std = std / math.sqrt(2 * num_layers) if writes_residual else std
+            _fill(piece, seed, partial(_draw_normal, std=own_std))
     built = sum(tensor.numel() for tensor in _saved_tensors(model_chunks))
     if filled != built:
         raise RuntimeError(f"initialised {filled} of {built} parameters: the sharding metadata lacks a module")
@@ -248,7 +255,12 @@ def _saved_tensors(model_chunks: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
         yield from (buffer for name, buffer in model_chunk.named_buffers() if name in saved)
 
 
-def _fill_normal(piece: Piece, seed: int, std: float) -> None:
+def _draw_normal(rows: Tensor, generator: torch.Generator, std: float) -> Tensor:
+    return rows.normal_(0.0, std, generator=generator)
+
+
+def _fill(piece: Piece, seed: int, draw: Callable[[Tensor, torch.Generator], Tensor]) -> None:
+    """Fill a piece with its part of what `draw` writes into the rows of the whole tensor."""
     if is_planned():  # the tensor has no data to fill
         return
     start, stop = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
@@ -257,6 +269,6 @@ def _fill_normal(piece: Piece, seed: int, std: float) -> None:
         low, high = block * _INIT_ROWS, min((block + 1) * _INIT_ROWS, piece.global_shape[0])
         digest = hashlib.blake2b(f"{seed}/{piece.name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        rows = torch.empty(high - low, *piece.global_shape[1:]).normal_(0.0, std, generator=generator)
+        rows = draw(torch.empty(high - low, *piece.global_shape[1:]), generator)
         first, last = max(low, start), min(high, stop)
         piece.tensor[first - start : last - start].copy_(rows[(slice(first - low, last - low), *columns)])

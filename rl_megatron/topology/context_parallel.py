@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -49,6 +50,31 @@ def zigzag_gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None, dim:
     parts = gather_and_reduce(x[None], cp_group).unbind(0)
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat([head for head, _ in halves] + [tail for _, tail in reversed(halves)], dim)
+
+
+def tokens_for_heads(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
+    """Return all ranks' tokens of a part of the heads, [cp·n, B, G/cp, …], from this rank's `[n, B, G, …]`.
+
+    The tokens are in rank order, and the ranks have the heads in their order. `heads_for_tokens` is the inverse.
+    """
+    if cp_group is None or cp_group.size() == 1:
+        return x
+    of_ranks = x.unflatten(2, (cp_group.size(), -1)).movedim(2, 0)
+    return all_to_all(cp_group, of_ranks).flatten(0, 1)
+
+
+def heads_for_tokens(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
+    """Return all heads of this rank's tokens, [n, B, G, …], from all ranks' tokens `[cp·n, B, G/cp, …]`."""
+    if cp_group is None or cp_group.size() == 1:
+        return x
+    of_ranks = x.unflatten(0, (cp_group.size(), -1))
+    return all_to_all(cp_group, of_ranks).movedim(0, 2).flatten(2, 3)
+
+
+def zigzag_order(sequence_length: int, cp_size: int, device: torch.device | None = None) -> Tensor:
+    """Return the index `[S]` of each position of a sequence among all ranks' tokens in rank order."""
+    held = [zigzag_positions(sequence_length, rank, cp_size, device) for rank in range(cp_size)]
+    return torch.cat(held).argsort()
 
 
 class _GatherAndReduce(torch.autograd.Function):

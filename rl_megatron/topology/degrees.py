@@ -189,6 +189,9 @@ def validate_model(model: ModelConfig, parallel: ParallelDegrees) -> None:
 
     divides("parallel.tensor", parallel.tensor, "model.num_attention_heads", model.num_attention_heads)
     divides("parallel.tensor", parallel.tensor, "model.num_query_groups", model.num_query_groups)
+    if model.linear_num_key_heads is not None:  # context-parallel ranks share them out once more
+        both = "parallel.tensor · parallel.context"
+        divides(both, parallel.tensor * parallel.context, "model.linear_num_key_heads", model.linear_num_key_heads)
     if model.num_experts is None or model.first_dense_layers:  # experts are not split by tensor parallelism
         divides("parallel.tensor", parallel.tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
     _check_pipeline(model, parallel)

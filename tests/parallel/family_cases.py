@@ -78,8 +78,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4, "intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2}
         | {"sliding_window": 5},
     ),
+    "qwen3_5": (
+        "Qwen3_5",
+        _rope(100.0, partial_rotary_factor=0.5, mrope_section=[1, 1, 1], mrope_interleaved=True)
+        | {"num_hidden_layers": 4, "head_dim": 12, "layer_types": ["linear_attention", "full_attention"] * 2}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5}
+        | {"linear_value_head_dim": 7, "linear_conv_kernel_dim": 3},
+    ),
 }
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # config classes that are not named after the model's class
+_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}  # config classes that are not named after the model's class
 
 
 def architecture(case: str) -> str:

@@ -24,10 +24,13 @@ from rl_megatron.model.families.mistral import MISTRAL
 from rl_megatron.model.families.mixtral import MIXTRAL
 from rl_megatron.model.families.qwen2 import QWEN2
 from rl_megatron.model.families.qwen3 import QWEN3
+from rl_megatron.model.families.qwen3_5 import QWEN3_5
 from rl_megatron.model.families.qwen3_moe import QWEN3_MOE
 
 # If several families can express a model, the first is used.
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3, GPT_OSS):
+for _family in (
+    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3, GPT_OSS, QWEN3_5,
+):  # fmt: skip
     register_family(_family)
 
 # Model keys that change neither the meaning of the weights nor the model's output.

@@ -32,7 +32,8 @@ _KINDS: dict[str, tuple[type | None, frozenset[str]]] = {
         ),
     ),
 }  # fmt: skip
-_OF_ALL_KINDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_OF_IMAGES = frozenset({"mrope_section", "mrope_interleaved"})  # a token of text has the same position in each section
+_OF_ALL_KINDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}) | _OF_IMAGES
 DEFAULT_BASE = 10_000.0
 
 

@@ -158,22 +158,25 @@ class TableBuilder:
             start += count
         self._shapes[name] = (start, *columns)
 
-    def interleaved(self, name: str, parts: dict[str, int], groups: int, *columns: int) -> None:
-        """Add a Megatron tensor in which Hugging Face tensors alternate, group by group.
+    def interleaved(self, name: str, blocks: Iterable[tuple[str, int]], groups: int, *columns: int) -> None:
+        """Add a Megatron tensor in which blocks of Hugging Face tensors alternate, group by group.
 
         Args:
             name: The Megatron tensor.
-            parts: The number of rows that each Hugging Face tensor has in each group, in their order within a group.
+            blocks: The Hugging Face tensor and the number of rows of each block of a group, in their order within it. A
+                tensor with several blocks has its first block of all groups first, then its second one, and so on.
             groups: The number of groups.
             *columns: The sizes of the other dimensions.
         """
-        stride = sum(parts.values())
+        blocks = list(blocks)
+        stride, start, placed = sum(count for _, count in blocks), 0, defaultdict(int)
         self._shapes[name] = (groups * stride, *columns)
-        start = 0
-        for hf_name, count in parts.items():
-            self._hf_shapes[hf_name] = (groups * count, *columns)
-            self._rows += [Rows(hf_name, g * count, name, g * stride + start, count) for g in range(groups)]
+        for hf_name, count in blocks:
+            first = placed[hf_name]
+            self._rows += [Rows(hf_name, first + g * count, name, g * stride + start, count) for g in range(groups)]
+            placed[hf_name] += groups * count
             start += count
+        self._hf_shapes |= {hf_name: (rows, *columns) for hf_name, rows in placed.items()}
 
     def of_slabs(self, hf_name: str, name: str, expert: int, *shape: int, step: int = 1) -> None:
         """Add a Megatron tensor of one expert, whose rows are columns of a tensor that stacks all experts.
@@ -249,12 +252,12 @@ def attention(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -
     """Add queries, keys and values, which Megatron interleaves by group, their norms if any, and the output."""
     hidden, head_dim, groups = model.hidden_size, head_size(model), model.num_query_groups
     hf, megatron = f"{hf}self_attn.", f"{megatron}self_attention."
-    queries = model.num_attention_heads // groups * head_dim
+    queries = (1 + model.attention_output_gate) * model.num_attention_heads // groups * head_dim
     sizes = {"q_proj": queries, "k_proj": head_dim, "v_proj": head_dim}
-    weights = {f"{hf}{part}.weight": rows for part, rows in sizes.items()}
+    weights = [(f"{hf}{part}.weight", rows) for part, rows in sizes.items()]
     table.interleaved(f"{megatron}linear_qkv.weight", weights, groups, hidden)
     if model.qkv_bias:
-        biases = {f"{hf}{part}.bias": rows for part, rows in sizes.items()}
+        biases = [(f"{hf}{part}.bias", rows) for part, rows in sizes.items()]
         table.interleaved(f"{megatron}linear_qkv.bias", biases, groups)
     if model.qk_norm:
         table.same(f"{hf}q_norm.weight", f"{megatron}q_layernorm.weight", head_dim)

@@ -93,7 +93,9 @@ class PortableRotaryEmbedding(RotaryEmbedding):
 class PortableSelfAttention(SelfAttention):
     """megatron-core's self-attention with our rotation of queries and keys.
 
-    It selects the layer's RoPE if layers with a window have their own.
+    It selects the layer's RoPE if layers with a window have their own. With `attention_output_gate`, each query head
+    has a gate behind its query among the rows of `linear_qkv`, as in Hugging Face checkpoints; megatron-core would put
+    the gates behind all queries of a group.
     """
 
     def forward(
@@ -116,7 +118,11 @@ class PortableSelfAttention(SelfAttention):
         if rotary_pos_emb.size(2) == 2:
             own = 0 if sliding_window(self.config, self.layer_number) is None else 1
             rotary_pos_emb = rotary_pos_emb[:, :, own : own + 1]
-        query, key, value = self._rotated(hidden_states, rotary_pos_emb)
+        gate = None
+        if self.config.attention_output_gate:
+            query, key, value, gate = self._gated(hidden_states, rotary_pos_emb)
+        else:
+            query, key, value = self._rotated(hidden_states, rotary_pos_emb)
         if self.checkpoint_core_attention and self.training:
             attended = self._checkpointed_attention_forward(
                 query, key, value, attention_mask, packed_seq_params=packed_seq_params
@@ -124,7 +130,25 @@ class PortableSelfAttention(SelfAttention):
         else:
             core: Any = self.core_attention
             attended = core(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        if gate is not None:
+            attended = (attended * gate.flatten(2).float().sigmoid()).type_as(attended)
         return self.linear_proj(attended)
+
+    def _gated(self, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the rotated query and key, the value, and the gate [S, B, N, D] of each query head."""
+        mixed, _ = self.linear_qkv(hidden)
+        size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        heads = mixed.unflatten(-1, (groups, -1, size))
+        queries, key, value = heads.split([heads.size(-2) - 2, 1, 1], dim=-2)
+        query, gate = (x.flatten(2, 3) for x in queries.unflatten(-2, (-1, 2)).unbind(-2))
+        key, value = key.squeeze(-2), value.squeeze(-2)
+        query, key = (
+            norm(x) if isinstance(norm, torch.nn.Module) else x
+            for norm, x in ((self.q_layernorm, query), (self.k_layernorm, key))
+        )
+        interleaved = self.config.rotary_interleaved
+        turned = (rotate(x, turns, interleaved=interleaved) for x in (query, key))
+        return *turned, value.contiguous(), gate
 
     def _rotated(self, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rotated query and key, and the value."""

@@ -27,13 +27,13 @@ class PortableRMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed `x` in its own dtype."""
         if not self.zero_centered:
-            return _rms_norm(x, self.weight, self.eps)
+            return scaled_rms_norm(x, self.weight, self.eps)
         # In bf16, 1 + w would lose most digits of w. The sum and the product are fp32, as in Gemma's own code.
-        return _rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).type_as(x)
+        return scaled_rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).type_as(x)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """Return torch's rms_norm over the last dimension. A GPU has a kernel for it, and a CPU has none."""
+def scaled_rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+    """Return torch's rms_norm over the last dimension, times `weight`. A GPU has a kernel for it, and a CPU has none."""
     if x.device.type != "cpu":
         return rms_norm(x, weight.shape, weight, eps)
     return _RMSNorm.apply(x, weight, eps)

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,18 @@ class PackedSequences:
     def pack(self, batches: Sequence[Tensor]) -> Tensor:
         """Return the tokens [T, …] of the buckets' batches [b·L/cp, …]."""
         return batches[0] if self.is_one_batch else _Pack.apply(self.slots, *batches)
+
+    @cached_property
+    def key_slots(self) -> Tensor:
+        """Return the index [T] of each token of all ranks, in rank order, among the keys of all buckets, in order.
+
+        Positions beyond a sequence's end read token 0, whose own place is before all of them.
+        """
+        (_, length), (_, local_length) = self.buckets[0].key_shape, self.buckets[0].query_shape
+        keys = torch.cat([bucket.keys for bucket in self.buckets])
+        slots = torch.arange(len(keys), device=keys.device)
+        places = keys.new_empty(len(self.slots) * length // local_length)
+        return places.scatter_reduce_(0, keys, slots, "amin", include_self=False)
 
     @property
     def _indices(self) -> list[Tensor]:

@@ -1,0 +1,108 @@
+"""Qwen3.5's text models without experts: the gated delta rule in most layers, gated attention in every n-th one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.model_shape import DeltaShape, has_delta_rule
+from rl_megatron.model.families.decoder import GLOBAL, read_decoder, write_decoder
+from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.hf_config import only
+from rl_megatron.model.families.table import Layer, TableBuilder, WeightTable, decoder, normed_attention, normed_mlp
+
+_DELTA_RULE = "linear_attention"  # the value of `layer_types` for a layer with the gated delta rule
+_PERIOD, _ROTATED = 4, 0.25  # defaults of transformers
+_SIZES = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Return the model section that a config.json describes.
+
+    Raises:
+        ConfigError: A key is missing or has a value that is not supported.
+    """
+    only(hf, attention_bias=False, attn_output_gate=True, mamba_ssm_dtype="float32")
+    return ModelConfig(
+        **read_decoder(hf, _ROTATED) | {"head_dim": hf["head_dim"]},  # required: transformers' default is 256
+        zero_centered_norm=True,
+        qk_norm=True,
+        attention_output_gate=True,
+        full_attention_every=_read_period(hf),
+        **{key: hf[key] for key in _SIZES},
+    )
+
+
+def _read_period(hf: Mapping[str, Any]) -> int:
+    """Return n, if every n-th layer has attention and all others have the gated delta rule."""
+    every = hf.get("full_attention_interval") or _PERIOD
+    kinds = hf.get("layer_types") or _layer_types(hf["num_hidden_layers"], every)
+    if GLOBAL in kinds:
+        every = kinds.index(GLOBAL) + 1
+    elif len(kinds) >= every:
+        every = len(kinds) + 1
+    if kinds != _layer_types(hf["num_hidden_layers"], every):
+        raise ConfigError(
+            f"layer_types={list(kinds)} is not supported; every n-th layer must be {GLOBAL}, and all others "
+            f"{_DELTA_RULE}"
+        )
+    return every
+
+
+def _layer_types(num_layers: int, every: int) -> list[str]:
+    return [GLOBAL if layer % every == 0 else _DELTA_RULE for layer in range(1, num_layers + 1)]
+
+
+def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
+    written = write_decoder(QWEN3_5.architecture, "qwen3_5_text", model, vocab_size)
+    written["rope_parameters"] |= {"partial_rotary_factor": model.partial_rotary_factor}
+    every = model.full_attention_every or 1
+    return written | {
+        "partial_rotary_factor": model.partial_rotary_factor,
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "full_attention_interval": every,
+        "layer_types": _layer_types(model.num_layers, every),
+        **{key: getattr(model, key) for key in _SIZES},
+    }
+
+
+def table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
+    return decoder(model, vocab_size, _attention_or_delta_rule, normed_mlp)
+
+
+def _attention_or_delta_rule(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+    if not has_delta_rule(model, layer.number):
+        normed_attention(table, model, layer)
+        return
+    _, hf, megatron = layer
+    hidden, shape = model.hidden_size, DeltaShape.of(model)
+    values = shape.values * shape.value
+    norm = f"{megatron}self_attention.linear_in_proj.layer_norm_weight"
+    table.same(f"{hf}input_layernorm.weight", norm, hidden)
+    hf, megatron = f"{hf}linear_attn.", f"{megatron}self_attention."
+    of_group = [(f"{hf}in_proj_qkv.weight", rows) for rows in (shape.key, shape.key, values)]
+    of_group += [(f"{hf}in_proj_{part}.weight", rows) for part, rows in zip("baz", (shape.values,) * 2 + (values,))]
+    table.interleaved(f"{megatron}linear_in_proj.weight", of_group, shape.groups, hidden)
+    channels = [(f"{hf}conv1d.weight", rows) for rows in (shape.key, shape.key, values)]
+    table.interleaved(f"{megatron}core_attention.conv", channels, shape.groups, 1, shape.kernel)
+    for name in ("A_log", "dt_bias"):
+        table.same(f"{hf}{name}", f"{megatron}core_attention.{name}", shape.groups * shape.values)
+    table.same(f"{hf}norm.weight", f"{megatron}out_norm.weight", shape.value)
+    table.same(f"{hf}out_proj.weight", f"{megatron}linear_proj.weight", hidden, shape.groups * values)
+
+
+def is_dropped(hf_name: str, model: ModelConfig) -> bool:
+    """Return whether a tensor belongs to the layers that predict several tokens, which transformers ignores, too."""
+    return hf_name.startswith("mtp.")
+
+
+_IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"})
+QWEN3_5 = Family("Qwen3_5ForCausalLM", read_config, write_config, table, is_dropped, _IGNORED)

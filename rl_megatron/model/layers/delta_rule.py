@@ -1,0 +1,102 @@
+"""The gated delta rule: a memory of fixed size per head, which each token corrects and reads.
+
+With a matrix S [key, value] that begins as 0, a token with query q, key k, value v, decay α and strength β does
+
+    S ← α·S + k·(β·(v − α·Sᵀk))ᵀ        o = Sᵀq
+
+It replaces what the memory returned for the key k by a mixture of that and v. All tokens of a chunk are computed
+together: with the products γ of decays since the chunk's begin and S at its begin, the corrections U of its tokens solve
+
+    (I + L)·U = β·V − (β·γ·K)·S         L_ij = β_i·(γ_i/γ_j)·(k_i·k_j)  for j < i
+
+Source: Yang, Kautz, Hatamizadeh 2024 (arXiv:2412.06464).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, softplus
+
+CHUNK = 64  # tokens that are computed together
+_EPSILON = 1e-6  # added to the squared length of a query or key
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, memory: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the output [B, L, G, R, Dv] of every token, and the memory [B, G, R, Dk, Dv] after the last one, in fp32.
+
+    R value heads share the queries and keys of a group.
+
+    Args:
+        query: [B, L, G, Dk]. It is scaled to length 1/√Dk.
+        key: [B, L, G, Dk]. It is scaled to length 1.
+        value: [B, L, G, R, Dv].
+        log_decay: [B, L, G, R], log α, at most 0.
+        strength: [B, L, G, R], β.
+        memory: [B, G, R, Dk, Dv] The memory before the first token, or None for 0.
+    """
+    length, size = query.size(1), query.size(-1)
+    chunk = min(CHUNK, length)
+    query, key = (_chunks(_unit(x.float()), chunk)[:, :, None] for x in (query, key))  # [B, G, 1, n, C, Dk]
+    query = query * size**-0.5
+    value, log_decay, strength = (
+        _chunks(x.float().flatten(2, 3), chunk).unflatten(1, value.shape[2:4])
+        for x in (value, log_decay[..., None], strength[..., None])
+    )  # [B, G, R, n, C, Dv or 1]
+    since_begin = log_decay.cumsum(-2)
+    to_end = (since_begin[..., -1:, :] - since_begin).exp()
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).triu(1)
+    decay = (since_begin - since_begin.mT).masked_fill(later, -torch.inf).exp()  # γ_i/γ_j of i ≥ j, and 0
+    lower = strength * decay * (key @ key.mT)
+    right = torch.cat([strength * value, strength * since_begin.exp() * key], dim=-1)
+    # The solver reads neither the diagonal nor what is above it.
+    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+    own, of_memory = solved.split([value.size(-1), size], dim=-1)
+    if memory is None:
+        memory = value.new_zeros(*value.shape[:3], size, value.size(-1))
+    kept, end = (to_end * key).mT, since_begin[..., -1:, :].exp()
+    memories, corrections = [], []
+    for number in range(value.size(3)):
+        memories.append(memory)
+        corrections.append(own[:, :, :, number] - of_memory[:, :, :, number] @ memory)
+        memory = end[:, :, :, number] * memory + kept[:, :, :, number] @ corrections[-1]
+    read = (since_begin.exp() * query) @ torch.stack(memories, dim=3)
+    output = read + (decay * (query @ key.mT)) @ torch.stack(corrections, dim=3)
+    return output.flatten(3, 4)[:, :, :, :length].permute(0, 3, 1, 2, 4), memory
+
+
+def log_decays(steps: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
+    """Return log α = −exp(log_rate)·softplus(steps + bias) in fp32; the last axis has one number for each head."""
+    return -log_rate.float().exp() * softplus(steps.float() + bias.float())
+
+
+def convolved(x: Tensor, weight: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the causal convolution of each channel over time, and its inputs with those before them.
+
+    Args:
+        x: [B, L, …] The inputs.
+        weight: […, K] The factors of an input and the K − 1 before it, the earliest first.
+        before: [B, K − 1, …] The inputs before the first one, or None for 0.
+
+    Returns:
+        The outputs [B, L, …], and the inputs from the earliest of `before` on, [B, K − 1 + L, …].
+    """
+    length, kernel = x.size(1), weight.size(-1)
+    if before is None:
+        before = x.new_zeros(x.size(0), kernel - 1, *x.shape[2:])
+    inputs = torch.cat([before, x], dim=1)
+    output = sum(inputs[:, first : first + length] * weight[..., first] for first in range(kernel))
+    assert isinstance(output, Tensor)  # a kernel has at least one factor
+    return output, inputs
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
+
+
+def _chunks(x: Tensor, chunk: int) -> Tensor:
+    """Return x [B, L, N, D] as [B, N, n, C, D], with zeros at the end, which leave the memory as it is."""
+    x = x.transpose(1, 2)
+    return pad(x, (0, 0, 0, -x.size(2) % chunk)).unflatten(2, (-1, chunk))

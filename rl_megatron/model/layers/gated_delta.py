@@ -1,0 +1,212 @@
+"""A layer's gated delta rule, which Qwen3.5 has in the place of attention in most layers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn.functional import silu
+
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.model_shape import DeltaShape
+from rl_megatron.model.layers.attention import PortablePacking
+from rl_megatron.model.layers.delta_rule import convolved, delta_rule, log_decays
+from rl_megatron.model.layers.norms import scaled_rms_norm
+from rl_megatron.topology.context_parallel import heads_for_tokens, tokens_for_heads, zigzag_order
+
+
+class GatedDelta(MegatronModule):
+    """The gated delta rule of a layer, with its projections, that replaces megatron-core's self-attention.
+
+        q, k, v, β, α, z = W_in·h                    per group: one query and key, and R values with their β, α and z
+        o = delta_rule(silu(conv(q, k, v)), sigmoid(β), −exp(A_log)·softplus(α + dt_bias))
+        output = W·(norm(o)·silu(z))
+
+    Tensor parallelism splits the groups, and context parallelism splits them once more for the delta rule itself: its
+    ranks exchange their tokens of all groups for all tokens of a part of the groups.
+
+    Shapes: hidden is [S, B, H], or [S/tp, B, H] under sequence parallelism; the result has the same shape.
+
+    Source: Yang, Kautz, Hatamizadeh 2024 (arXiv:2412.06464), and Qwen3.5 in transformers.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        model: ModelConfig,
+        pg_collection: ProcessGroupCollection,
+        **_: object,  # arguments that megatron-core passes to every attention
+    ):
+        super().__init__(config)
+        self.layer_number, self.tp_group = layer_number, pg_collection.tp
+        self.shape = shape = DeltaShape.of(model)
+        recomputed = config.recompute_modules or ()
+        self.recomputes = config.recompute_granularity == "selective" and "core_attn" in recomputed
+        assert config.init_method is not None and config.output_layer_init_method is not None
+        self.linear_in_proj = ColumnParallelLinear(
+            model.hidden_size, shape.groups * shape.projected, config=config, init_method=config.init_method, bias=False,
+            gather_output=False, skip_bias_add=False, is_expert=False, tp_group=self.tp_group,
+        )  # fmt: skip
+        self.core_attention = DeltaCore(config, shape, pg_collection)
+        self.out_norm = GatedRMSNorm(config, shape.value, self.tp_group)
+        self.linear_proj = RowParallelLinear(
+            shape.groups * shape.values * shape.value, model.hidden_size, config=config,
+            init_method=config.output_layer_init_method, bias=False, input_is_parallel=True, skip_bias_add=True,
+            is_expert=False, tp_group=self.tp_group,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,  # RoPE, which has no part in the delta rule, and megatron-core's inference
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output [S, B, H] and its bias, which is None.
+
+        Args:
+            hidden_states: [S, B, H].
+            attention_mask: Not used: the delta rule is causal.
+            packed_seq_params: The packing of a pack.
+        """
+        mixed, _ = self.linear_in_proj(hidden_states)
+        of_groups = mixed.unflatten(-1, (-1, self.shape.projected))
+        mixed, gate = of_groups.split([self.shape.recurrent, self.shape.values * self.shape.value], dim=-1)
+
+        def compute(mixed: Tensor) -> Tensor:
+            return self.core_attention(mixed, packed_seq_params=packed_seq_params)
+
+        output = checkpoint(compute, False, mixed) if self.recomputes and self.training else compute(mixed)
+        normed = self.out_norm(output, gate.unflatten(-1, (self.shape.values, -1)))
+        return self.linear_proj(normed.flatten(2))
+
+
+class DeltaStates(NamedTuple):
+    """What a sequence's next token needs of the earlier ones.
+
+    Attributes:
+        inputs: [B, K − 1, G, C] The last inputs of the convolution.
+        memory: [B, G, R, Dk, Dv] The memory, in fp32.
+    """
+
+    inputs: Tensor
+    memory: Tensor
+
+
+class DeltaCore(torch.nn.Module):
+    """The convolution and the gated delta rule of this rank's groups.
+
+    Its parameters belong to the groups: `conv` [G·C, 1, K], a factor of each convolved channel and input, `A_log` [G·R]
+    and `dt_bias` [G·R].
+    """
+
+    def __init__(self, config: TransformerConfig, shape: DeltaShape, pg_collection: ProcessGroupCollection):
+        super().__init__()
+        self.shape, self.tp_group, self.cp_group = shape, pg_collection.tp, pg_collection.cp
+        groups = shape.groups // config.tensor_model_parallel_size
+        sizes = {"conv": (groups * shape.convolved, 1, shape.kernel)}
+        sizes |= dict.fromkeys(("A_log", "dt_bias"), (groups * shape.values,))
+        for name, size in sizes.items():
+            weight = torch.empty(size, dtype=config.params_dtype, device=torch.cuda.current_device())
+            self.register_parameter(name, torch.nn.Parameter(weight))
+            set_tensor_model_parallel_attributes(self.get_parameter(name), True, 0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the place of the parameters, which tensor parallelism splits by rows, in the whole model."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, dict.fromkeys(state, 0), sharded_offsets,
+            tp_group=self.tp_group, dp_cp_group=(metadata or {})["dp_cp_group"],
+        )  # fmt: skip
+
+    def forward(self, mixed: Tensor, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
+        """Return the output [S, B, G, R, Dv], given queries, keys, values, strengths and decays [S, B, G, C]."""
+        whole = tokens_for_heads(mixed, self.cp_group)  # in rank order
+        if packed_seq_params is None:
+            output = self._padded(whole)
+        else:
+            assert isinstance(packed_seq_params, PortablePacking)
+            sequences, tokens = packed_seq_params.sequences, whole[:, 0]
+            batches = [tokens.index_select(0, each.keys).unflatten(0, each.key_shape) for each in sequences.buckets]
+            outputs = torch.cat([self.compute(batch)[0].flatten(0, 1) for batch in batches])
+            output = outputs.index_select(0, sequences.key_slots)[:, None]
+        return heads_for_tokens(output, self.cp_group)
+
+    def _padded(self, whole: Tensor) -> Tensor:
+        """Return the output of a padded batch whose tokens are in rank order."""
+        if self.cp_group.size() == 1:
+            return self.compute(whole.transpose(0, 1))[0].transpose(0, 1)
+        order = zigzag_order(len(whole), self.cp_group.size(), whole.device)
+        output, _ = self.compute(whole.index_select(0, order).transpose(0, 1))
+        return output.transpose(0, 1).index_select(0, order.argsort())
+
+    def compute(
+        self, mixed: Tensor, before: DeltaStates | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, DeltaStates]:
+        """Return the output [B, L, G, R, Dv] of sequences, and their states after the last token.
+
+        Args:
+            mixed: [B, L, G, C] The numbers of all groups of this rank, or of its part of them under context
+                parallelism.
+            before: The states before the first token, or None at the begin of the sequences.
+            lengths: [B] The tokens of each sequence, or None for L; what follows is not in the states.
+        """
+        shape, batch = self.shape, mixed.size(0)
+        groups = self._own_groups(mixed.size(2))
+        conv, log_rate, bias = (x.unflatten(0, (-1, size))[groups] for x, size in (
+            (self.conv.squeeze(1), shape.convolved), (self.A_log, shape.values), (self.dt_bias, shape.values),
+        ))  # fmt: skip
+        channels, strength, steps = mixed.split([shape.convolved, shape.values, shape.values], dim=-1)
+        channels, inputs = convolved(channels, conv, None if before is None else before.inputs)
+        query, key, value = silu(channels).split([shape.key, shape.key, shape.values * shape.value], dim=-1)
+        log_decay, strength = log_decays(steps, log_rate, bias), strength.sigmoid()
+        last = torch.full((batch,), mixed.size(1), device=mixed.device) if lengths is None else lengths
+        if lengths is not None:
+            read = (torch.arange(mixed.size(1), device=mixed.device) < lengths[:, None])[..., None, None]
+            log_decay, strength = log_decay * read, strength * read
+        output, memory = delta_rule(
+            query, key, value.unflatten(-1, (shape.values, -1)), log_decay, strength,
+            None if before is None else before.memory,
+        )  # fmt: skip
+        at = last[:, None] + torch.arange(shape.kernel - 1, device=mixed.device)
+        states = DeltaStates(inputs[torch.arange(batch, device=mixed.device)[:, None], at], memory)
+        return output.to(mixed.dtype), states
+
+    def _own_groups(self, count: int) -> slice:
+        """Return which of the rank's groups the delta rule computes here: all, or a part under context parallelism."""
+        first = self.cp_group.rank() * count if count < len(self.A_log) // self.shape.values else 0
+        return slice(first, first + count)
+
+
+class GatedRMSNorm(torch.nn.Module):
+    """The norm of each head's output, times silu of its gate. The norm's weight is the same for all heads."""
+
+    def __init__(self, config: TransformerConfig, size: int, tp_group: torch.distributed.ProcessGroup):
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.empty(size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.epsilon, self.tp_group = config.layernorm_epsilon, tp_group
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return norm(x)·silu(gate) of [..., D] in the dtype of x."""
+        # Each rank's heads have a part of the weight's gradient, and backward sums the parts.
+        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
+        return (scaled_rms_norm(x, weight, self.epsilon) * silu(gate.float())).type_as(x)
