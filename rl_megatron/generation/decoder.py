@@ -135,14 +135,16 @@ class Decoder:
         slots = list(range(first, first + len(texts)))
         if not any(texts):
             if not self.replica.shares_experts:
+                self.cache.clear(send(torch.tensor(slots), self.device))  # states of sequences that had these slots
                 return
             texts, slots = [(0,)], [self.cache.num_slots - 1]
         width = max(map(len, texts))
         place = {text: index for index, text in enumerate(dict.fromkeys(texts))}
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in place])
         sources = torch.tensor([place[text] for text in texts])
-        tokens, sources, at = send((tokens, sources, torch.tensor(slots)), self.device)
-        self.cache.write_prompts(at, sources, len(place))
+        lengths = torch.tensor([len(text) for text in place])
+        tokens, sources, at, lengths = send((tokens, sources, torch.tensor(slots), lengths), self.device)
+        self.cache.write_prompts(at, sources, lengths)
         self.replica.read(tokens)
 
     def _make_space(self, sequences: list[Ongoing]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rl_megatron.generation.slot_cache import SlotCache
 from rl_megatron.model.layers.attention import attend, sliding_window
+from rl_megatron.model.layers.gated_delta import DeltaCore
 
 # Sequence parallelism cannot split a single token. Transformer Engine's fused RoPE has the same positions for all
 # sequences of a batch, but here each has its own.
@@ -38,7 +39,9 @@ class KVCache(SlotCache):
         super().__init__(num_slots, capacity, next(models[0].parameters()).device, routing)
         attentions = [cast(Attention, layer.self_attention) for model in models for layer in model.decoder.layers]
         self.replaced = {
-            attention: CachedAttention(self, attention.config, attention.layer_number, _sinks_of(attention))
+            attention: CachedDelta(self, attention.core_attention, attention.layer_number)
+            if isinstance(attention.core_attention, DeltaCore)
+            else CachedAttention(self, attention.config, attention.layer_number, _sinks_of(attention))
             for attention in attentions
         }
 
@@ -53,7 +56,7 @@ class KVCache(SlotCache):
             raise RuntimeError("the cache was made without `routing`, so it keeps no experts")
         kept = self.experts[:, layer]
         if self.positions is None:
-            by_sequence = experts.short().view(-1, self.num_sequences, kept.size(-1)).transpose(0, 1)
+            by_sequence = experts.short().view(-1, len(self.lengths), kept.size(-1)).transpose(0, 1)
             kept[self.slots, : by_sequence.size(1)] = by_sequence[self.sources]
         else:
             kept[self.slots, self.positions] = experts.short()
@@ -81,6 +84,24 @@ class CachedAttention(torch.nn.Module):
             return attend(query, key, value, mask, self.softmax_scale, self.sinks)
         layer, scale = self.layer_number, self.softmax_scale
         return cache.attend_to_kept(layer, query[0], scale, self.window, self.sinks).flatten(1)[None]
+
+
+class CachedDelta(torch.nn.Module):
+    """The gated delta rule of new tokens, given the states of their own sequences."""
+
+    def __init__(self, cache: KVCache, core: DeltaCore, layer_number: int):
+        super().__init__()
+        self.__dict__["core"] = core  # not a part of this module, so that its parameters have no second name
+        self.cache, self.layer_number = weakref.proxy(cache), layer_number
+
+    def forward(self, mixed: Tensor, **_: object) -> Tensor:
+        """Return the output [S, B, G, R, Dv] of new tokens [S, B, G, C], and keep their states."""
+        cache, core = self.cache, self.__dict__["core"]
+        before = cache.states(self.layer_number, mixed.size(1))
+        lengths = cache.lengths if cache.positions is None else None
+        output, states = core.compute(mixed.transpose(0, 1), before, lengths)
+        cache.keep_states(self.layer_number, states)
+        return output.transpose(0, 1)
 
 
 def _sinks_of(attention: Attention) -> Tensor | None:

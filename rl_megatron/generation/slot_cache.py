@@ -1,4 +1,4 @@
-"""The keys and values of running sequences, and the attention of new tokens to them."""
+"""The keys, values and states of running sequences, and the attention of new tokens to them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rl_megatron.model.layers.delta_rule import DeltaStates
 from rl_megatron.model.layers.packed import causal_bias
 from rl_megatron.model.layers.sinks import attend_once_with_sinks
 
@@ -13,7 +14,7 @@ from rl_megatron.model.layers.sinks import attend_once_with_sinks
 class SlotCache:
     """The keys and values of every layer, for a number of slots of equal capacity. A slot holds one sequence.
 
-    It can also hold the experts to which the routers of this rank's layers sent the tokens.
+    Layers with the gated delta rule have states of fixed size instead (`DeltaStates`). The cache can also hold the experts to which the routers of this rank's layers sent the tokens.
 
     The token at position p of a slot's sequence is in column p. Before each forward pass, `write_prompts` or
     `write_tokens` says where the pass writes. Subclasses bring a model's layers to it.
@@ -36,18 +37,19 @@ class SlotCache:
             self.experts = torch.zeros(shape, dtype=torch.int16, device=device)
         # [slots, G, capacity, D] of each layer, so that the columns that a head reads are contiguous.
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._delta_states: dict[int, DeltaStates] = {}
         self._masks: dict[int | None, Tensor | None] = {}
 
-    def write_prompts(self, slots: Tensor, sources: Tensor, num_sequences: int) -> None:
+    def write_prompts(self, slots: Tensor, sources: Tensor, lengths: Tensor) -> None:
         """Let the next forward pass write the first columns of slots, and attend within itself.
 
         Args:
             slots: The slots, [b].
             sources: The sequence of the pass that each slot gets, [b].
-            num_sequences: The sequences of the pass.
+            lengths: The tokens of each sequence of the pass, without padding.
         """
         self.slots, self.sources, self.positions, self.width = slots, sources, None, 0
-        self.num_sequences = num_sequences
+        self.lengths = lengths
         self._masks.clear()
 
     def write_tokens(self, slots: Tensor, positions: Tensor, width: int) -> None:
@@ -92,6 +94,22 @@ class SlotCache:
             output = attend_once_with_sinks(queries, keys, values, sinks, mask, scale)
         return output.flatten(1, 2)
 
+    def states(self, layer: int, num_sequences: int) -> DeltaStates | None:
+        """Return a layer's states before the pass of the first n slots, or None if all of them are 0."""
+        if self.positions is None or layer not in self._delta_states:
+            return None
+        return DeltaStates(*(state[:num_sequences] for state in self._delta_states[layer]))
+
+    def keep_states(self, layer: int, states: DeltaStates) -> None:
+        """Keep the states of a layer after the pass."""
+        if layer not in self._delta_states:
+            self._delta_states[layer] = DeltaStates(*(x.new_zeros(self.num_slots, *x.shape[1:]) for x in states))
+        for kept, new in zip(self._delta_states[layer], states, strict=True):
+            if self.positions is None:
+                kept[self.slots] = new[self.sources]
+            else:
+                kept[: len(new)] = new
+
     def mask(self, num_new: int, window: int | None, like: Tensor) -> Tensor | None:
         """Return the mask of a layer with this window. It is made once for all layers of a forward pass.
 
@@ -127,9 +145,15 @@ class SlotCache:
             self.experts = self._enlarged(self.experts)
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = self._enlarged(keys), self._enlarged(values)
+        for layer, states in self._delta_states.items():
+            more = [num_slots - len(state) for state in states]
+            self._delta_states[layer] = DeltaStates(
+                *(torch.cat([x, x.new_zeros(n, *x.shape[1:])]) for x, n in zip(states, more, strict=True))
+            )
 
     def _tensors(self) -> list[Tensor]:
-        tensors = [tensor for pair in self._layers.values() for tensor in pair]
+        kept = (*self._layers.values(), *self._delta_states.values())
+        tensors = [tensor for of_layer in kept for tensor in of_layer]
         return tensors if self.experts is None else [*tensors, self.experts]
 
     def _empty_like(self, new: Tensor) -> Tensor:

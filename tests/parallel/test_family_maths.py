@@ -16,6 +16,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
+    Qwen3_5TextConfig,
 )
 
 from rl_megatron.batching.config import Batching
@@ -75,6 +76,13 @@ CONFIGS = {
         rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
                          "rope_theta": 100.0, "truncate": False},
     ),
+    "qwen3_5": Qwen3_5TextConfig(
+        **SMALL, num_hidden_layers=4, intermediate_size=56, num_key_value_heads=2, head_dim=20,
+        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=4, linear_num_value_heads=12,
+        linear_key_head_dim=10, linear_value_head_dim=14, linear_conv_kernel_dim=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5,
+                         "mrope_section": [2, 2, 1], "mrope_interleaved": True},
+    ),
     "llama yarn": LlamaConfig(
         **SMALL, num_hidden_layers=2, intermediate_size=56, num_key_value_heads=2, head_dim=20,
         rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
@@ -116,6 +124,14 @@ LAYOUTS = {
         "context 2": (2, {"context": 2}, Batching(sequences=3)),
         "context 2 packed": (2, {"context": 2}, PACKED),
         "expert 2": (2, {"expert": 2}, PACKED),
+    },
+    "qwen3_5": {
+        "tensor 2": (2, {"tensor": 2}, PACKED),
+        "tensor 2 sequence, recomputed": (2, {"tensor": 2, "sequence": True}, Batching(sequences=3), "full"),
+        "pipeline 2 interleaved packed": (2, {"pipeline": 2, "virtual_pipeline": 2}, PACKED),
+        "context 2": (2, {"context": 2}, Batching(sequences=3)),
+        "context 2 packed, recomputed": (2, {"context": 2}, PACKED, "selective"),
+        "tensor 2 context 2 packed": (4, {"tensor": 2, "sequence": True, "context": 2}, PACKED),
     },
     "llama yarn": {"context 2 packed": (2, {"context": 2}, PACKED)},
     "llama3": {},

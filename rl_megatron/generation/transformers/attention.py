@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import AttentionInterface, PreTrainedModel
 
 from rl_megatron.generation.slot_cache import SlotCache
+from rl_megatron.model.layers.delta_rule import DeltaStates, convolve, delta_rule, log_decays
 from rl_megatron.model.layers.sinks import attend_with_sinks
 
 ATTENTION = "rl_megatron"  # its name in transformers, which makes no masks for an attention that it does not know
@@ -90,6 +91,34 @@ def _attend(
     cache: CachedAttention = module.__dict__["slot_cache"]
     layer = module.__dict__["layer_idx"]
     return cache.attend(layer, query, key, value, scaling, sliding_window, s_aux), None
+
+
+def gated_delta(module: torch.nn.Module, hidden_states: Tensor, **_: Any) -> Tensor:
+    """Return the output [B, S, H] of a layer with the gated delta rule, whose states are cached.
+
+    It takes the place of the module's `forward`, which would keep them in a cache of transformers.
+
+    Args:
+        module: A gated delta net of Qwen3.5 in transformers.
+        hidden_states: [B, S, H].
+    """
+    net: Any = module
+    cache, layer = module.__dict__["slot_cache"], module.__dict__["layer_idx"]
+    before, lengths = cache.states(layer, len(hidden_states)), cache.lengths if cache.positions is None else None
+    groups, values = net.num_k_heads, net.num_v_heads // net.num_k_heads
+    channels, inputs = convolve(
+        net.in_proj_qkv(hidden_states), net.conv1d.weight.squeeze(1), None if before is None else before.inputs, lengths
+    )
+    query, key, value = silu(channels).split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
+    steps, strength = (project(hidden_states).unflatten(-1, (groups, values)) for project in (net.in_proj_a, net.in_proj_b))
+    log_rate, bias = (x.unflatten(0, (groups, values)) for x in (net.A_log, net.dt_bias))
+    output, memory = delta_rule(
+        query.unflatten(-1, (groups, -1)), key.unflatten(-1, (groups, -1)), value.unflatten(-1, (groups, values, -1)),
+        log_decays(steps, log_rate, bias), strength.sigmoid(), None if before is None else before.memory, lengths,
+    )  # fmt: skip
+    cache.keep_states(layer, DeltaStates(inputs, memory))
+    gate = net.in_proj_z(hidden_states).unflatten(-1, (groups, values, -1))
+    return net.out_proj(net.norm(output.to(hidden_states.dtype), gate).flatten(2))
 
 
 AttentionInterface.register(ATTENTION, _attend)

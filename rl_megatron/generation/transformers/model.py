@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import chain
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rl_megatron.generation.transformers.attention import ATTENTION
+from rl_megatron.generation.transformers.attention import ATTENTION, gated_delta
 from rl_megatron.weight_sync.plan import RefitPlan
 
 # Part of a module's name in transformers → its name in checkpoints, by model_type, if they differ.
@@ -18,6 +19,7 @@ _RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}
 # Routers of transformers that compute in the weights' dtype. The trainer's router computes in fp32, because bf16 scores
 # often tie, and another choice of experts gives other logits.
 _ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter", "GptOssTopKRouter")
+_DELTA_NETS = ("Qwen3_5GatedDeltaNet",)
 _EXPERT_PARTS = {"mixtral": ("w1", "w3", "w2")}  # gate, up, down
 
 
@@ -38,6 +40,8 @@ def build_model(plan: RefitPlan, device: torch.device) -> PreTrainedModel:
     for module in model.modules():
         if type(module).__name__ in _ROUTERS:
             _route_in_fp32(module)
+        if type(module).__name__ in _DELTA_NETS:
+            module.forward = partial(gated_delta, module)
     return model.eval().requires_grad_(False)
 
 

@@ -14,6 +14,8 @@ Source: Yang, Kautz, Hatamizadeh 2024 (arXiv:2412.06464).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
@@ -22,8 +24,26 @@ CHUNK = 64  # tokens that are computed together
 _EPSILON = 1e-6  # added to the squared length of a query or key
 
 
+class DeltaStates(NamedTuple):
+    """What a sequence's next token needs of the earlier ones.
+
+    Attributes:
+        inputs: [B, K − 1, …] The last inputs of the convolution.
+        memory: [B, G, R, Dk, Dv] The memory, in fp32.
+    """
+
+    inputs: Tensor
+    memory: Tensor
+
+
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, memory: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    strength: Tensor,
+    memory: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, L, G, R, Dv] of every token, and the memory [B, G, R, Dk, Dv] after the last one, in fp32.
 
@@ -36,8 +56,12 @@ def delta_rule(
         log_decay: [B, L, G, R], log α, at most 0.
         strength: [B, L, G, R], β.
         memory: [B, G, R, Dk, Dv] The memory before the first token, or None for 0.
+        lengths: [B] The tokens of each sequence, or None for L. Those that follow leave the memory as it is.
     """
     length, size = query.size(1), query.size(-1)
+    if lengths is not None:
+        within = (torch.arange(length, device=lengths.device) < lengths[:, None])[..., None, None]
+        log_decay, strength = log_decay * within, strength * within
     chunk = min(CHUNK, length)
     query, key = (_chunks(_unit(x.float()), chunk)[:, :, None] for x in (query, key))  # [B, G, 1, n, C, Dk]
     query = query * size**-0.5
@@ -72,16 +96,16 @@ def log_decays(steps: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
     return -log_rate.float().exp() * softplus(steps.float() + bias.float())
 
 
-def convolved(x: Tensor, weight: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the causal convolution of each channel over time, and its inputs with those before them.
+def convolve(
+    x: Tensor, weight: Tensor, before: Tensor | None = None, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the causal convolution [B, L, …] of each channel over time, and the last inputs [B, K − 1, …].
 
     Args:
         x: [B, L, …] The inputs.
         weight: […, K] The factors of an input and the K − 1 before it, the earliest first.
         before: [B, K − 1, …] The inputs before the first one, or None for 0.
-
-    Returns:
-        The outputs [B, L, …], and the inputs from the earliest of `before` on, [B, K − 1 + L, …].
+        lengths: [B] The tokens of each sequence, or None for L.
     """
     length, kernel = x.size(1), weight.size(-1)
     if before is None:
@@ -89,7 +113,10 @@ def convolved(x: Tensor, weight: Tensor, before: Tensor | None = None) -> tuple[
     inputs = torch.cat([before, x], dim=1)
     output = sum(inputs[:, first : first + length] * weight[..., first] for first in range(kernel))
     assert isinstance(output, Tensor)  # a kernel has at least one factor
-    return output, inputs
+    if lengths is None:
+        return output, inputs[:, length:]
+    last = lengths[:, None] + torch.arange(kernel - 1, device=x.device)
+    return output, inputs[torch.arange(len(x), device=x.device)[:, None], last]
 
 
 def _unit(x: Tensor) -> Tensor:

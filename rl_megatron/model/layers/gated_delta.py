@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -23,7 +23,7 @@ from torch.nn.functional import silu
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import DeltaShape
 from rl_megatron.model.layers.attention import PortablePacking
-from rl_megatron.model.layers.delta_rule import convolved, delta_rule, log_decays
+from rl_megatron.model.layers.delta_rule import DeltaStates, convolve, delta_rule, log_decays
 from rl_megatron.model.layers.norms import scaled_rms_norm
 from rl_megatron.topology.context_parallel import heads_for_tokens, tokens_for_heads, zigzag_order
 
@@ -96,18 +96,6 @@ class GatedDelta(MegatronModule):
         return self.linear_proj(normed.flatten(2))
 
 
-class DeltaStates(NamedTuple):
-    """What a sequence's next token needs of the earlier ones.
-
-    Attributes:
-        inputs: [B, K − 1, G, C] The last inputs of the convolution.
-        memory: [B, G, R, Dk, Dv] The memory, in fp32.
-    """
-
-    inputs: Tensor
-    memory: Tensor
-
-
 class DeltaCore(torch.nn.Module):
     """The convolution and the gated delta rule of this rank's groups.
 
@@ -168,26 +156,17 @@ class DeltaCore(torch.nn.Module):
             before: The states before the first token, or None at the begin of the sequences.
             lengths: [B] The tokens of each sequence, or None for L; what follows is not in the states.
         """
-        shape, batch = self.shape, mixed.size(0)
-        groups = self._own_groups(mixed.size(2))
-        conv, log_rate, bias = (x.unflatten(0, (-1, size))[groups] for x, size in (
-            (self.conv.squeeze(1), shape.convolved), (self.A_log, shape.values), (self.dt_bias, shape.values),
-        ))  # fmt: skip
+        shape, own = self.shape, self._own_groups(mixed.size(2))
+        conv = self.conv.squeeze(1).unflatten(0, (-1, shape.convolved))[own]
+        log_rate, bias = (x.unflatten(0, (-1, shape.values))[own] for x in (self.A_log, self.dt_bias))
         channels, strength, steps = mixed.split([shape.convolved, shape.values, shape.values], dim=-1)
-        channels, inputs = convolved(channels, conv, None if before is None else before.inputs)
+        channels, inputs = convolve(channels, conv, None if before is None else before.inputs, lengths)
         query, key, value = silu(channels).split([shape.key, shape.key, shape.values * shape.value], dim=-1)
-        log_decay, strength = log_decays(steps, log_rate, bias), strength.sigmoid()
-        last = torch.full((batch,), mixed.size(1), device=mixed.device) if lengths is None else lengths
-        if lengths is not None:
-            read = (torch.arange(mixed.size(1), device=mixed.device) < lengths[:, None])[..., None, None]
-            log_decay, strength = log_decay * read, strength * read
         output, memory = delta_rule(
-            query, key, value.unflatten(-1, (shape.values, -1)), log_decay, strength,
-            None if before is None else before.memory,
+            query, key, value.unflatten(-1, (shape.values, -1)), log_decays(steps, log_rate, bias), strength.sigmoid(),
+            None if before is None else before.memory, lengths,
         )  # fmt: skip
-        at = last[:, None] + torch.arange(shape.kernel - 1, device=mixed.device)
-        states = DeltaStates(inputs[torch.arange(batch, device=mixed.device)[:, None], at], memory)
-        return output.to(mixed.dtype), states
+        return output.to(mixed.dtype), DeltaStates(inputs, memory)
 
     def _own_groups(self, count: int) -> slice:
         """Return which of the rank's groups the delta rule computes here: all, or a part under context parallelism."""
