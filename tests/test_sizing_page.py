@@ -11,6 +11,7 @@ import torch
 from docs import generate_sizing as sizing
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.model_shape import LayerKind
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation import kv_cache
@@ -152,7 +153,7 @@ def test_the_formula_gives_the_activations_of_a_layer(ranks, qk_norm):
         return (four - two) / 2
 
     assert elements_of_a_layer("full") == dense.hidden_size
-    formula = layer_activation_elements(dense, has_experts=False)
+    formula = layer_activation_elements(dense, LayerKind())
     assert formula <= elements_of_a_layer("none") <= 1.1 * formula  # the page says 1.0 to 1.1
     assert elements_of_a_layer("selective") == pytest.approx(elements_of_a_layer("none"), rel=0.1)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.model_shape import LatentShape, head_size
+from rl_megatron.config.model_shape import DeltaShape, LatentShape, LayerKind, head_size
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class SequenceCost:
     In FLOPs of one forward and backward pass:
 
         per_token = 6 · (matmul parameters that a token passes through)
-        per_pair  = 6 · layers · heads · (head_dim of keys + head_dim of values) / 2
+        per_pair  = 6 · layers with attention · heads · (head_dim of keys + head_dim of values) / 2
 
     A matmul parameter takes a multiplication and an addition in the forward pass, and as many again for either gradient
     in the backward pass: 2 + 4. Attention multiplies queries with keys and probabilities with values: per layer 2·l²
@@ -50,18 +50,32 @@ class SequenceCost:
         Counted are attention's projections, the three matrices of SwiGLU (of a mixture of experts: the router's and
         those of the experts that a token visits) and the output head, which is a matmul even if it is the embedding.
         Not counted are norms, biases, the embedding's look-up, what `model.recompute` computes again, and what a
-        sliding window saves.
+        sliding window saves. The gated delta rule handles each token on its own.
         """
         attention, width = _attention(model)
+        with_delta_rule = sum(LayerKind.of(model, layer).has_delta_rule for layer in range(model.num_layers))
+        with_attention = model.num_layers - with_delta_rule
         mlp = 3 * model.hidden_size * model.ffn_hidden_size
         dense_layers = model.num_layers if model.num_experts is None else model.first_dense_layers
-        layers = model.num_layers * attention + dense_layers * mlp
+        layers = with_attention * attention + dense_layers * mlp
+        if with_delta_rule:
+            layers += with_delta_rule * _delta_rule(model)
         if model.num_experts is not None:
             visited = model.experts_per_token * (model.expert_ffn_hidden_size or model.ffn_hidden_size)
             visited += model.shared_expert_ffn_hidden_size or 0
             layers += (model.num_layers - dense_layers) * model.hidden_size * (3 * visited + model.num_experts)
         parameters = layers + vocab_size * model.hidden_size
-        return cls(per_token=6.0 * parameters, per_pair=6.0 * model.num_layers * width)
+        return cls(per_token=6.0 * parameters, per_pair=6.0 * with_attention * width)
+
+
+def _delta_rule(model: ModelConfig) -> int:
+    """Return the matmul parameters of a layer's gated delta rule, and the elements of its memories three times.
+
+    A token passes through each memory three times: it is corrected for what it holds, written to it and read from it.
+    """
+    shape = DeltaShape.of(model)
+    projections = model.hidden_size * (shape.projected + shape.values * shape.value)
+    return shape.groups * (projections + 3 * shape.values * shape.key * shape.value)
 
 
 def _attention(model: ModelConfig) -> tuple[int, float]:
@@ -69,7 +83,8 @@ def _attention(model: ModelConfig) -> tuple[int, float]:
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.kv_lora_rank is None:
         head_dim = head_size(model)
-        return hidden * (2 * heads + 2 * model.num_query_groups) * head_dim, heads * head_dim
+        of_heads = (2 + model.attention_output_gate) * heads
+        return hidden * (of_heads + 2 * model.num_query_groups) * head_dim, heads * head_dim
     shape = LatentShape.of(model)
     if model.q_lora_rank is None:
         queries = hidden * heads * shape.query

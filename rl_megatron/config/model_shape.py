@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_megatron.config.model import ModelConfig
 
@@ -105,9 +105,25 @@ class DeltaShape:
         return self.recurrent + self.values * self.value
 
 
-def has_delta_rule(model: ModelConfig, layer: int) -> bool:
-    """Return whether a layer, counted from 0, has the gated delta rule instead of attention."""
-    return model.full_attention_every is not None and (layer + 1) % model.full_attention_every != 0
+class LayerKind(NamedTuple):
+    """What a layer is made of.
+
+    Attributes:
+        has_experts: Whether it has experts instead of a dense MLP.
+        has_delta_rule: Whether it has the gated delta rule instead of attention.
+    """
+
+    has_experts: bool = False
+    has_delta_rule: bool = False
+
+    @classmethod
+    def of(cls, model: ModelConfig, layer: int) -> LayerKind:
+        """Return the kind of a layer, counted from 0."""
+        every = model.full_attention_every
+        return cls(
+            has_experts=model.num_experts is not None and layer >= model.first_dense_layers,
+            has_delta_rule=every is not None and (layer + 1) % every != 0,
+        )
 
 
 def head_size(model: ModelConfig) -> int:

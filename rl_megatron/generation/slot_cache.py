@@ -14,7 +14,8 @@ from rl_megatron.model.layers.sinks import attend_once_with_sinks
 class SlotCache:
     """The keys and values of every layer, for a number of slots of equal capacity. A slot holds one sequence.
 
-    Layers with the gated delta rule have states of fixed size instead (`DeltaStates`). The cache can also hold the experts to which the routers of this rank's layers sent the tokens.
+    Layers with the gated delta rule have states of fixed size instead (`DeltaStates`). The cache can also hold the
+    experts to which the routers of this rank's layers sent the tokens.
 
     The token at position p of a slot's sequence is in column p. Before each forward pass, `write_prompts` or
     `write_tokens` says where the pass writes. Subclasses bring a model's layers to it.

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.model_shape import has_delta_rule
+from rl_megatron.config.model_shape import LayerKind
 from rl_megatron.log import once
 from rl_megatron.model.layers.attention import PortableAttention, PortablePacking, PortableSelfAttention
 from rl_megatron.model.layers.gated_activation import GatedActivation
@@ -47,8 +47,7 @@ from rl_megatron.topology.topology import Topology
 # others, but they have not been tried.
 _PORTABLE_ONLY = (
     "local_rope_base", "sandwich_norms", "kv_lora_rank", "first_dense_layers", "partial_rotary_factor",
-    "rope_interleaved", "attention_sinks", "linear_bias",
-    "attention_output_gate", "full_attention_every",
+    "rope_interleaved", "attention_sinks", "linear_bias", "attention_output_gate", "full_attention_every",
 )  # fmt: skip
 _DEFAULT = ModelConfig()
 
@@ -116,7 +115,7 @@ def block_spec(
         return layer
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [
-        _portable_layer(model, config, layer)
+        _portable_layer(model, config, LayerKind.of(model, layer))
         for layer in range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     ]
     norm: Any = PortableRMSNorm  # the annotation asks for an instance, but megatron-core passes classes too
@@ -149,9 +148,9 @@ def packing_params(padded_lengths: Sequence[int], topology: Topology, backend: s
     )
 
 
-def _portable_layer(model: ModelConfig, config: TransformerConfig, layer: int) -> ModuleSpec:
+def _portable_layer(model: ModelConfig, config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
     # Checkpoints have Transformer Engine's names, in which a norm is part of the linear that follows it.
-    if has_delta_rule(model, layer):
+    if kind.has_delta_rule:
         attention = ModuleSpec(module=GatedDelta, params={"model": model})
         names = {"input_layernorm.": "self_attention.linear_in_proj.layer_norm_"}
     else:
@@ -161,7 +160,7 @@ def _portable_layer(model: ModelConfig, config: TransformerConfig, layer: int) -
         activation_func=ModuleSpec(module=GatedActivation, params={"activation": model.activation}),
         linear_fc2=RowParallelLinear,
     )
-    if model.num_experts is not None and layer >= model.first_dense_layers:
+    if kind.has_experts:
         experts, shared = _of_experts(SequentialMLP, parts), _of_experts(SharedExpertMLP, parts)
         mlp = _of_experts(MoELayer, MoESubmodules(experts, shared, BalancedRouter))
     else:

@@ -17,9 +17,10 @@ from typing import Self
 from rl_megatron.batching.microbatch import padded_lengths
 from rl_megatron.batching.packing import round_up
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.model_shape import LatentShape, head_size
+from rl_megatron.config.model_shape import DeltaShape, LatentShape, LayerKind, head_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.logprobs.linear import default_block_tokens
+from rl_megatron.model.delta_flops import NO_DELTA, DeltaFlops, delta_rule_flops
 from rl_megatron.model.sharded_shape import Head, ShardedShape
 from rl_megatron.topology.degrees import SequenceLayout
 
@@ -106,6 +107,22 @@ class MicrobatchShape:
             longest = max(lengths)
             found.append((lengths, longest, len(set(lengths)) > 1 or (window is not None and window < longest)))
         return found
+
+    def delta_rule(self, model: ModelConfig, shards: int) -> DeltaFlops:
+        """Return the operations of a layer's gated delta rule on a rank.
+
+        Args:
+            model: The model section.
+            shards: The ranks that split its groups.
+        """
+        shape = DeltaShape.of(model)
+        forward = backward = needed = 0
+        for lengths, longest, _ in self._attending_together(None):
+            of_sequence = delta_rule_flops(shape, longest)
+            forward += len(lengths) * of_sequence.forward
+            backward += len(lengths) * of_sequence.backward
+            needed += sum(delta_rule_flops(shape, length).needed for length in lengths)
+        return DeltaFlops(forward // shards, backward // shards, needed // shards)
 
     def predicting(self, *, all_tokens: bool) -> list[tuple[int, int]]:
         """Return the tokens of each sequence that predict a token which is read, as (first, last + 1).
@@ -197,28 +214,29 @@ def forward_flops(
         context_rank: The place of the rank in its context-parallel group, on which the fused head's tokens depend.
     """
     model, parallel = shape.model, shape.parallel
-    counts = shape.layer_counts(stage)
-    linear = sum(
-        count * layer_matmul_flops(shape, bool(kind), microbatch.tokens) for kind, count in enumerate(counts) if count
-    )
+    counts = shape.layer_counts(stage).items()
+    linear = sum(count * layer_matmul_flops(shape, kind, microbatch.tokens) for kind, count in counts)
     of_keys, of_values = _head_sizes(model)
     windows, context = shape.windows(stage).items(), parallel.context
     pairs = sum(count * microbatch.pairs(context, window) for window, count in windows)
     computed = sum(count * microbatch.computed_pairs(context, window) for window, count in windows)
     needed = sum(count * microbatch.needed_pairs(context, window) for window, count in windows)
-    scores = 2 * model.num_attention_heads // parallel.tensor * pairs
+    per_pair = 2 * model.num_attention_heads // parallel.tensor * (of_keys + of_values)
+    delta_layers = sum(count for kind, count in counts if kind.has_delta_rule)
+    delta = microbatch.delta_rule(model, parallel.tensor * context).times(delta_layers) if delta_layers else NO_DELTA
+    attention = per_pair * pairs + delta.forward
     head = again = 0
     if stage == parallel.pipeline - 1:
         read = _read_tokens(shape, microbatch, all_tokens, _head_shards(shape), context_rank) if fused_head else None
         head, again = _head_flops(shape, microbatch.tokens, read, block_tokens)
     return ForwardFlops(
         linear,
-        scores * (of_keys + of_values),
-        scores * (3 * of_keys + 2 * of_values),
+        attention,
+        per_pair // (of_keys + of_values) * pairs * (3 * of_keys + 2 * of_values) + delta.backward,
         head,
         again,
-        computed_share=computed / pairs if pairs else 1.0,
-        needed_share=needed / pairs if pairs else 1.0,
+        computed_share=(per_pair * computed + delta.forward) / attention if attention else 1.0,
+        needed_share=(per_pair * needed + delta.needed) / attention if attention else 1.0,
     )
 
 
@@ -245,18 +263,18 @@ def _causal_pairs(length: int, window: int | None) -> float:
     return length * window - window**2 / 2
 
 
-def layer_matmul_flops(shape: ShardedShape, has_experts: bool, tokens: int) -> int:
+def layer_matmul_flops(shape: ShardedShape, kind: LayerKind, tokens: int) -> int:
     """Return the operations of a layer's matrix products in the forward pass, on one rank.
 
     Args:
         shape: The model in its layout.
-        has_experts: Whether the layer has experts instead of a dense MLP.
+        kind: The kind of the layer.
         tokens: The tokens of the microbatch, over all ranks that share it.
     """
     model, parallel = shape.model, shape.parallel
     local = tokens // parallel.context
     between = local // parallel.tensor if parallel.sequence else local  # the tokens of a rank between matrix products
-    split, whole = _layer_weights(model, has_experts)
+    split, whole = _layer_weights(model, kind)
     return 2 * (local * split // parallel.tensor + between * whole)
 
 
@@ -270,23 +288,24 @@ def decoding_flops(shape: ShardedShape, stage: int, *, columns: float) -> float:
         stage: The pipeline stage.
         columns: The tokens that it attends to.
     """
-    model, tensor, counts = shape.model, shape.parallel.tensor, shape.layer_counts(stage)
-    total = sum(counts) * 2 * model.num_attention_heads // tensor * columns * sum(_head_sizes(model))
-    for kind, count in enumerate(counts):
-        if count:
-            split, whole = _layer_weights(model, bool(kind))
-            total += 2 * count * (split / tensor + whole)
+    model, tensor = shape.model, shape.parallel.tensor
+    of_attention = 2 * model.num_attention_heads // tensor * columns * sum(_head_sizes(model))
+    total = 0.0
+    for kind, count in shape.layer_counts(stage).items():
+        split, whole = _layer_weights(model, kind)
+        of_token = delta_rule_flops(DeltaShape.of(model), 1).forward / tensor if kind.has_delta_rule else of_attention
+        total += count * (of_token + 2 * (split / tensor + whole))
     return total + (2 * model.hidden_size * shape.vocab_shard if stage == shape.parallel.pipeline - 1 else 0)
 
 
-def _layer_weights(model: ModelConfig, has_experts: bool) -> tuple[int, int]:
+def _layer_weights(model: ModelConfig, kind: LayerKind) -> tuple[int, int]:
     """Return the elements of a layer's matrices that a token passes through.
 
     Returns:
         Those that tensor parallelism splits, and those that it does not.
     """
-    split, whole = _attention_weights(model)
-    if not has_experts:
+    split, whole = _delta_rule_weights(model) if kind.has_delta_rule else _attention_weights(model)
+    if not kind.has_experts:
         return split + 3 * model.hidden_size * model.ffn_hidden_size, whole
     width = model.expert_ffn_hidden_size or model.ffn_hidden_size
     split += 3 * model.hidden_size * (model.shared_expert_ffn_hidden_size or 0)
@@ -298,13 +317,20 @@ def _attention_weights(model: ModelConfig) -> tuple[int, int]:
     """Return the elements of attention's matrices that tensor parallelism splits, and of those that it does not."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.kv_lora_rank is None:
-        return hidden * head_size(model) * (2 * heads + 2 * model.num_query_groups), 0
+        of_heads = (2 + model.attention_output_gate) * heads
+        return hidden * head_size(model) * (of_heads + 2 * model.num_query_groups), 0
     shape = LatentShape.of(model)
     split = heads * (shape.latent * shape.key_and_value + shape.value * hidden)
     whole = hidden * (shape.latent + shape.rope)
     if model.q_lora_rank is None:
         return split + hidden * heads * shape.query, whole
     return split + model.q_lora_rank * heads * shape.query, whole + hidden * model.q_lora_rank
+
+
+def _delta_rule_weights(model: ModelConfig) -> tuple[int, int]:
+    """Return the elements of the delta rule's matrices, all of which tensor parallelism splits, and 0."""
+    shape = DeltaShape.of(model)
+    return model.hidden_size * shape.groups * (shape.projected + shape.values * shape.value), 0
 
 
 def _head_sizes(model: ModelConfig) -> tuple[int, int]:

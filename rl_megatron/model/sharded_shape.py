@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.model_shape import LatentShape, head_size
+from rl_megatron.config.model_shape import DeltaShape, LatentShape, LayerKind, head_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.lora.modules import whole_elements, whole_tensors
@@ -146,11 +146,11 @@ class ShardedShape:
         return [range(start, start + sizes[stage]) for start in starts]
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
-    def layer_counts(self, stage: int) -> tuple[int, int]:
-        """Return the layers of a stage with a dense MLP, and those with experts."""
-        layers = [layer for of_model_chunk in self.layers(stage) for layer in of_model_chunk]
-        with_experts = sum(map(self.has_experts, layers))
-        return len(layers) - with_experts, with_experts
+    def layer_counts(self, stage: int) -> Counter[LayerKind]:
+        """Return the number of layers of each kind that a stage has."""
+        return Counter(
+            LayerKind.of(self.model, layer) for of_model_chunk in self.layers(stage) for layer in of_model_chunk
+        )
 
     def parameters(self, stage: int) -> list[list[Parameter]]:
         """Return the parameters of each model chunk of a stage, in the order of `named_parameters`."""
@@ -162,8 +162,8 @@ class ShardedShape:
     def elements(self, stage: int) -> tuple[int, int]:
         """Return the elements of dense parameters and of experts' parameters on a rank of a stage."""
         dense = experts = 0
-        for has_experts, count in enumerate(self.layer_counts(stage)):
-            of_layer = self._of_layer(bool(has_experts)) if count else ()
+        for kind, count in self.layer_counts(stage).items():
+            of_layer = self._of_layer(kind)
             experts += count * sum(p.elements for p in of_layer if p.of_expert)
             dense += count * sum(p.elements for p in of_layer if not p.of_expert)
         last = self.parallel.virtual_pipeline - 1
@@ -220,33 +220,35 @@ class ShardedShape:
         """
         last, firsts = self.parallel.pipeline - 1, {}
         for stage in range(1, last):
-            firsts.setdefault((self.layer_counts(stage), tuple(self.windows(stage).items())), stage)
+            firsts.setdefault(
+                (tuple(sorted(self.layer_counts(stage).items())), tuple(self.windows(stage).items())), stage
+            )
         return tuple(sorted({0, *firsts.values(), last}))
 
     def _of_model_chunk(self, stage: int, model_chunk: int, layers: Iterable[int]) -> Iterator[Parameter]:
         yield from self._before(stage, model_chunk)
         for layer in layers:
-            yield from self._of_layer(self.has_experts(layer))
+            yield from self._of_layer(LayerKind.of(self.model, layer))
         yield from self._after(stage, model_chunk)
 
-    def has_experts(self, layer: int) -> bool:
-        """Return whether a layer, counted from 0, has experts instead of a dense MLP."""
-        return self.model.num_experts is not None and layer >= self.model.first_dense_layers
-
     def windows(self, stage: int) -> Counter[int | None]:
-        """Return how many layers of a stage attend to so many tokens, and how many to all (None)."""
+        """Return how many layers of a stage attend to so many tokens, and how many to all (None).
+
+        Layers with the gated delta rule do not count.
+        """
         window, every = self.model.sliding_window, self.model.global_attention_every
         if window is None:
-            return Counter({None: sum(self.layer_counts(stage))})
+            counts = self.layer_counts(stage).items()
+            return Counter({None: sum(count for kind, count in counts if not kind.has_delta_rule)})
         return Counter(
             None if every is not None and (layer + 1) % every == 0 else window
             for of_model_chunk in self.layers(stage)
             for layer in of_model_chunk
         )
 
-    def _of_layer(self, has_experts: bool) -> tuple[Parameter, ...]:
+    def _of_layer(self, kind: LayerKind) -> tuple[Parameter, ...]:
         parallel = self.parallel
-        return layer_parameters(self.model, parallel.tensor, parallel.expert, parallel.expert_tensor, has_experts)
+        return layer_parameters(self.model, parallel.tensor, parallel.expert, parallel.expert_tensor, kind)
 
     def _before(self, stage: int, model_chunk: int) -> list[Parameter]:
         """Return the embedding, on the first model chunk."""
@@ -269,13 +271,16 @@ class ShardedShape:
 
 @lru_cache(maxsize=4096)
 def layer_parameters(
-    model: ModelConfig, tensor: int, expert: int, expert_tensor: int, has_experts: bool
+    model: ModelConfig, tensor: int, expert: int, expert_tensor: int, kind: LayerKind
 ) -> tuple[Parameter, ...]:
     """Return the parameters of a layer on one rank, in the order of `named_parameters`."""
     hidden = model.hidden_size
     norm, after = [Parameter(hidden)], [Parameter(hidden)] * model.sandwich_norms
-    attention = _latent_attention(model, tensor) if model.kv_lora_rank is not None else _attention(model, tensor)
-    if has_experts:
+    if kind.has_delta_rule:
+        attention = _delta_rule(model, tensor)
+    else:
+        attention = _latent_attention(model, tensor) if model.kv_lora_rank is not None else _attention(model, tensor)
+    if kind.has_experts:
         mlp = _experts(model, tensor, expert, expert_tensor)
     else:
         mlp = _mlp(model, model.ffn_hidden_size // tensor)
@@ -285,7 +290,7 @@ def layer_parameters(
 def _attention(model: ModelConfig, tensor: int) -> list[Parameter]:
     size, hidden = head_size(model), model.hidden_size
     queries = size * model.num_attention_heads // tensor
-    mixed = queries + 2 * size * model.num_query_groups // tensor
+    mixed = (1 + model.attention_output_gate) * queries + 2 * size * model.num_query_groups // tensor
     return [
         *[Parameter(model.num_attention_heads // tensor)] * model.attention_sinks,
         Parameter(queries * hidden),
@@ -293,6 +298,17 @@ def _attention(model: ModelConfig, tensor: int) -> list[Parameter]:
         Parameter(mixed * hidden),
         *[Parameter(mixed)] * model.qkv_bias,
         *[Parameter(size)] * (2 * model.qk_norm),
+    ]
+
+
+def _delta_rule(model: ModelConfig, tensor: int) -> list[Parameter]:
+    shape, hidden = DeltaShape.of(model), model.hidden_size
+    groups = shape.groups // tensor
+    heads = groups * shape.values
+    core = [groups * shape.convolved * shape.kernel, heads, heads]
+    return [
+        Parameter(elements)
+        for elements in (groups * shape.projected * hidden, *core, shape.value, heads * shape.value * hidden)
     ]
 
 

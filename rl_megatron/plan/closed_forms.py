@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.model_shape import LatentShape, head_size
+from rl_megatron.config.model_shape import DeltaShape, LatentShape, LayerKind, head_size
 from rl_megatron.logprobs.linear import default_block_tokens
 from rl_megatron.model.gradient_buffers import gradient_buffers
+from rl_megatron.model.layers.delta_rule import CHUNK
 from rl_megatron.model.sharded_shape import ShardedShape, element_bytes, optimizer_bytes_per_element
 
 GRADIENT_BYTES = 4  # gradients are summed in fp32
@@ -82,23 +83,35 @@ def mean_training_bytes(shape: ShardedShape, stage: int, *, precision: str, dist
     )
 
 
-def attention_elements(model: ModelConfig) -> int:
-    """Return the elements of queries, keys, values and outputs of all heads that a token keeps for backward."""
+def attention_elements(model: ModelConfig, kind: LayerKind) -> int:
+    """Return the elements of queries, keys, values and outputs of all heads that a token keeps for backward.
+
+    The gated delta rule computes in fp32, whose numbers count twice.
+    """
+    if kind.has_delta_rule:
+        return _delta_rule_elements(DeltaShape.of(model))
     if model.kv_lora_rank is None:
         size = head_size(model)
-        return (2 + model.qk_norm) * size * (model.num_attention_heads + model.num_query_groups)
+        gates = 2 * model.attention_output_gate * size * model.num_attention_heads
+        return (2 + model.qk_norm) * size * (model.num_attention_heads + model.num_query_groups) + gates
     shape = LatentShape.of(model)
     latents = 2 * (shape.latent + (model.q_lora_rank or 0)) + shape.rope  # before and after their norms
     return latents + model.num_attention_heads * 2 * (shape.query + shape.value)
 
 
-def layer_activation_elements(model: ModelConfig, has_experts: bool) -> int:
+def _delta_rule_elements(shape: DeltaShape) -> int:
+    of_value_head = 6 * shape.value + 4 * shape.key + 3 * CHUNK + shape.key * shape.value // CHUNK
+    in_fp32 = 6 * shape.key + 2 * CHUNK + shape.values * of_value_head
+    return shape.groups * (shape.projected + (shape.kernel + 2) * shape.convolved + 2 * in_fp32)
+
+
+def layer_activation_elements(model: ModelConfig, kind: LayerKind) -> int:
     """Return the elements that a layer keeps of each token for backward, without recomputation.
 
     They are the sums over tensor-parallel ranks, which split them under sequence parallelism.
     """
-    outside = 4 * model.hidden_size + attention_elements(model)
-    if not has_experts:
+    outside = 4 * model.hidden_size + attention_elements(model, kind)
+    if not kind.has_experts:
         return outside + 3 * model.ffn_hidden_size
     width = model.expert_ffn_hidden_size or model.ffn_hidden_size
     experts = model.experts_per_token * (2 * model.hidden_size + 3 * width)
@@ -118,14 +131,13 @@ def reading_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: st
         precision: "bf16" or "fp32".
     """
     model, tensor = shape.model, shape.parallel.tensor
-    dense, with_experts = shape.layer_counts(stage)
+    kinds = shape.layer_counts(stage)
     width = model.expert_ffn_hidden_size or model.ffn_hidden_size
     of_experts = model.experts_per_token * (4 * model.hidden_size + 2 * width)
     of_shared = 3 * (model.shared_expert_ffn_hidden_size or 0) / tensor
     within = max(
-        attention_elements(model) / tensor,
-        3 * model.ffn_hidden_size / tensor if dense else 0,
-        of_experts + of_shared if with_experts else 0,
+        *(attention_elements(model, kind) / tensor for kind in kinds),
+        *(of_experts + of_shared if kind.has_experts else 3 * model.ffn_hidden_size / tensor for kind in kinds),
     )
     return element_bytes(precision) * tokens * (4 * model.hidden_size + within)
 
@@ -144,9 +156,8 @@ def activation_bytes(
     """
     model, held = shape.model, _microbatches_in_flight(shape, stage, microbatches)
     of_kinds = [
-        (count, layer_activation_bytes(shape, bool(kind), tokens=tokens, precision=precision))
-        for kind, count in enumerate(shape.layer_counts(stage))
-        if count
+        (count, layer_activation_bytes(shape, kind, tokens=tokens, precision=precision))
+        for kind, count in shape.layer_counts(stage).items()
     ]
     if model.recompute == "full":
         between = tokens / shape.parallel.context / (shape.parallel.tensor if shape.parallel.sequence else 1)
@@ -167,29 +178,33 @@ def backward_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: s
         precision: "bf16" or "fp32".
     """
     model, parallel = shape.model, shape.parallel
-    dense, with_experts = shape.layer_counts(stage)
     width = model.expert_ffn_hidden_size or model.ffn_hidden_size
-    widest = max(model.ffn_hidden_size if dense else 0, model.experts_per_token * width if with_experts else 0)
+    widest = max(
+        model.experts_per_token * width if kind.has_experts else model.ffn_hidden_size
+        for kind in shape.layer_counts(stage)
+    )
     return element_bytes(precision) * tokens / parallel.context / parallel.tensor * 3 * widest
 
 
-def layer_activation_bytes(shape: ShardedShape, has_experts: bool, *, tokens: int, precision: str) -> float:
+def layer_activation_bytes(shape: ShardedShape, kind: LayerKind, *, tokens: int, precision: str) -> float:
     """Return the bytes that a layer keeps of a microbatch for backward on one rank, without recomputation.
 
     Args:
         shape: The model in its layout.
-        has_experts: Whether the layer has experts instead of a dense MLP.
+        kind: The kind of the layer.
         tokens: The tokens of a microbatch, over all ranks that share it.
         precision: "bf16" or "fp32".
     """
     model, parallel = shape.model, shape.parallel
     whole = 4 * model.hidden_size  # between attention and MLP, which are split over tensor-parallel ranks
-    rest = layer_activation_elements(model, has_experts) - whole
-    if has_experts:  # ranks that split an expert gather its tokens
+    rest = layer_activation_elements(model, kind) - whole
+    if kind.has_experts:  # ranks that split an expert gather its tokens
         rest += (parallel.expert_tensor - 1) * model.experts_per_token * model.hidden_size
     local = tokens / parallel.context
     between = local / (parallel.tensor if parallel.sequence else 1)
     elements = between * whole + local / parallel.tensor * rest
+    if kind.has_delta_rule:
+        return element_bytes(precision) * elements
     keys = tokens / parallel.tensor  # under context parallelism, a rank gathers those of whole sequences
     if parallel.context > 1:
         elements += keys * cached_elements(model)
@@ -237,7 +252,7 @@ def logits_bytes(shape: ShardedShape, *, tokens: int, precision: str, fused_head
 
 
 def cache_bytes(shape: ShardedShape, stage: int, *, sequences: int, columns: int, precision: str) -> int:
-    """Return the bytes of the embedded engine's keys and values on a rank of a stage.
+    """Return the bytes of the embedded engine's keys and values, and of states, on a rank of a stage.
 
     Args:
         shape: The model in its layout.
@@ -248,7 +263,17 @@ def cache_bytes(shape: ShardedShape, stage: int, *, sequences: int, columns: int
     """
     slots, width = -(-sequences // 8) * 8 + 1, -(-columns // 32) * 32
     token = cached_elements(shape.model) * element_bytes(precision)
-    return slots * width * sum(shape.layer_counts(stage)) * token // shape.parallel.tensor
+    of_layers = [
+        count * (_state_bytes(DeltaShape.of(shape.model), precision) if kind.has_delta_rule else width * token)
+        for kind, count in shape.layer_counts(stage).items()
+    ]
+    return slots * sum(of_layers) // shape.parallel.tensor
+
+
+def _state_bytes(shape: DeltaShape, precision: str) -> int:
+    """Return the bytes of a sequence's states in a layer with the gated delta rule; the memory has fp32."""
+    memory = element_bytes("fp32") * shape.values * shape.key * shape.value
+    return shape.groups * (memory + element_bytes(precision) * (shape.kernel - 1) * shape.convolved)
 
 
 def cached_elements(model: ModelConfig) -> int:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.model_shape import DeltaShape
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation.decoder import PROMPT_TOKENS
 from rl_megatron.model.flops import ForwardFlops, decoding_flops, forward_flops
@@ -56,8 +57,11 @@ class _Phases:
         self._size = closed_forms.element_bytes(settings.precision)
         self._weights = self._size * sum(self._shape.elements(stage))
         self._is_last = stage == parallel.pipeline - 1
-        self._dense_layers, self._expert_layers = self._shape.layer_counts(stage)
-        self._layers = self._dense_layers + self._expert_layers
+        self._kinds = self._shape.layer_counts(stage)
+        self._layers = sum(self._kinds.values())
+        self._expert_layers = sum(count for kind, count in self._kinds.items() if kind.has_experts)
+        self._dense_layers = self._layers - self._expert_layers
+        self._delta_layers = sum(count for kind, count in self._kinds.items() if kind.has_delta_rule)
         local_experts = (self._shape.model.num_experts or 0) // parallel.expert
         self._operators = (
             self._layers * _OPERATORS_OF_LAYER + self._expert_layers * local_experts * _OPERATORS_OF_EXPERT
@@ -216,7 +220,7 @@ class _Phases:
         tokens = self._settings.computed_share * batch.tokens / count  # of a microbatch, on average
         local = tokens / parallel.context
         between = local / parallel.tensor if parallel.sequence else local
-        both, layers = forwards + backwards, count * self._layers
+        both, attentions = forwards + backwards, count * (self._layers - self._delta_layers)
         split_mlps = self._dense_layers + self._expert_layers * (model.shared_expert_ffn_hidden_size is not None)
         split = count * (self._layers + split_mlps)  # attention and MLPs whose matrices are split
         hidden = round(local * model.hidden_size * self._size)
@@ -227,9 +231,14 @@ class _Phases:
             yield Collective("all_reduce", "tensor", parallel.tensor, hidden, split * both)
         if parallel.context > 1:
             keys = round(closed_forms.cached_elements(model) * tokens / parallel.tensor * self._size)
-            yield Collective("all_gather", "context", parallel.context, keys, layers * forwards)
+            yield Collective("all_gather", "context", parallel.context, keys, attentions * forwards)
             if backwards:
-                yield Collective("reduce_scatter", "context", parallel.context, keys, layers * backwards)
+                yield Collective("reduce_scatter", "context", parallel.context, keys, attentions * backwards)
+        if parallel.context > 1 and self._delta_layers:  # ranks exchange tokens for groups, and back
+            shape, calls = DeltaShape.of(model), count * self._delta_layers * both
+            for width in (shape.recurrent, shape.values * shape.value):
+                sent = round(local * shape.groups * width / parallel.tensor * self._size)
+                yield Collective("all_to_all", "context", parallel.context, sent, calls)
         if self._expert_layers:
             routed = round(between * model.experts_per_token * model.hidden_size * self._size)
             yield from self._between_experts(routed, count, both)
@@ -272,8 +281,9 @@ class _Phases:
 
     def _bytes_of_layer(self, tokens: int) -> float:
         """Return the bytes that the largest layer of the stage keeps of so many tokens."""
-        return closed_forms.layer_activation_bytes(
-            self._shape, self._expert_layers > 0, tokens=tokens, precision=self._settings.precision
+        return max(
+            closed_forms.layer_activation_bytes(self._shape, kind, tokens=tokens, precision=self._settings.precision)
+            for kind in self._kinds
         )
 
     def _logits_bytes(self, shape: ShardedShape, batch: BatchShape) -> int:

@@ -86,7 +86,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_value_head_dim": 7, "linear_conv_kernel_dim": 3},
     ),
 }
-_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}  # config classes that are not named after the model's class
+_CONFIGS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+}  # config classes that are not named after the model's class
 
 
 def architecture(case: str) -> str:

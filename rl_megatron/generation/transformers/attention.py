@@ -110,7 +110,9 @@ def gated_delta(module: torch.nn.Module, hidden_states: Tensor, **_: Any) -> Ten
         net.in_proj_qkv(hidden_states), net.conv1d.weight.squeeze(1), None if before is None else before.inputs, lengths
     )
     query, key, value = silu(channels).split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
-    steps, strength = (project(hidden_states).unflatten(-1, (groups, values)) for project in (net.in_proj_a, net.in_proj_b))
+    steps, strength = (
+        project(hidden_states).unflatten(-1, (groups, values)) for project in (net.in_proj_a, net.in_proj_b)
+    )
     log_rate, bias = (x.unflatten(0, (groups, values)) for x in (net.A_log, net.dt_bias))
     output, memory = delta_rule(
         query.unflatten(-1, (groups, -1)), key.unflatten(-1, (groups, -1)), value.unflatten(-1, (groups, values, -1)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.model_shape import DeltaShape, has_delta_rule
+from rl_megatron.config.model_shape import DeltaShape, LayerKind
 from rl_megatron.model.families.decoder import GLOBAL, read_decoder, write_decoder
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.hf_config import only
@@ -79,7 +79,7 @@ def table(model: ModelConfig, vocab_size: int) -> WeightTable:
 
 
 def _attention_or_delta_rule(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
-    if not has_delta_rule(model, layer.number):
+    if not LayerKind.of(model, layer.number).has_delta_rule:
         normed_attention(table, model, layer)
         return
     _, hf, megatron = layer

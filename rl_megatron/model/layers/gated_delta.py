@@ -22,9 +22,9 @@ from torch.nn.functional import silu
 
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import DeltaShape
+from rl_megatron.model.layers import norms
 from rl_megatron.model.layers.attention import PortablePacking
 from rl_megatron.model.layers.delta_rule import DeltaStates, convolve, delta_rule, log_decays
-from rl_megatron.model.layers.norms import scaled_rms_norm
 from rl_megatron.topology.context_parallel import heads_for_tokens, tokens_for_heads, zigzag_order
 
 
@@ -188,4 +188,4 @@ class GatedRMSNorm(torch.nn.Module):
         """Return norm(x)·silu(gate) of [..., D] in the dtype of x."""
         # Each rank's heads have a part of the weight's gradient, and backward sums the parts.
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
-        return (scaled_rms_norm(x, weight, self.epsilon) * silu(gate.float())).type_as(x)
+        return (norms.scaled_rms_norm(x, weight, self.epsilon) * silu(gate.float())).type_as(x)

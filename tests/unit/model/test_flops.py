@@ -25,6 +25,7 @@ from rl_megatron.model.sharded_shape import Head, ShardedShape
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import MODEL, build_policy
 from tests.unit.model.test_sharded_shape import (
+    DELTA,
     EXPERTS,
     GEMMA,
     GLM,
@@ -47,6 +48,7 @@ CPU_FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *shapes, **_: sdpa_backward_flop_count(
         *shapes[:4]
     ),
+    torch.ops.aten.linalg_solve_triangular: lambda lower, right, **_: math.prod(lower) * right[-1],
     torch.ops.aten.addmm_: lambda out, *shapes, **_: 2 * math.prod(shapes[0]) * shapes[1][1],  # adds in place
 }
 
@@ -77,6 +79,11 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], Batching, tuple[int, ..
     "sinks and biases": (2, SINKS, {"tensor": 2, "sequence": True}, PACKED, MIXED, "lm", True),
     "latent attention": (2, LATENT, {"tensor": 2, "sequence": True}, PACKED, EQUAL, "lm", False),
     "latent attention, whole queries": (2, LATENT_QUERIES, {"tensor": 2}, PACKED, EQUAL, "lm", True),
+    "delta rule, chunks": (1, DELTA, {}, Batching("packed", tokens=256), (150, 70, 24), "lm", False),
+    "delta rule, tensor 2, selective recomputation": (
+        2, replace(DELTA, **SELECTIVE), {"tensor": 2, "sequence": True}, PACKED, MIXED, "lm", True,
+    ),
+    "delta rule, context 2": (2, DELTA, {"context": 2}, PACKED, EQUAL, "lm", False),
     "score head": (1, MODEL, {}, PADDED, EQUAL, "score", False),
 }  # fmt: skip
 
@@ -108,7 +115,7 @@ def counted_and_computed(case: str) -> tuple[list[int], list[int]]:
     data, counts = batch(lengths, head), []
     for compute in (lambda: policy.accumulate_gradients(data, loss), lambda: infer(policy, data, head)):
         with (
-            patch.object(norms, "_rms_norm", norm_of_gpus),
+            patch.object(norms, "scaled_rms_norm", norm_of_gpus),
             FlopCounterMode(display=False, custom_mapping=CPU_FORMULAS) as counter,
         ):
             compute()

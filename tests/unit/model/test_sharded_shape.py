@@ -45,6 +45,11 @@ LATENT = ModelConfig(
 )  # fmt: skip
 LATENT_QUERIES = replace(LATENT, q_lora_rank=None, num_experts=None, first_dense_layers=0, router_bias=False,
                          router_score="softmax", shared_expert_ffn_hidden_size=None, tie_embeddings=True)  # fmt: skip
+DELTA = replace(
+    MODEL, num_layers=4, full_attention_every=2, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=6,
+    linear_value_head_dim=10, linear_conv_kernel_dim=3, attention_output_gate=True, qk_norm=True, qkv_bias=False,
+    zero_centered_norm=True, tie_embeddings=False, max_sequence_length=256,
+)  # fmt: skip
 
 
 # (ranks, model, degrees, head)
@@ -73,6 +78,8 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], Head]] = {
     "sinks and biases": (2, SINKS, {"tensor": 2, "sequence": True, "expert": 2}, "lm"),
     "latent attention, experts split": (4, LATENT, {"tensor": 2, "sequence": True, "expert": 2}, "lm"),
     "latent attention, whole queries": (2, LATENT_QUERIES, {"tensor": 2}, "lm"),
+    "delta rule, tensor 2": (2, DELTA, {"tensor": 2, "sequence": True}, "lm"),
+    "delta rule, uneven pipeline": (2, DELTA, {"pipeline": 2, "last_stage_layers": 1}, "lm"),
     "score head, pipeline 2": (2, MODEL, {"pipeline": 2}, "score"),
 }  # fmt: skip
 OPTIMIZERS = {
