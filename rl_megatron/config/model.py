@@ -89,10 +89,8 @@ class ModelConfig:
     init_std: PositiveFloat = 0.02  # standard deviation of the initial weights
     sliding_window: Positive | None = None  # tokens that a token attends to, itself included; null: all before it
     global_attention_every: Positive | None = None  # every n-th layer has no window (Gemma 3: 6); null: all have it
-    attention_output_gate: bool = (
-        False  # a sigmoid gate, computed from the hidden state, on attention's output (Qwen3.5)
-    )
-    # Every n-th layer has attention, and all others the gated delta rule, a recurrent memory of fixed size (Qwen3.5: 4).
+    attention_output_gate: bool = False  # a sigmoid gate on each head's output (Qwen3.5)
+    # Every n-th layer has attention, and all others the gated delta rule, a memory of fixed size (Qwen3.5: 4).
     # null: all layers have attention, without the next five keys.
     full_attention_every: Positive | None = None
     linear_num_key_heads: Positive | None = None  # heads of queries and keys of the gated delta rule

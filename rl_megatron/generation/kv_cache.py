@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -38,7 +38,8 @@ class KVCache(SlotCache):
         """
         super().__init__(num_slots, capacity, next(models[0].parameters()).device, routing)
         attentions = [cast(Attention, layer.self_attention) for model in models for layer in model.decoder.layers]
-        self.replaced = {
+        # The delta rule takes other arguments than megatron-core's annotation of a core attention says.
+        self.replaced: dict[Attention, Any] = {
             attention: CachedDelta(self, attention.core_attention, attention.layer_number)
             if isinstance(attention.core_attention, DeltaCore)
             else CachedAttention(self, attention.config, attention.layer_number, _sinks_of(attention))

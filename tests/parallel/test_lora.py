@@ -123,6 +123,7 @@ FAMILIES = [
     ("glm4_moe", SEQUENCE),
     ("deepseek_v3", SEQUENCE),
     ("gpt_oss", SEQUENCE),
+    ("qwen3_5", SEQUENCE),
 ]
 
 

@@ -78,9 +78,13 @@ def family_of_config(hf_config: Mapping[str, Any], where: str) -> Family:
     for family in FAMILIES.values():
         if family.architecture in named:
             return family
-    raise ConfigError(
-        f"{where}: architectures={list(named)} is not supported; supported architectures: {', '.join(FAMILIES)}"
-    )
+    message = f"{where}: architectures={list(named)} is not supported; supported architectures: {', '.join(FAMILIES)}"
+    if any(name.endswith("ForConditionalGeneration") for name in named):
+        message += (
+            ". For the text model of one that reads images, load the directory with transformers' AutoModelForCausalLM, "
+            "save that with save_pretrained, and use the new directory"
+        )
+    raise ConfigError(message)
 
 
 def family_of_model(model: ModelConfig, vocab_size: int) -> Family:

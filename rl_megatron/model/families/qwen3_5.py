@@ -89,7 +89,8 @@ def _attention_or_delta_rule(table: TableBuilder, model: ModelConfig, layer: Lay
     table.same(f"{hf}input_layernorm.weight", norm, hidden)
     hf, megatron = f"{hf}linear_attn.", f"{megatron}self_attention."
     of_group = [(f"{hf}in_proj_qkv.weight", rows) for rows in (shape.key, shape.key, values)]
-    of_group += [(f"{hf}in_proj_{part}.weight", rows) for part, rows in zip("baz", (shape.values,) * 2 + (values,))]
+    others = {"in_proj_b": shape.values, "in_proj_a": shape.values, "in_proj_z": values}
+    of_group += [(f"{hf}{part}.weight", rows) for part, rows in others.items()]
     table.interleaved(f"{megatron}linear_in_proj.weight", of_group, shape.groups, hidden)
     channels = [(f"{hf}conv1d.weight", rows) for rows in (shape.key, shape.key, values)]
     table.interleaved(f"{megatron}core_attention.conv", channels, shape.groups, 1, shape.kernel)

@@ -136,19 +136,19 @@ class PortableSelfAttention(SelfAttention):
 
     def _gated(self, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the rotated query and key, the value, and the gate [S, B, N, D] of each query head."""
-        mixed, _ = self.linear_qkv(hidden)
+        project: Any = self.linear_qkv
+        mixed, _ = project(hidden)
         size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         heads = mixed.unflatten(-1, (groups, -1, size))
         queries, key, value = heads.split([heads.size(-2) - 2, 1, 1], dim=-2)
         query, gate = (x.flatten(2, 3) for x in queries.unflatten(-2, (-1, 2)).unbind(-2))
         key, value = key.squeeze(-2), value.squeeze(-2)
-        query, key = (
-            norm(x) if isinstance(norm, torch.nn.Module) else x
-            for norm, x in ((self.q_layernorm, query), (self.k_layernorm, key))
-        )
-        interleaved = self.config.rotary_interleaved
-        turned = (rotate(x, turns, interleaved=interleaved) for x in (query, key))
-        return *turned, value.contiguous(), gate
+        norms: Any = self.q_layernorm, self.k_layernorm
+        turned = [
+            rotate(norm(x), turns, interleaved=self.config.rotary_interleaved)
+            for norm, x in zip(norms, (query, key), strict=True)
+        ]
+        return turned[0], turned[1], value.contiguous(), gate
 
     def _rotated(self, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rotated query and key, and the value."""

@@ -5,7 +5,8 @@ With a matrix S [key, value] that begins as 0, a token with query q, key k, valu
     S ← α·S + k·(β·(v − α·Sᵀk))ᵀ        o = Sᵀq
 
 It replaces what the memory returned for the key k by a mixture of that and v. All tokens of a chunk are computed
-together: with the products γ of decays since the chunk's begin and S at its begin, the corrections U of its tokens solve
+together. With the products γ of decays since the chunk's begin, and S at its begin, the corrections U of its tokens
+solve
 
     (I + L)·U = β·V − (β·γ·K)·S         L_ij = β_i·(γ_i/γ_j)·(k_i·k_j)  for j < i
 
@@ -78,17 +79,16 @@ def delta_rule(
     # The solver reads neither the diagonal nor what is above it.
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     own, of_memory = solved.split([value.size(-1), size], dim=-1)
-    if memory is None:
-        memory = value.new_zeros(*value.shape[:3], size, value.size(-1))
+    state = value.new_zeros(*value.shape[:3], size, value.size(-1)) if memory is None else memory
     kept, end = (to_end * key).mT, since_begin[..., -1:, :].exp()
     memories, corrections = [], []
     for number in range(value.size(3)):
-        memories.append(memory)
-        corrections.append(own[:, :, :, number] - of_memory[:, :, :, number] @ memory)
-        memory = end[:, :, :, number] * memory + kept[:, :, :, number] @ corrections[-1]
+        memories.append(state)
+        corrections.append(own[:, :, :, number] - of_memory[:, :, :, number] @ state)
+        state = end[:, :, :, number] * state + kept[:, :, :, number] @ corrections[-1]
     read = (since_begin.exp() * query) @ torch.stack(memories, dim=3)
     output = read + (decay * (query @ key.mT)) @ torch.stack(corrections, dim=3)
-    return output.flatten(3, 4)[:, :, :, :length].permute(0, 3, 1, 2, 4), memory
+    return output.flatten(3, 4)[:, :, :, :length].permute(0, 3, 1, 2, 4), state
 
 
 def log_decays(steps: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:

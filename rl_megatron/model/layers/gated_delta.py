@@ -58,8 +58,8 @@ class GatedDelta(MegatronModule):
         self.recomputes = config.recompute_granularity == "selective" and "core_attn" in recomputed
         assert config.init_method is not None and config.output_layer_init_method is not None
         self.linear_in_proj = ColumnParallelLinear(
-            model.hidden_size, shape.groups * shape.projected, config=config, init_method=config.init_method, bias=False,
-            gather_output=False, skip_bias_add=False, is_expert=False, tp_group=self.tp_group,
+            model.hidden_size, shape.groups * shape.projected, config=config, init_method=config.init_method,
+            bias=False, gather_output=False, skip_bias_add=False, is_expert=False, tp_group=self.tp_group,
         )  # fmt: skip
         self.core_attention = DeltaCore(config, shape, pg_collection)
         self.out_norm = GatedRMSNorm(config, shape.value, self.tp_group)
@@ -107,12 +107,16 @@ class DeltaCore(torch.nn.Module):
         super().__init__()
         self.shape, self.tp_group, self.cp_group = shape, pg_collection.tp, pg_collection.cp
         groups = shape.groups // config.tensor_model_parallel_size
-        sizes = {"conv": (groups * shape.convolved, 1, shape.kernel)}
-        sizes |= dict.fromkeys(("A_log", "dt_bias"), (groups * shape.values,))
-        for name, size in sizes.items():
-            weight = torch.empty(size, dtype=config.params_dtype, device=torch.cuda.current_device())
-            self.register_parameter(name, torch.nn.Parameter(weight))
-            set_tensor_model_parallel_attributes(self.get_parameter(name), True, 0, 1)
+        self.conv = self._empty(config, groups * shape.convolved, 1, shape.kernel)
+        self.A_log = self._empty(config, groups * shape.values)
+        self.dt_bias = self._empty(config, groups * shape.values)
+
+    @staticmethod
+    def _empty(config: TransformerConfig, *size: int) -> torch.nn.Parameter:
+        weight = torch.empty(size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        parameter = torch.nn.Parameter(weight)
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        return parameter
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None

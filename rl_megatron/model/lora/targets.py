@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -42,6 +43,7 @@ class Part:
         out_features: The size of its output.
         in_features: The size of its input.
         groups: The number of blocks into which Megatron splits its rows, to alternate with those of other parts.
+        is_in_order: Whether its rows have the same order in Megatron. Otherwise it takes no adapter.
         has_adapter: Whether it gets an adapter.
     """
 
@@ -49,6 +51,7 @@ class Part:
     out_features: int
     in_features: int
     groups: int
+    is_in_order: bool = True
     has_adapter: bool = False
 
     @property
@@ -69,7 +72,7 @@ def adapted_linears(config: LoraConfig, model: ModelConfig, rows: int) -> dict[s
         ConfigError: A name matches no linear, a layer gets no adapter, or the rank exceeds a linear's size.
     """
     parts = _linears(table_of(model, rows))
-    chosen = _chosen(config, [part.name for of_linear in parts.values() for part in of_linear])
+    chosen = _chosen(config, [part.name for of_linear in parts.values() for part in of_linear if part.is_in_order])
     found = {}
     for linear, of_linear in parts.items():
         marked = tuple(replace(part, has_adapter=part.name in chosen) for part in of_linear)
@@ -214,10 +217,13 @@ def _linears(table: WeightTable) -> dict[str, list[Part]]:
         if by_row[0].slab is not None:
             continue  # peft has no linear for stacked experts
         counts: dict[str, int] = {}
-        for hf_name, _ in groupby(by_row, key=lambda rows: rows.hf_name):
+        starts: dict[str, list[int]] = defaultdict(list)
+        for hf_name, blocks in groupby(by_row, key=lambda rows: rows.hf_name):
             counts[hf_name] = counts.get(hf_name, 0) + 1
+            starts[hf_name] += [rows.hf_row for rows in blocks]
         linears[match[1]] = [
-            Part(hf.removesuffix(_WEIGHT), table.hf_shapes[hf][0], shape[1], groups) for hf, groups in counts.items()
+            Part(hf.removesuffix(_WEIGHT), table.hf_shapes[hf][0], shape[1], groups, starts[hf] == sorted(starts[hf]))
+            for hf, groups in counts.items()
         ]
     return linears
 

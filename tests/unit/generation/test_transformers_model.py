@@ -30,6 +30,7 @@ CONFIGS = {
     "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
     "glm4": {"pad_token_id": 0},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
     "deepseek_v3": {
         **EXPERTS, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
         "first_k_dense_replace": 1,

@@ -46,9 +46,9 @@ LATENT = ModelConfig(
 LATENT_QUERIES = replace(LATENT, q_lora_rank=None, num_experts=None, first_dense_layers=0, router_bias=False,
                          router_score="softmax", shared_expert_ffn_hidden_size=None, tie_embeddings=True)  # fmt: skip
 DELTA = replace(
-    MODEL, num_layers=4, full_attention_every=2, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=6,
-    linear_value_head_dim=10, linear_conv_kernel_dim=3, attention_output_gate=True, qk_norm=True, qkv_bias=False,
-    zero_centered_norm=True, tie_embeddings=False, max_sequence_length=256,
+    MODEL, num_layers=4, full_attention_every=2, linear_num_key_heads=4, linear_num_value_heads=8,
+    linear_key_head_dim=6, linear_value_head_dim=10, linear_conv_kernel_dim=3, attention_output_gate=True,
+    qk_norm=True, qkv_bias=False, zero_centered_norm=True, tie_embeddings=False, max_sequence_length=256,
 )  # fmt: skip
 
 
