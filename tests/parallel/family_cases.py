@@ -33,6 +33,11 @@ def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
 
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_DELTA = "linear_attention"
+_HYBRID = _rope(100.0, partial_rotary_factor=0.5, mrope_section=[1, 1, 1], mrope_interleaved=True) | {
+    "head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
 # Case → (prefix of the class in transformers, keys of its config besides SHAPE).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _rope(50.0) | {"rms_norm_eps": 1e-3, "num_hidden_layers": 4}),
@@ -78,17 +83,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4, "intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2}
         | {"sliding_window": 5},
     ),
-    "qwen3_5": (
-        "Qwen3_5",
-        _rope(100.0, partial_rotary_factor=0.5, mrope_section=[1, 1, 1], mrope_interleaved=True)
-        | {"num_hidden_layers": 4, "head_dim": 12, "layer_types": ["linear_attention", "full_attention"] * 2}
-        | {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5}
-        | {"linear_value_head_dim": 7, "linear_conv_kernel_dim": 3},
+    "qwen3_5": ("Qwen3_5", _HYBRID | {"num_hidden_layers": 4, "layer_types": [_DELTA, "full_attention"] * 2}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        _HYBRID
+        | {"layer_types": [_DELTA, "full_attention"], "intermediate_size": None, "moe_intermediate_size": 12}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16},
     ),
 }
 _CONFIGS = {
     "Gemma3": "Gemma3TextConfig",
     "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
 }  # config classes that are not named after the model's class
 
 

@@ -119,7 +119,7 @@ def test_every_family_draws_what_the_embedded_engine_draws(ranks, variant):
     assert_same(found, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["gemma3", "glm4", "glm4_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("case", ["gemma3", "glm4", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_5", "qwen3_5_moe"])
 def test_families_with_other_shapes_draw_what_the_embedded_engine_draws(ranks, case):
     found, wanted = ranks.run(1, both, model_of(case))[0]
     assert_same(found, wanted, atol=1e-5)

@@ -18,8 +18,8 @@ from rl_megatron.weight_sync.plan import RefitPlan
 _RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}
 # Routers of transformers that compute in the weights' dtype. The trainer's router computes in fp32, because bf16 scores
 # often tie, and another choice of experts gives other logits.
-_ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter", "GptOssTopKRouter")
-_DELTA_NETS = ("Qwen3_5GatedDeltaNet",)
+_ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter", "GptOssTopKRouter", "Qwen3_5MoeTopKRouter")
+_DELTA_NETS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 _EXPERT_PARTS = {"mixtral": ("w1", "w3", "w2")}  # gate, up, down
 
 

@@ -25,11 +25,13 @@ from rl_megatron.model.families.mixtral import MIXTRAL
 from rl_megatron.model.families.qwen2 import QWEN2
 from rl_megatron.model.families.qwen3 import QWEN3
 from rl_megatron.model.families.qwen3_5 import QWEN3_5
+from rl_megatron.model.families.qwen3_5_moe import QWEN3_5_MOE
 from rl_megatron.model.families.qwen3_moe import QWEN3_MOE
 
 # If several families can express a model, the first is used.
 for _family in (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3, GPT_OSS, QWEN3_5,
+    QWEN3_5_MOE,
 ):  # fmt: skip
     register_family(_family)
 
@@ -81,8 +83,8 @@ def family_of_config(hf_config: Mapping[str, Any], where: str) -> Family:
     message = f"{where}: architectures={list(named)} is not supported; supported architectures: {', '.join(FAMILIES)}"
     if any(name.endswith("ForConditionalGeneration") for name in named):
         message += (
-            ". For the text model of one that reads images, load the directory with transformers' AutoModelForCausalLM, "
-            "save that with save_pretrained, and use the new directory"
+            ". For the text model of one that reads images, load the directory with transformers' "
+            "AutoModelForCausalLM, save that with save_pretrained, and use the new directory"
         )
     raise ConfigError(message)
 

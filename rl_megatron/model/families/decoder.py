@@ -14,12 +14,13 @@ from rl_megatron.model.families.rope import read_rope, write_rope
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # the kinds of layers in `layer_types`
 
 
-def read_decoder(hf: Mapping[str, Any], share: float | None = None) -> dict[str, Any]:
+def read_decoder(hf: Mapping[str, Any], share: float | None = None, width: str = "intermediate_size") -> dict[str, Any]:
     """Return the keys of the model section that these families share.
 
     Args:
         hf: The content of the config.json.
         share: The part of each head that RoPE rotates if the file does not say it, or None for whole heads (`rope.py`).
+        width: The key of the inner width of the MLP.
 
     Raises:
         ConfigError: The activation is not SwiGLU's, or the kind of RoPE scaling is not supported.
@@ -28,7 +29,7 @@ def read_decoder(hf: Mapping[str, Any], share: float | None = None) -> dict[str,
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "ffn_hidden_size": hf[width],
         "num_attention_heads": hf["num_attention_heads"],
         "num_query_groups": hf.get("num_key_value_heads") or hf["num_attention_heads"],
         "head_dim": hf.get("head_dim"),

@@ -27,15 +27,26 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: A key is missing or has a value that is not supported.
     """
+    return ModelConfig(**read_hybrid(hf))
+
+
+def read_hybrid(hf: Mapping[str, Any], width: str = "intermediate_size") -> dict[str, Any]:
+    """Return the keys of the model section that models with and without experts share.
+
+    Args:
+        hf: The content of the config.json.
+        width: The key of the inner width of the MLP.
+    """
     only(hf, attention_bias=False, attn_output_gate=True, mamba_ssm_dtype="float32")
-    return ModelConfig(
-        **read_decoder(hf, _ROTATED) | {"head_dim": hf["head_dim"]},  # required: transformers' default is 256
-        zero_centered_norm=True,
-        qk_norm=True,
-        attention_output_gate=True,
-        full_attention_every=_read_period(hf),
+    return {
+        **read_decoder(hf, _ROTATED, width),
+        "head_dim": hf["head_dim"],  # required: transformers' default is 256
+        "zero_centered_norm": True,
+        "qk_norm": True,
+        "attention_output_gate": True,
+        "full_attention_every": _read_period(hf),
         **{key: hf[key] for key in _SIZES},
-    )
+    }
 
 
 def _read_period(hf: Mapping[str, Any]) -> int:
@@ -60,7 +71,12 @@ def _layer_types(num_layers: int, every: int) -> list[str]:
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
-    written = write_decoder(QWEN3_5.architecture, "qwen3_5_text", model, vocab_size)
+    return write_hybrid(QWEN3_5.architecture, "qwen3_5_text", model, vocab_size)
+
+
+def write_hybrid(architecture: str, model_type: str, model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the keys of config.json that models with and without experts share, from the model section."""
+    written = write_decoder(architecture, model_type, model, vocab_size)
     written["rope_parameters"] |= {"partial_rotary_factor": model.partial_rotary_factor}
     every = model.full_attention_every or 1
     return written | {
@@ -75,10 +91,11 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 def table(model: ModelConfig, vocab_size: int) -> WeightTable:
     """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
-    return decoder(model, vocab_size, _attention_or_delta_rule, normed_mlp)
+    return decoder(model, vocab_size, attention_or_delta_rule, normed_mlp)
 
 
-def _attention_or_delta_rule(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+def attention_or_delta_rule(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+    """Add the norm before the attention, and the attention or the gated delta rule."""
     if not LayerKind.of(model, layer.number).has_delta_rule:
         normed_attention(table, model, layer)
         return
@@ -105,5 +122,5 @@ def is_dropped(hf_name: str, model: ModelConfig) -> bool:
     return hf_name.startswith("mtp.")
 
 
-_IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"})
-QWEN3_5 = Family("Qwen3_5ForCausalLM", read_config, write_config, table, is_dropped, _IGNORED)
+IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})  # of those layers
+QWEN3_5 = Family("Qwen3_5ForCausalLM", read_config, write_config, table, is_dropped, IGNORED)

@@ -1,0 +1,71 @@
+"""Qwen3.5's text models with experts: a mixture of experts and a gated shared expert in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.qwen3_5 import IGNORED, attention_or_delta_rule, is_dropped, read_hybrid, write_hybrid
+from rl_megatron.model.families.table import (
+    ExpertNames,
+    Layer,
+    TableBuilder,
+    WeightTable,
+    decoder,
+    gated_mlp,
+    mixture_of_experts,
+    norm_of_experts,
+)
+
+_NAMES = ExpertNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Return the model section that a config.json describes.
+
+    Raises:
+        ConfigError: A key is missing or has a value that is not supported.
+    """
+    if hf.get("mlp_only_layers"):
+        raise ConfigError(
+            f"config.json: mlp_only_layers={hf['mlp_only_layers']} is not supported: every layer must have experts"
+        )
+    return ModelConfig(
+        **read_hybrid(hf, width="moe_intermediate_size"),
+        # transformers writes num_experts, as the published files do, and reads num_local_experts, too.
+        num_experts=hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"],
+        experts_per_token=hf["num_experts_per_tok"],
+        shared_expert_ffn_hidden_size=hf["shared_expert_intermediate_size"],
+        shared_expert_gate=True,
+    )
+
+
+def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
+    written = write_hybrid(QWEN3_5_MOE.architecture, "qwen3_5_moe_text", model, vocab_size)
+    del written["intermediate_size"]
+    return written | {
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.expert_ffn_hidden_size or model.ffn_hidden_size,
+        "shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size,
+        "router_aux_loss_coef": model.router_aux_loss,
+    }
+
+
+def table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
+    return decoder(model, vocab_size, attention_or_delta_rule, norm_of_experts, _experts)
+
+
+def _experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+    mixture_of_experts(table, model, layer, _NAMES)
+    hf, megatron = f"{layer.hf}mlp.shared_expert", f"{layer.megatron}mlp.shared_experts."
+    gated_mlp(table, f"{hf}.", megatron, model.hidden_size, model.shared_expert_ffn_hidden_size or 0)
+    table.same(f"{hf}_gate.weight", f"{megatron}gate_weight", 1, model.hidden_size)
+
+
+QWEN3_5_MOE = Family("Qwen3_5MoeForCausalLM", read_config, write_config, table, is_dropped, IGNORED)
