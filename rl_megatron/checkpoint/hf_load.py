@@ -108,7 +108,7 @@ def open_hugging_face(directory: Path, head: Head = "lm") -> HuggingFaceWeights:
     family, model = read_directory(directory, head)
     rows = embedding_rows(model, directory / "config.json")
     table = family.table(model, rows) if head == "lm" else score_table(family.table(model, rows), model.hidden_size)
-    places = find_tensors(directory)
+    places = {family.text_name(name): place for name, place in find_tensors(directory).items()}
     check_tensors(places, table, str(directory), lambda name: family.is_dropped(name, model))
     if tied_head(places, table):
         with WeightReader(places) as reader:

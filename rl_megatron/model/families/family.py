@@ -29,6 +29,8 @@ class Family:
         is_dropped: Returns whether a tensor of a Hugging Face checkpoint, by its name, is ignored because it is not
             part of the model, neither here nor in transformers.
         ignored: Keys of config.json that change nothing, whatever their value.
+        text_name: Returns the name in the table of a checkpoint's tensor, if transformers keeps other names for a text
+            model that was loaded from one that reads images.
     """
 
     architecture: str
@@ -37,6 +39,7 @@ class Family:
     table: Callable[[ModelConfig, int], WeightTable]
     is_dropped: Callable[[str, ModelConfig], bool] = _none
     ignored: frozenset[str] = frozenset()
+    text_name: Callable[[str], str] = str
 
 
 FAMILIES: Registry[Family] = Registry("model family")  # by architecture

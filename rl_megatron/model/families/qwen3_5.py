@@ -122,5 +122,10 @@ def is_dropped(hf_name: str, model: ModelConfig) -> bool:
     return hf_name.startswith("mtp.")
 
 
+def text_name(hf_name: str) -> str:
+    """Return the name that a tensor has in a text model; one from a model that reads images keeps a prefix."""
+    return hf_name.replace("model.language_model.", "model.", 1)
+
+
 IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})  # of those layers
-QWEN3_5 = Family("Qwen3_5ForCausalLM", read_config, write_config, table, is_dropped, IGNORED)
+QWEN3_5 = Family("Qwen3_5ForCausalLM", read_config, write_config, table, is_dropped, IGNORED, text_name)

@@ -8,7 +8,14 @@ from typing import Any
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.qwen3_5 import IGNORED, attention_or_delta_rule, is_dropped, read_hybrid, write_hybrid
+from rl_megatron.model.families.qwen3_5 import (
+    IGNORED,
+    attention_or_delta_rule,
+    is_dropped,
+    read_hybrid,
+    text_name,
+    write_hybrid,
+)
 from rl_megatron.model.families.table import (
     ExpertNames,
     Layer,
@@ -68,4 +75,4 @@ def _experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     table.same(f"{hf}_gate.weight", f"{megatron}gate_weight", 1, model.hidden_size)
 
 
-QWEN3_5_MOE = Family("Qwen3_5MoeForCausalLM", read_config, write_config, table, is_dropped, IGNORED)
+QWEN3_5_MOE = Family("Qwen3_5MoeForCausalLM", read_config, write_config, table, is_dropped, IGNORED, text_name)

@@ -11,6 +11,10 @@ from rl_megatron.config.load import from_yaml, load_config, to_yaml
 from rl_megatron.config.model import LinearRope, YarnRope
 
 LATENT = ["model=deepseek_v3"]
+DELTA = [
+    "model.full_attention_every=2", "model.linear_num_key_heads=4", "model.linear_num_value_heads=8",
+    "model.linear_key_head_dim=8", "model.linear_value_head_dim=8", "model.linear_conv_kernel_dim=4",
+]  # fmt: skip
 LLAMA3 = "kind:llama3,factor:8,original_max_position_embeddings:512"
 YARN = "kind:yarn,factor:8,original_max_position_embeddings:512"
 
@@ -44,6 +48,15 @@ YARN = "kind:yarn,factor:8,original_max_position_embeddings:512"
         (["model=gemma3_1b", "model.qkv_bias=true", "model.linear_bias=true"], "with model.sandwich_norms=true"),
         (["model=gpt_oss_20b", "model.shared_expert_ffn_hidden_size=8"], "shared_expert_ffn_hidden_size=8; set linear"),
         ([*LATENT, "model.attention_sinks=true"], "model.attention_sinks=true is not a key of latent attention"),
+        ([*LATENT, "model.attention_output_gate=true"], "model.attention_output_gate=true is not a key of latent"),
+        (
+            ["model.linear_num_key_heads=2"],
+            "model.linear_num_key_heads=2 does nothing: with model.full_attention_every",
+        ),
+        (["model.full_attention_every=1"], "gives every layer attention"),
+        (["model.full_attention_every=2"], "model.linear_num_key_heads=null: model.full_attention_every=2 needs this"),
+        ([*DELTA, "model.linear_num_value_heads=6"], "must be a multiple of model.linear_num_key_heads=4"),
+        ([*DELTA, "model.sliding_window=5"], "model.sliding_window=5 is not supported with model.full_attention_every"),
         (["model.partial_rotary_factor=1.5"], "model.partial_rotary_factor=1.5 must be at most 1"),
         (["model=glm4_5_air", "model.partial_rotary_factor=0.31"], "rotates 39 of 128 dimensions of a head"),
         (["model.router_bias=true"], "model.router_bias=true does nothing: model.num_experts=null"),

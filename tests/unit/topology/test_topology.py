@@ -154,6 +154,11 @@ def test_every_degree_that_a_refusal_proposes_fits():
             {"num_layers": 8},
             ["parallel.first_stage_layers=3 must be a multiple of parallel.virtual_pipeline=2"],
         ),
+        (
+            {"tensor": 2, "context": 4},
+            {"full_attention_every": 2, "linear_num_key_heads": 4},
+            ["parallel.tensor · parallel.context=8 must divide model.linear_num_key_heads=4", "[1, 2, 4]"],
+        ),
     ],
 )
 def test_degrees_that_do_not_divide_the_model_are_refused(degrees, shape, words):
