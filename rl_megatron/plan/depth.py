@@ -15,7 +15,7 @@ def two_depths(workload: Workload, stage: int) -> tuple[Workload, Workload, floa
 
     Layers may differ in two ways. The first few may be dense while the others have experts: the runs then have as many
     dense layers, and fewer of the others. Every few layers, one may attend to all tokens while the others have a
-    window: the runs then have whole periods. The result is None if the layers differ in another way, or are few.
+    window or the gated delta rule: the runs then have whole periods. The result is None if the layers differ in another way, or are few.
     """
     model, parallel = workload.stage.model, workload.stage.parallel
     shape = ShardedShape(model, parallel, workload.world_size, workload.vocab_size, workload.head)
@@ -23,7 +23,8 @@ def two_depths(workload: Workload, stage: int) -> tuple[Workload, Workload, floa
     depth = len(model_chunks[0])
     if any(len(layers) != depth for layers in model_chunks):
         return None
-    period = model.global_attention_every or 1 if model.sliding_window is not None else 1
+    of_windows = model.global_attention_every if model.sliding_window is not None else None
+    period = of_windows or model.full_attention_every or 1
     of_dense = model.first_dense_layers if model.num_experts is not None else 0
     if of_dense and (parallel.virtual_pipeline > 1 or of_dense > len(shape.layers(0)[0])):
         return None

@@ -263,6 +263,11 @@ def test_deep_stacks_of_equal_layers_are_run_at_two_depths():
     windows = ("model.sliding_window=16", "model.global_attention_every=3")
     assert _depths("model.num_layers=18", *windows) == ([6, 12], 2.0)
     assert _depths("model.num_layers=16", *windows) is None
+    hybrid = (
+        "model.full_attention_every=4", "model.linear_num_key_heads=2", "model.linear_num_value_heads=2",
+        "model.linear_key_head_dim=8", "model.linear_value_head_dim=8", "model.linear_conv_kernel_dim=4",
+    )  # fmt: skip
+    assert _depths("model.num_layers=32", *hybrid) == ([8, 16], 3.0)
     # The dense layers before those with experts are on the first stage.
     dense = (*EXPERTS, "model.first_dense_layers=2", "parallel.pipeline=2", "model.num_layers=20")
     assert _depths(*dense, stage=0) == ([8, 12], 3.0)
