@@ -15,7 +15,8 @@ def two_depths(workload: Workload, stage: int) -> tuple[Workload, Workload, floa
 
     Layers may differ in two ways. The first few may be dense while the others have experts: the runs then have as many
     dense layers, and fewer of the others. Every few layers, one may attend to all tokens while the others have a
-    window or the gated delta rule: the runs then have whole periods. The result is None if the layers differ in another way, or are few.
+    window or the gated delta rule: the runs then have whole periods. The result is None if the layers differ in another
+    way, or are few.
     """
     model, parallel = workload.stage.model, workload.stage.parallel
     shape = ShardedShape(model, parallel, workload.world_size, workload.vocab_size, workload.head)

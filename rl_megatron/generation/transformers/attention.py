@@ -106,8 +106,8 @@ def gated_delta(module: torch.nn.Module, hidden_states: Tensor, **_: Any) -> Ten
     cache, layer = module.__dict__["slot_cache"], module.__dict__["layer_idx"]
     before, lengths = cache.states(layer, len(hidden_states)), cache.lengths if cache.positions is None else None
     groups, values = net.num_k_heads, net.num_v_heads // net.num_k_heads
-    channels, inputs = convolve(
-        net.in_proj_qkv(hidden_states), net.conv1d.weight.squeeze(1), None if before is None else before.inputs, lengths
+    channels, last = convolve(
+        net.in_proj_qkv(hidden_states), net.conv1d.weight.squeeze(1), None if before is None else before.last, lengths
     )
     query, key, value = silu(channels).split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
     steps, strength = (
@@ -118,7 +118,7 @@ def gated_delta(module: torch.nn.Module, hidden_states: Tensor, **_: Any) -> Ten
         query.unflatten(-1, (groups, -1)), key.unflatten(-1, (groups, -1)), value.unflatten(-1, (groups, values, -1)),
         log_decays(steps, log_rate, bias), strength.sigmoid(), None if before is None else before.memory, lengths,
     )  # fmt: skip
-    cache.keep_states(layer, DeltaStates(inputs, memory))
+    cache.keep_states(layer, DeltaStates(last, memory))
     gate = net.in_proj_z(hidden_states).unflatten(-1, (groups, values, -1))
     return net.out_proj(net.norm(output.to(hidden_states.dtype), gate).flatten(2))
 

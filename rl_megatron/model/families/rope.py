@@ -32,8 +32,7 @@ _KINDS: dict[str, tuple[type | None, frozenset[str]]] = {
         ),
     ),
 }  # fmt: skip
-_OF_IMAGES = frozenset({"mrope_section", "mrope_interleaved"})  # a token of text has the same position in each section
-_OF_ALL_KINDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}) | _OF_IMAGES
+_OF_ALL_KINDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 DEFAULT_BASE = 10_000.0
 
 

@@ -11,9 +11,13 @@ from rl_megatron.model.families.family import FAMILIES, Family
 from rl_megatron.model.families.table import Rows, WeightTable
 
 _LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
-_OTHER_NAMES = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
+_OTHER_NAMES = {
+    "Gemma3ForCausalLM": "Gemma3TextForSequenceClassification",
+    "Qwen3_5ForCausalLM": "Qwen3_5TextForSequenceClassification",
+}
 _HF_HEAD, _HEAD = "score.weight", "output_layer.weight"
-_WITHOUT_CLASSIFIER = ("Glm4MoeForCausalLM",)  # transformers has no sequence classifier of these families
+# transformers has no sequence classifier of these families.
+_WITHOUT_CLASSIFIER = ("Glm4MoeForCausalLM", "Qwen3_5MoeForCausalLM")
 # What config.json says of a classifier's labels. With one label its output is the score, whatever the problem type is.
 _OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type")
 

@@ -4,8 +4,8 @@ With a matrix S [key, value] that begins as 0, a token with query q, key k, valu
 
     S ← α·S + k·(β·(v − α·Sᵀk))ᵀ        o = Sᵀq
 
-It replaces what the memory returned for the key k by a mixture of that and v. All tokens of a chunk are computed
-together. With the products γ of decays since the chunk's begin, and S at its begin, the corrections U of its tokens
+It replaces what the memory returned for the key k by a mixture of that and v. All tokens of a block are computed
+together. With the products γ of decays since the block's begin, and S at its begin, the corrections U of its tokens
 solve
 
     (I + L)·U = β·V − (β·γ·K)·S         L_ij = β_i·(γ_i/γ_j)·(k_i·k_j)  for j < i
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
-CHUNK = 64  # tokens that are computed together
+BLOCK = 64  # tokens that are computed together
 _EPSILON = 1e-6  # added to the squared length of a query or key
 
 
@@ -29,11 +29,11 @@ class DeltaStates(NamedTuple):
     """What a sequence's next token needs of the earlier ones.
 
     Attributes:
-        inputs: [B, K − 1, …] The last inputs of the convolution.
+        last: [B, K − 1, …] The last inputs of the convolution.
         memory: [B, G, R, Dk, Dv] The memory, in fp32.
     """
 
-    inputs: Tensor
+    last: Tensor
     memory: Tensor
 
 
@@ -63,16 +63,16 @@ def delta_rule(
     if lengths is not None:
         within = (torch.arange(length, device=lengths.device) < lengths[:, None])[..., None, None]
         log_decay, strength = log_decay * within, strength * within
-    chunk = min(CHUNK, length)
-    query, key = (_chunks(_unit(x.float()), chunk)[:, :, None] for x in (query, key))  # [B, G, 1, n, C, Dk]
+    block = min(BLOCK, length)
+    query, key = (_blocks(_normalised(x.float()), block)[:, :, None] for x in (query, key))  # [B, G, 1, n, C, Dk]
     query = query * size**-0.5
     value, log_decay, strength = (
-        _chunks(x.float().flatten(2, 3), chunk).unflatten(1, value.shape[2:4])
+        _blocks(x.float().flatten(2, 3), block).unflatten(1, value.shape[2:4])
         for x in (value, log_decay[..., None], strength[..., None])
     )  # [B, G, R, n, C, Dv or 1]
     since_begin = log_decay.cumsum(-2)
     to_end = (since_begin[..., -1:, :] - since_begin).exp()
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).triu(1)
+    later = torch.ones(block, block, dtype=torch.bool, device=query.device).triu(1)
     decay = (since_begin - since_begin.mT).masked_fill(later, -torch.inf).exp()  # γ_i/γ_j of i ≥ j, and 0
     lower = strength * decay * (key @ key.mT)
     right = torch.cat([strength * value, strength * since_begin.exp() * key], dim=-1)
@@ -110,20 +110,20 @@ def convolve(
     length, kernel = x.size(1), weight.size(-1)
     if before is None:
         before = x.new_zeros(x.size(0), kernel - 1, *x.shape[2:])
-    inputs = torch.cat([before, x], dim=1)
-    output = sum(inputs[:, first : first + length] * weight[..., first] for first in range(kernel))
+    both = torch.cat([before, x], dim=1)
+    output = sum(both[:, first : first + length] * weight[..., first] for first in range(kernel))
     assert isinstance(output, Tensor)  # a kernel has at least one factor
     if lengths is None:
-        return output, inputs[:, length:]
+        return output, both[:, length:]
     last = lengths[:, None] + torch.arange(kernel - 1, device=x.device)
-    return output, inputs[torch.arange(len(x), device=x.device)[:, None], last]
+    return output, both[torch.arange(len(x), device=x.device)[:, None], last]
 
 
-def _unit(x: Tensor) -> Tensor:
+def _normalised(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
 
 
-def _chunks(x: Tensor, chunk: int) -> Tensor:
+def _blocks(x: Tensor, block: int) -> Tensor:
     """Return x [B, L, N, D] as [B, N, n, C, D], with zeros at the end, which leave the memory as it is."""
     x = x.transpose(1, 2)
-    return pad(x, (0, 0, 0, -x.size(2) % chunk)).unflatten(2, (-1, chunk))
+    return pad(x, (0, 0, 0, -x.size(2) % block)).unflatten(2, (-1, block))

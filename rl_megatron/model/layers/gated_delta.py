@@ -164,13 +164,13 @@ class DeltaCore(torch.nn.Module):
         conv = self.conv.squeeze(1).unflatten(0, (-1, shape.convolved))[own]
         log_rate, bias = (x.unflatten(0, (-1, shape.values))[own] for x in (self.A_log, self.dt_bias))
         channels, strength, steps = mixed.split([shape.convolved, shape.values, shape.values], dim=-1)
-        channels, inputs = convolve(channels, conv, None if before is None else before.inputs, lengths)
+        channels, last = convolve(channels, conv, None if before is None else before.last, lengths)
         query, key, value = silu(channels).split([shape.key, shape.key, shape.values * shape.value], dim=-1)
         output, memory = delta_rule(
             query, key, value.unflatten(-1, (shape.values, -1)), log_decays(steps, log_rate, bias), strength.sigmoid(),
             None if before is None else before.memory, lengths,
         )  # fmt: skip
-        return output.to(mixed.dtype), DeltaStates(inputs, memory)
+        return output.to(mixed.dtype), DeltaStates(last, memory)
 
     def _own_groups(self, count: int) -> slice:
         """Return which of the rank's groups the delta rule computes here: all, or a part under context parallelism."""

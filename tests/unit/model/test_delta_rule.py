@@ -1,11 +1,11 @@
-"""The gated delta rule in chunks equals the rule token by token, and states carry a sequence on."""
+"""The gated delta rule in blocks equals the rule token by token, and states carry a sequence on."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from rl_megatron.model.layers.delta_rule import CHUNK, convolve, delta_rule
+from rl_megatron.model.layers.delta_rule import BLOCK, convolve, delta_rule
 
 GROUPS, VALUES, KEY, VALUE = 2, 3, 5, 4
 
@@ -42,15 +42,15 @@ def token_by_token(
     return torch.stack(outputs, dim=1), memory
 
 
-@pytest.mark.parametrize("length", [1, 7, CHUNK, 2 * CHUNK + 5])
-def test_chunks_equal_the_rule_token_by_token_with_every_gradient(length):
+@pytest.mark.parametrize("length", [1, 7, BLOCK, 2 * BLOCK + 5])
+def test_blocks_equal_the_rule_token_by_token_with_every_gradient(length):
     given, memory = inputs(length), torch.randn(2, GROUPS, VALUES, KEY, VALUE, requires_grad=True)
-    of_chunks, of_tokens = delta_rule(*given, memory), token_by_token(*given, memory)
+    of_blocks, of_tokens = delta_rule(*given, memory), token_by_token(*given, memory)
     gradients = []
-    for output, last in (of_chunks, of_tokens):
+    for output, last in (of_blocks, of_tokens):
         weights = torch.linspace(-1, 1, output.numel()).view_as(output)
         gradients.append(torch.autograd.grad((output * weights).sum() + last.square().sum(), [*given, memory]))
-    for found, wanted in zip((*of_chunks, *gradients[0]), (*of_tokens, *gradients[1]), strict=True):
+    for found, wanted in zip((*of_blocks, *gradients[0]), (*of_tokens, *gradients[1]), strict=True):
         torch.testing.assert_close(found.double(), wanted.double(), atol=2e-5, rtol=1e-5)
 
 
@@ -73,7 +73,7 @@ def test_what_follows_a_sequences_end_is_not_in_its_memory():
 
 def test_strong_decay_is_finite():
     """A product of decays underflows, and the decay from a later token to an earlier one would overflow."""
-    given = [x.detach() for x in inputs(CHUNK)]
+    given = [x.detach() for x in inputs(BLOCK)]
     given[3].fill_(-80.0).requires_grad_()
     output, memory = delta_rule(*given)
     (gradient,) = torch.autograd.grad(output.sum() + memory.sum(), given[3])
