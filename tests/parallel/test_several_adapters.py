@@ -13,6 +13,7 @@ from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, impor
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.losses import NLLLoss, PreferenceLoss
+from rl_megatron.model.lora.targets import name_in_peft
 from rl_megatron.model.shards import pieces
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.exporter import weights_digest
@@ -224,6 +225,8 @@ def references(parallel: dict, start: str) -> dict[str, tuple[torch.Tensor, ...]
         now = policy.get_logprobs(batch)["logprobs"]
         with policy.model.adapters_off():
             found[name] = at_start, reference, now, policy.get_logprobs(batch)["logprobs"]
+        copied = {piece.name: piece.tensor for piece in pieces(policy.model.frozen_copy().model_chunks)}
+        assert_same_tensors(copied, numbers(policy))
         start = str(policy.save_checkpoint(Path(start).parent / f"reference {name}", 1))
     return found
 
@@ -237,6 +240,23 @@ def test_the_reference_has_the_frozen_adapters_and_the_trained_one_of_the_start(
         assert (base - at_start).abs().max() > 1e-3
     assert torch.equal(found["new"][3], found["continued"][3])
     torch.testing.assert_close(found["new"][2], found["continued"][0], atol=1e-5, rtol=0)
+
+
+def starts() -> list[dict[str, torch.Tensor]]:
+    """Return A of adapters with the names `default` and `style`, by the names that peft gives its tensors."""
+    found = []
+    for name in ("default", "style"):
+        policy = build_policy({}, peft=replace(LORA, init_lora_weights=True, adapter_name=name))
+        of_adapter = {key: tensor for key, tensor in numbers(policy).items() if key.endswith("lora_A.weight")}
+        found.append({name_in_peft(key): tensor for key, tensor in of_adapter.items()})
+    return found
+
+
+def test_adapters_with_different_names_start_from_different_numbers(ranks):
+    """Otherwise a new adapter would begin with the A that the frozen one began with."""
+    default, style = ranks.run(1, starts)[0]
+    assert default and default.keys() == style.keys()
+    assert not any(torch.equal(default[name], style[name]) for name in default)
 
 
 def scores_beside(directory: str) -> list[torch.Tensor]:
