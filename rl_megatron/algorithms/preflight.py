@@ -14,7 +14,7 @@ from rl_megatron.algorithms.eval_sets import set_metric_names
 from rl_megatron.algorithms.evaluate import build_evaluation, metric_names
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.batching.packing import round_up
-from rl_megatron.checkpoint.adapters import check_same_adapter, holds_adapter, saved_base
+from rl_megatron.checkpoint.adapters import check_same_adapter, holds_adapter, saved_adapters, saved_base
 from rl_megatron.checkpoint.directory import (
     Damaged,
     check_checkpoint,
@@ -30,8 +30,10 @@ from rl_megatron.config.eval_sets import EvalSetConfig
 from rl_megatron.config.import_strings import is_import_string
 from rl_megatron.config.loggers import check_loggers
 from rl_megatron.config.model_rules import check_vocabulary
-from rl_megatron.config.peft import LoraConfig
+from rl_megatron.config.peft import LoraConfig, check_together
+from rl_megatron.config.refits import refuse_several
 from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.config.stages import stage_before
 from rl_megatron.data.run_tokenizer import run_tokenizer
 from rl_megatron.data.same_prompts import different_prompts
 from rl_megatron.data.tokenizer import Tokenizer
@@ -93,28 +95,52 @@ def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:
         ConfigError: A name, a rank or a checkpoint does not fit.
     """
     size = config.first.model.vocab_size or tokenizer.vocab_size
-    before: LoraConfig | None = None
-    for index, (name, stage) in enumerate(config.stages.items()):
+    found = _adapters_of(config.init_from, config.first.peft)
+    adapters_after: dict[str, dict[str, LoraConfig]] = {}  # the adapters that each stage leaves, by name
+    for name, stage in config.stages.items():
         where = f"stages.{name}.peft" if len(config.stages) > 1 else "peft"
-        if stage.peft is not None:
-            adapted_linears(stage.peft, stage.model, size)
-            if index == 0 and not config.init_from:
-                raise ConfigError(
-                    f"{where} is set, and the stage has no weights to adapt; set init_from, or train all weights in a "
-                    "stage before it"
-                )
-            if before is not None and before != stage.peft:
-                raise ConfigError(
-                    f"{where} differs from that of the stage before, whose adapter it goes on with; use the same keys"
-                )
-        before = stage.peft
-    if config.init_from:
-        path = Path(config.init_from)
-        manifest = read_manifest(path)
-        if holds_adapter(manifest):
-            saved_base(path, manifest)
-            if config.first.peft is not None:
-                check_same_adapter(path, manifest, config.first.peft)
+        before = stage_before(config.stages, name)
+        adapters = found if before is None else adapters_after[before]
+        adapters_after[name] = {}
+        if stage.peft is None:
+            continue
+        adapted_linears(stage.peft, stage.model, size)
+        if before is None and not config.init_from:
+            raise ConfigError(
+                f"{where} is set, and the stage has no weights to adapt; set init_from, or train all weights in a "
+                "stage before it"
+            )
+        own = stage.peft.adapter_name
+        if before is not None and adapters.get(own, stage.peft) != stage.peft:
+            raise ConfigError(
+                f"{where} differs from that of an earlier stage, whose adapter {own} it goes on with; use the same "
+                f"keys, or give the new adapter another name with {where}.adapter_name"
+            )
+        adapters_after[name] = adapters | {own: stage.peft}
+        check_together([*adapters_after[name].values()])
+        if stage.generation.refit == "adapter":
+            refuse_several([*adapters_after[name].values()])
+
+
+def _adapters_of(init_from: str | None, peft: LoraConfig | None) -> dict[str, LoraConfig]:
+    """Return the adapters of the checkpoint that a run starts from, by name, after checking them.
+
+    Args:
+        init_from: The checkpoint, or None.
+        peft: The section `peft` of the stage that starts from it.
+
+    Raises:
+        ConfigError: Their base cannot be read, or the stage trains one of them with other keys.
+    """
+    manifest = read_manifest(Path(init_from)) if init_from else {}
+    if not init_from or not holds_adapter(manifest):
+        return {}
+    path = Path(init_from)
+    saved_base(path, manifest)
+    adapters = saved_adapters(path, manifest)
+    if peft is not None and peft.adapter_name in adapters:
+        check_same_adapter(path, adapters[peft.adapter_name], peft)
+    return adapters
 
 
 def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:

@@ -210,6 +210,11 @@ def saved_model(checkpoint: Path, manifest: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(f"checkpoint {checkpoint}: its manifest's model section is not valid: {error}") from error
 
 
+def adapter_sections(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the sections `peft` of a checkpoint's adapters, the one that was trained last first; empty without."""
+    return [manifest["peft"], *manifest.get("frozen_adapters", ())] if "peft" in manifest else []
+
+
 def size_of(entry: dict[str, Any] | int) -> int:
     """Return the size of a file in bytes, as its manifest entry states it."""
     return entry if isinstance(entry, int) else entry["bytes"]

@@ -18,20 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_megatron.checkpoint.adapters import holds_adapter, read_adapter, saved_base
+from rl_megatron.checkpoint.adapters import holds_adapter, saved_base
 from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import publish, read_manifest, saved_model, system_error
 from rl_megatron.checkpoint.hf_directory import (
     INDEX,
     MAX_SHARD_BYTES,
+    chosen_adapters,
     read_json,
     refuse_adapter_with_head,
     refuse_existing,
 )
 from rl_megatron.checkpoint.hf_load import embedding_rows, open_hugging_face
 from rl_megatron.checkpoint.hf_weights import block_height, read_block
-from rl_megatron.checkpoint.peft_convert import export_adapter, import_adapter
+from rl_megatron.checkpoint.peft_convert import export_adapters, import_adapters
 from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
+from rl_megatron.checkpoint.stored_adapters import read_adapters
 from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, model_tensors, read_parts
 from rl_megatron.config.checkpoint_metadata import (
     HUGGING_FACE,
@@ -57,19 +59,19 @@ _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "L
 
 
 def import_peft(source: Path, base: Path, checkpoint: Path) -> dict[str, Any]:
-    """Convert an adapter's directory, as peft writes it, to a checkpoint of the adapter, and return its manifest.
+    """Convert a directory of adapters, as peft writes it, to a checkpoint of them, and return its manifest.
 
     Args:
         source: The directory.
-        base: The checkpoint of the model that the adapter was trained on.
+        base: The checkpoint of the model that the adapters were trained on.
         checkpoint: The path of the new checkpoint, which must not exist.
 
     Raises:
-        ConfigError: The adapter does not fit the base (nothing has been written then), or the checkpoint cannot be
+        ConfigError: The adapters do not fit the base (nothing has been written then), or the checkpoint cannot be
             written.
     """
     with _whole_or_not_at_all(checkpoint) as partial:
-        manifest = import_adapter(source, base, partial)
+        manifest = import_adapters(source, base, partial)
         carried = hugging_face_files(base)
         if carried is not None:
             shutil.copytree(carried, partial / HUGGING_FACE)
@@ -77,25 +79,29 @@ def import_peft(source: Path, base: Path, checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def export_peft(checkpoint: Path, target: Path) -> dict[str, Any]:
-    """Convert the checkpoint of an adapter to a directory that peft loads, and return its adapter_config.json.
+def export_peft(checkpoint: Path, target: Path, adapter: str | None = None) -> dict[str, dict[str, Any]]:
+    """Convert a checkpoint of adapters to a directory that peft loads, and return each adapter_config.json by name.
 
     Args:
         checkpoint: The checkpoint.
         target: The path of the new directory, which must not exist.
+        adapter: The name of an adapter that is written alone, to the directory itself. None: all are written, and those
+            with other names than "default" lie in subdirectories.
 
     Raises:
-        ConfigError: The checkpoint is wrong (nothing has been written then), or the directory cannot be written.
+        ConfigError: The checkpoint is wrong or has no such adapter (nothing has been written then), or the directory
+            cannot be written.
     """
     manifest = read_manifest(checkpoint)
     refuse_adapter_with_head(checkpoint, manifest)
     check_digests(checkpoint, manifest)
     model = saved_model(checkpoint, manifest)
-    adapter = read_adapter(checkpoint, manifest, model, model.vocab_size or manifest["vocab_size"])
+    names = chosen_adapters(checkpoint, manifest, adapter)
+    adapters = read_adapters(checkpoint, manifest, model, model.vocab_size or manifest["vocab_size"]).by_name
     with _whole_or_not_at_all(target) as partial:
-        config = export_adapter(adapter, checkpoint, partial)
+        configs = export_adapters({place: adapters[name] for name, place in names.items()}, checkpoint, partial)
         partial.rename(target)
-    return config
+    return configs
 
 
 def import_weights(source: Path, checkpoint: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
@@ -132,8 +138,8 @@ def export_weights(
 ) -> dict[str, Any]:
     """Convert a checkpoint to a Hugging Face directory, and return its config.json.
 
-    A reward model becomes a sequence classifier of one label, and an adapter's checkpoint gives its base with the
-    adapter merged. Weights keep the checkpoint's dtype. If the checkpoint, or the run that wrote it, started from a
+    A reward model becomes a sequence classifier of one label, and a checkpoint of adapters gives its base with all of
+    them merged. Weights keep the checkpoint's dtype. If the checkpoint, or the run that wrote it, started from a
     Hugging Face directory, that directory's configuration and tokenizer are used. Otherwise the tokenizer is the run's,
     and the configuration is that of the first family that can express the model.
 
@@ -149,26 +155,26 @@ def export_weights(
     manifest = read_manifest(checkpoint)
     refuse_adapter_with_head(checkpoint, manifest)
     check_digests(checkpoint, manifest)
-    adapter = None
+    adapters = None
     if holds_adapter(manifest):
         base = saved_base(checkpoint, manifest)
         model, *_ = _described(base, read_manifest(base))
-        adapter = read_adapter(checkpoint, manifest, model, model.vocab_size or manifest["vocab_size"])
+        adapters = read_adapters(checkpoint, manifest, model, model.vocab_size or manifest["vocab_size"])
         checkpoint, manifest = base, read_manifest(base)
         check_digests(checkpoint, manifest)
     _, config, table = _described(checkpoint, manifest)
     stored = _checked(checkpoint, table)
-    if adapter is not None and adapter.config.use_dora:
-        adapted = {stored_name(f"{linear}.weight")[0] for linear in adapter.linears}
+    if adapters is not None and adapters.use_dora:
+        adapted = {stored_name(f"{linear}.weight")[0] for linear in adapters.linears}
         of_adapter = {key: tensor for key, tensor in stored.items() if key in adapted}
-        adapter = adapter.with_factors(_hugging_face_blocks(table, of_adapter))
+        adapters = adapters.with_factors(_hugging_face_blocks(table, of_adapter))
     dtypes = {rows.hf_name: stored[stored_name(rows.name)[0]].dtype for rows in table.rows}
     dtype = next(dtype for name, dtype in dtypes.items() if name not in table.fp32)
     with _whole_or_not_at_all(target) as partial:
         writer = WeightWriter(partial, table.hf_shapes, dtypes.__getitem__, max_shard_bytes)
         try:
             for rows, offset, block in _hugging_face_blocks(table, stored, progress):
-                merged = block if adapter is None else adapter.merged(rows.hf_name, offset, block)
+                merged = block if adapters is None else adapters.merged(rows.hf_name, offset, block)
                 _write_block(writer, rows, offset, merged)
             writer.finish()
         finally:

@@ -10,9 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.checkpoint.directory import check_head, read_manifest
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.checkpoint.directory import adapter_sections, check_head, read_manifest
+from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.peft import DEFAULT_ADAPTER, TRAINER_DIRECTORY, plain_name
 from rl_megatron.model.families import read_model
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.score import without_score_head
@@ -25,19 +26,21 @@ MAX_SHARD_BYTES = 5 * 10**9  # the default size of an export's files
 def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> None:
     """Check the paths of an import: `source` has a model and its weights, and `checkpoint` does not exist.
 
-    If `source` has an adapter instead, `base` must be the checkpoint of its base.
+    If `source` has adapters instead, `base` must be the checkpoint of their base.
 
     Raises:
         ConfigError: One of them is wrong.
     """
-    is_adapter = (source / ADAPTER_CONFIG).is_file()
+    is_adapter = bool(adapter_directories(source))
     if is_adapter and base is None:
         raise ConfigError(
             f"{source} holds an adapter, and not its base; name the checkpoint of the base with --base CHECKPOINT"
         )
     if base is not None:
         if not is_adapter:
-            raise ConfigError(f"--base is for an adapter, and {source} has no {ADAPTER_CONFIG}; leave it out")
+            raise ConfigError(
+                f"--base is for adapters, and {source} has no {ADAPTER_CONFIG}, in subdirectories neither; leave it out"
+            )
         manifest = read_manifest(base)
         check_head(base, manifest, "lm", weights_only=False)
         if "peft" in manifest:
@@ -49,11 +52,59 @@ def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> No
     refuse_existing(checkpoint)
 
 
-def check_export(checkpoint: Path, target: Path) -> bool:
-    """Check the paths of an export: `checkpoint` is a whole one, and `target` does not exist.
+def adapter_directories(source: Path) -> dict[str, Path]:
+    """Return the directory of each adapter of a peft directory by name, "default" first.
+
+    It is empty for the directory of a whole model. Subdirectories named checkpoint-N are left out: the Trainer of
+    transformers makes them for earlier steps.
+
+    Raises:
+        ConfigError: A name cannot be that of an adapter, or two adapters have the same.
+    """
+    found = {DEFAULT_ADAPTER: source} if (source / ADAPTER_CONFIG).is_file() else {}
+    if not found and (source / "config.json").is_file():
+        return {}
+    for file in sorted(source.glob(f"*/{ADAPTER_CONFIG}")):
+        name = file.parent.name
+        if TRAINER_DIRECTORY.fullmatch(name) is not None:
+            continue
+        try:
+            plain_name(name)
+        except ValueError as error:
+            raise ConfigError(f"{file.parent}: the name of an adapter {error}; rename the directory") from error
+        if name in found:
+            raise ConfigError(
+                f"{source} has an {ADAPTER_CONFIG} and a subdirectory {name} with another one, and {name} is the name "
+                "of both adapters; rename the subdirectory"
+            )
+        found[name] = file.parent
+    return found
+
+
+def chosen_adapters(checkpoint: Path, manifest: dict[str, Any], adapter: str | None) -> dict[str, str]:
+    """Return the names of the adapters that an export writes, each with the name under which it does so.
+
+    Args:
+        checkpoint: The checkpoint.
+        manifest: Its manifest.
+        adapter: The name of an adapter that is written alone, to the directory itself; None: all are written.
+
+    Raises:
+        ConfigError: The checkpoint has no such adapter.
+    """
+    names = [section.get("adapter_name", DEFAULT_ADAPTER) for section in adapter_sections(manifest)]
+    if adapter is None:
+        return {name: name for name in names}
+    if adapter not in names:
+        raise ConfigError(f"--adapter {adapter}: checkpoint {checkpoint} has no such adapter{nearest(adapter, names)}")
+    return {adapter: DEFAULT_ADAPTER}
+
+
+def check_export(checkpoint: Path, target: Path, adapter: str | None = None) -> bool:
+    """Check an export: `checkpoint` is a whole one and has the adapter of this name, and `target` does not exist.
 
     Returns:
-        Whether the checkpoint holds an adapter alone.
+        Whether the checkpoint holds adapters alone.
 
     Raises:
         ConfigError: One of them is wrong.
@@ -61,6 +112,9 @@ def check_export(checkpoint: Path, target: Path) -> bool:
     manifest = read_manifest(checkpoint)
     refuse_adapter_with_head(checkpoint, manifest)
     refuse_existing(target)
+    if adapter is not None and "peft" not in manifest:
+        raise ConfigError(f"--adapter is for adapters, and checkpoint {checkpoint} holds a whole model; leave it out")
+    chosen_adapters(checkpoint, manifest, adapter)
     return "peft" in manifest
 
 

@@ -14,17 +14,19 @@ from megatron.core.optimizer import MegatronOptimizer
 from rl_megatron.checkpoint.adapters import (
     base_of,
     check_base,
+    check_frozen_adapters,
     check_same_adapter,
     holds_adapter,
-    read_adapter,
+    saved_adapters,
     saved_base,
 )
 from rl_megatron.checkpoint.directory import check_head, read_manifest
 from rl_megatron.checkpoint.metadata import check_metadata
 from rl_megatron.checkpoint.rng_state import random_state_file, restore_random_state
+from rl_megatron.checkpoint.stored_adapters import read_adapters
 from rl_megatron.checkpoint.training_state import TrainingState, load_model
 from rl_megatron.checkpoint.verify import verify_checkpoint
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.lora.attach import dora_adapters_of
 from rl_megatron.model.lora.originals import keep_originals
@@ -36,8 +38,9 @@ _MESSAGE_LENGTH = 600  # megatron-core lists every key of the model
 def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
     """Fill `into` from the checkpoint `path` and return its manifest. Collective.
 
-    A checkpoint of an adapter is loaded with its base. A model without adapters gets their merged weights, and a model
-    with adapters can start from a checkpoint of a whole model, which then is their base.
+    A checkpoint of adapters is loaded with its base. A model without adapters gets their merged weights. A model with
+    adapters can start from a checkpoint of a whole model, which then is their base, or from one of adapters. Those with
+    another name than its own then are frozen beside its own.
 
     Args:
         path: A complete checkpoint.
@@ -48,7 +51,8 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
 
     Raises:
         ConfigError: The checkpoint is damaged, holds another model, or has another head than is needed; or its adapter
-            fits another base or has another shape, or its base cannot be read.
+            fits another base or has another shape, or its base cannot be read, or its adapters do not go together
+            with the model's.
     """
     manifest = read_manifest(path)
     if into.model.lora is None and not holds_adapter(manifest):
@@ -87,6 +91,7 @@ def _load_with_adapters(
     if not holds_adapter(manifest):
         if not weights_only:
             raise ConfigError(f"checkpoint {path} holds no adapter; weights_only=True takes it as a base")
+        check_frozen_adapters(path, [], model)
         _load_whole(path, replace(into, optimizer=None, scheduler=None, selection="base"), True, verify)
         model.base = base_of(path)
         start_from_weights(model, into.optimizer)
@@ -96,16 +101,32 @@ def _load_with_adapters(
         check_head(path, manifest, model.head, weights_only)
         if verify:
             verify_checkpoint(path)
-        adapter = read_adapter(path, manifest, model.config, rows)
+        adapters = read_adapters(path, manifest, model.config, rows)
         _load_whole(saved_base(path, manifest), replace(into, optimizer=None, scheduler=None), True, verify)
-        adapter.merge_into(model, family_of_model(model.config, rows).table(model.config, rows))
+        adapters.merge_into(model, family_of_model(model.config, rows).table(model.config, rows))
         start_from_weights(model, into.optimizer)
         return manifest
-    check_same_adapter(path, manifest, model.lora)
+    frozen, name = saved_adapters(path, manifest), model.lora.adapter_name
+    own = frozen.pop(name, None)
+    if own is not None:
+        check_same_adapter(path, own, model.lora)
+    elif not weights_only:
+        raise ConfigError(
+            f"checkpoint {path} holds no adapter peft.adapter_name={name}{nearest(name, frozen)}; weights_only=True "
+            "trains a new adapter of this name beside them"
+        )
+    check_frozen_adapters(path, [*frozen.values()], model)
     if model.base is None and manifest["base"]:
         base = saved_base(path, manifest)
         _load_with_adapters(base, read_manifest(base), into, weights_only=True, verify=verify)
     check_base(path, manifest, model.base)
+    if not model.frozen_adapters:
+        model.add_frozen_adapters([*frozen.values()])
+    if own is None:
+        others = replace(into, optimizer=None, scheduler=None, selection="frozen adapters")
+        _load_whole(path, others, weights_only, verify)
+        start_from_weights(model, into.optimizer)
+        return manifest
     _load_whole(path, into, weights_only, verify)
     model.adapters_are_new = False
     return manifest

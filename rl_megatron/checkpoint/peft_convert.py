@@ -1,10 +1,13 @@
-"""Conversion of an adapter's checkpoint to a directory that peft loads, and back, bit for bit."""
+"""Conversion of a checkpoint of adapters to a directory that peft loads, and back, bit for bit.
+
+As in peft's own directories, the adapter "default" lies in the directory itself, and others in subdirectories of their
+names.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_megatron.checkpoint.adapters import StoredAdapter, base_of, keyed
+from rl_megatron.checkpoint.adapters import base_of, entries_of
 from rl_megatron.checkpoint.directory import read_manifest, saved_model
-from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
+from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_directories, read_json
 from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, peft_config
+from rl_megatron.checkpoint.stored_adapters import StoredAdapter
 from rl_megatron.checkpoint.tensors import TensorWriter
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.peft import LoraConfig
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.peft import DEFAULT_ADAPTER, LoraConfig, check_together
 from rl_megatron.model.lora.modules import whole_tensors
 from rl_megatron.model.lora.targets import MAGNITUDE, adapted_linears, adapter_shapes
 
@@ -42,19 +47,30 @@ _ABSENT: dict[str, tuple] = {
 }
 
 
-def export_adapter(adapter: StoredAdapter, checkpoint: Path, partial: Path) -> dict[str, Any]:
-    """Write an adapter as peft does into the directory `partial`, and return its adapter_config.json.
+def export_adapters(
+    adapters: Mapping[str, StoredAdapter], checkpoint: Path, partial: Path
+) -> dict[str, dict[str, Any]]:
+    """Write adapters as peft does into the directory `partial`, and return their adapter_config.json by name.
 
     Args:
-        adapter: The adapter.
-        checkpoint: Its checkpoint, whose base the configuration names.
+        adapters: The adapters by the names that peft gets; "default" for one in the directory itself.
+        checkpoint: Their checkpoint, whose base the configurations name.
         partial: The directory.
     """
+    configs = {}
+    for name, adapter in adapters.items():
+        directory = partial if name == DEFAULT_ADAPTER else partial / name
+        directory.mkdir(exist_ok=True)
+        configs[name] = _export(adapter, checkpoint, directory)
+    return configs
+
+
+def _export(adapter: StoredAdapter, checkpoint: Path, directory: Path) -> dict[str, Any]:
     named = adapter.tensors | adapter.whole
     tensors = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in named.items()}
-    save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = peft_config(adapter.config, adapter.linears, _hugging_face_base(checkpoint))
-    (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     return config
 
 
@@ -66,46 +82,55 @@ def _hugging_face_base(checkpoint: Path) -> str | None:
     return read_manifest(Path(recorded["path"])).get("source")
 
 
-def import_adapter(source: Path, base: Path, partial: Path) -> dict[str, Any]:
-    """Write the checkpoint of a peft directory's adapter into the directory `partial`, and return its manifest.
+def import_adapters(source: Path, base: Path, partial: Path) -> dict[str, Any]:
+    """Write the checkpoint of a peft directory's adapters into the directory `partial`, and return its manifest.
 
     Args:
-        source: The directory of adapter_model.safetensors and adapter_config.json.
-        base: The checkpoint of the model that it was trained on.
+        source: The directory of adapter_model.safetensors and adapter_config.json, or of subdirectories with these.
+        base: The checkpoint of the model that they were trained on.
         partial: The directory, which `publish` then makes a checkpoint.
 
     Raises:
-        ConfigError: A key has a value that is not supported, or a tensor does not fit the base.
+        ConfigError: A key has a value that is not supported, a tensor does not fit the base, or the adapters do not go
+            together.
     """
     manifest = read_manifest(base)
     model = saved_model(base, manifest)
-    config = _read_config(source)
     rows = model.vocab_size or manifest["vocab_size"]
-    linears, whole = adapted_linears(config, model, rows), whole_tensors(config, model, rows)
-    keys = {tensor.hf_name: key for key, tensor in whole.items()}
-    shapes = adapter_shapes(linears, config) | {tensor.hf_name: tensor.shape for tensor in whole.values()}
-    tensors = _read_tensors(source, shapes)
-    modules = {name: tensors.pop(name) for name in keys}
+    places = adapter_directories(source)
+    configs = {name: _read_config(place, name) for name, place in places.items()}
+    check_together([*configs.values()])
+    adapters = [_read(places[name], config, model, rows) for name, config in configs.items()]
     writer = TensorWriter(partial)
     try:
-        for key, tensor in keyed(StoredAdapter(config, linears, tensors, None, modules, keys)):
+        for key, tensor in (each for adapter in adapters for each in adapter.keyed()):
             writer.write(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
         writer.finish()
     finally:
         writer.close()
     kept = {key: manifest[key] for key in ("model", "vocab_size", "tokenizer") if key in manifest}
-    entries = {"peft": asdict(config), "base": asdict(base_of(base)), "source": str(source.resolve())}
+    entries = entries_of([*configs.values()], base_of(base)) | {"source": str(source.resolve())}
     return {"step": 0, "head": "lm", **kept, **entries}
 
 
-def _read_config(source: Path) -> LoraConfig:
+def _read(source: Path, config: LoraConfig, model: ModelConfig, rows: int) -> StoredAdapter:
+    """Return the adapter whose files lie in the directory `source`."""
+    linears, whole = adapted_linears(config, model, rows), whole_tensors(config, model, rows)
+    keys = {tensor.hf_name: key for key, tensor in whole.items()}
+    shapes = adapter_shapes(linears, config) | {tensor.hf_name: tensor.shape for tensor in whole.values()}
+    tensors = _read_tensors(source, shapes)
+    modules = {name: tensors.pop(name) for name in keys}
+    return StoredAdapter(config, linears, tensors, modules, keys)
+
+
+def _read_config(source: Path, name: str) -> LoraConfig:
     found, where = read_json(source / ADAPTER_CONFIG), source / ADAPTER_CONFIG
     for key, absent in _ABSENT.items():
         if found.get(key) not in absent:
             raise ConfigError(f"{where}: {key}={found.get(key)} is not supported; it must be {absent[-1]}")
     keys = {key: found[key] for key in _READ if found.get(key) not in (None, [])}  # peft writes either for no modules
     try:
-        return TypeAdapter(LoraConfig).validate_python(keys)
+        return TypeAdapter(LoraConfig).validate_python({"adapter_name": name, **keys})
     except ValidationError as error:
         raise ConfigError(f"{where} is not the configuration of a LoRA adapter: {error}") from error
 

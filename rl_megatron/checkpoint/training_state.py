@@ -19,20 +19,21 @@ from rl_megatron.checkpoint.optimizer_state import (
     sharded_optimizer_state,
 )
 from rl_megatron.model.build import unwrap
-from rl_megatron.model.lora.targets import is_adapter
+from rl_megatron.model.lora.targets import adapter_of
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import SHARDING_METADATA
 
 HEAD_PREFIX = "output_layer."  # the prefix of the head's names in a model's state
-Selection = Literal["all", "base", "adapters"]
-"""The weights of a checkpoint: all, or those without adapters, or those that are trained beside a frozen base."""
+Selection = Literal["all", "base", "adapters", "frozen adapters"]
+"""The weights of a checkpoint: all, or those without adapters, or all beside the base, or those without the adapters
+that are trained."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """The state that a checkpoint holds. Optimizer and scheduler are None if the model is not trained.
 
-    If the model has adapters, `selection` says whether it is the state of its base, or of what is trained.
+    If the model has adapters, `selection` says whether it is the state of its base, or of what is beside the base.
     """
 
     model: ShardedModel
@@ -98,12 +99,16 @@ class TrainingState:
         if self.selection == "all":
             return models
         if self.selection == "base":  # a score head is trained, and starts from that of the base
-            return [{key: entry for key, entry in model.items() if not is_adapter(key)} for model in models]
-        return [{key: entry for key, entry in model.items() if _is_trained(entry)} for model in models]
+            return [{key: entry for key, entry in model.items() if adapter_of(key) is None} for model in models]
+        beside = [{key: entry for key, entry in model.items() if _is_beside_base(key, entry)} for model in models]
+        if self.selection == "adapters" or self.model.lora is None:
+            return beside
+        trained = self.model.lora.adapter_name
+        return [{key: entry for key, entry in model.items() if adapter_of(key) != trained} for model in beside]
 
 
-def _is_trained(entry: ShardedTensor | ShardedTensorFactory) -> bool:
-    return isinstance(entry.data, torch.nn.Parameter) and entry.data.requires_grad
+def _is_beside_base(key: str, entry: ShardedTensor | ShardedTensorFactory) -> bool:
+    return adapter_of(key) is not None or (isinstance(entry.data, torch.nn.Parameter) and entry.data.requires_grad)
 
 
 def tensors_of_model(model_chunk: GPTModel) -> dict[str, Any]:

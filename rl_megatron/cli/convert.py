@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
+from rl_megatron.checkpoint.directory import adapter_sections
 from rl_megatron.checkpoint.hf_directory import MAX_SHARD_BYTES, check_export, check_import
 from rl_megatron.config.checkpoint_metadata import MANIFEST, no_checkpoint
 from rl_megatron.config.commands import command, override
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.peft import DEFAULT_ADAPTER
 
 _SUFFIXES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def import_directory(source: str, target: str, base: str | None) -> None:
-    """Convert a Hugging Face directory, or an adapter's directory, to a checkpoint, and print how to go on.
+    """Convert a Hugging Face directory, or a directory of adapters, to a checkpoint, and print how to go on.
 
     Args:
         source: The directory to read.
         target: The checkpoint to write.
-        base: The checkpoint of an adapter's base, or None.
+        base: The checkpoint of the adapters' base, or None.
 
     Raises:
         ConfigError: The source cannot be converted, or the target exists.
@@ -35,7 +37,8 @@ def import_directory(source: str, target: str, base: str | None) -> None:
     console = _console()
     if base is not None:
         manifest = hf_convert.import_peft(Path(source), Path(base), Path(target))
-        console.print(f"{target}: an adapter of rank {manifest['peft']['r']}. To use the model with it:")
+        ranks = {section["adapter_name"]: section["r"] for section in adapter_sections(manifest)}
+        console.print(f"{target}: {_described(ranks)}. To use the model with it:")
     else:
         with progress_bar(f"import {source}", console) as report:
             manifest = hf_convert.import_weights(Path(source), Path(target), report)
@@ -44,14 +47,17 @@ def import_directory(source: str, target: str, base: str | None) -> None:
     console.print(f"  {command('train', 'model=init_from', *start)}")
 
 
-def export_checkpoint(source: str, target: str, max_shard_size: str | None, merge: bool) -> None:
-    """Convert a checkpoint to a Hugging Face directory, or an adapter's to a directory for peft, and say what it is.
+def export_checkpoint(
+    source: str, target: str, max_shard_size: str | None, merge: bool, adapter: str | None = None
+) -> None:
+    """Convert a checkpoint to a Hugging Face directory, or one of adapters to a directory for peft, and say what it is.
 
     Args:
         source: The checkpoint to read.
         target: The directory to write.
         max_shard_size: The largest file of weights, such as "5GB"; None for the default.
-        merge: Whether an adapter is merged into its base.
+        merge: Whether adapters are merged into their base.
+        adapter: The name of an adapter that is written alone; None for all.
 
     Raises:
         ConfigError: The source cannot be converted, the target exists, or the size cannot be read.
@@ -60,19 +66,28 @@ def export_checkpoint(source: str, target: str, max_shard_size: str | None, merg
         again = no_checkpoint(Path(source), lambda checkpoint: command("convert", "export", checkpoint, target))
         raise ConfigError(f"{source} {again}")
     limit = MAX_SHARD_BYTES if max_shard_size is None else num_bytes(max_shard_size)
-    is_adapter = check_export(Path(source), Path(target))
+    is_adapter = check_export(Path(source), Path(target), adapter)
     if merge and not is_adapter:
         raise ConfigError(f"--merge is for an adapter, and checkpoint {source} holds a whole model; leave it out")
     from rl_megatron.checkpoint import hf_convert  # here, because it imports torch and megatron-core
 
     console = _console()
     if is_adapter and not merge:
-        config = hf_convert.export_peft(Path(source), Path(target))
-        console.print(f"{target}: an adapter of rank {config['r']}, as peft loads it")
+        configs = hf_convert.export_peft(Path(source), Path(target), adapter)
+        console.print(
+            f"{target}: {_described({name: config['r'] for name, config in configs.items()})}, in peft's format"
+        )
         return
     with progress_bar(f"export {source}", console) as report:
         config = hf_convert.export_weights(Path(source), Path(target), limit, report)
     console.print(f"{target}: {config['architectures'][0]}, as transformers loads it")
+
+
+def _described(ranks: Mapping[str, int]) -> str:
+    """Return what a directory or a checkpoint holds, from the rank of each adapter by name."""
+    if list(ranks) == [DEFAULT_ADAPTER]:
+        return f"an adapter of rank {ranks[DEFAULT_ADAPTER]}"
+    return "adapters " + ", ".join(f"{name} of rank {rank}" for name, rank in ranks.items())
 
 
 def _console() -> Console:

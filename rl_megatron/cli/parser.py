@@ -244,10 +244,13 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
         if name == "export":
             limit = "largest file of weights, such as 500MB or 5GB (the default)"
             direction.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help=limit)
-            merge = "of an adapter: its base with the adapter merged, instead of a directory for peft"
-            direction.add_argument("--merge", action="store_true", help=merge)
+            how = direction.add_mutually_exclusive_group()
+            merge = "of adapters: their base with all of them merged, instead of a directory for peft"
+            how.add_argument("--merge", action="store_true", help=merge)
+            alone = "of adapters: the one of this name alone; by default all, in subdirectories of their names"
+            how.add_argument("--adapter", metavar="NAME", help=alone)
         else:
-            base = "of an adapter, as peft writes it: the checkpoint of the model that it was trained on"
+            base = "of adapters, as peft writes them: the checkpoint of the model that they were trained on"
             direction.add_argument("--base", metavar="CHECKPOINT", help=base)
         _add_plugins(direction)
 

@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
+from typing import Annotated
 
+from pydantic import AfterValidator
+
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import Fraction, Positive, PositiveFloat, section
 
 ALL_LINEAR = "all-linear"
+DEFAULT_ADAPTER = "default"  # the name that peft gives to an adapter without a name
+# Directories beside an adapter's files in which the Trainer of transformers keeps earlier steps
+TRAINER_DIRECTORY = re.compile(r"checkpoint-\d+")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def plain_name(name: str) -> str:
+    """Return the name of an adapter, which is also the name of its directory.
+
+    Raises:
+        ValueError: It has other characters than letters, digits, "_" and "-", or it is checkpoint-N.
+    """
+    if _NAME.fullmatch(name) is None or TRAINER_DIRECTORY.fullmatch(name) is not None:
+        raise ValueError("must be a word of letters, digits, '_' and '-', such as my_style, and not checkpoint-N")
+    return name
 
 
 @section
@@ -17,6 +38,9 @@ class LoraConfig:
     Liu et al. 2024 (arXiv:2402.09353).
     """
 
+    # The name of the adapter that is trained. Adapters with other names, in the checkpoint that the stage starts from,
+    # stay frozen and take part in every pass.
+    adapter_name: Annotated[str, AfterValidator(plain_name)] = DEFAULT_ADAPTER
     r: Positive = 8  # the rank: the rows of A and the columns of B. NeMo's name is dim
     lora_alpha: PositiveFloat = 8.0  # the numerator of s = lora_alpha / r. NeMo's name is alpha
     lora_dropout: Fraction = 0.0  # dropout of the adapters' input while training. NeMo's name is dropout
@@ -37,3 +61,27 @@ class LoraConfig:
     def scaling(self) -> float:
         """Return s, the factor of B·A."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+
+def check_together(adapters: Sequence[LoraConfig]) -> None:
+    """Check that a model can have these adapters at once, whose products it adds up.
+
+    Raises:
+        ConfigError: There are several, and one of them does more than add a product.
+    """
+    if len(adapters) == 1:
+        return
+    for adapter in adapters:
+        refused = None
+        if adapter.use_dora:
+            refused = "peft.use_dora=true", "DoRA scales the sum of W and one adapter"
+        elif adapter.modules_to_save:
+            modules = ", ".join(adapter.modules_to_save)
+            refused = f"peft.modules_to_save=[{modules}]", "a module has the weights of one adapter"
+        if refused is not None:
+            names = ", ".join(each.adapter_name for each in adapters)
+            raise ConfigError(
+                f"{refused[0]} of the adapter {adapter.adapter_name} does not go together with other adapters (the "
+                f"model would have {names}), because {refused[1]}; merge the adapters that are trained already with "
+                "rl-megatron convert export --merge and start from that, or leave the key out"
+            )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
+from rl_megatron.config.peft import LoraConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.servers import VLLM_ADAPTER_RANKS
 
@@ -14,6 +17,7 @@ UNVERIFIED = (
     "adapter",
 )  # the engine itself does not compare the weights that arrive with those sent
 _OF_ENGINES_IN_PROCESSES = ("collective", "shared_memory")
+_MERGED = "set generation.refit=collective, which sends merged weights"  # the remedy
 # The ways of other engines. Each is tried with the engine, or its page says that it is not.
 _OF_ENGINES = {
     "transformers": (*_OF_ENGINES_IN_PROCESSES, "adapter"),
@@ -70,7 +74,7 @@ def check_adapter_refit(stage: StageConfig) -> None:
     if generation.refit != "adapter":
         return
     is_vllm = generation.engine == "vllm"
-    refused, remedy = None, "set generation.refit=collective, which sends merged weights"
+    refused, remedy = None, _MERGED
     if stage.peft is None:
         refused = "peft=null, so there is no adapter"
         remedy = "set peft.r, or generation.refit=collective"
@@ -92,6 +96,19 @@ def check_adapter_refit(stage: StageConfig) -> None:
         remedy = "set enable_sleep_mode=false, or generation.refit=collective"
     if refused is not None:
         raise ConfigError(f"generation.refit=adapter: {refused}; {remedy}")
+
+
+def refuse_several(adapters: Sequence[LoraConfig]) -> None:
+    """Refuse to send adapters of several names, of which engines take one.
+
+    Raises:
+        ConfigError: There are several.
+    """
+    if len(adapters) > 1:
+        names = ", ".join(adapter.adapter_name for adapter in adapters)
+        raise ConfigError(
+            f"generation.refit=adapter: the model has the adapters {names}, and an engine takes one; {_MERGED}"
+        )
 
 
 def opens_memory(generation: GenerationConfig) -> bool:

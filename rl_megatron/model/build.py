@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -26,7 +27,7 @@ from rl_megatron.model.layers.expert_permutation import permute_without_waiting
 from rl_megatron.model.layers.gated_activation import ACTIVATIONS
 from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
 from rl_megatron.model.layers.weight_gradient import fuse_weight_gradients
-from rl_megatron.model.lora.attach import attach_adapters, dora_adapters_of
+from rl_megatron.model.lora.attach import attach_adapters, attach_frozen, dora_adapters_of
 from rl_megatron.model.lora.modules import whole_tensors
 from rl_megatron.model.lora.originals import train_whole
 from rl_megatron.model.lora.targets import adapted_linears, is_of_expert, refuse_fused_parts
@@ -225,6 +226,28 @@ def build_model(
         for adapter in dora_adapters_of(model_chunks):
             adapter.start()
     return model_chunks
+
+
+def attach_frozen_adapters(
+    model_chunks: Sequence[torch.nn.Module], model: ModelConfig, topology: Topology, vocab_size: int, lora: LoraConfig
+) -> None:
+    """Give a model that trains adapters others of another name, which are frozen. Their numbers are loaded next.
+
+    Args:
+        model_chunks: The model chunks, with or without wrappers.
+        model: The model section.
+        topology: The layout.
+        vocab_size: The tokenizer's vocabulary size.
+        lora: The section `peft` with which the frozen adapters were trained.
+
+    Raises:
+        ConfigError: The adapters do not fit the model.
+    """
+    linears = adapted_linears(lora, model, model.vocab_size or vocab_size)
+    if topology.tensor > 1:
+        refuse_fused_parts(linears, topology.tensor)
+    for model_chunk in map(unwrap, model_chunks):
+        attach_frozen(model_chunk, lora, linears, model_chunk.config, topology)
 
 
 def _build_model_chunk(

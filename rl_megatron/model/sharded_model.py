@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -11,8 +11,8 @@ from megatron.core.distributed import DistributedDataParallel
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.peft import LoraConfig
-from rl_megatron.model.build import Head, build_model, unwrap
+from rl_megatron.config.peft import LoraConfig, check_together
+from rl_megatron.model.build import Head, attach_frozen_adapters, build_model, unwrap
 from rl_megatron.model.lora.attach import dora_adapters_of, switched_off
 from rl_megatron.model.lora.originals import originals_in_place
 from rl_megatron.topology.topology import Topology
@@ -36,8 +36,10 @@ class ShardedModel:
         precision: "fp32" or "bf16".
         head: "lm" (logits) or "score" (one number per token).
         lora: The adapters that are trained instead of the weights, or None.
+        frozen_adapters: The sections `peft` of adapters with other names, which are frozen.
         base: Where the weights beside adapters came from, or None if they were not loaded from a checkpoint.
-        adapters_are_new: Whether the adapters have not been trained, so that the model computes what its base does.
+        adapters_are_new: Whether the adapters have not been trained, so that the model computes what it does without
+            them.
         model_chunks: One model chunk per virtual pipeline stage. Training wraps them in megatron-core's DDP.
         version: A number that changes whenever the weights change.
         is_scattered: Whether each rank has new values only for the weights that it updated itself, because the last
@@ -72,6 +74,7 @@ class ShardedModel:
         self.precision = precision
         self.head: Head = head
         self.lora = lora
+        self.frozen_adapters: tuple[LoraConfig, ...] = ()
         self.base: Base | None = None
         self.adapters_are_new = lora is not None and lora.init_lora_weights
         self.model_chunks: list[torch.nn.Module] = build_model(
@@ -152,15 +155,31 @@ class ShardedModel:
             initialise=False,
             lora=self.lora,
         )
+        copy.add_frozen_adapters(self.frozen_adapters)
         for own, copied in zip(self.model_chunks, copy.model_chunks, strict=True):
             unwrap(copied).load_state_dict(unwrap(own).state_dict())
             copied.eval().requires_grad_(False)
         return copy
 
+    def add_frozen_adapters(self, adapters: Sequence[LoraConfig]) -> None:
+        """Give a model that trains adapters others, which are frozen. Their numbers are loaded next.
+
+        Raises:
+            ConfigError: They do not fit the model, or do not go together.
+        """
+        assert not adapters or self.lora is not None, "only a model that trains adapters has frozen ones"
+        check_together([lora for lora in (self.lora, *self.frozen_adapters, *adapters) if lora is not None])
+        for lora in adapters:
+            attach_frozen_adapters(self.model_chunks, self.config, self.topology, self.vocab_size, lora)
+        self.frozen_adapters += tuple(adapters)
+
     @contextmanager
-    def adapters_off(self) -> Iterator[None]:
-        """Let the model compute what its base does within the block. Its weights must be gathered."""
-        with switched_off(self.model_chunks), originals_in_place(self.model_chunks):
+    def adapters_off(self, trained_only: bool = False) -> Iterator[None]:
+        """Let the model compute what its base does within the block. Its weights must be gathered.
+
+        With `trained_only`, frozen adapters still take part.
+        """
+        with switched_off(self.model_chunks, trained_only), originals_in_place(self.model_chunks):
             yield
 
     def release(self) -> bool:

@@ -17,7 +17,7 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead
-from rl_megatron.model.lora.attach import adapters_of, dora_adapters_of
+from rl_megatron.model.lora.attach import dora_adapters_of, trained_adapters_of
 from rl_megatron.model.lora.originals import whole_parameters
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.inference import Inference, build_runner
@@ -50,7 +50,7 @@ class AdapterReference:
     """A model with adapters as it was when this was built. It shares the model's weights.
 
     If the adapters had not been trained by then, they are switched off during a call. Otherwise they are copied, and
-    the copies take their places during a call.
+    the copies take their places during a call. Frozen adapters take part in either case.
     """
 
     def __init__(self, model: ShardedModel, inference: Inference):
@@ -64,13 +64,13 @@ class AdapterReference:
         """Return logprobs [B, S] fp32 under the weights at the start. Entry t corresponds to token t. Collective."""
         self._model.gather_parameters()
         self._model.set_training(False)
-        with self._model.adapters_off() if self._start is None else self._in_place(self._start):
+        with self._model.adapters_off(trained_only=True) if self._start is None else self._in_place(self._start):
             return self._inference.logprobs(data, batching)
 
     def _weights(self) -> list[torch.nn.Parameter]:
         model_chunks = self._model.model_chunks
         whole = [weight for weight, _ in whole_parameters(model_chunks)]
-        return [weight for adapter in adapters_of(model_chunks) for weight in adapter.parameters()] + whole
+        return [weight for adapter in trained_adapters_of(model_chunks) for weight in adapter.parameters()] + whole
 
     @contextmanager
     def _in_place(self, start: list[Tensor]) -> Iterator[None]:

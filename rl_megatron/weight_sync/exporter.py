@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, peft_config
+from rl_megatron.config.refits import refuse_several
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import Shape, Slab, WeightTable
 from rl_megatron.model.lora.attach import adapters_of
@@ -23,8 +24,8 @@ from rl_megatron.model.lora.modules import whole_tensors
 from rl_megatron.model.lora.targets import (
     Part,
     adapted_linears,
+    adapter_of,
     adapter_shapes,
-    is_adapter,
     name_in_peft,
     table_of,
 )
@@ -44,13 +45,13 @@ class _Block:
         source: The view.
         offset: The index of its first element in the Hugging Face tensor or its slab.
         slab: The part of a tensor of stacked experts to which the block belongs, or None.
-        adapter: The adapter of these rows with the part that they belong to, or None.
+        adapters: The adapters of these rows, each with the part that they belong to.
     """
 
     source: Tensor
     offset: tuple[int, ...]
     slab: Slab | None
-    adapter: tuple[LinearAdapter, Part] | None
+    adapters: Sequence[tuple[LinearAdapter, Part]] = ()
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -58,11 +59,11 @@ class _Block:
         return (self.offset[0] + (0 if self.slab is None else self.slab.start), *self.offset[1:])
 
     def rows(self, dtype: torch.dtype) -> Tensor:
-        """Return the rows as engines get them, with the adapter merged."""
-        if self.adapter is None:
-            return self.source.to(dtype)
-        adapter, part = self.adapter
-        return adapter.merged(part, self.offset, self.source).to(dtype)
+        """Return the rows as engines get them, with all adapters merged."""
+        rows = self.source
+        for adapter, part in self.adapters:
+            rows = adapter.merged(part, self.offset, rows)
+        return rows.to(dtype)
 
     def within(self, whole: Tensor) -> Tensor:
         """Return the view of the Hugging Face tensor `whole` to which the block belongs."""
@@ -244,8 +245,12 @@ class AdapterExporter(WeightExporter):
         Args:
             model: The model.
             max_bytes: The most bytes of weights in a bucket.
+
+        Raises:
+            ConfigError: The model has adapters with several names, of which an engine takes one.
         """
         assert model.lora is not None, "only a model with adapters has an exporter of them"
+        refuse_several([model.lora, *model.frozen_adapters])
         rows = model.config.vocab_size or model.vocab_size
         linears = adapted_linears(model.lora, model.config, rows)
         whole = whole_tensors(model.lora, model.config, rows, model.head)
@@ -254,20 +259,20 @@ class AdapterExporter(WeightExporter):
         specs = [TensorSpec(f"{PEFT_PREFIX}{name}", shape, dtype) for name, shape in shapes.items()]
         blocks: dict[str, list[_Block]] = {}
         for piece in pieces(model.model_chunks):
-            if is_adapter(piece.name) and piece.is_first_replica:
+            if adapter_of(piece.name) is not None and piece.is_first_replica:
                 name = f"{PEFT_PREFIX}{name_in_peft(piece.name)}"
-                blocks.setdefault(name, []).append(_Block(piece.tensor, piece.offset, None, None))
+                blocks.setdefault(name, []).append(_Block(piece.tensor, piece.offset, None))
             elif piece.name in whole and piece.is_first_replica:
                 for of_hf, offset, view in blocks_of(piece, table_of(model.config, rows)):
                     name = f"{PEFT_PREFIX}{of_hf.hf_name}"
-                    blocks.setdefault(name, []).append(_Block(view, offset, None, None))
+                    blocks.setdefault(name, []).append(_Block(view, offset, None))
         plan = RefitPlan(peft_config(model.lora, linears, None), model.vocab_size, plan_buckets(specs, max_bytes))
         unknown = [name for name in blocks if name.removeprefix(PEFT_PREFIX) not in shapes]
         self._prepare(model, plan, {spec.name: spec.shape for spec in specs}, blocks, unknown)
 
 
 def weights_digest(model: ShardedModel, frozen_only: bool = False) -> str:
-    """Return a digest of all weights of a model, or of those beside its adapters. Collective.
+    """Return a digest of all weights of a model, or of those that are frozen. Collective.
 
     It does not depend on the layout.
     """
@@ -293,20 +298,19 @@ def _blocks(
     """
     unknown: list[str] = []
     blocks: dict[str, list[_Block]] = {}
-    adapters = {
-        f"{part.name}.weight": (adapter, part)
-        for adapter in adapters_of(model_chunks)
-        for part in adapter.parts
-        if part.has_adapter and with_adapters
-    }
+    adapters: dict[str, list[tuple[LinearAdapter, Part]]] = {}
+    for adapter in adapters_of(model_chunks) if with_adapters else ():
+        for part in adapter.parts:
+            if part.has_adapter:
+                adapters.setdefault(f"{part.name}.weight", []).append((adapter, part))
     for piece in pieces(model_chunks):
-        if is_adapter(piece.name):
+        if adapter_of(piece.name) is not None:
             continue  # it is merged into the rows, or left out
         if not _is_known(piece, table):
             unknown.append(f"{piece.name} {list(piece.global_shape)}")
         elif piece.is_first_replica:
             for rows, offset, view in blocks_of(piece, table):
-                block = _Block(view, offset, rows.slab, adapters.get(rows.hf_name))
+                block = _Block(view, offset, rows.slab, adapters.get(rows.hf_name, ()))
                 blocks.setdefault(rows.hf_name, []).append(block)
     return unknown, blocks
 

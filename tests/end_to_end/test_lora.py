@@ -27,7 +27,7 @@ def test_a_shortened_quickstart_with_an_adapter_passes_the_logprob_check_and_is_
     assert num_bytes(adapter) < num_bytes(whole) / 3
 
     exported = forks.run(tmp_path, "convert", "export", str(adapter), "exported")
-    assert exported.status == 0 and "an adapter of rank 16, as peft loads it" in exported.out
+    assert exported.status == 0 and "an adapter of rank 16, in peft's format" in exported.out
     merged = forks.run(tmp_path, "convert", "export", str(adapter), "merged", "--merge")
     assert merged.status == 0 and "as transformers loads it" in merged.out
     assert json.loads((tmp_path / "exported" / "adapter_config.json").read_text())["peft_type"] == "LORA"
@@ -37,6 +37,50 @@ def test_a_shortened_quickstart_with_an_adapter_passes_the_logprob_check_and_is_
     assert refused.status == 2 and "--base CHECKPOINT" in refused.err
     refused = forks.run(tmp_path, "convert", "export", str(whole), "other", "--merge")
     assert refused.status == 2 and "--merge is for an adapter" in refused.err
+
+
+def test_a_stage_trains_a_new_adapter_beside_that_of_the_stage_before(tmp_path, forks):
+    """The engine and the logprob check compute with both, and `convert` reads and writes both or one."""
+    two = (*LORA, "stages.sft.peft.adapter_name=style", "stages.sft.peft.r=4")
+    for given, message in {
+        ("stages.sft.peft.adapter_name=default",): "stages.grpo.peft differs from that of an earlier stage, whose "
+        "adapter default it goes on with",
+        ("stages.sft.peft.use_dora=true",): "peft.use_dora=true of the adapter style does not go together",
+        ("stages.grpo.generation.engine=transformers", "stages.grpo.generation.refit=adapter"): "the model has the "
+        "adapters style, default, and an engine takes one; set generation.refit=collective",
+        ("stages.sft.peft.adapter_name=my.style",): "adapter_name='my.style': must be a word of letters",
+    }.items():
+        refused = forks.run(tmp_path, "train", *two, "parallel.tensor=1", *given)
+        assert refused.status == 2 and message in refused.err, refused.err
+    done = forks.run_ranks(tmp_path, "train", *two, ranks=2)
+    assert [rank.status for rank in done] == [0, 0], done
+    lines = [line for line in metrics(tmp_path / "out", timed=True) if line["stage"] == "grpo"]
+    assert max(line["gate_max"] for line in lines if "gate_max" in line) < 1e-5
+
+    base, style, both = (
+        sorted((tmp_path / "out" / "checkpoints" / stage).glob("step-*"))[-1] for stage in ("pretrain", "sft", "grpo")
+    )
+    assert read_manifest(both)["base"]["path"] == str(base.resolve())
+    for given, message in {
+        (str(both), "all"): "adapters default of rank 16, style of rank 4, in peft's format",
+        (str(both), "alone", "--adapter", "style"): "an adapter of rank 4, in peft's format",
+        (str(style), "of sft"): "adapters style of rank 4, in peft's format",
+    }.items():
+        exported = forks.run(tmp_path, "convert", "export", *given)
+        assert exported.status == 0 and message in exported.out, exported
+    tensors = [
+        (tmp_path / path / "adapter_model.safetensors").read_bytes() for path in ("all/style", "alone", "of sft/style")
+    ]
+    assert tensors[0] == tensors[1] == tensors[2], "the adapter of the stage before has changed"
+    imported = forks.run(tmp_path, "convert", "import", "all", "imported", "--base", str(base))
+    assert imported.status == 0 and "imported: adapters default of rank 16, style of rank 4." in imported.out
+    for given, message in {
+        (str(both), "other", "--adapter", "stile"): "did you mean 'style'?",
+        (str(base), "other", "--adapter", "style"): "--adapter is for adapters, and checkpoint",
+        (str(both), "other", "--adapter", "style", "--merge"): "not allowed with argument",
+    }.items():
+        refused = forks.run(tmp_path, "convert", "export", *given)
+        assert refused.status == 2 and message in refused.err, refused
 
 
 def num_bytes(checkpoint) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from rl_megatron.model.heads.score import ScoreHead
 from rl_megatron.model.layers.latent_attention import ReplicatedLinear
 from rl_megatron.model.lora.dora import DoraAdapter
 from rl_megatron.model.lora.layers import LayerAdapters, LinearAdapter
-from rl_megatron.model.lora.targets import CONTAINER, Part
+from rl_megatron.model.lora.targets import Part, container
 from rl_megatron.topology.topology import Topology
 
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -45,7 +46,42 @@ def attach_adapters(
     for module in model_chunk.modules():
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(isinstance(module, ScoreHead))
-    kind = DoraAdapter if config.use_dora else LinearAdapter
+    _attach(model_chunk, config, linears, megatron, topology, seed)
+    if getattr(model_chunk, "pre_process", False):
+        # Recomputation of a layer gives no gradients unless its input has one, and the frozen embedding has none.
+        model_chunk.get_submodule("embedding").register_forward_hook(_with_gradient)
+
+
+def attach_frozen(
+    model_chunk: torch.nn.Module,
+    config: LoraConfig,
+    linears: dict[str, tuple[Part, ...]],
+    megatron: TransformerConfig,
+    topology: Topology,
+) -> None:
+    """Give the linears of a model chunk adapters of another name, which are not trained and drop nothing.
+
+    Args:
+        model_chunk: The model, without wrappers.
+        config: The section `peft` with which they were trained.
+        linears: The parts of each linear that gets an adapter.
+        megatron: megatron-core's config of the model.
+        topology: The layout.
+    """
+    for adapter in _attach(model_chunk, replace(config, lora_dropout=0.0), linears, megatron, topology, seed=0):
+        adapter.requires_grad_(False)
+        adapter.is_frozen = True
+
+
+def _attach(
+    model_chunk: torch.nn.Module,
+    config: LoraConfig,
+    linears: dict[str, tuple[Part, ...]],
+    megatron: TransformerConfig,
+    topology: Topology,
+    seed: int,
+) -> list[LinearAdapter]:
+    kind, attached = DoraAdapter if config.use_dora else LinearAdapter, []
     for layer in [module for module in model_chunk.modules() if isinstance(module, TransformerLayer)]:
         adapters = LayerAdapters()
         for local, module in layer.named_modules():
@@ -54,10 +90,9 @@ def attach_adapters(
                 adapter = kind(config, linears[name], module, megatron, topology, seed)
                 adapters.add_module(local.replace(".", "_"), adapter)
                 module.register_forward_hook(_Added(adapter))
-        layer.add_module(CONTAINER, adapters)
-    if getattr(model_chunk, "pre_process", False):
-        # Recomputation of a layer gives no gradients unless its input has one, and the frozen embedding has none.
-        model_chunk.get_submodule("embedding").register_forward_hook(_with_gradient)
+                attached.append(adapter)
+        layer.add_module(container(config.adapter_name), adapters)
+    return attached
 
 
 def adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LinearAdapter]:
@@ -66,15 +101,20 @@ def adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LinearAdapt
         yield from (module for module in model_chunk.modules() if isinstance(module, LinearAdapter))
 
 
+def trained_adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LinearAdapter]:
+    """Yield the adapters of this rank that are not frozen."""
+    return (adapter for adapter in adapters_of(model_chunks) if not adapter.is_frozen)
+
+
 def dora_adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[DoraAdapter]:
     """Yield the adapters of this rank that have magnitudes."""
     return (adapter for adapter in adapters_of(model_chunks) if isinstance(adapter, DoraAdapter))
 
 
 @contextmanager
-def switched_off(model_chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Let the model compute without its adapters within the block."""
-    adapters = list(adapters_of(model_chunks))
+def switched_off(model_chunks: Sequence[torch.nn.Module], trained_only: bool = False) -> Iterator[None]:
+    """Let the model compute without its adapters within the block, or only without those that are trained."""
+    adapters = list((trained_adapters_of if trained_only else adapters_of)(model_chunks))
     for adapter in adapters:
         adapter.is_on = False
     try:

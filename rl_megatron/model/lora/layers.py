@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
-from rl_megatron.config.peft import LoraConfig
+from rl_megatron.config.peft import DEFAULT_ADAPTER, LoraConfig
 from rl_megatron.model.lora.targets import Part, tensor_name
 from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.topology.topology import Topology
@@ -51,6 +51,7 @@ class LinearAdapter(torch.nn.Module):
         parts: All parts of the linear, in the order of its rows.
         scaling: The factor s of B·A·x.
         is_on: Whether the adapter takes part in the forward pass.
+        is_frozen: Whether it stays as it is, beside adapters of another name that are trained.
     """
 
     _letters: tuple[str, ...] = ("A", "B")  # the names of each part's tensors
@@ -66,7 +67,8 @@ class LinearAdapter(torch.nn.Module):
     ):
         """Build the adapter of `module`, with numbers that depend only on the seed and the names of its parts."""
         super().__init__()
-        self.parts, self.scaling, self.is_on = tuple(parts), config.scaling, True
+        self.parts, self.scaling = tuple(parts), config.scaling
+        self.is_on, self.is_frozen = True, False
         self._dropout = config.lora_dropout
         self._is_expert = bool(getattr(module, "is_expert", False))
         self._kind = _kind_of(module)
@@ -176,6 +178,8 @@ class LinearAdapter(torch.nn.Module):
         name, shape = tensor_name(part.name, letter), (config.r, part.in_features)
         if letter == "B":
             shape = (part.out_features, config.r)
+        if config.adapter_name != DEFAULT_ADAPTER:  # adapters with different names start from different numbers
+            name = f"{config.adapter_name}/{name}"
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
         bound = 1 / math.sqrt(shape[1])

@@ -11,7 +11,7 @@ from itertools import groupby
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.config.peft import ALL_LINEAR, LoraConfig
+from rl_megatron.config.peft import ALL_LINEAR, DEFAULT_ADAPTER, LoraConfig
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import (
     ExpertNames,
@@ -30,7 +30,8 @@ _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?linear_\w+)\.weight")
 _WEIGHT = ".weight"
 # Llama's names have none for experts; these are Qwen3's.
 _EXPERT_NAMES = ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
-CONTAINER = "lora"  # the name of a layer's adapters among its modules
+_CONTAINER = "lora"
+_OF_ADAPTER = re.compile(rf"\.{_CONTAINER}(?:-([\w-]+))?\.")
 MAGNITUDE = "magnitude_vector"  # peft's name of the tensor that DoRA adds to A and B
 
 
@@ -148,21 +149,27 @@ def layer_of(linear: str) -> int:
     return int(linear.split(".")[2])
 
 
-def is_adapter(key: str) -> bool:
-    """Return whether a checkpoint's key is that of an adapter's tensor."""
-    return f".{CONTAINER}." in key
+def container(adapter: str) -> str:
+    """Return the name that a layer gives to the module of all its adapters with the name `adapter`."""
+    return _CONTAINER if adapter == DEFAULT_ADAPTER else f"{_CONTAINER}-{adapter}"
 
 
-def tensor_key(name: str, linears: Mapping[str, Iterable[Part]]) -> str:
-    """Return a checkpoint's key of the adapter's tensor that peft calls `name`."""
+def adapter_of(key: str) -> str | None:
+    """Return the name of the adapter whose tensor has this key in a checkpoint; None for other tensors."""
+    match = _OF_ADAPTER.search(key)
+    return None if match is None else match[1] or DEFAULT_ADAPTER
+
+
+def tensor_key(name: str, linears: Mapping[str, Iterable[Part]], adapter: str) -> str:
+    """Return a checkpoint's key of the tensor that peft calls `name` in the files of an adapter."""
     module = name.rpartition(".lora_")[0]
     linear = next(linear for linear, parts in linears.items() if any(part.name == module for part in parts))
-    return f"decoder.layers.{layer_of(linear)}.{CONTAINER}.{name}"
+    return f"decoder.layers.{layer_of(linear)}.{container(adapter)}.{name}"
 
 
 def name_in_peft(key: str) -> str:
     """Return the name that peft gives to the adapter's tensor with a checkpoint's key; see `tensor_key`."""
-    return key.partition(f".{CONTAINER}.")[2]
+    return _OF_ADAPTER.split(key, maxsplit=1)[-1]
 
 
 def tensor_name(module: str, letter: str) -> str:
