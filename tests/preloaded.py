@@ -2,6 +2,8 @@
 
 import gc
 
+gc.disable()  # until all is imported
+
 import matplotlib.pyplot  # noqa: F401
 import pytest  # noqa: F401
 import torch.distributed.checkpoint
@@ -16,4 +18,5 @@ import rl_megatron.certify.command  # noqa: E402, F401
 import rl_megatron.generation.transformers.worker  # noqa: E402, F401
 
 forked_engines.install()
+gc.enable()
 gc.freeze()  # A collection in a fork then skips a million objects that are never freed.
