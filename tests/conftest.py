@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until all tests are collected: the modules that they import are never freed
 
 import pytest
 import torch
@@ -86,11 +87,20 @@ def pytest_addoption(parser):
     parser.addoption(
         "--whole-grid",
         action="store_true",
-        help="compare every layout of the grid with one process, and 1,000 random packs",
+        help="run all cases, also those that are marked `whole_grid`, every layout of the grid and 1,000 random packs",
     )
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is marked `whole_grid`, unless the option is given."""
+    if not config.getoption("--whole-grid"):
+        left_out = [item for item in items if item.get_closest_marker("whole_grid")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("whole_grid")]
+
+
 def pytest_collection_finish():
+    gc.enable()
     gc.freeze()  # Garbage collections then skip the modules and tests, a million objects that are never freed.
 
 

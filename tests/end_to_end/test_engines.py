@@ -13,6 +13,7 @@ import rl_megatron.algorithms.metrics  # noqa: F401  # declares all of them
 from rl_megatron.config.eval_metrics import EVAL_METRICS
 from rl_megatron.config.metrics import METRICS, is_cost
 from tests.end_to_end.launch import TINY, metrics
+from tests.forked_engines import is_engine
 
 STEPS = 10  # enough that the engine can be killed after the first step and before the end of the last
 GRPO = (
@@ -27,15 +28,12 @@ def results_of(directory: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if not is_cost(key)} for line in lines]
 
 
-WORKER = b"rl_megatron.generation.transformers.worker"
-
-
 def engines(directory: Path) -> list[int]:
     """Return the process ids of the engines of the run in `directory`, whichever process is their parent now."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and WORKER in (entry / "cmdline").read_bytes():
+            if entry.name.isdigit() and is_engine(int(entry.name)):
                 found += [int(entry.name)] * (os.readlink(entry / "cwd") == str(directory))
         except (FileNotFoundError, ProcessLookupError):
             pass  # it ended meanwhile

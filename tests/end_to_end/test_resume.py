@@ -84,7 +84,10 @@ def weights(checkpoint, scratch):
     return {name: value for name, value in torch.load(scratch, weights_only=False).items() if torch.is_tensor(value)}
 
 
-@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "under the launcher"])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(1, marks=pytest.mark.whole_grid, id="alone"), pytest.param(2, id="under the launcher")],
+)
 def test_a_killed_run_resumes_and_ends_with_the_same_bits(tmp_path, forks, ranks):
     """The first kill hits the real command, or the launcher if there are two ranks."""
     whole, cut = prepare(tmp_path / "whole"), prepare(tmp_path / "cut")

@@ -20,7 +20,7 @@ from rl_megatron.model.lora.targets import MAGNITUDE, Part
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.parallel.family_cases import SHAPE, hf_model, save
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, OPTIMIZER, build_policy
-from tests.parallel.test_grid import FEW
+from tests.parallel.test_grid import QUICK_OF_FEW
 from tests.parallel.test_layouts import random_batch
 from tests.parallel.test_lora import (
     DORA,
@@ -31,7 +31,7 @@ from tests.parallel.test_lora import (
 )
 
 
-@pytest.mark.parametrize("layout", FEW[:4], ids=lambda layout: layout.name.replace(" ", "-"))
+@pytest.mark.parametrize("layout", QUICK_OF_FEW[:4])
 def test_a_layout_gives_the_gradients_of_one_process(ranks, layout):
     """Logprobs, the gradients of A, B and m, the weights after a step and the metrics are those of one process."""
     excluded = ".*experts.*" if layout.factors.expert else None

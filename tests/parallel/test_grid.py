@@ -29,6 +29,13 @@ FEW = [
 QUICK = FEW[1:3]  # together they use every kind of parallelism with degree 2, on four ranks each
 
 
+# Parameters for tests of what the grid has shown for the policy itself.
+QUICK_OF_FEW = [
+    pytest.param(layout, marks=() if layout in QUICK else pytest.mark.whole_grid, id=layout.name.replace(" ", "-"))
+    for layout in FEW
+]
+
+
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
         layouts = whole_grid() if metafunc.config.getoption("--whole-grid") else FEW

@@ -25,7 +25,7 @@ from tests.parallel.family_cases import assert_same_tensors, hf_model, save, ten
 from tests.parallel.grid import Layout
 from tests.parallel.layouts import MODEL, OPTIMIZER, build_policy
 from tests.parallel.test_adapter_refit import difference
-from tests.parallel.test_grid import FEW
+from tests.parallel.test_grid import QUICK_OF_FEW
 from tests.parallel.test_layouts import random_batch
 from tests.parallel.test_lora import LORA, OBJECTIVES, SEQUENCE, VOCAB_SIZE, WHOLE, step_with_adapters
 from tests.parallel.test_lora import merged_logits as logits_in_one_process
@@ -53,7 +53,7 @@ def measured(layout: Layout):
     return run_workload(workload, where, batching)
 
 
-@pytest.mark.parametrize("layout", FEW, ids=lambda layout: layout.name.replace(" ", "-"))
+@pytest.mark.parametrize("layout", QUICK_OF_FEW)
 def test_a_layout_gives_the_gradients_of_one_process(ranks, layout):
     wanted = ranks.reference(run_in_one_process, replace(layout.reference, objectives=OBJECTIVES, peft=lora_of(layout)))
     found = ranks.run(layout.factors.ranks, measured, layout)[0]

@@ -28,6 +28,7 @@ from rl_megatron.generation.transformers.process import EngineWorkers
 from rl_megatron.losses import build_loss
 from rl_megatron.weight_sync.exporter import WeightExporter
 from rl_megatron.weight_sync.plan import WeightsRefused
+from tests.forked_engines import is_engine
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy
 from tests.parallel.test_generation import SAMPLINGS, prompts
 
@@ -257,7 +258,7 @@ def deaths() -> dict:
 def worker_children() -> list[int]:
     """Return the workers that are children of this process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [pid for pid in map(int, children) if b"transformers.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in map(int, children) if is_engine(pid)]
 
 
 def test_a_killed_engine_is_restarted_and_draws_the_same(ranks):
