@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-gc.disable()  # until all tests are collected: the modules that they import are never freed
 
 import pytest
 import torch
@@ -100,7 +99,6 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    gc.enable()
     gc.freeze()  # Garbage collections then skip the modules and tests, a million objects that are never freed.
 
 

@@ -12,7 +12,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import DeltaShape, LatentShape, LayerKind, head_size
 from rl_megatron.logprobs.linear import default_block_tokens
 from rl_megatron.model.gradient_buffers import gradient_buffers
-from rl_megatron.model.layers.delta_rule import CHUNK
+from rl_megatron.model.layers.delta_rule import BLOCK
 from rl_megatron.model.sharded_shape import ShardedShape, element_bytes, optimizer_bytes_per_element
 
 GRADIENT_BYTES = 4  # gradients are summed in fp32
@@ -100,8 +100,8 @@ def attention_elements(model: ModelConfig, kind: LayerKind) -> int:
 
 
 def _delta_rule_elements(shape: DeltaShape) -> int:
-    of_value_head = 6 * shape.value + 4 * shape.key + 3 * CHUNK + shape.key * shape.value // CHUNK
-    in_fp32 = 6 * shape.key + 2 * CHUNK + shape.values * of_value_head
+    of_value_head = 6 * shape.value + 4 * shape.key + 3 * BLOCK + shape.key * shape.value // BLOCK
+    in_fp32 = 6 * shape.key + 2 * BLOCK + shape.values * of_value_head
     return shape.groups * (shape.projected + (shape.kernel + 2) * shape.convolved + 2 * in_fp32)
 
 

@@ -183,7 +183,7 @@ def results_of(directory: Path) -> list[dict]:
 
 
 def test_a_run_whose_servers_are_killed_has_the_metrics_of_an_undisturbed_run(urls, ranks, tmp_path, request):
-    """`test_vllm_weight_sync` also kills a server in a weight sync. A start takes a minute, so that one kill is enough."""
+    """`test_vllm_weight_sync` kills a server in a weight sync. A start takes a minute, so that one kill is enough."""
     kills = 2 if request.config.getoption("--whole-grid") else 1
     (status, stderr), (_, of_rank_1) = ranks.run(2, run_with_kills, tmp_path / "killed", kills)
     assert status == 0, stderr + of_rank_1

@@ -67,7 +67,7 @@ def assert_like_one_process(ranks, model: ModelConfig, layout: str, lora: LoraCo
 
 # Experts and their adapters over fewer ranks than attention, over more, and with all degrees.
 OF_ADAPTERS = ("expert_tensor 2", "tensor 2, expert 2", "tensor 2, expert 2, expert_tensor 2")
-# mixtral has every layout, and qwen3_moe, whose probabilities are not normalised, those in which experts are also divided.
+# mixtral has every layout. qwen3_moe, whose probabilities are not normalised, has those that also divide the experts.
 PAIRS = [
     pytest.param(model, layout, marks=() if model == "mixtral" or "expert 2" in layout else pytest.mark.whole_grid)
     for model in ("mixtral", "qwen3_moe")

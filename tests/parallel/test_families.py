@@ -60,6 +60,8 @@ COVERING = {
     "glm4_moe": [SEQUENCE, EXPERT],
     "deepseek_v3": [SEQUENCE, PIPELINE],
     "gpt_oss": [SEQUENCE, EXPERT],
+    "qwen3_5": [TENSOR, PIPELINE],
+    "qwen3_5_moe": [SEQUENCE, EXPERT],
 }
 PAIRS = [
     pytest.param(

@@ -117,7 +117,7 @@ def assert_equal(found, wanted):
         assert error <= GRADIENT_TOLERANCE, (name, error)
 
 
-# Every estimator in every layout, and the two places in which rollouts are made by turns; --whole-grid runs all triples.
+# Every estimator in every layout, with the two places of rollouts in turn. --whole-grid runs all triples.
 CASES = [
     pytest.param(
         layout,
