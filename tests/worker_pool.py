@@ -48,7 +48,6 @@ def _serve(rank: int, connection: Connection) -> None:
                 _leave_topology()
                 dist.destroy_process_group()
             gc.collect()  # models and their groups refer to each other, and a group has polling threads
-            gc.freeze()  # the next collection skips what is left, which is modules
         connection.send(answer)
 
 
