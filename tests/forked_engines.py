@@ -125,6 +125,13 @@ def _close_all_but(kept: set[int]) -> None:
                 os.close(descriptor)
 
 
+def uninstall() -> None:
+    """Make this process start engines as new processes, as the package does."""
+    from rl_megatron.generation.transformers import process
+
+    process.subprocess = subprocess  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def install() -> None:
     """Make this process, and all of its forks, start engines as forks."""
     from rl_megatron.generation.transformers import process

@@ -27,6 +27,7 @@ from benchmarks.gpu_check.profiling import profile_of, union
 from benchmarks.gpu_check.record import Record, write_json
 from benchmarks.gpu_check.setting import ProcessFailed, Setting, in_new_process
 from rl_megatron.config.load import load_config
+from tests import forked_engines
 from tests.forkserver import fork_context
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -45,6 +46,7 @@ def _rows(name: str, tiny: bool) -> list[str]:
 def _in_fork(name: str, directory: Path, connection) -> None:
     """Run a part, whose processes are forks of this one: they start without imports."""
     torch.set_num_threads(1)
+    forked_engines.uninstall()  # the part finds the engine that it kills by its command
     setting.CONTEXT = multiprocessing.get_context("fork")
     torch.multiprocessing.spawn = lambda function, args, nprocs: function(0, *args)  # of benchmarks.logprobs
     if name == "nccl":
