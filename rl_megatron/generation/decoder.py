@@ -134,8 +134,9 @@ class Decoder:
             self._by_sampling = None
         slots = list(range(first, first + len(texts)))
         if not any(texts):
-            if not self.replica.shares_experts:
+            if slots:
                 self.cache.clear(send(torch.tensor(slots), self.device))  # states of sequences that had these slots
+            if not self.replica.shares_experts:
                 return
             texts, slots = [(0,)], [self.cache.num_slots - 1]
         width = max(map(len, texts))

@@ -76,6 +76,28 @@ def test_requests_get_the_same_tokens_in_whatever_order_they_arrive(ranks, world
     assert [len(completion.ids) for completion in found] == LENGTHS
 
 
+HYBRID_EXPERTS = replace(
+    EXPERTS, full_attention_every=2, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=8, linear_conv_kernel_dim=4,
+)  # fmt: skip
+
+
+def one_token_after_others(parallel: dict) -> dict[str, torch.Tensor]:
+    """Return completions of prompts of one token, in slots that longer sequences had before."""
+    engine = EmbeddedEngine(build_policy(parallel, model=HYBRID_EXPERTS), batch_size=2)
+    long, short = [[7, 8, 9, 10, 11]] * 4, [[token] for token in range(1, 9)]
+    return dict(engine.generate([*long, *short], Sampling(6, temperature=0.0), seed=0))
+
+
+def test_a_prompt_of_one_token_does_not_see_the_states_of_its_slot(ranks):
+    """The gated delta rule has states. Ranks that share experts read a stand-in for a prompt without earlier tokens."""
+    wanted = ranks.reference(one_token_after_others, {})
+    found = ranks.run(2, one_token_after_others, {"expert": 2})[0]
+    assert wanted.keys() == found.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=0)
+
+
 def after_steps(count: int, act: Callable[[], None]):
     """Return a replacement for `Decoder.advance` that acts once, after this many calls."""
     calls = [0]

@@ -13,10 +13,12 @@ from rl_megatron.certify.single_process import run_in_one_process
 from rl_megatron.certify.workload import Objective, small_batching
 from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, import_peft, import_weights
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model_shape import head_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss, PreferenceLoss
+from rl_megatron.model.lora.targets import adapted_linears
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.closed_forms import mean_training_bytes
 from rl_megatron.policy.megatron_policy import MegatronPolicy
@@ -29,8 +31,8 @@ from tests.parallel.layouts import EXPERTS, MODEL, OPTIMIZER, build_policy
 from tests.parallel.test_grid import FEW, QUICK
 from tests.parallel.test_layouts import random_batch
 from tests.parallel.test_transformers_engine import LLAMA
+from tests.unit.model.test_sharded_shape import DELTA, allocated
 from tests.unit.model.test_sharded_shape import VOCAB_SIZE as SMALL_VOCAB_SIZE
-from tests.unit.model.test_sharded_shape import allocated
 
 LORA = LoraConfig(r=3, lora_alpha=5.0, init_lora_weights=False)
 DORA = replace(LORA, use_dora=True)
@@ -316,6 +318,22 @@ def refusals(directory: str) -> dict[str, str]:
     refused("shape", lambda: build_policy({}, peft=replace(LORA, lora_alpha=1.0)).load_checkpoint(adapter))
     refused("no adapter", lambda: build_policy({}, peft=LORA).load_checkpoint(bases[0]))
     return said
+
+
+def test_adapters_of_the_gated_delta_rule_in_a_model_of_no_family():
+    """Each layer has linears of its own kind, of which the one with rows in another order takes no adapter."""
+    model = replace(DELTA, attention_output_gate=False)
+    linears = adapted_linears(LORA, model, 7)
+    of_delta_rule, of_attention = (
+        linears[f"decoder.layers.{layer}.self_attention.linear_proj"][0].in_features for layer in (0, 1)
+    )
+    assert of_delta_rule == (model.linear_num_value_heads or 0) * (model.linear_value_head_dim or 0)
+    assert of_attention == model.num_attention_heads * head_size(model)
+    assert "decoder.layers.0.self_attention.linear_in_proj" in linears
+    with pytest.raises(
+        ConfigError, match="in_proj_qkv takes no adapter, because"
+    ):
+        adapted_linears(replace(LORA, target_modules=("in_proj_qkv", "q_proj")), model, 7)
 
 
 def test_adapters_that_do_not_fit_are_refused(ranks, tmp_path):

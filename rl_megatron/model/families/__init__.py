@@ -81,7 +81,8 @@ def family_of_config(hf_config: Mapping[str, Any], where: str) -> Family:
         if family.architecture in named:
             return family
     message = f"{where}: architectures={list(named)} is not supported; supported architectures: {', '.join(FAMILIES)}"
-    if any(name.endswith("ForConditionalGeneration") for name in named):
+    of_text = (FAMILIES.get(name.replace("ForConditionalGeneration", "ForCausalLM")) for name in named)
+    if any(family is not None and family.text_name is not str for family in of_text):
         message += (
             ". For the text model of one that reads images, load the directory with transformers' "
             "AutoModelForCausalLM, save that with save_pretrained, and use the new directory"

@@ -14,13 +14,19 @@ from rl_megatron.model.families.rope import read_rope, write_rope
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # the kinds of layers in `layer_types`
 
 
-def read_decoder(hf: Mapping[str, Any], share: float | None = None, width: str = "intermediate_size") -> dict[str, Any]:
+def read_decoder(
+    hf: Mapping[str, Any],
+    share: float | None = None,
+    width: str = "intermediate_size",
+    ignored_of_rope: frozenset[str] = frozenset(),
+) -> dict[str, Any]:
     """Return the keys of the model section that these families share.
 
     Args:
         hf: The content of the config.json.
         share: The part of each head that RoPE rotates if the file does not say it, or None for whole heads (`rope.py`).
         width: The key of the inner width of the MLP.
+        ignored_of_rope: Keys of RoPE that do not change what this family computes.
 
     Raises:
         ConfigError: The activation is not SwiGLU's, or the kind of RoPE scaling is not supported.
@@ -37,7 +43,7 @@ def read_decoder(hf: Mapping[str, Any], share: float | None = None, width: str =
         "norm_epsilon": hf["rms_norm_eps"],
         "tie_embeddings": hf.get("tie_word_embeddings") or False,
         "vocab_size": hf["vocab_size"],
-        **read_rope(hf, share),
+        **read_rope(hf, share, ignored_of_rope),
     }
 
 

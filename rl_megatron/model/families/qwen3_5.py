@@ -40,7 +40,7 @@ def read_hybrid(hf: Mapping[str, Any], width: str = "intermediate_size") -> dict
     """
     only(hf, attention_bias=False, attn_output_gate=True, mamba_ssm_dtype="float32")
     return {
-        **read_decoder(_of_text(hf), _ROTATED, width),
+        **read_decoder(hf, _ROTATED, width, _OF_IMAGES),
         "head_dim": hf["head_dim"],  # required: transformers' default is 256
         "zero_centered_norm": True,
         "qk_norm": True,
@@ -48,12 +48,6 @@ def read_hybrid(hf: Mapping[str, Any], width: str = "intermediate_size") -> dict
         "full_attention_every": _read_period(hf),
         **{key: hf[key] for key in _SIZES},
     }
-
-
-def _of_text(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of the config.json without the keys of RoPE that change only the positions in images."""
-    ropes = {key: hf[key] for key in ("rope_parameters", "rope_scaling") if hf.get(key)}
-    return {**hf, **{key: {k: v for k, v in rope.items() if k not in _OF_IMAGES} for key, rope in ropes.items()}}
 
 
 def _read_period(hf: Mapping[str, Any]) -> int:

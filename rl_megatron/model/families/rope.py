@@ -36,20 +36,23 @@ _OF_ALL_KINDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_fa
 DEFAULT_BASE = 10_000.0
 
 
-def read_rope(hf: Mapping[str, Any], share: float | None = None) -> dict[str, Any]:
+def read_rope(
+    hf: Mapping[str, Any], share: float | None = None, ignored: frozenset[str] = frozenset()
+) -> dict[str, Any]:
     """Return `rope_base` and `rope_scaling` of the model section that a config.json describes.
 
     Args:
         hf: The content of the config.json.
         share: What `partial_rotary_factor` is if the file does not say it, in a family that may rotate a part of each
             head. The result then has this key, too. None for a family that rotates whole heads.
+        ignored: Keys of RoPE that do not change what this family computes.
 
     Raises:
         ConfigError: The kind of scaling is not supported, it has an unknown key, or only a part of each head is
             rotated in a family that rotates whole heads. The message names the key.
     """
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    parameters = dict(hf.get(key) or {})
+    parameters = {name: value for name, value in (hf.get(key) or {}).items() if name not in ignored}
     if hf.get("partial_rotary_factor") is not None:
         parameters.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
     rotated = {}

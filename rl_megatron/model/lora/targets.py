@@ -13,6 +13,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import ALL_LINEAR, DEFAULT_ADAPTER, LoraConfig
 from rl_megatron.model.families import family_of_model
+from rl_megatron.model.families.qwen3_5 import attention_or_delta_rule
 from rl_megatron.model.families.table import (
     ExpertNames,
     Layer,
@@ -22,7 +23,6 @@ from rl_megatron.model.families.table import (
     gated_mlp,
     mixture_of_experts,
     norm_of_experts,
-    normed_attention,
     normed_mlp,
 )
 
@@ -73,7 +73,9 @@ def adapted_linears(config: LoraConfig, model: ModelConfig, rows: int) -> dict[s
         ConfigError: A name matches no linear, a layer gets no adapter, or the rank exceeds a linear's size.
     """
     parts = _linears(table_of(model, rows))
-    chosen = _chosen(config, [part.name for of_linear in parts.values() for part in of_linear if part.is_in_order])
+    known = [part for of_linear in parts.values() for part in of_linear]
+    _refuse_other_order(config.target_modules, known)
+    chosen = _chosen(config, [part.name for part in known if part.is_in_order])
     found = {}
     for linear, of_linear in parts.items():
         marked = tuple(replace(part, has_adapter=part.name in chosen) for part in of_linear)
@@ -200,7 +202,7 @@ def table_of(model: ModelConfig, rows: int) -> WeightTable:
     except ConfigError:
         if model.kv_lora_rank is not None:
             raise
-    return decoder(model, rows, normed_attention, _mlp_or_experts)
+    return decoder(model, rows, attention_or_delta_rule, _mlp_or_experts)
 
 
 def _mlp_or_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
@@ -264,6 +266,16 @@ def _matching(which: str, patterns: str | tuple[str, ...], names: list[str]) -> 
     if not found:
         raise ConfigError(f"{key}=[] names no module; set it to {ALL_LINEAR} or to names such as q_proj")
     return found
+
+
+def _refuse_other_order(patterns: str | tuple[str, ...], parts: Iterable[Part]) -> None:
+    """Refuse a module that is named in a list, and whose rows have another order in Megatron."""
+    for part in parts:
+        if not part.is_in_order and not isinstance(patterns, str) and part.key in patterns:
+            raise ConfigError(
+                f"peft.target_modules: {part.name} takes no adapter, because Megatron has its rows in another order; "
+                f"leave {part.key} out"
+            )
 
 
 def _refuse_experts(linears: Mapping[str, Iterable[Part]]) -> None:

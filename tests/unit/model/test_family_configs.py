@@ -6,13 +6,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from transformers import AutoConfig, Gemma3TextConfig
+from transformers import AutoConfig, Gemma3TextConfig, Qwen3_5TextConfig
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.config.model import LinearRope, ModelConfig
 from rl_megatron.config.model_rules import check_model
-from rl_megatron.model.families import FAMILIES, family_of_config, family_of_model
+from rl_megatron.model.families import FAMILIES, family_of_config, family_of_model, read_model
 from rl_megatron.model.families.deepseek import DEEPSEEK_V3
 from rl_megatron.model.families.gemma3 import GEMMA3
 from rl_megatron.model.families.glm4_moe import GLM4_MOE
@@ -164,6 +164,24 @@ def test_a_family_has_the_sequence_classifier_of_transformers_or_refuses_to_expo
         else:
             with pytest.raises(ConfigError, match=f"transformers has no class {classifier_of(family)}"):
                 with_score_head({}, family)
+
+
+def test_qwen3_5_is_read_strictly_but_for_the_positions_in_images():
+    hf = Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"]).to_dict()
+    ropes = hf["rope_parameters"] | {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    assert read_model(hf | {"rope_parameters": ropes}, "file") == read_model(hf, "file")
+    with pytest.raises(ConfigError, match="new_scale=7.0 is not supported"):
+        read_model(hf | {"new_scale": 7.0}, "file")
+    del hf["rms_norm_eps"]
+    with pytest.raises(ConfigError, match="file has no 'rms_norm_eps'"):
+        read_model(hf, "file")
+
+
+def test_only_families_with_a_text_model_name_it_for_one_that_reads_images():
+    for name, helps in (("Qwen3_5ForConditionalGeneration", True), ("Gemma3ForConditionalGeneration", False)):
+        with pytest.raises(ConfigError, match="is not supported; supported") as refused:
+            family_of_config({"architectures": [name]}, "file")
+        assert ("AutoModelForCausalLM" in str(refused.value)) == helps
 
 
 @pytest.mark.parametrize("model", [ModelConfig(activation="gelu_tanh"), ModelConfig(routed_scaling_factor=2.0)])
