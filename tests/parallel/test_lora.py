@@ -330,9 +330,7 @@ def test_adapters_of_the_gated_delta_rule_in_a_model_of_no_family():
     assert of_delta_rule == (model.linear_num_value_heads or 0) * (model.linear_value_head_dim or 0)
     assert of_attention == model.num_attention_heads * head_size(model)
     assert "decoder.layers.0.self_attention.linear_in_proj" in linears
-    with pytest.raises(
-        ConfigError, match="in_proj_qkv takes no adapter, because"
-    ):
+    with pytest.raises(ConfigError, match="in_proj_qkv takes no adapter, because"):
         adapted_linears(replace(LORA, target_modules=("in_proj_qkv", "q_proj")), model, 7)
 
 
