@@ -55,8 +55,8 @@ def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> No
 def adapter_directories(source: Path) -> dict[str, Path]:
     """Return the directory of each adapter of a peft directory by name, "default" first.
 
-    It is empty for the directory of a whole model. Subdirectories named checkpoint-N are left out: the Trainer of
-    transformers makes them for earlier steps.
+    It is empty for the directory of a whole model. Hidden subdirectories are left out, and those named checkpoint-N, in
+    which the Trainer of transformers keeps earlier steps.
 
     Raises:
         ConfigError: A name cannot be that of an adapter, or two adapters have the same.
@@ -66,7 +66,7 @@ def adapter_directories(source: Path) -> dict[str, Path]:
         return {}
     for file in sorted(source.glob(f"*/{ADAPTER_CONFIG}")):
         name = file.parent.name
-        if TRAINER_DIRECTORY.fullmatch(name) is not None:
+        if name.startswith(".") or TRAINER_DIRECTORY.fullmatch(name) is not None:
             continue
         try:
             plain_name(name)

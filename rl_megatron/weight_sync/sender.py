@@ -76,20 +76,23 @@ class WeightSender:
         self.timings = SyncTimings()
         self._model, self._kind = model, kind
         self._exporter: WeightExporter | None = None
+        self._frozen_adapters = model.frozen_adapters  # those that the exporter merges
         self._max_bytes = DEFAULT_BUCKET_BYTES
         self._pending_group: PendingGroup | None = None
         self._shared: SharedBuffer | None = None
 
     def exporter(self, max_bytes: int | None = None) -> WeightExporter:
-        """Return the exporter. Collective if there is none yet, or if `max_bytes` is new.
+        """Return the exporter. Collective if there is none yet, or if `max_bytes` or the model's adapters are new.
 
         Args:
             max_bytes: The most bytes of weights in a bucket. None keeps the current value.
         """
         if self._exporter is None or max_bytes not in (None, self._max_bytes):
             self.release()
-            self._max_bytes = max_bytes or self._max_bytes
+            self._max_bytes, self._exporter = max_bytes or self._max_bytes, None
+        if self._exporter is None or self._frozen_adapters != self._model.frozen_adapters:
             self._exporter = self._kind(self._model, self._max_bytes)
+            self._frozen_adapters = self._model.frozen_adapters
         return self._exporter
 
     @property

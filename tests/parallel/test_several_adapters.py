@@ -242,6 +242,22 @@ def test_the_reference_has_the_frozen_adapters_and_the_trained_one_of_the_start(
     torch.testing.assert_close(found["new"][2], found["continued"][0], atol=1e-5, rtol=0)
 
 
+def sent_before_and_after(start: str) -> list[dict[str, torch.Tensor]]:
+    """Return the weights that a policy sends whose plan was read before it got the frozen adapter, or after."""
+    found = []
+    for reads_plan in (True, False):
+        policy = build_policy({}, peft=STYLE)
+        if reads_plan:
+            assert policy.weights.plan.buckets
+        policy.load_checkpoint(start, weights_only=True)
+        found.append({name: tensor.clone() for name, tensor in policy.weights.stream()})
+    return found
+
+
+def test_weights_are_sent_with_adapters_that_came_after_the_plan(ranks, first):
+    assert_same_tensors(*ranks.run(1, sent_before_and_after, str(first))[0])
+
+
 def starts() -> list[dict[str, torch.Tensor]]:
     """Return A of adapters with the names `default` and `style`, by the names that peft gives its tensors."""
     found = []

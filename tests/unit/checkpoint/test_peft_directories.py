@@ -18,7 +18,7 @@ def directory(where: Path, *adapters: str) -> Path:
 
 
 def test_adapters_are_found_by_name_and_the_earlier_steps_of_a_trainer_are_not(tmp_path):
-    found = adapter_directories(directory(tmp_path, "style", ".", "checkpoint-500", "checkpoint-best"))
+    found = adapter_directories(directory(tmp_path, "style", ".", ".hidden", "checkpoint-500", "checkpoint-best"))
     assert found == {
         "default": tmp_path, "checkpoint-best": tmp_path / "checkpoint-best", "style": tmp_path / "style",
     }  # fmt: skip
