@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rl_megatron.batching.config import BatchingKind
-from rl_megatron.model.flops import MicrobatchShape
+from rl_megatron.model.microbatch_shape import MicrobatchShape
 from rl_megatron.plan.microbatches import MicrobatchSizes
 from rl_megatron.plan.workload import Workload
 from rl_megatron.topology.degrees import ConfiguredLayout, sequence_multiple

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rl_megatron.model.layers.attention import attend, attend_last, flash_attends_last
+from rl_megatron.model.layers.attention import attend
+from rl_megatron.model.layers.last_queries import attend_last, flash_attends_last
 from rl_megatron.model.layers.packed import causal_bias
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -23,6 +23,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rl_megatron.model.layers.last_queries import attend_last, flash_attends_last
 from rl_megatron.model.layers.packed import LastBiases, PackedSequences, causal_bias
 from rl_megatron.model.layers.rotation import rotate, split_and_rotate, turns_of
 from rl_megatron.model.layers.sinks import attend_with_sinks
@@ -381,28 +382,3 @@ def _lacks_grouped_kernel(query: Tensor, bias: Tensor | None) -> bool:
     On a GPU, the flash kernel supports them, but neither a bias nor fp32.
     """
     return query.is_cuda and (bias is not None or query.dtype is torch.float32)
-
-
-def flash_attends_last(query: Tensor, value: Tensor) -> bool:
-    """Return whether `attend_last` supports these queries and values [S, B, heads, D]."""
-    dim = query.size(-1)
-    return (
-        query.is_cuda
-        and query.dtype is not torch.float32
-        and dim == value.size(-1)
-        and dim % 8 == 0
-        and dim <= 256
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
-
-
-def attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Return causal attention [S_q, B, N·D] of queries at the last S_q of S_k positions, without a mask in memory.
-
-    torch offers it by `causal_lower_right`, which fails under dispatch modes, such as torch's counter of FLOPs. The
-    operator behind it understands causal attention in this way.
-    """
-    output, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), 0.0, True, scale=scale
-    )
-    return output.permute(2, 0, 1, 3).flatten(2)

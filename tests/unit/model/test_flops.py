@@ -19,8 +19,9 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead
 from rl_megatron.losses.nll import NLLLoss
 from rl_megatron.losses.value import MSEValueLoss
-from rl_megatron.model.flops import MicrobatchShape, forward_flops
+from rl_megatron.model.flops import forward_flops
 from rl_megatron.model.layers import norms
+from rl_megatron.model.microbatch_shape import MicrobatchShape
 from rl_megatron.model.sharded_shape import Head, ShardedShape
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import MODEL, build_policy
