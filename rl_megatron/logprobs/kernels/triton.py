@@ -32,7 +32,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # e and 2 to this power are exactly 0 in fp32. Exponents that are factors are clamped to it to avoid 0 · (−inf).
 LOWEST_EXPONENT = tl.constexpr(-1000.0)
 
-ELEMENTS_PER_THREAD = 16  # two to four 128-bit loads in flight
+LANE = tl.constexpr(8)  # neighbouring columns that one thread reads at a time: 128 bits of bf16
 
 
 def row_stats(
@@ -46,8 +46,9 @@ def row_stats(
 ) -> Float[Tensor, "rows 4"]:
     """Return (m, s, t, x_y) of each row. For formulas, shapes and units, see `torch_kernels.row_stats`.
 
-    The kernel is online over blocks of columns: if a block raises m to m', then with δ = m − m',  t ← e^δ·(t + δ·s)
-    and s ← e^δ·s.
+    The kernel is online over blocks of columns. Each lane of 8 columns has sums of its own, (m, s, t), so no thread
+    waits for another before the row's end: if a lane's maximum rises from m to m', then with δ = m − m',
+    t ← e^δ·(t + δ·s) and s ← e^δ·s.
     """
     if _left_to_torch(logits):
         return torch_kernels.row_stats(logits, columns, num_columns, temperature, entropy, active, threshold)
@@ -120,11 +121,11 @@ def gather_columns(
 def block_of(num_columns: int) -> tuple[int, int]:
     """Return (columns per step, warps) of a program.
 
-    Each step ends in a reduction over the program's warps. Up to four warps keep it short and allow several programs
-    per multiprocessor; eight are for rows of 65536 columns or more, of which there are few.
+    A thread has 16 columns of a step: two 128-bit loads of bf16 in flight. Eight warps are for rows of 65536 columns or
+    more, of which there are few. On an H200, more loads per thread or prefetched blocks were no faster.
     """
-    block = min(1 << (num_columns - 1).bit_length(), 4096 if num_columns >= 1 << 16 else 2048)
-    return block, max(1, block // (32 * ELEMENTS_PER_THREAD))
+    block = min(max(LANE.value, 1 << (num_columns - 1).bit_length()), 4096 if num_columns >= 1 << 16 else 2048)
+    return block, max(1, block // 512)
 
 
 def _left_to_torch(logits: Tensor) -> bool:
@@ -167,15 +168,17 @@ def _row_stats_kernel(
         lowest = tl.load(threshold + row)
 
     # m is the maximum of the raw logits; s and t use powers of 2, with exponents y = (z − m)·(log2 e / T).
-    m = -float("inf")
+    row_max = -float("inf")
     s = 0.0
     t = 0.0
     target_x = 0.0
     if tl.load(active + row):
         scale = inverse * LOG2_E
-        offsets = tl.arange(0, BLOCK)
-        weights = tl.zeros([BLOCK], tl.float32)
-        moments = tl.zeros([BLOCK], tl.float32)
+        lanes: tl.constexpr = BLOCK // LANE
+        offsets = tl.arange(0, lanes)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+        m = tl.full([lanes], -float("inf"), tl.float32)
+        weights = tl.zeros([lanes], tl.float32)
+        moments = tl.zeros([lanes], tl.float32)
         whole = num_columns // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):
             z = tl.load(logits + start + offsets)
@@ -183,16 +186,17 @@ def _row_stats_kernel(
         if whole < num_columns:
             z = tl.load(logits + whole + offsets, mask=whole + offsets < num_columns, other=-float("inf"))
             m, weights, moments = _accumulated(z, lowest, scale, m, weights, moments, ENTROPY)
-        s = tl.sum(weights, axis=0)
-        t = tl.sum(moments, axis=0) * LN_2
+        row_max = tl.max(m, axis=0)
+        decay, moments = _moved(m, row_max, scale, weights, moments, ENTROPY)
+        s = tl.sum(weights * decay, axis=0)
+        if ENTROPY:
+            t = tl.sum(moments, axis=0) * LN_2
         column = tl.load(columns + row)
         if column >= 0:
             target_x = tl.load(logits + column).to(tl.float32) * inverse
-        m *= inverse  # rounded like x_y, so that their difference is exactly 0 if the target is the likeliest
-    if not ENTROPY:
-        t = 0.0
+        row_max *= inverse  # rounded like x_y, so that their difference is exactly 0 if the target is the likeliest
     stats += 4 * row
-    tl.store(stats, m)
+    tl.store(stats, row_max)
     tl.store(stats + 1, s)
     tl.store(stats + 2, t)
     tl.store(stats + 3, target_x)
@@ -201,24 +205,29 @@ def _row_stats_kernel(
 @triton.jit
 @no_type_check
 def _accumulated(z, lowest, scale, m, weights, moments, ENTROPY: tl.constexpr):
-    """Return (m, s, t) after one more block, with s and t as one partial sum per lane."""
+    """Return (m, s, t) of each lane after one more block."""
     z = z.to(tl.float32)
     if lowest is not None:
         z = tl.where(z < lowest, -float("inf"), z)
-    block_max = tl.max(z, axis=0)
-    if block_max > m:
-        shift = tl.where(m == -float("inf"), 0.0, (m - block_max) * scale)  # the sums are still 0 then
-        decay = tl.exp2(shift)
-        if ENTROPY:
-            moments = tl.fma(shift, weights, moments) * decay
-        weights *= decay
-        m = block_max
-    # No shift makes logits finite if all so far are −inf. Under the shift 0 they stay −inf, and sums are exactly 0.
-    y = (z - tl.where(m == -float("inf"), 0.0, m)) * scale
+    raised = tl.maximum(m, tl.max(z, axis=1))
+    decay, moments = _moved(m, raised, scale, weights, moments, ENTROPY)
+    y = (z - tl.where(raised == -float("inf"), 0.0, raised)[:, None]) * scale
     weight = tl.exp2(y)
     if ENTROPY:
-        moments = tl.fma(weight, tl.maximum(y, LOWEST_EXPONENT), moments)
-    return m, weights + weight, moments
+        moments += tl.sum(weight * tl.maximum(y, LOWEST_EXPONENT), axis=1)
+    return raised, weights * decay + tl.sum(weight, axis=1), moments
+
+
+@triton.jit
+@no_type_check
+def _moved(m, raised, scale, weights, moments, ENTROPY: tl.constexpr):
+    """Return the factor of each lane's s if its maximum m becomes `raised`, and its t with it."""
+    # A lane whose logits so far are −inf has the sums 0, and keeps them. Its shift must be finite: 0 · ∞ is NaN.
+    shift = tl.where(m == -float("inf"), 0.0, (m - raised) * scale)
+    decay = tl.exp2(shift)
+    if ENTROPY:
+        moments = tl.fma(shift, weights, moments) * decay
+    return decay, moments
 
 
 @triton.jit
