@@ -10,8 +10,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -28,6 +31,7 @@ SHARDING_METADATA = {"non_homogeneous_layers": True}
 HEAD = "output_layer.weight"
 PADDED = ("embedding.word_embeddings.weight", HEAD)  # global tensors that have rows beyond the vocabulary
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_INIT_THREADS = 8  # threads that draw weights, at most; each holds one block of rows
 _INIT_ROWS = 1024  # rows drawn from one generator; this limits the memory and time of drawing a rank's own part
 
 
@@ -220,13 +224,13 @@ def initialise_parameters(
     Raises:
         RuntimeError: A parameter is missing from the sharding metadata.
     """
-    filled = 0
+    filled, drawn = 0, []
     for piece in pieces(model_chunks):
         filled += piece.tensor.numel()
         if piece.name.endswith((".out_norm.weight", ".dt_bias")):
             piece.tensor.fill_(1.0)
         elif piece.name.endswith(".A_log"):
-            _fill(piece, seed, lambda rows, generator: rows.uniform_(0.01, 16, generator=generator).log_())
+            drawn += _blocks(piece, seed, lambda rows, generator: rows.uniform_(0.01, 16, generator=generator).log_())
         elif piece.name.endswith(("norm.weight", "norm_weight")):
             piece.tensor.fill_(norm_weight)
         elif piece.name.endswith("bias"):
@@ -234,7 +238,10 @@ def initialise_parameters(
         else:
             writes_residual = piece.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             own_std = std / math.sqrt(2 * num_layers) if writes_residual else std
-            _fill(piece, seed, partial(_draw_normal, std=own_std))
+            drawn += _blocks(piece, seed, partial(_draw_normal, std=own_std))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with ThreadPoolExecutor(max(1, min(_INIT_THREADS, len(os.sched_getaffinity(0)) // ranks))) as threads:
+        deque(threads.map(lambda fill: fill(), drawn), maxlen=0)
     built = sum(tensor.numel() for tensor in _saved_tensors(model_chunks))
     if filled != built:
         raise RuntimeError(f"initialised {filled} of {built} parameters: the sharding metadata lacks a module")
@@ -259,16 +266,22 @@ def _draw_normal(rows: Tensor, generator: torch.Generator, std: float) -> Tensor
     return rows.normal_(0.0, std, generator=generator)
 
 
-def _fill(piece: Piece, seed: int, draw: Callable[[Tensor, torch.Generator], Tensor]) -> None:
-    """Fill a piece with its part of what `draw` writes into the rows of the whole tensor."""
+def _blocks(piece: Piece, seed: int, draw: Callable[[Tensor, torch.Generator], Tensor]) -> Iterator[Callable[[], None]]:
+    """Yield what fills a piece, by blocks of rows, with its part of what `draw` writes into the whole tensor's rows."""
     if is_planned():  # the tensor has no data to fill
         return
     start, stop = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
-    columns = tuple(slice(o, o + n) for o, n in zip(piece.offset[1:], piece.tensor.shape[1:], strict=True))
     for block in range(start // _INIT_ROWS, -(-stop // _INIT_ROWS)):
-        low, high = block * _INIT_ROWS, min((block + 1) * _INIT_ROWS, piece.global_shape[0])
-        digest = hashlib.blake2b(f"{seed}/{piece.name}/{block}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        rows = draw(torch.empty(high - low, *piece.global_shape[1:]), generator)
-        first, last = max(low, start), min(high, stop)
-        piece.tensor[first - start : last - start].copy_(rows[(slice(first - low, last - low), *columns)])
+        yield partial(_fill, piece, seed, draw, block)
+
+
+@torch.no_grad()
+def _fill(piece: Piece, seed: int, draw: Callable[[Tensor, torch.Generator], Tensor], block: int) -> None:
+    start, stop = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
+    columns = tuple(slice(o, o + n) for o, n in zip(piece.offset[1:], piece.tensor.shape[1:], strict=True))
+    low, high = block * _INIT_ROWS, min((block + 1) * _INIT_ROWS, piece.global_shape[0])
+    digest = hashlib.blake2b(f"{seed}/{piece.name}/{block}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    rows = draw(torch.empty(high - low, *piece.global_shape[1:]), generator)
+    first, last = max(low, start), min(high, stop)
+    piece.tensor[first - start : last - start].copy_(rows[(slice(first - low, last - low), *columns)])
