@@ -40,7 +40,9 @@ MAY_CHANGE = {
         "rollout.save_prompts",
     ),
     # Gradients do not depend on the layout, because losses are divided by counts over the whole batch.
-    "layout and device": ("parallel.", "device", "optimizer.distributed", "optimizer.overlap", "model.backend"),
+    "layout and device": (
+        "parallel.", "device", "optimizer.distributed", "optimizer.overlap", "model.backend", "model.cudnn_attention",
+    ),
     "microbatches and memory": (
         "train.batching", "train.micro_batch_size", "train.micro_batch_tokens", "train.fused_head", "train.reference",
         "model.recompute",

@@ -19,8 +19,14 @@ def check_deterministic(stage: StageConfig, environment: Mapping[str, str] = os.
         environment: This process's environment, which servers that the run starts inherit.
 
     Raises:
-        ConfigError: The rollout engine or the reward depends on time; the message says why, and what to choose.
+        ConfigError: Attention, the rollout engine or the reward depends on time; the message says why, and what to
+            choose.
     """
+    if stage.train.deterministic and stage.model.cudnn_attention:
+        raise ConfigError(
+            "train.deterministic=true and model.cudnn_attention=true: cuDNN sums gradients in any order; set "
+            "model.cudnn_attention=false"
+        )
     if not (stage.train.deterministic and stage.scores_completions):
         return
     why = _why_engine_varies(stage, environment)

@@ -130,3 +130,6 @@ class ModelConfig:
     # Implementation of the layers. auto: Transformer Engine on a GPU if it is installed and precision=bf16, unless the
     # model or the layout needs the portable torch modules, which are used otherwise.
     backend: Literal["auto", "portable", "transformer_engine"] = "auto"
+    # Let cuDNN compute causal attention in portable layers on a GPU, for bf16 and sequences without a window. It is
+    # faster for long sequences, but spends 0.2 s or more on each new shape of a microbatch: use it if shapes are few.
+    cudnn_attention: bool = False

@@ -196,6 +196,7 @@ def build_model(
         refuse_fused_parts(linears, topology.tensor)
     backend = choose_backend(model, topology, precision)
     config = transformer_config(model, topology, precision, backend)
+    setattr(config, "cudnn_attention", model.cudnn_attention)  # noqa: B010  # for `PortableAttention`
     config.deterministic_mode = torch.are_deterministic_algorithms_enabled()
     config.gradient_accumulation_fusion = fuse_weight_gradients(topology)
     permute_without_waiting()

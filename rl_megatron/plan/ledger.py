@@ -41,8 +41,10 @@ _NO_KERNELS = {
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention: 0,
     aten._scaled_dot_product_efficient_attention: 0,
+    aten._scaled_dot_product_cudnn_attention: 0,
     aten._scaled_dot_product_flash_attention_backward: 1,
     aten._scaled_dot_product_efficient_attention_backward: 1,
+    aten._scaled_dot_product_cudnn_attention_backward: 1,
 }
 
 

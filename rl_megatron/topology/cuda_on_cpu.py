@@ -71,11 +71,12 @@ def redirect_cuda_to_cpu() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-    _use_torch_optimizers()
+    for owner, name, value in torch_optimizers():
+        setattr(owner, name, value)
 
 
-def _use_torch_optimizers() -> None:
-    """Let megatron-core use torch's Adam, and norms and copies of its own.
+def torch_optimizers() -> list[tuple[Any, str, Any]]:
+    """Return what to replace in megatron-core (owner, name, value), so that it uses torch's Adam and its own norms.
 
     It takes those of Transformer Engine or Apex if they are installed, and their kernels need a GPU.
     """
@@ -84,13 +85,16 @@ def _use_torch_optimizers() -> None:
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer
 
-    optimizers.USING_PYTORCH_OPTIMIZER = True
-    optimizers.Adam = distrib_optimizer.Adam = torch.optim.AdamW
-    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
-    modules: list[Any] = [clip_grads, optimizer_classes]
-    for module in modules:
-        module.multi_tensor_applier = utils.local_multi_tensor_applier
-        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    replaced: list[tuple[Any, str, Any]] = [
+        (optimizers, "USING_PYTORCH_OPTIMIZER", True),
+        (optimizers, "Adam", torch.optim.AdamW),
+        (distrib_optimizer, "Adam", torch.optim.AdamW),
+        (clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
+    ]
+    for module in (clip_grads, optimizer_classes):
+        replaced.append((module, "multi_tensor_applier", utils.local_multi_tensor_applier))
+        replaced.append((module, "multi_tensor_scale_impl", utils.local_multi_tensor_scale))
+    return replaced
 
 
 def _names_cuda(device: Any) -> bool:

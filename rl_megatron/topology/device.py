@@ -42,6 +42,9 @@ def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[
         if is_redirected():
             raise ConfigError("device=cuda: this process was started on the CPU; start a new process to use the GPU")
         torch.cuda.set_device(device)
+        # On a Hopper GPU torch would choose cuDNN's attention, which builds a plan for every new shape, and packs have
+        # many. `model.cudnn_attention` calls its operator.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         redirect_cuda_to_cpu()
         log.silence_gpu_advice()

@@ -37,7 +37,15 @@ for _family in (
 
 # Model keys that change neither the meaning of the weights nor the model's output.
 NOT_OF_THE_WEIGHTS = frozenset(
-    {"recompute", "backend", "init_std", "max_sequence_length", "router_aux_loss", "router_bias_update"}
+    {
+        "recompute",
+        "backend",
+        "cudnn_attention",
+        "init_std",
+        "max_sequence_length",
+        "router_aux_loss",
+        "router_bias_update",
+    }
 )
 
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rl_megatron.model.layers.last_queries import attend_last, flash_attends_last
+from rl_megatron.model.layers.last_queries import attend_by_cudnn, attend_last, flash_attends_last
 from rl_megatron.model.layers.packed import LastBiases, PackedSequences, causal_bias
 from rl_megatron.model.layers.rotation import rotate, split_and_rotate, turns_of
 from rl_megatron.model.layers.sinks import attend_with_sinks
@@ -196,6 +196,7 @@ class PortableAttention(torch.nn.Module):
             raise ValueError(f"PortableAttention is causal; got attn_mask_type={attn_mask_type}")
         self.softmax_scale = softmax_scale
         self.window = sliding_window(config, layer_number)
+        self.by_cudnn = getattr(config, "cudnn_attention", False)
         self.cp_group = pg_collection.cp if pg_collection is not None else None
         self.tp_group = pg_collection.tp if pg_collection is not None else None
         self.softmax_offset: torch.nn.Parameter | None = None
@@ -287,10 +288,11 @@ class PortableAttention(torch.nn.Module):
     def _attend_last(self, query: Tensor, key: Tensor, value: Tensor, sequences: object) -> Tensor:
         """Return the output without a window of queries at the last positions of the keys."""
         num_queries, length = len(query), len(key)
-        if num_queries == length:
+        flash = self.softmax_offset is None and flash_attends_last(query, value)
+        if num_queries == length and flash and self.by_cudnn:
+            return attend_by_cudnn(query, key, value, self.softmax_scale)
+        if num_queries == length or flash:
             return self._attend(query, key, value, None)
-        if self.softmax_offset is None and flash_attends_last(query, value):
-            return attend_last(query, key, value, self.softmax_scale)
         positions = torch.arange(length - num_queries, length, device=query.device)
         make = partial(causal_bias, positions, length, None, query.dtype)
         bias = BIASES.get(sequences, (num_queries, length, query.dtype), make)
@@ -355,10 +357,12 @@ def attend(
         key: [S_k, B, G, D].
         value: [S_k, B, G, D].
         bias: What to add to the scores, broadcastable to [B, N, S_q, S_k] and of the query's dtype (`causal_bias`).
-            None means causal attention of as many queries as keys.
+            None means causal attention of as many queries as keys, or of the last ones if `flash_attends_last`.
         scale: The factor of the scores. None means 1/√D.
         sinks: [N], the score of each head's sink, or None.
     """
+    if bias is None and sinks is None and flash_attends_last(query, value):
+        return attend_last(query, key, value, scale)
     if key.size(2) != query.size(2) and (sinks is not None or _lacks_grouped_kernel(query, bias)):
         key, value = (x.repeat_interleave(query.size(2) // x.size(2), dim=2) for x in (key, value))
     if sinks is not None:

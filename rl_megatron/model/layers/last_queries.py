@@ -1,4 +1,4 @@
-"""Causal attention of the last queries to all keys, by torch's flash kernel, without a mask in memory."""
+"""Causal attention without a mask in memory, by an operator that is chosen here and not by torch."""
 
 from __future__ import annotations
 
@@ -28,4 +28,16 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) 
     output, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), 0.0, True, scale=scale
     )
+    return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def attend_by_cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Return causal attention [S, B, N·D] of as many queries as keys by cuDNN.
+
+    cuDNN builds a plan for every new shape, forward and backward, and keeps it. On an H200 that took 0.15 to 2 seconds.
+    """
+    output, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), None, torch.is_grad_enabled(),
+        0.0, True, scale=scale,
+    )  # fmt: skip
     return output.permute(2, 0, 1, 3).flatten(2)

@@ -5,7 +5,8 @@
 - For a backward pass, torch switches off the mode of functions, although the pass runs Python code.
 - `UntypedStorage.resize_`, by which megatron-core frees gradient buffers, is no operator.
 - `new_group` would write an entry to the store for each of thousands of groups without this rank.
-- megatron-core reads the generator's state, and the number of tokens of each expert.
+- megatron-core reads the generator's state, and the number of tokens of each expert. The optimizers of Transformer
+  Engine and Apex need a GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupMember
 from torch.overrides import TorchFunctionMode
 
+from rl_megatron.topology.cuda_on_cpu import torch_optimizers
 from rl_megatron.topology.fake_cuda.sides import CUDA, Sides
 
 _CAPABILITY = (9, 0)  # of a Hopper GPU
@@ -177,4 +179,5 @@ def _of_megatron(sides: Sides) -> list[tuple[Any, str, Any]]:
         (dispatcher, "preprocess", noted),
         (dispatcher, "cuda_dtoh_stream", None),  # a stream that it keeps for all layers
         (token_dispatcher, "maybe_move_tensor_to_cpu", move),
+        *torch_optimizers(),
     ]

@@ -56,6 +56,7 @@ ALLOWED = (
     "train.batching=packed", "train.micro_batch_tokens=9999", "device=cpu", "metric_sinks=[jsonl]",
     "train.collective_timeout_minutes=3", "model.head_dim=32", "generation.engine=transformers",
     "generation.gate_prompts=0", "optimizer.overlap=true", "model.recompute=full", "train.fused_head=true",
+    "model.cudnn_attention=true",
 )  # fmt: skip
 
 

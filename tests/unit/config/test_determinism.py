@@ -40,3 +40,10 @@ def test_engines_that_repeat_themselves_are_accepted():
 def test_all_stages_are_deterministic_or_none():
     with pytest.raises(ConfigError, match=r"stages\.sft\.train\.deterministic"):
         load_config(["experiment=quickstart", "+stages.sft.train.deterministic=true"])
+
+
+def test_deterministic_training_refuses_cudnn_attention():
+    with pytest.raises(ConfigError, match="model.cudnn_attention=true: .*; set model.cudnn_attention=false"):
+        load_config(
+            ["algorithm=sft", "data.task.name=arithmetic", "train.deterministic=true", "model.cudnn_attention=true"]
+        )

@@ -285,6 +285,27 @@ def test_ranks_are_named_for_their_pipeline_stage():
     assert kind_of(workload(4), 3) == "last stage"
 
 
+def _with_cudnn():
+    both = [(), ("model.cudnn_attention=true",)]
+    return [measured(1, 0, ("train.batching=padded", *more), ("train",))["train"].use().flops for more in both]
+
+
+def test_the_flops_of_cudnn_are_counted(fresh_process):
+    of_flash, of_cudnn = fresh_process.run(_with_cudnn)
+    assert of_flash == of_cudnn > 0
+
+
+def _with_an_adam_of_a_gpu():
+    import megatron.core.optimizer as optimizers
+
+    with patch.multiple(optimizers, Adam=None, USING_PYTORCH_OPTIMIZER=False):
+        return measured(1, 0, ("train.batching=padded",), ("train",))["train"].use().flops
+
+
+def test_a_plan_uses_no_optimizer_that_needs_a_gpu(fresh_process):
+    assert fresh_process.run(_with_an_adam_of_a_gpu) > 0
+
+
 def _of_older_torch():
     """Let torch refuse what releases up to 2.12 refuse: grouped queries in formulas, dtypes of sums without data."""
     aten = torch.ops.aten

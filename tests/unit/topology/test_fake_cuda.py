@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,6 +127,37 @@ def test_attention_runs_the_operators_of_a_gpu(fresh_process):
     efficient = ["_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"]
     found = fresh_process.run(_attention_operators)
     assert found == {"plain": flash, "grouped": flash, "masked": efficient, "fp32": efficient, "fp32 grouped": []}
+
+
+def _causal_operators():
+    """Return the operators of causal attention in portable layers, by whether cuDNN is asked for and by dtype."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from rl_megatron.model.layers.attention import PortableAttention
+
+    with FakeCuda(0, 1, notes := Notes()):
+        found = {}
+        for by_cudnn in (False, True):
+            for dtype in (torch.bfloat16, torch.float32):
+                config = SimpleNamespace(window_size=None, window_attn_skip_freq=None, softmax_type="vanilla")
+                config.cudnn_attention = by_cudnn
+                layer = PortableAttention(config, 1, AttnMaskType.causal, "self")
+                query = torch.zeros(8, 2, 4, 16, dtype=dtype, device="cuda", requires_grad=True)
+                key = torch.zeros(8, 2, 2, 16, dtype=dtype, device="cuda", requires_grad=True)
+                notes.operators.clear()
+                layer(query, key, key).sum().backward()
+                kinds = [each.split("attention")[0] for each in notes.operators if "attention" in each]
+                found[by_cudnn, str(dtype)] = [kind.removeprefix("aten::_scaled_dot_product_") for kind in kinds]
+        return found
+
+
+def test_causal_attention_is_flash_unless_cudnn_is_asked_for(fresh_process):
+    assert fresh_process.run(_causal_operators) == {
+        (False, "torch.bfloat16"): ["flash_"] * 2,
+        (True, "torch.bfloat16"): ["cudnn_"] * 2,
+        (False, "torch.float32"): ["efficient_"] * 2,
+        (True, "torch.float32"): ["efficient_"] * 2,
+    }
 
 
 class _Recomputed(torch.autograd.Function):
