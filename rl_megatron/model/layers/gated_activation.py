@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, silu
 
+from rl_megatron.model.layers.kernels import triton_layers
+from rl_megatron.topology.fake_cuda import is_planned
+
 # Functions of the gate, by the value of model.activation. "swiglu_oai" is not one.
 ACTIVATIONS = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 _GRADIENTS: dict[str, Any] = {
@@ -55,9 +58,12 @@ def _computes_again(device: torch.device) -> bool:
 class _GatedActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, both: Tensor, activation: str) -> Tensor:
+        ctx.activation = activation
+        if activation == "silu" and (kernels := triton_layers(both.device)) is not None and not is_planned():
+            ctx.save_for_backward(both)
+            return kernels.gated_silu(both)
         gate, up = both.chunk(2, dim=-1)
         activated = ACTIVATIONS[activation](gate)
-        ctx.activation = activation
         if _computes_again(both.device):
             ctx.save_for_backward(both)
             return activated.mul_(up)  # nothing else needs it, so that no third tensor of this size exists
@@ -68,6 +74,8 @@ class _GatedActivation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         both, *kept = ctx.saved_tensors
+        if ctx.activation == "silu" and (kernels := triton_layers(both.device)) is not None and not is_planned():
+            return kernels.gated_silu_gradient(both, gradient), None
         gate, up = both.chunk(2, dim=-1)
         activated = kept[0] if kept else ACTIVATIONS[ctx.activation](gate)
         result = torch.empty_like(both)

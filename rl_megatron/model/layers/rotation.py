@@ -5,9 +5,14 @@ Autograd of the same formula would keep and copy several tensors of that size in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from rl_megatron.model.layers.kernels import triton_layers
+from rl_megatron.topology.fake_cuda import is_planned, launched
 
 
 def turns_of(angles: Tensor) -> Tensor:
@@ -25,7 +30,7 @@ def rotate(x: Tensor, turns: Tensor, scale: float = 1.0, *, interleaved: bool = 
         scale: A factor of cosines and sines.
         interleaved: Whether x₁ and x₂ are the even and the odd dimensions instead of the halves.
     """
-    return _Rotate.apply(x, _in_dtype(turns, scale, x.dtype), interleaved)
+    return _Rotate.apply(x, turns if scale == 1.0 else turns * scale, interleaved)
 
 
 def split_and_rotate(
@@ -39,11 +44,39 @@ def split_and_rotate(
         head_dim: D.
         interleaved: Whether neighbours are rotated, as in `rotate`.
     """
-    return _SplitAndRotate.apply(mixed, _in_dtype(turns, 1.0, mixed.dtype), head_dim, interleaved)
+    return _SplitAndRotate.apply(mixed, turns, head_dim, interleaved)
 
 
-def _in_dtype(turns: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    return (turns if scale == 1.0 else turns * scale).to(dtype)
+def turn_heads(mixed: Tensor, parts: Sequence[Tensor], turns: Tensor, interleaved: bool, back: bool) -> None:
+    """Write the heads of `mixed` into `parts`, rotated except for values; with `back`, the other way and turned back.
+
+    Args:
+        mixed: [S, B, G, heads, D], contiguous.
+        parts: Query [S, B, G, heads, D]; or query [S, B, G, N/G, D], key and value [S, B, G, 1, D]. All are contiguous.
+        turns: The result of `turns_of`, with the dimensions S or 1, B or 1, 1 and at most D.
+        interleaved: Whether neighbours are rotated, as in `rotate`.
+        back: Whether `mixed` is written.
+    """
+    turns = turns.to(mixed.dtype)[..., None, :]
+    if back:
+        cos, sin = turns.chunk(2, dim=-1)
+        turns = torch.cat([cos, -sin], dim=-1)
+    of_mixed = mixed.split([mixed.size(3) - 2, 1, 1], dim=3) if len(parts) == 3 else (mixed,)
+    for index, pair in enumerate(zip(of_mixed, parts, strict=True)):
+        source, target = reversed(pair) if back else pair
+        if index < 2:
+            _turn(source, turns, target, interleaved)
+        else:
+            target.copy_(source)
+
+
+def _turn_heads(mixed: Tensor, parts: Sequence[Tensor], turns: Tensor, interleaved: bool, back: bool) -> None:
+    if mixed.is_cuda and is_planned():
+        launched(torch.ops.aten.mul.Tensor, (mixed, turns), mixed if back else parts[0])
+    elif (kernels := triton_layers(mixed.device)) is not None:
+        kernels.turn_heads(mixed, parts, turns, interleaved, back)
+    else:
+        turn_heads(mixed, parts, turns, interleaved, back)
 
 
 def _turn(x: Tensor, turns: Tensor, out: Tensor, interleaved: bool) -> None:
@@ -70,19 +103,13 @@ def _coordinates(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _back(turns: Tensor) -> Tensor:
-    """Return the turns of the negative angles, by which gradients are rotated."""
-    cos, sin = turns.chunk(2, dim=-1)
-    return torch.cat([cos, -sin], dim=-1)
-
-
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, turns: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(turns)
         ctx.interleaved = interleaved
         out = x.new_empty(x.shape)
-        _turn(x, turns, out, interleaved)
+        _turn_heads(x.contiguous().unsqueeze(2), [out.unsqueeze(2)], turns, interleaved, False)
         return out
 
     @staticmethod
@@ -90,7 +117,7 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
         (turns,) = ctx.saved_tensors
         out = gradient.new_empty(gradient.shape)
-        _turn(gradient, _back(turns), out, ctx.interleaved)
+        _turn_heads(out.unsqueeze(2), [gradient.contiguous().unsqueeze(2)], turns, ctx.interleaved, True)
         return out, None, None
 
 
@@ -99,29 +126,19 @@ class _SplitAndRotate(torch.autograd.Function):
     def forward(ctx, mixed: Tensor, turns: Tensor, head_dim: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(turns)
         ctx.interleaved = interleaved
-        ctx.heads_shape = (*mixed.shape[:-1], -1, head_dim)
-        query, key, value = _parts(mixed.view(ctx.heads_shape))
-        rotated_query, rotated_key = (x.new_empty(x.shape) for x in (query, key))
-        _turn(query, turns[..., None, :], rotated_query, interleaved)
-        _turn(key, turns[..., None, :], rotated_key, interleaved)
-        return rotated_query.flatten(2, 3), rotated_key.flatten(2, 3), value.squeeze(3).clone()
+        ctx.heads_shape = (*mixed.shape[:-1], mixed.size(-1) // head_dim, head_dim)
+        *leading, heads, _ = ctx.heads_shape
+        parts = [mixed.new_empty(*leading, number, head_dim) for number in (heads - 2, 1, 1)]
+        _turn_heads(mixed.contiguous().view(ctx.heads_shape), parts, turns, interleaved, False)
+        query, key, value = (part.flatten(2, 3) for part in parts)
+        return query, key, value
 
     @staticmethod
     @once_differentiable
     def backward(ctx, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None, None, None]:
-        turns = _back(ctx.saved_tensors[0])[..., None, :]
-        *leading, _, head_dim = ctx.heads_shape
-        groups = leading[-1]
-        per_group = query.size(2) // groups
-        gradient = query.new_empty(*leading, per_group + 2, head_dim)
-        into_query, into_key, into_value = _parts(gradient)
-        _turn(query.unflatten(2, (groups, per_group)), turns, into_query, ctx.interleaved)
-        _turn(key.unsqueeze(3), turns, into_key, ctx.interleaved)
-        into_value.copy_(value.unsqueeze(3))
-        return gradient.flatten(3), None, None, None
-
-
-def _parts(heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views of query [S, B, G, N/G, D], key and value [S, B, G, 1, D] in [S, B, G, N/G + 2, D]."""
-    query, key, value = heads.split([heads.size(3) - 2, 1, 1], dim=3)
-    return query, key, value
+        *leading, heads, head_dim = ctx.heads_shape
+        mixed = query.new_empty(ctx.heads_shape)
+        numbers = zip((query, key, value), (heads - 2, 1, 1), strict=True)
+        parts = [part.contiguous().view(*leading, number, head_dim) for part, number in numbers]
+        _turn_heads(mixed, parts, ctx.saved_tensors[0], ctx.interleaved, True)
+        return mixed.flatten(3), None, None, None
