@@ -1,10 +1,17 @@
 """Attention of the last queries on a GPU equals its formula, and layers without a window keep no mask."""
 
+import itertools
+
 import pytest
 import torch
 
 from rl_megatron.model.layers.attention import attend
-from rl_megatron.model.layers.last_queries import attend_last, flash_attends_last
+from rl_megatron.model.layers.last_queries import (
+    attend_by_cudnn,
+    attend_last,
+    attend_within_pack,
+    flash_attends_last,
+)
 from rl_megatron.model.layers.packed import causal_bias
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -55,3 +62,33 @@ def test_layers_share_the_memory_of_a_bias(length):
     outputs = [attend(query, key, value, bias, None) for _ in range(4)]
     grown = (torch.cuda.memory_allocated() - before) / len(outputs)
     assert grown < kept.nbytes * 2 + bias.nbytes / 4
+
+
+def assert_close_with_gradients(found, wanted, inputs):
+    weights = torch.randn(found.shape, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda")
+    of_found = torch.autograd.grad(found, inputs, weights.to(found.dtype))
+    of_wanted = torch.autograd.grad(wanted, inputs, weights.double())
+    for one, other in zip((found, *of_found), (wanted, *of_wanted), strict=True):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < 1e-2, error
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(14, 2, 64), (8, 8, 128), (4, 1, 80)])
+def test_each_sequence_of_a_pack_attends_to_itself(heads, groups, dim):
+    lengths = [1, 70, 128, 3, 250]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    parts = [
+        torch.randn(sum(lengths), n, dim, generator=generator, device="cuda").bfloat16().requires_grad_()
+        for n in (heads, groups, groups)
+    ]
+    found = attend_within_pack(*parts, starts, max(lengths), None)
+    sequences = zip(*(x.split(lengths) for x in parts), strict=True)
+    wanted = torch.cat([formula(*(x[:, None] for x in sequence))[:, 0] for sequence in sequences])
+    assert_close_with_gradients(found, wanted, parts)
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(14, 2, 64), (8, 8, 128)])
+def test_cudnn_attends_as_flash_does(heads, groups, dim):
+    inputs = case(96, 96, heads, groups, dim, torch.bfloat16)
+    assert_close_with_gradients(attend_by_cudnn(*inputs, None), formula(*inputs), inputs)

@@ -23,11 +23,17 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rl_megatron.model.layers.last_queries import attend_by_cudnn, attend_last, flash_attends_last
+from rl_megatron.model.layers.last_queries import (
+    attend_by_cudnn,
+    attend_last,
+    attend_within_pack,
+    flash_attends_last,
+)
 from rl_megatron.model.layers.packed import LastBiases, PackedSequences, causal_bias
 from rl_megatron.model.layers.rotation import rotate, split_and_rotate, turns_of
 from rl_megatron.model.layers.sinks import attend_with_sinks
 from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gather_and_reduce, zigzag_positions
+from rl_megatron.topology.fake_cuda import is_planned
 
 BIASES = LastBiases()
 """The biases of the microbatch that all layers are computing. `Runner` clears them after a pass."""
@@ -299,10 +305,14 @@ class PortableAttention(torch.nn.Module):
         return self._attend(query, key, value, bias)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-        """Return the output for a pack. Sequences of similar length are unpacked into one batch and attend together.
+        """Return the output for a pack. No scores are computed between tokens of different sequences.
 
-        So no scores are computed between tokens of different sequences.
+        torch's flash kernel takes a pack as it is. For others, sequences of similar length are unpacked into one batch
+        and attend together.
         """
+        if self._attends_within_pack(query, value, sequences):
+            parts = (query[:, 0], key[:, 0], value[:, 0])
+            return attend_within_pack(*parts, sequences.starts, sequences.longest, self.softmax_scale)[:, None]
         if self.cp_group is None or self.cp_group.size() == 1:
             batches = zip(*(sequences.unpack(x[:, 0]) for x in (query, key, value)), strict=True)
         else:
@@ -319,6 +329,15 @@ class PortableAttention(torch.nn.Module):
                 output = self._attend(queries, keys, values, bias)
             outputs.append(output.transpose(0, 1).flatten(0, 1))
         return sequences.pack(outputs)[:, None]
+
+    def _attends_within_pack(self, query: Tensor, value: Tensor, sequences: PackedSequences) -> bool:
+        """Return whether the flash kernel takes the pack. A plan takes the batches: it has no lengths on its device."""
+        return (
+            (self.cp_group is None or self.cp_group.size() == 1)
+            and self.softmax_offset is None
+            and not (self.by_cudnn or sequences.is_one_batch or self._has_window(sequences.longest) or is_planned())
+            and flash_attends_last(query, value)
+        )
 
     def _gathered(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences

@@ -41,3 +41,22 @@ def attend_by_cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float | No
         0.0, True, scale=scale,
     )  # fmt: skip
     return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def attend_within_pack(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None
+) -> Tensor:
+    """Return causal attention [T, N·D] within each sequence of a pack, by torch's flash kernel.
+
+    Args:
+        query: [T, N, D].
+        key: [T, G, D].
+        value: [T, G, D].
+        starts: [sequences + 1] int32, where each sequence begins, and where the last one ends.
+        longest: The longest sequence's length.
+        scale: The factor of the scores. None means 1/√D.
+    """
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, starts, starts, longest, longest, 0.0, True, False, scale=scale
+    )
+    return output.flatten(1)

@@ -55,12 +55,14 @@ class PackedSequences:
         positions: [T/cp] The positions of this rank's tokens within their sequences.
         slots: [T/cp] The index of each of this rank's tokens among the queries of all buckets, in order.
         buckets: The sequences by length.
+        starts: [sequences + 1] int32, where each sequence begins in the pack of all ranks, and where the last one ends.
         longest: The longest padded length.
     """
 
     positions: Tensor
     slots: Tensor
     buckets: tuple[Bucket, ...]
+    starts: Tensor
     longest: int
 
     @property
@@ -136,7 +138,8 @@ class PackedSequences:
                     is_even=all(padded_lengths[member] == length for member in members),
                 )
             )
-        return cls(positions, slots, tuple(buckets), max(padded_lengths))
+        starts = torch.cat([start, padded.sum()[None]]).int()
+        return cls(positions, slots, tuple(buckets), starts, max(padded_lengths))
 
 
 class _Unpack(torch.autograd.Function):

@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from rl_megatron.model.layers import attention as layers
 from rl_megatron.model.layers.attention import PortableAttention, PortablePacking, PortableRotaryEmbedding
-from rl_megatron.model.layers.last_queries import attend_last
+from rl_megatron.model.layers.last_queries import attend_last, attend_within_pack
 from rl_megatron.model.layers.packed import LastBiases, PackedSequences
 from rl_megatron.topology.device import start_device
 
@@ -153,3 +153,12 @@ def test_flash_attention_of_the_last_queries_has_the_right_shapes_and_gradients(
     assert found.shape == (4, 2, 8 * 64)
     gradients = torch.autograd.grad(found.sum(), (query, key, value))
     assert [gradient.shape for gradient in gradients] == [x.shape for x in (query, key, value)]
+
+
+def test_flash_attention_of_a_pack_has_the_right_shapes_and_gradients():
+    """The values are compared on a GPU (tests/gpu)."""
+    parts = [torch.empty(20, heads, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)]
+    found = attend_within_pack(*parts, torch.empty(4, device="meta", dtype=torch.int32), 9, None)
+    assert found.shape == (20, 8 * 64)
+    gradients = torch.autograd.grad(found.sum(), parts)
+    assert [gradient.shape for gradient in gradients] == [x.shape for x in parts]
