@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from rl_megatron.topology.torch_optimizers import use_torch_optimizers
+
 # Factories that megatron-core calls with device="cuda" (counters, norms, buffers, RoPE tables, p2p receive buffers).
 _FACTORIES = ("arange", "empty", "empty_like", "eye", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
 
@@ -71,30 +73,7 @@ def redirect_cuda_to_cpu() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-    for owner, name, value in torch_optimizers():
-        setattr(owner, name, value)
-
-
-def torch_optimizers() -> list[tuple[Any, str, Any]]:
-    """Return what to replace in megatron-core (owner, name, value), so that it uses torch's Adam and its own norms.
-
-    It takes those of Transformer Engine or Apex if they are installed, and their kernels need a GPU.
-    """
-    import megatron.core.optimizer as optimizers
-    import megatron.core.optimizer.optimizer as optimizer_classes
-    from megatron.core import utils
-    from megatron.core.optimizer import clip_grads, distrib_optimizer
-
-    replaced: list[tuple[Any, str, Any]] = [
-        (optimizers, "USING_PYTORCH_OPTIMIZER", True),
-        (optimizers, "Adam", torch.optim.AdamW),
-        (distrib_optimizer, "Adam", torch.optim.AdamW),
-        (clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
-    ]
-    for module in (clip_grads, optimizer_classes):
-        replaced.append((module, "multi_tensor_applier", utils.local_multi_tensor_applier))
-        replaced.append((module, "multi_tensor_scale_impl", utils.local_multi_tensor_scale))
-    return replaced
+    use_torch_optimizers()
 
 
 def _names_cuda(device: Any) -> bool:

@@ -14,6 +14,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.topology.cuda_on_cpu import is_redirected, redirect_cuda_to_cpu
 from rl_megatron.topology.fake_cuda import CUDA, is_planned
 from rl_megatron.topology.job_store import TIMEOUT_MINUTES, job_store
+from rl_megatron.topology.torch_optimizers import use_torch_optimizers
 
 
 def start_device(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> torch.device:
@@ -37,6 +38,8 @@ def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[
     Raises:
         ConfigError: `name` is unknown, there is no GPU, or this process has been redirected to the CPU already.
     """
+    import megatron.core.optimizer as optimizers
+
     device = choose_device(name)
     if device.type == "cuda":
         if is_redirected():
@@ -45,6 +48,8 @@ def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[
         # On a Hopper GPU torch would choose cuDNN's attention, which builds a plan for every new shape, and packs have
         # many. `model.cudnn_attention` calls its operator.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        if optimizers.USING_PYTORCH_OPTIMIZER:
+            use_torch_optimizers()
     else:
         redirect_cuda_to_cpu()
         log.silence_gpu_advice()

@@ -17,7 +17,7 @@ def results(monkeypatch, function, *inputs):
         with monkeypatch.context() as patched:
             if not use_triton:
                 for module in (rotation, gated_activation):
-                    patched.setattr(module, "triton_layers", lambda device: None)
+                    patched.setattr(module, "layer_kernels", lambda device: None)
             outputs = function(*inputs)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             generator = torch.Generator(device="cuda").manual_seed(1)

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, silu
 
-from rl_megatron.model.layers.kernels import triton_layers
-from rl_megatron.topology.fake_cuda import is_planned
+from rl_megatron.model.layers.kernels import layer_kernels
 
 # Functions of the gate, by the value of model.activation. "swiglu_oai" is not one.
 ACTIVATIONS = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
@@ -59,7 +58,7 @@ class _GatedActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, both: Tensor, activation: str) -> Tensor:
         ctx.activation = activation
-        if activation == "silu" and (kernels := triton_layers(both.device)) is not None and not is_planned():
+        if activation == "silu" and (kernels := layer_kernels(both.device)) is not None:
             ctx.save_for_backward(both)
             return kernels.gated_silu(both)
         gate, up = both.chunk(2, dim=-1)
@@ -74,7 +73,7 @@ class _GatedActivation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         both, *kept = ctx.saved_tensors
-        if ctx.activation == "silu" and (kernels := triton_layers(both.device)) is not None and not is_planned():
+        if ctx.activation == "silu" and (kernels := layer_kernels(both.device)) is not None:
             return kernels.gated_silu_gradient(both, gradient), None
         gate, up = both.chunk(2, dim=-1)
         activated = kept[0] if kept else ACTIVATIONS[ctx.activation](gate)

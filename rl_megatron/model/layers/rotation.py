@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_megatron.model.layers.kernels import triton_layers
-from rl_megatron.topology.fake_cuda import is_planned, launched
+from rl_megatron.model.layers.kernels import layer_kernels
 
 
 def turns_of(angles: Tensor) -> Tensor:
@@ -71,12 +70,8 @@ def turn_heads(mixed: Tensor, parts: Sequence[Tensor], turns: Tensor, interleave
 
 
 def _turn_heads(mixed: Tensor, parts: Sequence[Tensor], turns: Tensor, interleaved: bool, back: bool) -> None:
-    if mixed.is_cuda and is_planned():
-        launched(torch.ops.aten.mul.Tensor, (mixed, turns), mixed if back else parts[0])
-    elif (kernels := triton_layers(mixed.device)) is not None:
-        kernels.turn_heads(mixed, parts, turns, interleaved, back)
-    else:
-        turn_heads(mixed, parts, turns, interleaved, back)
+    kernels = layer_kernels(mixed.device)
+    (turn_heads if kernels is None else kernels.turn_heads)(mixed, parts, turns, interleaved, back)
 
 
 def _turn(x: Tensor, turns: Tensor, out: Tensor, interleaved: bool) -> None:

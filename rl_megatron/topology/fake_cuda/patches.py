@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupMember
 from torch.overrides import TorchFunctionMode
 
-from rl_megatron.topology.cuda_on_cpu import torch_optimizers
 from rl_megatron.topology.fake_cuda.sides import CUDA, Sides
+from rl_megatron.topology.torch_optimizers import torch_optimizers
 
 _CAPABILITY = (9, 0)  # of a Hopper GPU
 _MISSING = object()

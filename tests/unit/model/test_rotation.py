@@ -21,7 +21,7 @@ def kernels(request, monkeypatch):
     """Compute with torch's operators or, in Triton's interpreter, with the kernels for a GPU."""
     if request.param == "triton":
         for module in (rotation, gated_activation):
-            monkeypatch.setattr(module, "triton_layers", lambda device: triton_layers)
+            monkeypatch.setattr(module, "layer_kernels", lambda device: triton_layers)
     return request.param
 
 

@@ -1,0 +1,51 @@
+"""megatron-core's optimizers on torch alone. It takes those of Transformer Engine or Apex if they are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def torch_optimizers() -> list[tuple[Any, str, Any]]:
+    """Return what to replace in megatron-core (owner, name, value), so that it uses torch's Adam and its own norms.
+
+    Its loops over weights become calls for all of them, each of which is a few kernels on a GPU.
+    """
+    import megatron.core.optimizer as optimizers
+    import megatron.core.optimizer.optimizer as optimizer_classes
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (optimizers, "USING_PYTORCH_OPTIMIZER", True),
+        (optimizers, "Adam", torch.optim.AdamW),
+        (distrib_optimizer, "Adam", torch.optim.AdamW),
+        (clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
+        (optimizer_classes, "_multi_tensor_copy_this_to_that", _copy_together),
+    ]
+    for module in (clip_grads, optimizer_classes):
+        replaced.append((module, "multi_tensor_applier", utils.local_multi_tensor_applier))
+        replaced.append((module, "multi_tensor_scale_impl", _scale_together))
+    return replaced
+
+
+def use_torch_optimizers() -> None:
+    """Replace them for good."""
+    for owner, name, value in torch_optimizers():
+        setattr(owner, name, value)
+
+
+def _scale_together(chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float) -> None:
+    """Write scale · each tensor of the first list into that of the second; with the arguments of amp_C."""
+    sources, targets = tensor_lists
+    if any(source is not target for source, target in zip(sources, targets, strict=True)):
+        torch._foreach_copy_(targets, sources)
+    torch._foreach_mul_(targets, scale)
+
+
+def _copy_together(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
+    if this:
+        torch._foreach_copy_(that, this)
