@@ -18,13 +18,15 @@ from tests.parallel.refit_engines import digests
 from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-SPAWN = multiprocessing.get_context("spawn")
+# New processes are forks of one that has done the imports, which take longer than the tests.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["rl_megatron.policy.megatron_policy", "tests.parallel.test_layouts"])
 
 
 def in_a_fresh_process(function, *args):
     """Run a function in a new process, because other tests may have set up the test's own process for the CPU."""
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_answer, args=(theirs, function, args))
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=_answer, args=(theirs, function, args))
     process.start()
     theirs.close()
     answer = ours.recv()
@@ -85,8 +87,8 @@ def send_weights() -> tuple[dict, dict, int]:
     """Send weights by CUDA IPC; return the engine's digests, the policy's, and the bytes that stay allocated."""
     policy = build_policy("bf16", distributed=True)
     groups = policy.prepare_weights_for_ipc(20_000)
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=engine, args=(theirs,))
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=engine, args=(theirs,))
     process.start()
     ours.send(policy.weights.plan)
     before = torch.cuda.memory_allocated()
@@ -165,7 +167,7 @@ def leave_without_a_word(port: int) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, because NCCL takes one process per GPU")
 def test_a_peer_that_dies_raises_an_error_and_leaves_this_process_alive():
     port = free_port()
-    peer = SPAWN.Process(target=leave_without_a_word, args=(port,))
+    peer = FORKS.Process(target=leave_without_a_word, args=(port,))
     peer.start()
     group = StandaloneGroup("127.0.0.1", port, 0, 2, torch.device("cuda", 0), timeout_seconds=30)
     words = torch.ones(1, dtype=torch.int64, device="cuda:0")
