@@ -14,6 +14,7 @@ from rl_megatron.plan.workload import Workload
 
 COMMON = (
     "algorithm=grpo", "data.task.name=arithmetic", "loss.reference_policy_kl_penalty=0.1", "precision=bf16",
+    "model.backend=portable",
 )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ MAY_CHANGE = {
     "rollout engines": (
         "generation.engine", "generation.num_engines", "generation.engine_device", "generation.max_engine_restarts",
         "generation.refit", "generation.refit_bucket_mb", "generation.gate_prompts", "generation.gate_limit",
-        "generation.batch_size", "generation.vllm.allow_insecure_serialization",
+        "generation.batch_size", "generation.cuda_graphs", "generation.vllm.allow_insecure_serialization",
     ),
     # They get the same requests wherever they run.
     "places of servers": tuple(

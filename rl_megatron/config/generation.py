@@ -32,6 +32,9 @@ class GenerationConfig:
     # training route the token to the same experts (router replay).
     router_replay: bool = False
     batch_size: Positive = 256  # sequences decoded together on one data-parallel rank, or in one engine process
+    # auto: on a GPU, the embedded engine captures decoding steps in CUDA graphs, unless tensor or pipeline parallelism
+    # splits the model, or it has experts or layers with the gated delta rule. off: it starts each kernel by itself.
+    cuda_graphs: Literal["auto", "off"] = "auto"
     # Name of a registered rollout engine. embedded: the sharded training model itself generates. transformers: a
     # Hugging Face model in its own processes, which get the policy's weights after each change.
     engine: str = "embedded"

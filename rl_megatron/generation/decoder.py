@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rl_megatron.generation.decode_graphs import DecodeGraphs
 from rl_megatron.generation.interfaces import Completion, Sampling
 from rl_megatron.generation.ongoing import Ongoing
 from rl_megatron.generation.replica import Replica
@@ -36,8 +38,9 @@ class Decoder:
     they compute each other's tokens: a rank that has nothing to do passes a single token.
     """
 
-    def __init__(self, replica: Replica, max_slots: int):
+    def __init__(self, replica: Replica, max_slots: int, graphs: DecodeGraphs | None = None):
         self.replica, self.max_slots, self.device = replica, max_slots, replica.device
+        self.graphs = graphs
         self.slots = Slots.empty(1, self.device)
         self.cache = replica.new_cache(2, _WIDTH_STEP)  # the last slot is never read
         self.waiting: list[Ongoing] = []
@@ -51,6 +54,7 @@ class Decoder:
     def active(self) -> Iterator[None]:
         """Let the model use the cache within the context."""
         with torch.no_grad(), self.replica.active():
+            self._follow_tensors()
             yield
 
     def add(self, sequences: Sequence[Ongoing]) -> None:
@@ -137,6 +141,7 @@ class Decoder:
             if slots:
                 self.cache.clear(send(torch.tensor(slots), self.device))  # states of sequences that had these slots
             if not self.replica.shares_experts:
+                self._follow_tensors()
                 return
             texts, slots = [(0,)], [self.cache.num_slots - 1]
         width = max(map(len, texts))
@@ -147,6 +152,7 @@ class Decoder:
         tokens, sources, at, lengths = send((tokens, sources, torch.tensor(slots), lengths), self.device)
         self.cache.write_prompts(at, sources, lengths)
         self.replica.read(tokens)
+        self._follow_tensors()
 
     def _make_space(self, sequences: list[Ongoing]) -> None:
         samplings = [sequence.request.sampling for sequence in sequences]
@@ -166,22 +172,41 @@ class Decoder:
 
     def _decode(self) -> None:
         """Generate one token of every running sequence. Nothing waits for the device."""
-        count = self._batch_size()
-        width = max(self._num_cached, default=0) + 1
-        width = min(-(-width // _WIDTH_STEP) * _WIDTH_STEP, self.cache.capacity)
+        count, samplings = self._batch_size(), self._slots_by_sampling()
+        width = min(self._rounded(max(self._num_cached, default=0) + 1, _WIDTH_STEP), self.cache.capacity)
+        if self.graphs is None or len(samplings) > 1:  # of several, each has a tensor of slots
+            self._step(count, width)
+        else:
+            self.graphs.run((count, width, samplings[0][0]), partial(self._step, count, width))
+        self._num_cached = [cached + 1 for cached in self._num_cached]
+
+    def _step(self, count: int, width: int) -> None:
+        """Generate a token of each of the first slots, reading so many columns. Only the device's state changes."""
         positions = self.slots.position[:count]
         slots = torch.arange(count, device=self.device)
         self.cache.write_tokens(slots, positions, width)
         logits = self.replica.logits(self.slots.next_token[:count], positions)
         self.slots.add(*self._draw(logits, count))
-        self._num_cached = [cached + 1 for cached in self._num_cached]
 
     def _batch_size(self) -> int:
         """Return how many slots a step computes: those that are used, rounded up on a GPU."""
         used = max(len(self.running), 1)
-        return (
-            used if self.device.type == "cpu" else min(-(-used // _BATCH_STEP) * _BATCH_STEP, len(self.slots.running))
-        )
+        return used if self.device.type == "cpu" else min(self._rounded(used, _BATCH_STEP), len(self.slots.running))
+
+    def _rounded(self, number: int, step: int) -> int:
+        """Return a number rounded up to a multiple of a step.
+
+        Capturing a step takes as long as dozens of replays. So if steps are captured, there are at most four multiples
+        from a power of 2 to the next.
+        """
+        if self.graphs is not None:
+            step = max(step, 1 << max(0, number.bit_length() - 3))
+        return -(-number // step) * step
+
+    def _follow_tensors(self) -> None:
+        """Let graphs be captured again if a step's tensors have moved."""
+        if self.graphs is not None:
+            self.graphs.follow([*self.slots.tensors(), *self.cache.tensors(), *self.replica.tensors()])
 
     def _draw(self, logits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
         """Return the next token of the first slots and its logprob, [count] each, on every rank of the replica."""

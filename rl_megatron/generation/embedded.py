@@ -13,6 +13,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import check_requests, rollouts
 from rl_megatron.generation.completions import requests_of, seed_of_id
+from rl_megatron.generation.decode_graphs import CudaGraphs, graphs_for
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.decoding_progress import DecodingProgress
 from rl_megatron.generation.embedded_replica import EmbeddedReplica
@@ -37,8 +38,15 @@ class EmbeddedEngine:
 
     served = Served(version=None)
 
-    def __init__(self, policy: MegatronPolicy, batch_size: int = 256, records_routing: bool = False):
+    def __init__(
+        self,
+        policy: MegatronPolicy,
+        batch_size: int = 256,
+        records_routing: bool = False,
+        cuda_graphs: CudaGraphs = "auto",
+    ):
         self.policy, self.batch_size, self.records_routing = policy, batch_size, records_routing
+        self.cuda_graphs: CudaGraphs = cuda_graphs
         self._leads = policy.topology.rank == 0
         self._requests = RequestQueue(policy.topology.groups.dp_cp.size())
         topology = policy.topology
@@ -83,7 +91,7 @@ class EmbeddedEngine:
         self._ranks.on_rank_0(lambda: check_requests(requests, longest), (ConfigError,))
         own, total = self._shared_out(requests)
         self.policy.finish_training()
-        decoder = Decoder(EmbeddedReplica(self.policy, self.records_routing), self.batch_size)
+        decoder = self._decoder()
         decoder.add([Ongoing(request) for request in own])
         # Gather before any check: an error on one rank alone would leave the others waiting for its sequences.
         found = self._collected(self._until_idle(decoder, total))
@@ -146,10 +154,14 @@ class EmbeddedEngine:
         if until is not None and self._leads:
             until.add_done_callback(self._requests.notify)
         try:
-            self._serve(Decoder(EmbeddedReplica(self.policy, self.records_routing), self.batch_size), until)
+            self._serve(self._decoder(), until)
         except Exception as error:
             self._requests.fail(error)
             raise
+
+    def _decoder(self) -> Decoder:
+        replica = EmbeddedReplica(self.policy, self.records_routing)
+        return Decoder(replica, self.batch_size, graphs_for(replica, self.cuda_graphs))
 
     def _serve(self, decoder: Decoder, until: Future | None) -> None:
         group = self.policy.topology.groups.dp_cp

@@ -35,6 +35,24 @@ class EmbeddedReplica:
         """Return the version of the policy's weights."""
         return self.policy.weight_version
 
+    @property
+    def why_not_captured(self) -> str | None:
+        """Return why a decoding step cannot be captured in a CUDA graph, or None if it can."""
+        topology, model = self.topology, self.policy.model_config
+        if topology.tensor * topology.pipeline > 1:
+            return "ranks that share the model exchange messages in each step"
+        if model.num_experts is not None:
+            return "a step of a model with experts waits for the GPU"
+        if model.full_attention_every is not None:
+            return "layers with the gated delta rule have not been tried with them"
+        return None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Return the weights and the table of RoPE angles."""
+        for model in self.model_pass.models:
+            yield from model.parameters()
+        yield self.model_pass.angles(self.cache.capacity)
+
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """Return a cache of the model's layers."""
         self.cache = KVCache(self.model_pass.models, num_slots, capacity, self._routing)

@@ -55,7 +55,8 @@ def _check_transformers(stage: StageConfig, vocab_size: int) -> None:
 
 @register_engine("embedded")
 def _embedded(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
-    return EmbeddedEngine(policy, stage.generation.batch_size, stage.generation.router_replay)
+    generation = stage.generation
+    return EmbeddedEngine(policy, generation.batch_size, generation.router_replay, generation.cuda_graphs)
 
 
 @register_engine("transformers", runs_in_processes=True, check=_check_transformers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -23,6 +24,15 @@ class Replica(Protocol):
     @property
     def weight_version(self) -> int:
         """Return the version of the weights."""
+        ...
+
+    @property
+    def why_not_captured(self) -> str | None:
+        """Return why a decoding step cannot be captured in a CUDA graph, or None if it can."""
+        ...
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the weights, and all else besides the cache that a decoding step reads."""
         ...
 
     @property

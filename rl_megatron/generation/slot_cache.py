@@ -131,12 +131,12 @@ class SlotCache:
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots to other slots."""
-        for tensor in self._tensors():
+        for tensor in self.tensors():
             tensor[targets] = tensor[sources]
 
     def clear(self, slots: Tensor) -> None:
         """Set slots to 0. A NaN in a column that is not read would still reach its slot's next sequence."""
-        for tensor in self._tensors():
+        for tensor in self.tensors():
             tensor[slots] = 0
 
     def resize(self, num_slots: int, capacity: int) -> None:
@@ -152,7 +152,8 @@ class SlotCache:
                 *(torch.cat([x, x.new_zeros(n, *x.shape[1:])]) for x, n in zip(states, more, strict=True))
             )
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """Return all that is cached."""
         kept = (*self._layers.values(), *self._delta_states.values())
         tensors = [tensor for of_layer in kept for tensor in of_layer]
         return tensors if self.experts is None else [*tensors, self.experts]

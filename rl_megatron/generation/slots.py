@@ -63,6 +63,10 @@ class Slots:
             stopped=zeros(dtype=torch.bool),
         )
 
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors."""
+        return [getattr(self, field.name) for field in fields(self)]
+
     def resize(self, num_slots: int, num_tokens: int, num_stops: int) -> None:
         """Make more slots, or more columns of tokens and of stop ids. Nothing is lost."""
         width_of = {"stop_ids": num_stops, "uniforms": num_tokens, "tokens": num_tokens, "logprobs": num_tokens}

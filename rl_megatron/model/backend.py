@@ -41,7 +41,6 @@ from rl_megatron.model.layers.latent_attention import LatentAttention
 from rl_megatron.model.layers.norms import NormedResidual, PortableRMSNorm
 from rl_megatron.model.layers.packed import PackedSequences
 from rl_megatron.model.layers.router import BalancedRouter
-from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.topology.topology import Topology
 
 # Keys that need portable layers. megatron-core has no Transformer Engine layers for the first two. It has them for the
@@ -57,7 +56,6 @@ def choose_backend(model: ModelConfig, topology: Topology, precision: str) -> st
     """Return "transformer_engine" or "portable", as `model.backend` asks.
 
     If it is "auto", Transformer Engine is used if it is installed and supports the model, the layout and the precision.
-    A plan is always that of the portable layers.
 
     Args:
         model: The model section.
@@ -67,10 +65,6 @@ def choose_backend(model: ModelConfig, topology: Topology, precision: str) -> st
     Raises:
         ConfigError: `model.backend` asks for Transformer Engine, which cannot run. The message says why.
     """
-    if is_planned() and model.backend != "portable":
-        if importlib.util.find_spec("transformer_engine") is not None or model.backend == "transformer_engine":
-            once("Transformer Engine runs only on a GPU: the plan is that of the portable layers")
-        return "portable"
     wanted, missing = model.backend, _why_not_transformer_engine(model, topology, precision)
     if wanted == "transformer_engine" and missing:
         raise ConfigError(f"model.backend=transformer_engine: {missing}; use model.backend=auto")

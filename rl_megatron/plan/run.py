@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError
@@ -15,7 +15,9 @@ from rl_megatron.plan.rank_phases import RankPhases
 from rl_megatron.plan.workload import Workload
 from rl_megatron.topology.degrees import padded_vocab_size
 from rl_megatron.topology.fake_cuda import FakeCuda
+from rl_megatron.topology.fake_cuda.patches import patched
 from rl_megatron.topology.topology import Topology, leave, start_topology
+from rl_megatron.topology.torch_optimizers import torch_optimizers
 
 _FORWARD: tuple[PhaseName, ...] = ("generate", "logprobs", "reference", "values", "train_critic", "train")
 
@@ -24,7 +26,9 @@ _FORWARD: tuple[PhaseName, ...] = ("generate", "logprobs", "reference", "values"
 def planned_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topology]:
     """Start the device without data as one rank of the workload, within the block."""
     stage = workload.stage
-    with FakeCuda(rank, workload.world_size, ledger):
+    with FakeCuda(rank, workload.world_size, ledger), ExitStack() as replaced:
+        for owner, name, value in torch_optimizers():  # those of Transformer Engine need a GPU
+            replaced.enter_context(patched(owner, name, value))
         topology = start_topology(stage.parallel, device="plan", seed=stage.train.seed)
         ledger.begin_topology(topology)
         padded = padded_vocab_size(stage.model.vocab_size or workload.vocab_size, stage.parallel.tensor)

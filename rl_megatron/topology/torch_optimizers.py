@@ -38,14 +38,14 @@ def use_torch_optimizers() -> None:
         setattr(owner, name, value)
 
 
-def _scale_together(chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float) -> None:
+def _scale_together(_: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float) -> None:
     """Write scale · each tensor of the first list into that of the second; with the arguments of amp_C."""
     sources, targets = tensor_lists
     if any(source is not target for source, target in zip(sources, targets, strict=True)):
-        torch._foreach_copy_(targets, sources)
-    torch._foreach_mul_(targets, scale)
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_mul_(targets, scale)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _copy_together(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
     if this:
-        torch._foreach_copy_(that, this)
+        torch._foreach_copy_(that, this)  # pyright: ignore[reportPrivateImportUsage]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,6 +19,7 @@ class TransformersReplica:
     """A `Replica` of one process."""
 
     shares_experts = False
+    why_not_captured = "the layers are those of transformers"
 
     def __init__(
         self, model: PreTrainedModel, vocab_size: int, version: Callable[[], int], recorder: RoutingRecorder | None
@@ -39,6 +40,10 @@ class TransformersReplica:
     def weight_version(self) -> int:
         """Return the version of the weights that arrived last."""
         return self._version()
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the weights."""
+        return self.model.parameters()
 
     def new_cache(self, num_slots: int, capacity: int) -> CachedAttention:
         """Return a cache, which the model uses from now on."""

@@ -68,21 +68,21 @@ def _turn_kernel(
     DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     pairs = tl.arange(0, BLOCK_PAIRS)
     half: tl.constexpr = ROTATED // 2
-    turns += row // (batch * groups) * stride_s + row // groups % batch * stride_b
+    turns += index // (batch * groups) * stride_s + index // groups % batch * stride_b
     dtype = mixed.dtype.element_ty
     cos = tl.load(turns + pairs, mask=pairs < half, other=0.0).to(dtype).to(tl.float32)
     sin = tl.load(turns + half + pairs, mask=pairs < half, other=0.0).to(dtype).to(tl.float32)
     if BACK:
         sin = -sin
-    mixed += row * (MIXED_HEADS * DIM)
-    query += row * (HEADS * DIM)
+    mixed += index * (MIXED_HEADS * DIM)
+    query += index * (HEADS * DIM)
     _turn(mixed, query, cos, sin, HEADS, DIM, ROTATED, INTERLEAVED, BACK, BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST)
     if SPLIT:
-        key += row * DIM
-        value += row * DIM
+        key += index * DIM
+        value += index * DIM
         mixed += HEADS * DIM
         _turn(mixed, key, cos, sin, 1, DIM, ROTATED, INTERLEAVED, BACK, 1, BLOCK_PAIRS, BLOCK_REST)
         mixed += DIM
@@ -130,28 +130,28 @@ def _turn(
 @triton.jit
 @no_type_check
 def _gated_silu_kernel(out, both, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < width
-    both += row * 2 * width
+    both += index * 2 * width
     gate = tl.load(both + columns, mask=there, other=0.0).to(tl.float32)
     up = tl.load(both + width + columns, mask=there, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
     activated = (gate * _sigmoid(gate)).to(dtype).to(tl.float32)
-    tl.store(out + row * width + columns, (activated * up).to(dtype), mask=there)
+    tl.store(out + index * width + columns, (activated * up).to(dtype), mask=there)
 
 
 @triton.jit
 @no_type_check
 def _gated_silu_gradient_kernel(out, both, gradient, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < width
-    both += row * 2 * width
-    out += row * 2 * width
+    both += index * 2 * width
+    out += index * 2 * width
     gate = tl.load(both + columns, mask=there, other=0.0).to(tl.float32)
     up = tl.load(both + width + columns, mask=there, other=0.0).to(tl.float32)
-    upstream = tl.load(gradient + row * width + columns, mask=there, other=0.0).to(tl.float32)
+    upstream = tl.load(gradient + index * width + columns, mask=there, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
     opened = _sigmoid(gate)
     activated = (gate * opened).to(dtype).to(tl.float32)

@@ -5,8 +5,7 @@
 - For a backward pass, torch switches off the mode of functions, although the pass runs Python code.
 - `UntypedStorage.resize_`, by which megatron-core frees gradient buffers, is no operator.
 - `new_group` would write an entry to the store for each of thousands of groups without this rank.
-- megatron-core reads the generator's state, and the number of tokens of each expert. The optimizers of Transformer
-  Engine and Apex need a GPU.
+- megatron-core reads the generator's state, and the number of tokens of each expert.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from torch.distributed.distributed_c10d import GroupMember
 from torch.overrides import TorchFunctionMode
 
 from rl_megatron.topology.fake_cuda.sides import CUDA, Sides
-from rl_megatron.topology.torch_optimizers import torch_optimizers
 
 _CAPABILITY = (9, 0)  # of a Hopper GPU
 _MISSING = object()
@@ -179,5 +177,4 @@ def _of_megatron(sides: Sides) -> list[tuple[Any, str, Any]]:
         (dispatcher, "preprocess", noted),
         (dispatcher, "cuda_dtoh_stream", None),  # a stream that it keeps for all layers
         (token_dispatcher, "maybe_move_tensor_to_cpu", move),
-        *torch_optimizers(),
     ]

@@ -40,15 +40,6 @@ def test_auto_chooses_transformer_engine_on_a_gpu_if_it_is_installed(installed, 
     assert chosen(replace(model, backend="portable"), CUDA) == "portable"
 
 
-def test_a_plan_is_that_of_portable_layers_if_transformer_engine_is_installed(installed, monkeypatch, logged):
-    monkeypatch.setattr(backend, "is_planned", lambda: True)
-    model = load_config(["model=nano"]).first.model
-    assert [chosen(replace(model, backend=wanted), CUDA) for wanted in ("auto", "transformer_engine")] == [
-        "portable"
-    ] * 2
-    assert any("the plan is that of the portable layers" in message for message in logged)
-
-
 @pytest.mark.parametrize(
     ("preset", "key"),
     [
