@@ -9,8 +9,9 @@ and computes logprobs, the clipped loss against `prev_logprobs` and advantages, 
 clipping and Adam. The bare step is what megatron-core does for pretraining: its schedule, its model with `labels` (and
 so its `vocab_parallel_cross_entropy`), Σ losses · mask / tokens, and the optimizer. Its microbatches are made before.
 
-A third and a fourth candidate alternate with them on one rank in fp32: a step of supervised fine-tuning, which is
+A third and a fourth candidate alternate with them on one rank: a step of supervised fine-tuning, which is
 `MegatronPolicy.train` with the loss `nll`, and the same step of the same model in transformers with torch's AdamW.
+Under bf16, weights, gradients and moments of transformers are bf16; the policy keeps fp32 ones besides its weights.
 
 Advantages are 1 and `prev_logprobs` are the policy's own, so the gradient of the first step is that of the bare loss.
 All gradient norms are printed, and must agree. The learning rate is so small that ratios stay at 1.
@@ -191,7 +192,7 @@ def measure(
     num_tokens = on_device["token_mask"][:, 1:].sum()
     bare = BareStep(policy, policy.plan(batch, loss_fn).microbatches, num_tokens)
     steps_of: list[Callable[[], float]] = [lambda: policy.train(batch, loss_fn)["grad_norm"], bare]
-    if dist.get_world_size() == 1 and precision == "fp32":
+    if dist.get_world_size() == 1:
         nll = build_loss("nll", {})
         steps_of.append(lambda: policy.train(batch, nll)["grad_norm"])
         steps_of.append(TransformersStep(policy, on_device, _OPTIMIZER, batching.sequences))

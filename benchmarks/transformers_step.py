@@ -10,6 +10,8 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of weights, gradients and AdamW's moments
+
 
 class TransformersStep:
     """A step of the NLL loss on the same weights and microbatches: loss, gradients, clipping and AdamW.
@@ -20,7 +22,7 @@ class TransformersStep:
     def __init__(self, policy: MegatronPolicy, batch: BatchedDataDict, optimizer: OptimizerConfig, micro_rows: int):
         settings = dict(policy.weights.plan.hf_config)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
-        self.model = model.to(policy.topology.device, torch.float32).train()
+        self.model = model.to(policy.topology.device, DTYPES[policy.model.precision]).train()
         weights = {name: tensor.clone() for name, tensor in policy.weights.stream()}
         missing, unknown = self.model.load_state_dict(weights, strict=False)
         if unknown or set(missing) > {"lm_head.weight"}:  # a tied head has no weight of its own
