@@ -13,7 +13,7 @@ from benchmarks.gpu_check.parts import PARTS
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() then starts no CUDA
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 MODULES = (
-    "torch", "megatron.core", "transformers", "matplotlib.pyplot", "torch.distributed.checkpoint",
+    "torch", "megatron.core", "transformers", "torch.distributed.checkpoint",
     "torch.utils.tensorboard", "rl_megatron.algorithms.run", "rl_megatron.certify.command", "rl_megatron.cli",
     "rl_megatron.generation.transformers.worker",
 )  # fmt: skip
