@@ -17,9 +17,9 @@ from benchmarks.gpu_check import forks, preload
 from benchmarks.gpu_check.parts import PARTS
 from benchmarks.gpu_check.report import REPORT, RESULTS
 from benchmarks.gpu_check.runner import REPOSITORY, TOTAL_SECONDS, Call, Stopped, run_parts
+from benchmarks.gpu_check.setting import ABOUT
 
 NO_GPU = 3
-ABOUT = "about.json"  # of a bundle
 _NAME = "name of the GPU: "
 _TRY = f"""
 import sys, torch

@@ -15,9 +15,9 @@ RESULTS, REPORT, FAILURES = "results.json", "report.md", "failures.txt"
 _NO_FACTS: dict[str, Any] = {"facts": {}}
 
 
-def read_results(output: Path) -> dict[str, Any]:
+def read_results(directory: Path, name: str = RESULTS) -> dict[str, Any]:
     """Return what the results file of a directory has, also of earlier calls. Parts are in their order."""
-    path = output / RESULTS
+    path = directory / name
     results = json.loads(path.read_text()) if path.exists() else {"parts": {}}
     results["parts"] = {name: results["parts"][name] for name in PARTS if name in results["parts"]}
     return results

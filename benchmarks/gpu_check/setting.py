@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from benchmarks.gpu_check import forks
 
-EXPECTED = "expected.pt"
+EXPECTED, ABOUT = "expected.pt", "about.json"  # files of a bundle
 CONTEXT: BaseContext = multiprocessing.get_context("spawn")  # how processes start if nothing forks for this one
 
 T = TypeVar("T")
