@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 
+_ERROR_LENGTH = 6000  # characters
+Range = float | tuple[float, float]
+
+
 @dataclass(frozen=True)
 class Check:
     """A statement that holds or does not. `limit` says what `value` had to be, and `place` where it was measured."""
@@ -23,12 +27,31 @@ class Check:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that is reported. `goal` is the limit that docs/performance.md states for it."""
+    """A number that is reported.
+
+    Attributes:
+        name: What was measured.
+        value: The number, which is the median of repetitions if there are several.
+        unit: Its unit.
+        goal: The limit that docs/performance.md states for it.
+        spread: The smallest and the largest repetition, or their standard deviation.
+        prediction: The number, or the smallest and the largest one, that was predicted without a GPU.
+        floor: The least that is possible, in the same unit.
+    """
 
     name: str
     value: float
     unit: str
     goal: str = ""
+    spread: Range | None = None
+    prediction: Range | None = None
+    floor: float | None = None
+
+
+def holds_prediction(value: float, prediction: Range) -> bool:
+    """Return whether a value is in the predicted range, or at most 25 % from a single predicted number."""
+    low, high = prediction if isinstance(prediction, (tuple, list)) else (0.75 * prediction, 1.25 * prediction)
+    return low <= value <= high
 
 
 @dataclass
@@ -42,6 +65,7 @@ class Record:
         facts: What the figures depend on, such as the name of the GPU.
         not_measured: What could not be measured, with the reason.
         skipped: Why the whole part has nothing to do here, or None.
+        error: The traceback of the error that ended the part, or None.
     """
 
     path: Path
@@ -50,6 +74,7 @@ class Record:
     facts: dict[str, str] = field(default_factory=dict)
     not_measured: dict[str, str] = field(default_factory=dict)
     skipped: str | None = None
+    error: str | None = None
 
     def at_most(self, name: str, value: float, limit: float, place: str = "") -> None:
         """Check that a number is at most `limit`; NaN is not."""
@@ -63,14 +88,19 @@ class Record:
         """Check that two values are the same."""
         self._add_check(Check(name, str(found), f"equal to {wanted}", found == wanted))
 
-    def figure(self, name: str, value: float, unit: str = "", *, at_most: float | None = None) -> None:
-        """Report a number. With `at_most`, it is also a check: docs/performance.md states this goal."""
-        goal = "" if at_most is None else f"at most {at_most:g}"
-        self.figures.append(Figure(name, float(value), unit, goal))
-        if at_most is None:
-            self.save()
-        else:
-            self.at_most(name, float(value), at_most)
+    def figure(
+        self, name: str, value: float, unit: str = "", *, at_most: float | None = None, at_least: float | None = None,
+        spread: Range | None = None, prediction: Range | None = None, floor: float | None = None,
+    ) -> None:  # fmt: skip
+        """Report a number; see `Figure`. Its goals are also checks: docs/performance.md states them."""
+        value, limits = float(value), {"at most": at_most, "at least": at_least}
+        goal = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
+        self.figures.append(Figure(name, value, unit, goal, spread, prediction, floor))
+        self.save()
+        if at_most is not None:
+            self.at_most(name, value, at_most)
+        if at_least is not None:
+            self.at_least(name, value, at_least)
 
     def fact(self, name: str, text: str) -> None:
         """Report what the figures depend on."""
@@ -87,6 +117,11 @@ class Record:
         self.skipped = reason
         self.save()
 
+    def fail(self, error: str) -> None:
+        """Keep the traceback of the error that ended the part: its beginning and its end."""
+        self.error = error if len(error) <= _ERROR_LENGTH else f"{error[:1000]}\n…\n{error[1000 - _ERROR_LENGTH :]}"
+        self.save()
+
     def _add_check(self, check: Check) -> None:
         self.checks.append(check)
         self.save()
@@ -99,6 +134,7 @@ class Record:
             "facts": self.facts,
             "not_measured": self.not_measured,
             "skipped": self.skipped,
+            "error": self.error,
         }
 
     def save(self) -> None:
@@ -119,7 +155,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return value

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
 
+import psutil
 import torch
 
+from benchmarks.gpu_check import preload
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.runner import REPOSITORY
 from benchmarks.gpu_check.setting import Setting
@@ -24,6 +28,7 @@ MODULES = {
     "torch": "", "transformers": "", "yaml": "PyYAML",
 }  # fmt: skip
 FURTHER = ("triton", "transformer-engine", "flash-attn", "liger-kernel", "cut-cross-entropy", "trl")
+COPY, PRODUCT = (2300, 4600), (500, 850)  # predictions, for an H100 or H200
 _REPETITIONS = 10
 
 
@@ -35,6 +40,9 @@ def rows(tiny: bool) -> list[str]:
 def run(setting: Setting, record: Record) -> None:
     cannot = [module for module in MODULES if not _imports(module, record)]
     record.equal("modules that cannot be imported", ", ".join(cannot) or "none", "none")
+    for module, seconds in preload.SECONDS.items():
+        if seconds > 1:
+            record.fact(f"import of {module}", f"{seconds:.1f} s")
     for name, distribution in [*MODULES.items(), *((name, "") for name in FURTHER)]:
         version = _version(distribution or name)
         if version is not None and name not in ("pytest", "beartype"):
@@ -49,13 +57,22 @@ def run(setting: Setting, record: Record) -> None:
         record.fact("CUDA", f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         record.fact("driver", driver.splitlines()[0] if driver else "unknown")
+    record.fact("/dev/shm", f"{psutil.disk_usage('/dev/shm').free / 2**30:.0f} GiB free")
+    doctor = subprocess.run([sys.executable, "-m", "rl_megatron", "doctor"], cwd=REPOSITORY).returncode
+    if setting.on_gpu:
+        record.equal("exit status of `rl-megatron doctor`", doctor, 0)
     names, device = rows(setting.tiny), torch.device(setting.device)
-    gigabytes, is_same = _copy(1 << (20 if setting.tiny else 31), device)
+    speeds, is_same = _copy(1 << (20 if setting.tiny else 31), device)
     record.equal("a copy has the values of its source", is_same, True)
-    record.figure(names[0], gigabytes, "GB/s")
-    teraflops, error = _product(256 if setting.tiny else 8192, device)
+    _figure(record, names[0], speeds, "GB/s", COPY if setting.on_gpu else None)
+    speeds, error = _product(256 if setting.tiny else 8192, device)
     record.at_most("error of a bf16 product, over its size", error, 2e-2)
-    record.figure(names[1], teraflops, "TFLOP/s")
+    _figure(record, names[1], speeds, "TFLOP/s", PRODUCT if setting.on_gpu else None)
+
+
+def _figure(record: Record, name: str, values: list[float], unit: str, prediction: tuple[float, float] | None) -> None:
+    spread = min(values), max(values)
+    record.figure(name, statistics.median(values), unit, spread=spread, prediction=prediction)
 
 
 def _imports(module: str, record: Record) -> bool:
@@ -81,31 +98,32 @@ def _output(*command: str) -> str:
         return ""
 
 
-def _copy(elements: int, device: torch.device) -> tuple[float, bool]:
-    """Return the GB that a copy reads and writes in a second, and whether its last numbers are those of its source."""
+def _copy(elements: int, device: torch.device) -> tuple[list[float], bool]:
+    """Return the GB per second that copies read and write, and whether the last numbers are those of the source."""
     source = torch.randn(elements, dtype=torch.bfloat16, device=device)
     copy = torch.empty_like(source)
     seconds = _seconds(lambda: copy.copy_(source), device)
-    return 2 * source.nbytes / seconds / 1e9, torch.equal(copy[-1000:], source[-1000:])
+    return [2 * source.nbytes / each / 1e9 for each in seconds], torch.equal(copy[-1000:], source[-1000:])
 
 
-def _product(size: int, device: torch.device) -> tuple[float, float]:
-    """Return the TFLOP/s of a product of square matrices, and the error of its first rows over their size."""
+def _product(size: int, device: torch.device) -> tuple[list[float], float]:
+    """Return the TFLOP/s of products of square matrices, and the error of the first rows over their size."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     seconds = _seconds(lambda: a @ b, device)
     found, wanted = (a[:16] @ b).double(), a[:16].double() @ b.double()
-    return 2 * size**3 / seconds / 1e12, ((found - wanted).abs().max() / size**0.5).item()
+    return [2 * size**3 / each / 1e12 for each in seconds], ((found - wanted).abs().max() / size**0.5).item()
 
 
-def _seconds(compute: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call, after two that are not timed."""
-    for number in range(2 + _REPETITIONS):
-        if number == 2:
-            _wait(device)
-            began = time.perf_counter()
+def _seconds(compute: Callable[[], object], device: torch.device) -> list[float]:
+    """Return the seconds of each call, after two that are not timed."""
+    seconds = []
+    for _ in range(2 + _REPETITIONS):
+        _wait(device)
+        began = time.perf_counter()
         compute()
-    _wait(device)
-    return (time.perf_counter() - began) / _REPETITIONS
+        _wait(device)
+        seconds.append(time.perf_counter() - began)
+    return seconds[2:]
 
 
 def _wait(device: torch.device) -> None:

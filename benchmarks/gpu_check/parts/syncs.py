@@ -6,13 +6,15 @@ wait at all, besides for the number of tokens of each expert.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_check.measured import DeviceCounter, run_phases_on
 from benchmarks.gpu_check.planned import workload_of
 from benchmarks.gpu_check.record import Record
-from benchmarks.gpu_check.setting import Setting, in_new_process
+from benchmarks.gpu_check.setting import Setting, in_new_process, key_of
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.embedded_replica import EmbeddedReplica
@@ -64,7 +66,7 @@ def workload(case: str) -> Workload:
 
 def run(setting: Setting, record: Record) -> None:
     cases = _cases(setting.tiny)
-    planned = in_new_process(_planned, cases, sees_gpus=False)
+    planned = setting.expected(key_of_cases(cases), lambda: in_new_process(_planned, cases, sees_gpus=False))
     measured = in_new_process(_measured, cases, setting.device)
     for case, phases in planned.items():
         for phase, places in phases.items():
@@ -80,6 +82,15 @@ def run(setting: Setting, record: Record) -> None:
             if unplanned := {place: count for place, count in places.items() if place not in expected}:
                 record.fact(f"waits of '{phase}', {case}, that were not planned", str(unplanned))
         record.figure(name, sum(measured[case]["generate" if case == DECODING else "train"].values()))
+
+
+def expect(setting: Setting) -> dict[str, Any]:
+    cases = _cases(setting.tiny)
+    return {key_of_cases(cases): in_new_process(_planned, cases, sees_gpus=False)}
+
+
+def key_of_cases(cases: list[str]) -> str:
+    return key_of("syncs", {case: workload(case) for case in cases}, _STEPS)
 
 
 def check_allowed(record: Record, what: str, phase: str, case: str, places: dict[str, int]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from xml.etree import ElementTree
 
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.runner import REPOSITORY
 from benchmarks.gpu_check.setting import Setting
+
+_PROCESSES, _SECONDS_OF_A_TEST = 6, 60
 
 
 def rows(tiny: bool) -> list[str]:
@@ -18,7 +21,12 @@ def rows(tiny: bool) -> list[str]:
 def run(setting: Setting, record: Record) -> None:
     tests, report = REPOSITORY / "tests" / "gpu", setting.directory / "tests.xml"
     chosen = tests / "test_weight_gradients.py" if setting.tiny else tests
-    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--junitxml", str(report)]
+    processes = 2 if setting.tiny else _PROCESSES
+    options = ["-p", "no:cacheprovider", "--junitxml", str(report), "--tb", "short"]
+    if find_spec("xdist"):
+        options += ["-n", str(processes), "--dist", "worksteal"]
+    if find_spec("pytest_timeout"):
+        options += ["--timeout", str(_SECONDS_OF_A_TEST)]
     status = subprocess.run([sys.executable, "-m", "pytest", "-q", *options, str(chosen)], cwd=REPOSITORY).returncode
     (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
     total, failed, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "skipped"))
