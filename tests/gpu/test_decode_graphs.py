@@ -45,7 +45,7 @@ def completions(sampling: Sampling, records: bool) -> tuple[list, int]:
     return sorted(found), recorder.captured
 
 
-@pytest.mark.parametrize("sampling", [Sampling(12, 0.0), Sampling(12, 0.9, 8, 0.9)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [Sampling(24, 0.0), Sampling(24, 0.9, 8, 0.9)], ids=["greedy", "drawn"])
 def test_captured_steps_draw_the_same_tokens(sampling):
     wanted, _ = in_a_fresh_process(completions, sampling, False)
     found, captured = in_a_fresh_process(completions, sampling, True)

@@ -45,11 +45,11 @@ def test_logprobs_and_gradients_are_close_to_fp64(dtype, backend, in_main_grad):
 
 def test_memory_does_not_grow_with_the_tokens():
     peaks = []
-    for rows in (4096, 16384):
+    for rows in (4608, 18432):  # a third is ignored, and the others are whole token blocks
         hidden, weight, targets = case(torch.bfloat16, rows, vocab=32768)
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=torch.float32), False
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         linear_logprobs(hidden, weight, targets, block_tokens=1024).logprobs.sum().backward()
         peaks.append(torch.cuda.max_memory_allocated() - before - hidden.numel() * 2)
-    assert peaks[1] - peaks[0] <= 200 * (16384 - 4096)
+    assert peaks[1] - peaks[0] <= 200 * (18432 - 4608)

@@ -35,7 +35,9 @@ def check(results, logits, targets, ids, upstream, temperature=1.0, vocab_size=N
         assert ((output - want).abs() <= 2e-6 * want.abs().clamp(min=1)).all(), name
     want = expected_gradient(logits, targets, ids, upstream, temperature=temperature, vocab_size=vocab_size)
     relative, absolute = rounding(logits.dtype)
-    assert ((got.double() - want).abs() <= relative * want.abs() + 4e-6 + absolute).all()
+    # fp32 rounds logits / T, whose size grows with 1/T, and so does a gradient's slope in them.
+    absolute += 4e-6 * (max(1.0, temperature**-2) if isinstance(temperature, float) else 1.0)
+    assert ((got.double() - want).abs() <= relative * want.abs() + absolute).all()
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 127, 1000, 1152, 18992, 151936])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import pickle
 
 import pytest
 import torch
@@ -29,13 +30,14 @@ def in_a_fresh_process(function, *args):
     process = FORKS.Process(target=_answer, args=(theirs, function, args))
     process.start()
     theirs.close()
-    answer = ours.recv()
+    answer = pickle.loads(ours.recv_bytes())
     process.join()
     return answer
 
 
 def _answer(connection, function, args):
-    connection.send(function(*args))
+    # `send` would share the memory of tensors, and the sender ends before it is read.
+    connection.send_bytes(pickle.dumps(function(*args)))
 
 
 def build_policy(precision: str, distributed: bool, reference_placement: str = "resident"):
