@@ -239,7 +239,7 @@ def initialise_parameters(
             writes_residual = piece.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             own_std = std / math.sqrt(2 * num_layers) if writes_residual else std
             drawn += _blocks(piece, seed, partial(_draw_normal, std=own_std))
-    # In a fork, torch makes its pool of threads anew at the first call that asks for it, which may not be several at once.
+    # In a fork, torch renews its pool of threads at the first call that asks for it. Several calls at once would fail.
     torch.set_num_threads(torch.get_num_threads())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with ThreadPoolExecutor(max(1, min(_INIT_THREADS, len(os.sched_getaffinity(0)) // ranks))) as threads:
