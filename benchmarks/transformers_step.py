@@ -13,6 +13,19 @@ from rl_megatron.policy.megatron_policy import MegatronPolicy
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of weights, gradients and AdamW's moments
 
 
+def transformers_model(policy: MegatronPolicy) -> torch.nn.Module:
+    """Return the model of transformers with a policy's weights, on its device and in its precision."""
+    settings, device = dict(policy.weights.plan.hf_config), policy.topology.device
+    with torch.device(device):  # its own weights, which are overwritten, are drawn there in no time
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    model = model.to(device, DTYPES[policy.model.precision])
+    weights = {name: tensor.clone() for name, tensor in policy.weights.stream()}
+    missing, unknown = model.load_state_dict(weights, strict=False)
+    if unknown or set(missing) > {"lm_head.weight"}:  # a tied head has no weight of its own
+        raise RuntimeError(f"the weights are not those of the transformers model: {missing + unknown}")
+    return model
+
+
 class TransformersStep:
     """A step of the NLL loss on the same weights and microbatches: loss, gradients, clipping and AdamW.
 
@@ -20,13 +33,7 @@ class TransformersStep:
     """
 
     def __init__(self, policy: MegatronPolicy, batch: BatchedDataDict, optimizer: OptimizerConfig, micro_rows: int):
-        settings = dict(policy.weights.plan.hf_config)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
-        self.model = model.to(policy.topology.device, DTYPES[policy.model.precision]).train()
-        weights = {name: tensor.clone() for name, tensor in policy.weights.stream()}
-        missing, unknown = self.model.load_state_dict(weights, strict=False)
-        if unknown or set(missing) > {"lm_head.weight"}:  # a tied head has no weight of its own
-            raise RuntimeError(f"the weights are not those of the transformers model: {missing + unknown}")
+        self.model = transformers_model(policy).train()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2),
             eps=optimizer.epsilon, weight_decay=optimizer.weight_decay, fused=True,

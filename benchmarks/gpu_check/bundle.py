@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import re
 import shutil
 import subprocess
 import sys

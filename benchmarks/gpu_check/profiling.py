@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,13 +10,26 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+_LONGEST = 30  # kernels that are named
+
 
 @dataclass(frozen=True)
 class Profile:
-    """The kernels of a call (on the CPU: its operators), and the seconds in which at least one of them ran."""
+    """The kernels of a call (on the CPU: its operators), and the seconds in which at least one of them ran.
+
+    Attributes:
+        kernels: How many there were.
+        busy_seconds: The seconds.
+        longest: (name, number, seconds together) of those that took longest, the longest first.
+    """
 
     kernels: int
     busy_seconds: float
+    longest: list[tuple[str, int, float]]
+
+    def table(self) -> str:
+        """Return a line for each of the longest."""
+        return "".join(f"{1e3 * seconds:10.3f} ms {number:6}  {name}\n" for name, number, seconds in self.longest)
 
 
 def profile_of(call: Callable[[], object], device: torch.device) -> Profile:
@@ -33,7 +47,12 @@ def profile_of(call: Callable[[], object], device: torch.device) -> Profile:
         for event in events
         if event.device_type == wanted and not getattr(event, "is_user_annotation", False)
     ]
-    return Profile(len(spans), union(spans) / 1e6)
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if event.device_type == wanted and not getattr(event, "is_user_annotation", False):
+            found[event.name].append(event.time_range.elapsed_us() / 1e6)
+    longest = sorted(((name, len(each), sum(each)) for name, each in found.items()), key=lambda entry: -entry[2])
+    return Profile(len(spans), union(spans) / 1e6, longest[:_LONGEST])
 
 
 def union(spans: list[tuple[float, float]]) -> float:

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-
 _ERROR_LENGTH = 6000  # characters
 Range = float | tuple[float, float]
 

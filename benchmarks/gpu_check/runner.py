@@ -90,7 +90,9 @@ def run_parts(names: Sequence[str], call: Call) -> bool:
     """
     runner = _Runner(names, call)
     with _stopped_by(signal.SIGTERM), runner:
-        for alone, group in itertools.groupby((PARTS[name] for name in PARTS if name in names), lambda part: part.alone):
+        for alone, group in itertools.groupby(
+            (PARTS[name] for name in PARTS if name in names), lambda part: part.alone
+        ):
             for together in [[part] for part in group] if alone else [list(group)]:
                 runner.run(together)
     return all(runner.results["parts"][name]["status"] in ("passed", "skipped") for name in names)

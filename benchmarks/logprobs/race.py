@@ -53,7 +53,8 @@ class Machine:
 
     @classmethod
     def measure(cls, device: torch.device, group: dist.ProcessGroup, repetitions: int = 20) -> Machine:
-        source = torch.zeros(_COPIED_BYTES[device.type] // 2, dtype=torch.bfloat16, device=device)
+        # Random numbers: a GPU may copy zeros faster.
+        source = torch.randn(_COPIED_BYTES[device.type] // 2, dtype=torch.bfloat16, device=device)
         copy = torch.empty_like(source).copy_(source)
         seconds = []
         for _ in range(repetitions):

@@ -7,6 +7,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -67,6 +68,16 @@ def _plain(problem: Problem, logits: Tensor, upcast: bool) -> Outputs:
     return tuple(outputs)
 
 
+def _cross_entropy(problem: Problem, logits: Tensor) -> Outputs:
+    return (-torch.nn.functional.cross_entropy(logits, problem.targets, reduction="none"),)
+
+
+@cache
+def _compiled() -> Callable[[Problem, Tensor], Outputs]:
+    function = torch.compile(lambda x, targets: x.float().log_softmax(-1).gather(1, targets[:, None])[:, 0])
+    return lambda problem, x: (function(x, problem.targets),)
+
+
 def _megatron(problem: Problem, logits: Tensor) -> Outputs:
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
@@ -112,6 +123,7 @@ def logits_variants(device: torch.device) -> list[Variant]:
         Variant("torch log_softmax", lambda problem, x: _plain(problem, x, upcast=False), any_tensor=False),
         Variant("torch float().log_softmax", lambda problem, x: _plain(problem, x, upcast=True), any_tensor=False,
                 dtypes=("bf16",)),
+        Variant("torch cross_entropy", _cross_entropy, _LOGPROB, any_tensor=False),
         Variant("megatron-core cross entropy", _megatron, _LOGPROB),
         # Its backward returns bf16 gradients, whatever the dtype of the logits.
         Variant("megatron-core fused", _megatron_fused, _LOGPROB, dtypes=("bf16",), bytes_per_logit=_unseen),
@@ -121,6 +133,9 @@ def logits_variants(device: torch.device) -> list[Variant]:
         "liger_kernel": Variant("Liger cross entropy", _liger, _LOGPROB, any_tensor=False, bytes_per_logit=_unseen),
         "flash_attn": Variant("flash-attn", _flash_attention, _LOGPROB, any_tensor=False, bytes_per_logit=_unseen),
     }
+    if device.type == "cuda":
+        name, run = "torch.compile of float().log_softmax", lambda problem, x: _compiled()(problem, x)
+        variants.append(Variant(name, run, _LOGPROB, any_tensor=False, dtypes=("bf16",), bytes_per_logit=_unseen))
     needs_gpu = ("liger_kernel", "flash_attn")
     for module, variant in further.items():
         on_gpu = device.type == "cuda"

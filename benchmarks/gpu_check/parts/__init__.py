@@ -1,8 +1,8 @@
 """The parts, in the order in which they run. Each is a module of this package.
 
-Its function `run(setting, record)` makes checks and reports figures, and `rows(tiny)` returns the figures' names. A part
-that compares with values which need no GPU has `expect(setting)`, which computes all of them for a bundle, by the keys
-that `run` gives to `setting.expected`.
+Its function `run(setting, record)` makes checks and reports figures, and `rows(tiny)` returns the figures' names. A
+part that compares with values which need no GPU has `expect(setting)`. It computes all of them for a bundle, by the
+keys that `run` gives to `setting.expected`.
 """
 
 from __future__ import annotations

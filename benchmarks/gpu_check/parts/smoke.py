@@ -1,9 +1,9 @@
 """The smallest workloads give on a GPU what they give on the CPU, from the same seeds.
 
-The workload of `rl-megatron certify` has a reference on the CPU: one padded microbatch with whole logits. On the device,
-every batching is compared with it, with whole logits and with the fused head: losses, logprobs, every gradient, and
-the weights after a step. A GRPO step of the quickstart's size follows, with greedy tokens of the embedded engine, and a
-step after a checkpoint was saved and loaded.
+The workload of `rl-megatron certify` has a reference on the CPU: one padded microbatch with whole logits. On the
+device, every batching is compared with it, with whole logits and with the fused head: losses, logprobs, every gradient,
+and the weights after a step. A GRPO step of the quickstart's size follows, with greedy tokens of the embedded engine,
+and a step after a checkpoint was saved and loaded.
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ def on_the_cpu(workload: Workload) -> Reference:
     layout = topology.build(ParallelConfig(), start_device("cpu"), workload.seed)
     packed = run_kind(workload, layout, "packed") if workload.precision == "bf16" else padded
     spreads = [compare(packed[name], padded[name], workload.precision) for name in padded]
-    return Reference(padded, {quantity: max(spread.get(quantity, 0.0) for spread in spreads) for quantity in spreads[-1]})
+    return Reference(
+        padded, {quantity: max(spread.get(quantity, 0.0) for spread in spreads) for quantity in spreads[-1]}
+    )
 
 
 def limit_of(quantity: str, precision: str, spread: Mapping[str, float]) -> float:
