@@ -41,7 +41,7 @@ PARTS = {
         Part("kernels", "logprobs and the fused head against their lower bounds", 300, 110, 30),
         Part("train_step", "a step of GRPO against bare megatron-core", 300, 110, 30),
         Part("decode", "tokens per second of the embedded engine", 240, 80, 25),
-        Part("memory", "the peak is the one that `rl-megatron plan` gives", 300, 60, 20),
+        Part("memory", "the peak is the one that `rl-megatron plan` gives", 300, 90, 30, alone=False),
         Part("syncs", "the host waits for the GPU as often as was planned", 240, 90, 30, alone=False),
         Part("tests", "`pytest tests/gpu`", 420, 110, 40, alone=False),
         Part("weight_sync", "weights reach an engine's process by CUDA IPC", 300, 90, 30, alone=False),

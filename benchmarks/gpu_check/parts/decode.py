@@ -26,7 +26,7 @@ from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 
 FULL = ("qwen2_5_0_5b", 151936, 128, 128, (64, 256), 5)  # model, vocabulary, prompt, tokens, batches, rounds
-TINY = ("nano", 1024, 16, 8, (2, 8), 1)
+TINY = ("nano", 1024, 16, 16, (2, 8), 1)
 SIDES = ("CUDA graphs", "no graphs", "model.generate")
 GOALS = {"CUDA graphs": 5.0, "no graphs": 1.5}  # times the tokens per second of model.generate
 PREDICTIONS = {  # from the host's time of a step without a GPU

@@ -15,7 +15,7 @@ _ERROR = 1e-4
 _COMMON = ("--modes", *GOALS, "--dtypes", "bf16", "--tensor", "1")
 FULL = (
     *_COMMON, "--tokens", "32768", "8192", "--vocab", "151936", "--hidden", "4096", "--shards", "1",
-    "--repetitions", "7", "--time-limit", "75",
+    "--repetitions", "7", "--time-limit", "55",
 )  # fmt: skip
 TINY = (*_COMMON, "--quick", "--repetitions", "1", "--tokens", "64", "--vocab", "1024", "--hidden", "32")
 
