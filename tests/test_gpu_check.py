@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import os
 import re
-import sys
+import subprocess
 import time
 import traceback
 import warnings
@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.utils import canonicalize_name
 
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import measured, report, runner, setting
+from benchmarks.gpu_check import bundle, collect, measured, runner, setting
 from benchmarks.gpu_check.part import run_part
 from benchmarks.gpu_check.parts import PARTS, Part, environment, nccl, syncs
 from benchmarks.gpu_check.profiling import profile_of, union
@@ -107,10 +108,69 @@ def test_the_environment_imports_all_that_the_package_needs():
     assert set(names) <= {distribution or module for module, distribution in environment.MODULES.items()}
 
 
-def test_every_wheel_has_a_pinned_version():
-    wheels = (REPOSITORY / "benchmarks" / "gpu_check" / "wheels.txt").read_text().splitlines()
-    pinned = re.findall(r"^([\w.-]+)==", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
-    assert {name for name in wheels if not name.startswith("#")} <= set(pinned)
+# --- bundles ---
+
+# What a machine of the kind that bundles are for has besides torch, as far as the package needs it.
+IMAGE = {
+    "cloudpickle", "einops", "jaxtyping", "jinja2", "matplotlib", "numpy", "packaging", "psutil", "pyyaml", "rich",
+    "safetensors", "tensorboard", "tokenizers", "torch", "transformers", "wadler-lindig",
+}  # fmt: skip
+
+
+def test_a_bundle_has_what_the_package_needs_and_the_machine_lacks():
+    required = re.search(r"install_requires=\[(.*?)\n    \]", (REPOSITORY / "setup.py").read_text(), re.DOTALL)
+    names = {canonicalize_name(name) for name in re.findall(r'^ +"([A-Za-z0-9_-]+)', required[1], re.MULTILINE)}
+    wheels = {canonicalize_name(wheel.partition("==")[0]) for wheel in bundle.requirements()}
+    assert names - IMAGE <= wheels
+
+
+def test_versions_of_wheels_are_those_of_the_machines_python(tmp_path):
+    found = dict(wheel.split("==") for wheel in bundle.requirements())
+    assert found["megatron-core"] == "0.19.2" and found["liger_kernel"]
+    assert dict(wheel.split("==") for wheel in bundle.requirements(python="3.11"))["megatron-core"] == "0.16.1"
+
+
+def test_two_wheels_of_one_distribution_are_refused(tmp_path):
+    for version in ("1.0", "2.0"):
+        (tmp_path / f"pydantic_core-{version}-py3-none-any.whl").touch()
+    with pytest.raises(bundle.BundleError, match="two wheels of pydantic-core"):
+        bundle.check_wheels(tmp_path)
+
+
+def test_a_bundle_that_is_too_large_is_refused(tmp_path):
+    (tmp_path / "wheel").write_bytes(b"0" * 100)
+    assert bundle.check_size(tmp_path)[1] == 100
+    with pytest.raises(bundle.BundleError, match="they may have 0"):
+        bundle.check_size(tmp_path, most=99)
+
+
+def test_the_command_of_a_bundle_is_short_and_can_be_parsed():
+    assert len(bundle.COMMAND) < 2000
+    assert subprocess.run(["bash", "-n", "-c", bundle.COMMAND]).returncode == 0
+
+
+def test_an_expected_value_of_another_shape_is_computed_again(tmp_path, capsys):
+    torch.save({setting.key_of("peak", 16): 3.0}, tmp_path / setting.EXPECTED)
+    of_bundle = Setting("cuda", False, tmp_path, tmp_path)
+    assert of_bundle.expected(setting.key_of("peak", 16), lambda: 4.0) == 3.0
+    assert of_bundle.expected(setting.key_of("peak", 32), lambda: 4.0) == 4.0
+    assert "'peak [" in (said := capsys.readouterr().out) and "is stale" in said
+
+
+def test_collected_figures_replace_earlier_ones_and_no_others(tmp_path):
+    page, kept, results = tmp_path / "page.md", tmp_path / "kept", tmp_path / "results"
+    page.write_text(f"before\n{collect.BEGIN}| a |\n|---|\n{collect.END}after\n")
+    for card, value, part in (("Card A", 2.0, "environment"), ("Card B", 5.0, "grpo")):
+        record = Record(results / "part.json")
+        record.figure(_rows(part, tiny=False)[0], value, "units", prediction=(4.0, 6.0))
+        about = {"card": card, "device": "cuda", "tiny": False, "status": "passed", "started": "2030-01-02T03:04"}
+        write_json(results / "results.json", {"parts": {part: record.to_json() | about | {"seconds": 1.0}}})
+        collect.collect(results, page, kept)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert "| 2 units |  | 4 to 6 (wrong) |  |  | Card A, 2030-01-02 |" in text
+    assert "| 5 units |  | 4 to 6 |  |  | Card B, 2030-01-02 |" in text and collect.NOT_MEASURED in text
+    assert sorted(path.name for path in kept.iterdir()) == ["2030-01-02-card-a.json", "2030-01-02-card-b.json"]
 
 
 # --- counting ---
@@ -207,24 +267,44 @@ def test_a_file_stays_as_it_was_if_it_cannot_be_written(tmp_path, monkeypatch):
 
 SCRIPTS = {
     "environment": "record.fact('GPU', 'one'); record.figure('speed', 2.5, 'GB/s'); record.at_most('error', 1, 2)",
-    "tests": "record.equal('failed tests', 3, 0); sys.exit(1)",
-    "equality": "record.figure('error', 0.5); raise RuntimeError('it broke')",
-    "syncs": "record.at_most('first', 1, 2); import subprocess; subprocess.Popen(['sleep', '60']); time.sleep(60)",
+    "tests": "record.equal('failed tests', 3, 0)",
+    "smoke": "record.figure('error', 0.5); raise RuntimeError('it broke')",
+    "syncs": "record.at_most('first', 1, 2); subprocess.Popen(['sleep', '60']); time.sleep(60)",
     "memory": "record.skip('there is one GPU')",
-    "decode": "time.sleep(60)",
+    "decode": "record.figure('first', 1.0); time.sleep(60)",
+    "grpo": "record.fact('started', str(torch.cuda.is_initialized()))",
 }
 
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """Let parts be short scripts, of which one hangs."""
+    """Let parts be short scripts, of which one hangs; return what runs some of them."""
 
-    def command_of(name, device, tiny, directory, result):
-        head = "import sys, time; from pathlib import Path; from benchmarks.gpu_check.record import Record; "
-        return [sys.executable, "-c", f"{head}record = Record(Path({str(result)!r})); record.save(); {SCRIPTS[name]}"]
+    def run_script(name, setting, result):
+        record = Record(result)
+        record.save()
+        try:
+            exec(SCRIPTS[name], globals() | {"record": record})
+        except Exception:
+            traceback.print_exc()
+            record.fail(traceback.format_exc())
+        return 1 if record.error is not None or any(not check.holds for check in record.checks) else 0
 
-    monkeypatch.setattr(runner, "command_of", command_of)
-    monkeypatch.setitem(PARTS, "syncs", Part("syncs", "it hangs", 2))
+    monkeypatch.setattr(runner, "run_part", run_script)
+    monkeypatch.setitem(PARTS, "syncs", Part("syncs", "it hangs", 2, 2, 1, alone=False))
+    monkeypatch.setitem(PARTS, "decode", Part("decode", "it hangs too", 60, 60, 1))
+
+    def run(names, directory, seconds=100.0):
+        call = runner.Call(
+            "cuda", False, directory, directory.with_name("work"), ends=time.monotonic() + seconds, card="Card"
+        )
+        return runner.run_parts(names, call)
+
+    return run
+
+
+def _results(directory: Path) -> dict:
+    return json.loads((directory / "results.json").read_text())["parts"]
 
 
 def _sleepers() -> int:
@@ -238,42 +318,64 @@ def _sleepers() -> int:
     return found
 
 
-def test_all_results_are_kept_if_parts_fail_hang_or_are_skipped(scripts, tmp_path, capfd):
-    began, sleepers = time.monotonic(), _sleepers()
-    assert not runner.run_parts(["environment", "tests", "equality", "syncs", "memory"], "cuda", False, tmp_path)
+def test_all_results_are_kept_if_parts_fail_hang_or_are_skipped(scripts, tmp_path):
+    began, sleepers, output = time.monotonic(), _sleepers(), tmp_path / "output"
+    assert not scripts(["environment", "tests", "smoke", "syncs", "memory"], output)
     assert time.monotonic() - began < 40
     assert _sleepers() == sleepers, "the child of a part that was ended still runs"
-    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
+    parts = _results(output)
     assert {name: part["status"] for name, part in parts.items()} == {
-        "environment": "passed", "tests": "failed", "equality": "failed", "syncs": "timed out", "memory": "skipped",
+        "environment": "passed", "tests": "failed", "smoke": "failed", "syncs": "timed out", "memory": "skipped",
     }  # fmt: skip
-    assert parts["tests"]["error"] is None and "it broke" in parts["equality"]["error"]
-    assert parts["equality"]["figures"][0]["value"] == 0.5 and parts["syncs"]["checks"][0]["name"] == "first"
-    text = report.write_report(tmp_path)
+    assert parts["tests"]["error"] is None and "it broke" in parts["smoke"]["error"]
+    assert parts["smoke"]["figures"][0]["value"] == 0.5 and parts["syncs"]["checks"][0]["name"] == "first"
+    text = (output / "report.md").read_text()
     for line in (
-        "GPU: one", "| environment | passed | ", " | 1 of 1 |", "| environment | speed | 2.5 GB/s |  |",
+        "GPU: one", "| environment | passed | ", " | 1 of 1 |", "| environment | speed | 2.5 GB/s |",
         "| tests | failed tests | 3 | equal to 0 |", "RuntimeError: it broke", "it was ended after 2 s",
         "| memory | the part | there is one GPU |",
     ):  # fmt: skip
         assert line in text, line
-    assert (tmp_path / "report.md").read_text() == text
+    names = [path.name for path in output.iterdir()]
+    assert len(names) <= 8 and "it broke" in (output / "failures.txt").read_text()
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
 
 
 def test_a_part_that_runs_again_replaces_its_result_and_no_other(scripts, tmp_path, monkeypatch):
-    assert not runner.run_parts(["tests", "environment"], "cuda", False, tmp_path)
+    output = tmp_path / "output"
+    assert not scripts(["tests", "environment"], output)
     monkeypatch.setitem(SCRIPTS, "tests", "record.equal('failed tests', 0, 0)")
-    assert runner.run_parts(["tests"], "cuda", False, tmp_path)
-    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
-    assert {name: part["status"] for name, part in parts.items()} == {"environment": "passed", "tests": "passed"}
+    assert scripts(["tests"], output)
+    found = {name: part["status"] for name, part in _results(output).items()}
+    assert found == {"environment": "passed", "tests": "passed"}
 
 
-def test_parts_end_with_the_time_of_all_parts(scripts, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "_LEAST_SECONDS", 1)
-    assert not runner.run_parts(["decode", "environment"], "cuda", False, tmp_path, total_seconds=1.5)
-    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
-    assert {name: part["status"] for name, part in parts.items()} == {
-        "environment": "not begun", "decode": "timed out",
-    }  # fmt: skip
+def test_parts_end_with_the_time_of_all_parts(scripts, tmp_path):
+    output = tmp_path / "output"
+    assert not scripts(["decode", "grpo"], output, seconds=2.0)
+    found = {name: part["status"] for name, part in _results(output).items()}
+    assert found == {"decode": "timed out", "grpo": "not begun"}
+
+
+def test_parts_are_forks_that_have_not_used_a_gpu(scripts, tmp_path):
+    assert scripts(["grpo"], tmp_path / "output")
+    assert _results(tmp_path / "output")["grpo"]["facts"] == {"started": "False"}
+
+
+def test_results_are_complete_if_the_command_is_ended_half_way(scripts, tmp_path):
+    output = tmp_path / "output"
+    process = fork_context().Process(target=scripts, args=(["environment", "decode", "grpo"], output))
+    process.start()
+    while not (output / "results.json").exists() or not _results(output)["decode"]["figures"]:
+        time.sleep(0.05)
+    process.terminate()
+    process.join()
+    parts = _results(output)
+    found = {name: part["status"] for name, part in parts.items()}
+    assert found == {"environment": "passed", "decode": "stopped", "grpo": "not begun"}
+    assert parts["decode"]["figures"][0]["value"] == 1.0
+    assert "| decode | stopped |" in (output / "report.md").read_text()
+    assert len(list(output.iterdir())) <= 8
 
 
 def test_the_limits_of_parts_are_those_that_are_promised():
@@ -283,7 +385,7 @@ def test_the_limits_of_parts_are_those_that_are_promised():
 def test_a_function_that_raises_in_its_process_is_reported(monkeypatch):
     monkeypatch.setattr(setting, "CONTEXT", multiprocessing.get_context("fork"))
     assert in_new_process(math.sqrt, 4.0) == 2.0
-    assert in_new_process(os.environ.get, "CUDA_VISIBLE_DEVICES", sees_gpus=False) == ""
+    assert in_new_process(os.getenv, "CUDA_VISIBLE_DEVICES", sees_gpus=False) == ""
     assert "CUDA_VISIBLE_DEVICES" not in os.environ or os.environ["CUDA_VISIBLE_DEVICES"]
     assert torch.equal(in_new_process(torch.arange, 3), torch.arange(3))
     with pytest.raises(ProcessFailed, match="math domain error"):

@@ -57,6 +57,12 @@ def build_policy(precision: str, distributed: bool, reference_placement: str = "
     )
 
 
+def multiply() -> None:
+    """Let cuBLAS allocate its workspace, which is 32 MiB on a Hopper GPU and stays."""
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.ones(16, 16, dtype=dtype, device="cuda") @ torch.ones(16, 16, dtype=dtype, device="cuda")
+
+
 def train(policy) -> None:
     from rl_megatron.losses import NLLLoss
     from tests.parallel.test_layouts import random_batch
@@ -93,6 +99,7 @@ def send_weights() -> tuple[dict, dict, int]:
     process = FORKS.Process(target=engine, args=(theirs,))
     process.start()
     ours.send(policy.weights.plan)
+    multiply()
     before = torch.cuda.memory_allocated()
     for keys in groups:
         (handle,) = policy.get_weights_ipc_handles(keys).values()
@@ -145,6 +152,7 @@ def offloaded_reference() -> tuple[torch.Tensor, torch.Tensor, int]:
     from tests.parallel.test_layouts import random_batch
 
     policy, batch = build_policy("bf16", True, reference_placement="offload"), random_batch(4, 12, 0)
+    multiply()
     before = torch.cuda.memory_allocated()
     start = policy.get_logprobs(batch)["logprobs"]
     policy.freeze_reference()

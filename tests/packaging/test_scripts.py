@@ -246,56 +246,16 @@ def test_test_sh_runs_the_fast_tests_all_tests_or_passes_arguments_to_pytest(qui
     assert (tree / "calls").read_text().splitlines()[-1] == f"-m pytest {expected}"
 
 
-@pytest.fixture
-def gpu_check(tmp_path):
-    """Return a function that runs gpu_check.sh with a Python that only records its calls, and returns both."""
+def test_gpu_check_passes_its_arguments_on_and_returns_the_status(tmp_path):
     calls, python = tmp_path / "calls", tmp_path / "python"
-    python.write_text(
-        f"""#!/bin/sh
-        echo "$@" >>{calls}
-        case "$2" in
-            venv) mkdir -p {tmp_path}/out/venv/bin && cp "$0" {tmp_path}/out/venv/bin/python ;;
-            import*purelib*) echo {tmp_path} ;;
-            pip) exit "${{PIP_STATUS:-0}}" ;;
-            benchmarks.gpu_check) exit "${{STATUS:-0}}" ;;
-        esac
-        """
-    )
+    python.write_text(f'#!/bin/sh\necho "$@" >>{calls}\nexit 1\n')
     python.chmod(0o755)
-
-    def run(*arguments, **variables):
-        environment = os.environ | {"PYTHON": str(python)} | variables
-        command = [REPO / "scripts" / "gpu_check.sh", *arguments]
-        finished = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-        return finished, calls.read_text().splitlines() if calls.exists() else []
-
-    return run
-
-
-def test_gpu_check_passes_its_arguments_on_and_returns_the_status(gpu_check, tmp_path):
-    finished, calls = gpu_check("--output", "out", "decode", "--tiny", STATUS="1")
-    assert finished.returncode == 1
-    assert calls == [f"-m benchmarks.gpu_check --output {tmp_path}/out decode --tiny"]
-
-
-def test_gpu_check_installs_from_wheels_alone(gpu_check, tmp_path):
-    (tmp_path / "wheels").mkdir()
-    finished, calls = gpu_check("--wheels", "wheels", "--output", "out")
-    assert finished.returncode == 0, finished.stderr
-    (install,) = [call for call in calls if call.startswith("-m pip")]
-    assert f"--no-index --no-deps --find-links {tmp_path}/wheels" in install
-    assert f"--python {tmp_path}/out/venv/bin/python" in install and "wheels.txt" in install
-    assert calls[-1] == f"-m benchmarks.gpu_check --output {tmp_path}/out"
-
-
-def test_gpu_check_checks_nothing_if_wheels_are_missing(gpu_check, tmp_path):
-    finished, calls = gpu_check("--wheels", "absent")
-    assert finished.returncode == 2 and "absent: there is no such directory" in finished.stderr and not calls
-    finished, _ = gpu_check("--wheels")
-    assert finished.returncode == 2 and "--wheels needs a directory" in finished.stderr
-    (tmp_path / "wheels").mkdir()
-    finished, calls = gpu_check("--wheels", "wheels", "--output", "out", PIP_STATUS="1")
-    assert finished.returncode == 1 and not any("gpu_check --output" in call for call in calls)
+    environment = os.environ | {"PYTHON": str(python)}
+    command = [REPO / "scripts" / "gpu_check.sh", "--output", "out", "decode", "--tiny"]
+    assert subprocess.run(command, env=environment, cwd=tmp_path).returncode == 1
+    assert calls.read_text() == f"-m benchmarks.gpu_check --output {tmp_path}/out decode --tiny\n"
+    refused = subprocess.run([command[0], "--output"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode == 2 and "--output needs a directory" in refused.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -307,14 +267,11 @@ def test_gpu_check_without_a_gpu_prints_an_error_and_checks_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_gpu_check_runs_a_part_on_the_cpu_in_an_environment_that_sees_the_given_one(tmp_path):
-    """The directory of wheels is empty, because the given environment has every pinned version already."""
-    (tmp_path / "wheels").mkdir()
-    command = [REPO / "scripts" / "gpu_check.sh", "--wheels", tmp_path / "wheels", "--output", tmp_path / "out"]
+def test_gpu_check_runs_a_part_on_the_cpu(tmp_path):
+    command = [REPO / "scripts" / "gpu_check.sh", "--output", tmp_path / "out", "--device", "cpu", "environment"]
     finished = subprocess.run(
-        [*command, "--device", "cpu", "environment"], env=os.environ | {"PYTHON": sys.executable},
-        capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
-    )  # fmt: skip
+        command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["parts"]["environment"]["status"] == "passed"
