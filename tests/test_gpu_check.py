@@ -364,7 +364,9 @@ def test_parts_are_forks_that_have_not_used_a_gpu(scripts, tmp_path):
 
 def test_results_are_complete_if_the_command_is_ended_half_way(scripts, tmp_path):
     output = tmp_path / "output"
-    process = fork_context().Process(target=scripts, args=(["environment", "decode", "grpo"], output))
+    process = multiprocessing.get_context("fork").Process(
+        target=scripts, args=(["environment", "decode", "grpo"], output)
+    )
     process.start()
     while not (output / "results.json").exists() or not _results(output)["decode"]["figures"]:
         time.sleep(0.05)

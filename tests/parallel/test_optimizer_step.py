@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.losses import NLLLoss
 from rl_megatron.policy import optimizer as policy_optimizer
-from rl_megatron.topology import cuda_on_cpu
+from rl_megatron.topology.torch_optimizers import use_torch_optimizers
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, EXPERTS, MODEL, build_policy, gradients
 from tests.parallel.test_layouts import random_batch
 
@@ -63,7 +63,7 @@ def train_with_kernels_that_need_a_gpu() -> tuple[float, float]:
             for module in (clip_grads, optimizers.optimizer):
                 module.multi_tensor_applier = module.multi_tensor_scale_impl = _needs_a_gpu
             clip_grads.l2_norm_impl = _needs_a_gpu
-            cuda_on_cpu._use_torch_optimizers()
+            use_torch_optimizers()
         policy = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER, precision="bf16")
         norms.append(policy.train(random_batch(8, 16, 0), NLLLoss(), gbs=8)["grad_norm"])
     return norms[0], norms[1]
