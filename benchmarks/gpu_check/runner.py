@@ -28,7 +28,7 @@ TOTAL_SECONDS = 1500  # without --seconds
 THREADS_TOGETHER = "2"  # of each part that runs at the same time as others
 KEPT_FILES = ("tests.xml", "top_kernels.txt")  # of parts; the output directory gets them, all of one name as one file
 _FAILURE_LINES, _ERROR_LINES = 40, 12
-_SECONDS_BETWEEN_WRITES, _SECONDS_BETWEEN_LOOKS = 5.0, 0.1
+SECONDS_BETWEEN_WRITES, _SECONDS_BETWEEN_LOOKS = 5.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class _Runner:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
             for each in list(self._running):
                 self._look_at(each)
-            if time.monotonic() - self._written > _SECONDS_BETWEEN_WRITES:
+            if time.monotonic() - self._written > SECONDS_BETWEEN_WRITES:
                 self._write()
 
     def _start(self, part: Part, left: float, *, is_alone: bool) -> Running:
