@@ -36,6 +36,7 @@ from benchmarks import (
     train_step,
 )
 from benchmarks.gpu_check import __main__ as gpu_check_command
+from benchmarks.gpu_check import bundle as gpu_bundle
 from benchmarks.grpo_sides import PHASES, Step
 from benchmarks.logprobs import __main__ as logprobs_command
 from rl_megatron.generation.completions import request_seed, request_uniforms, requests_of
@@ -249,12 +250,9 @@ def test_a_command_of_the_page_is_valid(command):
         assert reward_failures.parser().parse_args(words[words.index("benchmarks.reward_failures") + 1 :])
     elif "scripts/gpu_check.sh" in words:
         options = words[words.index("scripts/gpu_check.sh") + 1 :]
-        if "--wheels" in options:  # the script's own option
-            del options[options.index("--wheels") : options.index("--wheels") + 2]
         assert gpu_check_command.parser().parse_args(options)
-    elif "download" in words:
-        pinned = (REPOSITORY / "constraints.txt").read_text()
-        assert all(word in pinned for word in words if "==" in word)
+    elif "scripts/gpu_bundle.sh" in words:
+        assert gpu_bundle.parser().parse_args(words[words.index("scripts/gpu_bundle.sh") + 1 :])
     else:
         script = next(word for word in words if word.startswith(("scripts/", "benchmarks/")))
         assert (REPOSITORY / script).is_file()

@@ -10,18 +10,21 @@ import math
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import time
 import traceback
 import warnings
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import bundle, collect, measured, runner, setting
+from benchmarks.gpu_check import bundle, collect, forks, measured, runner, setting, stand_in
 from benchmarks.gpu_check.part import run_part
 from benchmarks.gpu_check.parts import PARTS, Part, environment, nccl, syncs
 from benchmarks.gpu_check.profiling import profile_of, union
@@ -51,7 +54,7 @@ def _in_fork(name: str, directory: Path, connection) -> None:
     setting.CONTEXT = multiprocessing.get_context("fork")
     torch.multiprocessing.spawn = lambda function, args, nprocs: function(0, *args)  # of benchmarks.logprobs
     if name == "nccl":
-        nccl._finish = _finish_nothing
+        nccl.finish = _finish_nothing
     try:
         answer = run_part(name, Setting("cpu", True, directory / name), directory / f"{name}.json"), ""
     except BaseException:
@@ -110,21 +113,49 @@ def test_the_environment_imports_all_that_the_package_needs():
 
 # --- bundles ---
 
-# What a machine of the kind that bundles are for has besides torch, as far as the package needs it.
+# What a machine of the kind that bundles are for has, as far as the package and its tests need it, in unknown versions.
 IMAGE = {
-    "cloudpickle", "einops", "jaxtyping", "jinja2", "matplotlib", "numpy", "packaging", "psutil", "pyyaml", "rich",
-    "safetensors", "tensorboard", "tokenizers", "torch", "transformers", "wadler-lindig",
+    "absl-py", "anyio", "certifi", "charset-normalizer", "click", "cloudpickle", "contourpy", "cycler", "einops",
+    "filelock", "fonttools", "fsspec", "grpcio", "h11", "hf-xet", "huggingface-hub", "idna", "iniconfig", "jaxtyping",
+    "jinja2", "kiwisolver", "markdown", "markdown-it-py", "markupsafe", "matplotlib", "mdurl", "mpmath", "networkx",
+    "numpy", "packaging", "pillow", "pluggy", "protobuf", "psutil", "pygments", "pyparsing", "pytest",
+    "python-dateutil", "pyyaml", "regex", "requests", "rich", "safetensors", "setuptools", "shellingham", "six",
+    "sympy", "tensorboard", "tensorboard-data-server", "tokenizers", "torch", "tqdm", "transformers", "triton",
+    "typer", "typing-extensions", "urllib3", "wadler-lindig", "werkzeug",
 }  # fmt: skip
+CARRIED_ANYWAY = {"cloudpickle", "einops", "jaxtyping", "wadler-lindig"}  # their versions matter
+RIVALS = {"cut-cross-entropy", "liger-kernel"}
 
 
 def test_a_bundle_has_what_the_package_needs_and_the_machine_lacks():
     required = re.search(r"install_requires=\[(.*?)\n    \]", (REPOSITORY / "setup.py").read_text(), re.DOTALL)
-    names = {canonicalize_name(name) for name in re.findall(r'^ +"([A-Za-z0-9_-]+)', required[1], re.MULTILINE)}
+    todo, needed = [*re.findall(r'^ +"([A-Za-z0-9_-]+)', required[1], re.MULTILINE), "beartype"], set()
+    while todo:
+        name = canonicalize_name(todo.pop())
+        if name in needed | IMAGE:
+            continue
+        needed.add(name)
+        of_name = [Requirement(line) for line in metadata.requires(name) or ()]
+        machine = {"python_version": bundle.PYTHON, "extra": ""}
+        todo += [each.name for each in of_name if each.marker is None or each.marker.evaluate(machine)]
     wheels = {canonicalize_name(wheel.partition("==")[0]) for wheel in bundle.requirements()}
-    assert names - IMAGE <= wheels
+    assert wheels == needed | CARRIED_ANYWAY | RIVALS
 
 
-def test_versions_of_wheels_are_those_of_the_machines_python(tmp_path):
+def test_the_stand_in_checks_the_files_that_the_command_wrote(tmp_path):
+    assert stand_in.problems_of(tmp_path)
+    (tmp_path / "report.md").touch()
+    parts = {"smoke": {"status": "passed"}, "nccl": {"status": "skipped"}, "grpo": {"status": "timed out"}}
+    write_json(tmp_path / "results.json", {"parts": parts})
+    assert stand_in.problems_of(tmp_path) == ["grpo: timed out"]
+    (tmp_path / "a directory").mkdir()
+    assert stand_in.problems_of(tmp_path)[:2] == ["a directory is not a plain file", "the name 'a directory'"]
+    for number in range(6):
+        (tmp_path / f"{number}.txt").touch()
+    assert any(problem.startswith("9 files") for problem in stand_in.problems_of(tmp_path))
+
+
+def test_versions_of_wheels_are_those_of_the_machines_python():
     found = dict(wheel.split("==") for wheel in bundle.requirements())
     assert found["megatron-core"] == "0.19.2" and found["liger_kernel"]
     assert dict(wheel.split("==") for wheel in bundle.requirements(python="3.11"))["megatron-core"] == "0.16.1"
@@ -362,22 +393,59 @@ def test_parts_are_forks_that_have_not_used_a_gpu(scripts, tmp_path):
     assert _results(tmp_path / "output")["grpo"]["facts"] == {"started": "False"}
 
 
-def test_results_are_complete_if_the_command_is_ended_half_way(scripts, tmp_path):
-    output = tmp_path / "output"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_results_are_complete_if_the_command_is_ended_half_way(number, scripts, tmp_path, monkeypatch):
+    output, sleepers = tmp_path / "output", _sleepers()
+    hangs = "record.figure('first', 1.0); subprocess.Popen(['sleep', '60']); time.sleep(60)"
+    monkeypatch.setitem(SCRIPTS, "decode", hangs)
+    monkeypatch.setattr(runner, "SECONDS_BETWEEN_WRITES", 0.1)
     process = multiprocessing.get_context("fork").Process(
         target=scripts, args=(["environment", "decode", "grpo"], output)
     )
     process.start()
     while not (output / "results.json").exists() or not _results(output)["decode"]["figures"]:
         time.sleep(0.05)
-    process.terminate()
+    os.kill(process.pid, number)
     process.join()
-    parts = _results(output)
+    status, parts = "stopped" if number == signal.SIGTERM else "running", _results(output)
     found = {name: part["status"] for name, part in parts.items()}
-    assert found == {"environment": "passed", "decode": "stopped", "grpo": "not begun"}
+    assert found == {"environment": "passed", "decode": status, "grpo": "not begun"}
     assert parts["decode"]["figures"][0]["value"] == 1.0
-    assert "| decode | stopped |" in (output / "report.md").read_text()
+    assert f"| decode | {status} |" in (output / "report.md").read_text()
     assert len(list(output.iterdir())) <= 8
+    until = time.monotonic() + 10
+    while _sleepers() > sleepers and time.monotonic() < until:
+        time.sleep(0.1)
+    assert _sleepers() == sleepers, "the child of a part still runs"
+
+
+@pytest.mark.slow
+def test_parts_are_commands_if_forks_cannot_use_the_gpu(tmp_path):
+    output = tmp_path / "output"
+    call = runner.Call("cpu", True, output, tmp_path / "work", tmp_path / "bundle", is_forked=False)
+    assert runner.run_parts(["environment"], call), (output / "failures.txt").read_text()
+    assert _results(output)["environment"]["status"] == "passed"
+
+
+def test_a_part_gets_its_processes_from_its_leader_even_if_it_uses_threads(tmp_path):
+    def compute() -> int:
+        torch.ones(1000, 1000) @ torch.ones(1000, 1000)
+        assert in_new_process(_product_of_ones, 1000, sees_gpus=False) == (1e9, "")
+        with pytest.raises(ProcessFailed, match="ended with status 7"):
+            in_new_process(os._exit, 7)
+        with pytest.raises(ProcessFailed, match="math domain error"):
+            in_new_process(math.sqrt, -1.0)
+        return 0
+
+    process = forks.start(compute, tmp_path / "log", {"OMP_NUM_THREADS": "2"})
+    while (status := process.poll()) is None:
+        time.sleep(0.01)
+    assert status == 0, (tmp_path / "log").read_text()
+
+
+def _product_of_ones(size: int) -> tuple[float, str | None]:
+    product = torch.ones(size, size) @ torch.ones(size, size)
+    return product.double().sum().item(), os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def test_the_limits_of_parts_are_those_that_are_promised():

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,7 +29,7 @@ TOTAL_SECONDS = 1500  # without --seconds
 THREADS_TOGETHER = "2"  # of each part that runs at the same time as others
 KEPT_FILES = ("tests.xml", "top_kernels.txt")  # of parts; the output directory gets them, all of one name as one file
 _FAILURE_LINES, _ERROR_LINES = 40, 12
-_SECONDS_BETWEEN_WRITES, _SECONDS_BETWEEN_LOOKS = 5.0, 0.1
+SECONDS_BETWEEN_WRITES, _SECONDS_BETWEEN_LOOKS = 5.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,11 @@ class _Runner:
 
     def __init__(self, names: Sequence[str], call: Call):
         self._call, self._running, self._written = call, list[Running](), 0.0
-        self._work = call.work / datetime.now(UTC).strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
+        call.work.mkdir(parents=True, exist_ok=True)
+        self._work = Path(tempfile.mkdtemp(prefix=datetime.now(UTC).strftime("%Y%m%d-%H%M%S-"), dir=call.work))
         self.results = read_results(call.output) | {"about": call.about}
         for name in names:
             self.results["parts"][name] = self._about(name) | _not_begun("the command was ended before")
-        self._work.mkdir(parents=True)
         call.output.mkdir(parents=True, exist_ok=True)
         for name in (FAILURES, *KEPT_FILES):
             (call.output / name).unlink(missing_ok=True)
@@ -141,7 +142,7 @@ class _Runner:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
             for each in list(self._running):
                 self._look_at(each)
-            if time.monotonic() - self._written > _SECONDS_BETWEEN_WRITES:
+            if time.monotonic() - self._written > SECONDS_BETWEEN_WRITES:
                 self._write()
 
     def _start(self, part: Part, left: float, *, is_alone: bool) -> Running:

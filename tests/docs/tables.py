@@ -63,8 +63,8 @@ TOO_LONG_TO_RUN = {
 NOT_RUN = {
     r"git clone\b": "it needs the network",
     r"(pip|python -m pip) install ": "it needs the network; tests/packaging installs the wheel",
-    r"python3 -m pip (wheel|download) ": "it needs the network; tests/packaging installs such wheels",
     r"(bash )?scripts/(install\w*|test|quickstart)\.sh": "it installs the package; tests/packaging runs the script",
+    r"scripts/gpu_bundle\.sh": "it needs the network, and minutes; tests/test_gpu_check.py tests its steps",
     r"scripts/gpu_check\.sh": "it needs a GPU; tests/packaging and tests/test_gpu_check.py run it on the CPU",
     r"\.ci/run": "it runs this test",
     r"(torchrun .*|python )(-m benchmarks\.|benchmarks/)": "it takes minutes; tests/test_benchmarks.py runs it small",

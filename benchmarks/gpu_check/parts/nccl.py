@@ -39,15 +39,15 @@ def run(setting: Setting, record: Record) -> None:
     device = f"device={setting.device}"
     for name in ["data 2, overlapped"] if setting.tiny else LAYOUTS:
         command = ["certify", "experiment=quickstart", device, *LAYOUTS[name]]
-        record.equal(f"certify, {name}: exit status", _finish(command, ranks=2), 0)
+        record.equal(f"certify, {name}: exit status", finish(command, ranks=2), 0)
     run_directory = setting.directory / "run"
     # The policy is on the first GPU, and its engine on the second.
-    status = _finish(["train", *GRPO, device, f"output_dir={run_directory}"], ranks=1)
+    status = finish(["train", *GRPO, device, f"output_dir={run_directory}"], ranks=1)
     record.equal("GRPO with a collective weight sync: exit status", status, 0)
     check_metrics(run_directory / "metrics.jsonl", STEPS, record)
 
 
-def _finish(arguments: list[str], ranks: int) -> int:
+def finish(arguments: list[str], ranks: int) -> int:
     """Return the exit status of `rl-megatron` on so many ranks of this machine."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "rl_megatron", *arguments]
