@@ -111,7 +111,7 @@ def cached_bytes(batch_size: int) -> int:
         EmbeddedEngine(policy, batch_size).generate([[1, 2, 3]] * batch_size, Sampling(max_new_tokens=5), seed=0)
     finally:
         kv_cache.KVCache.__init__ = initialize
-    return sum(tensor.nbytes for cache in caches for tensor in cache._tensors())
+    return sum(tensor.nbytes for cache in caches for tensor in cache.tensors())
 
 
 def test_the_formula_gives_the_bytes_of_the_kv_cache(ranks):
