@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -103,11 +104,11 @@ class _Runner:
 
     def __init__(self, names: Sequence[str], call: Call):
         self._call, self._running, self._written = call, list[Running](), 0.0
-        self._work = call.work / datetime.now(UTC).strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
+        call.work.mkdir(parents=True, exist_ok=True)
+        self._work = Path(tempfile.mkdtemp(prefix=datetime.now(UTC).strftime("%Y%m%d-%H%M%S-"), dir=call.work))
         self.results = read_results(call.output) | {"about": call.about}
         for name in names:
             self.results["parts"][name] = self._about(name) | _not_begun("the command was ended before")
-        self._work.mkdir(parents=True)
         call.output.mkdir(parents=True, exist_ok=True)
         for name in (FAILURES, *KEPT_FILES):
             (call.output / name).unlink(missing_ok=True)

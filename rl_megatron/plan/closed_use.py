@@ -23,8 +23,9 @@ from rl_megatron.plan.batches import BatchShape
 from rl_megatron.plan.phases import Collective, PhaseName, PhaseUse, RankKind, RankUse
 from rl_megatron.plan.settings import Settings
 
-# Operators of a layer's forward pass, without experts, and of each expert, as counted on the portable layers.
-_OPERATORS_OF_LAYER, _OPERATORS_OF_EXPERT, _OPERATORS_OF_OPTIMIZER = 38, 9, 20
+# Operators of a layer's forward pass, without experts, of each expert, of a microbatch's loss with its gradient, and of
+# an optimizer step, as counted on the portable layers.
+_OPERATORS_OF_LAYER, _OPERATORS_OF_EXPERT, _OPERATORS_OF_LOSS, _OPERATORS_OF_OPTIMIZER = 14, 8, 300, 20
 # How often a forward and a backward pass read or write what a layer keeps for backward.
 _PASSES_OVER_ACTIVATIONS = 14
 _FORWARD_PASSES = 5  # of these, in a forward pass alone
@@ -111,7 +112,8 @@ class _Phases:
                 settings.computed_share
                 * self._flops(shape, batch, lambda flops: flops.with_backward(shape.model.recompute), all_tokens=False)
             ),
-            kernels=count * passes * self._operators + steps * _OPERATORS_OF_OPTIMIZER,
+            kernels=count * (passes * self._operators + self._is_last * _OPERATORS_OF_LOSS)
+            + steps * _OPERATORS_OF_OPTIMIZER,
             memory_bytes=round(
                 settings.computed_share
                 * (_PASSES_OVER_ACTIVATIONS + _FORWARD_PASSES * recomputes)
