@@ -405,6 +405,7 @@ def test_results_are_complete_if_the_command_is_ended_half_way(number, scripts, 
     process.start()
     while not (output / "results.json").exists() or not _results(output)["decode"]["figures"]:
         time.sleep(0.05)
+    assert process.pid is not None
     os.kill(process.pid, number)
     process.join()
     status, parts = "stopped" if number == signal.SIGTERM else "running", _results(output)
@@ -429,7 +430,7 @@ def test_parts_are_commands_if_forks_cannot_use_the_gpu(tmp_path):
 
 def test_a_part_gets_its_processes_from_its_leader_even_if_it_uses_threads(tmp_path):
     def compute() -> int:
-        torch.ones(1000, 1000) @ torch.ones(1000, 1000)
+        assert _product_of_ones(1000)[0] == 1e9
         assert in_new_process(_product_of_ones, 1000, sees_gpus=False) == (1e9, "")
         with pytest.raises(ProcessFailed, match="ended with status 7"):
             in_new_process(os._exit, 7)

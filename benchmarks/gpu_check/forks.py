@@ -187,7 +187,7 @@ def _receive_at_death_of(parent: int, number: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def _end_session(*_: object) -> NoReturn:
+def _end_session(*arguments: object) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     descendants = _descendants(os.getpid())
     _signal_group(os.getpid(), signal.SIGTERM)

@@ -244,15 +244,15 @@ def grpo_step(device: str, tiny: bool, directory: Path) -> Step:
     batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
     prompts = batch["input_ids"][:16, :PROMPT].tolist()
     completions = EmbeddedEngine(policy, batch_size=16).generate(prompts, Sampling(GREEDY_TOKENS, temperature=0.0), 0)
-    values = dict(zip(("loss", "gradient norm"), train(policy), strict=True))
+    values: dict[str, float] = dict(zip(("loss", "gradient norm"), train(policy), strict=True))
     weights = gather_full(policy.model.model_chunks)
     path = policy.save_checkpoint(directory, 1)
-    following = "next loss", "next gradient norm"
+    following = ("next loss", "next gradient norm")
     values |= dict(zip(following, train(policy), strict=True))
     policy.shutdown()
     resumed = build()
     resumed.load_checkpoint(path)
-    values_resumed = dict(zip(following, train(resumed), strict=True))
+    values_resumed: dict[str, float] = dict(zip(following, train(resumed), strict=True))
     resumed.shutdown()
     logprobs, tokens = batch["prev_logprobs"].cpu(), completions["input_ids"].tolist()
     return Step(values, logprobs, weights, tokens, values_resumed)
