@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
+from functools import cache
 from typing import Literal, Protocol
 
 import torch
@@ -26,11 +27,18 @@ class Graph(Protocol):
         ...
 
 
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """Return the stream of all captures. cuBLAS keeps 32 MiB on a Hopper GPU for each stream that it works on."""
+    return torch.cuda.Stream()
+
+
 class CudaRecorder:
     """It captures a step in a CUDA graph. All graphs share their memory, because no two run at the same time."""
 
-    def __init__(self) -> None:
-        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    def __init__(self, stream: torch.cuda.Stream | None = None):
+        self._stream, self._pool = stream or _capture_stream(), torch.cuda.graph_pool_handle()
+        self._latest: Graph | None = None
 
     def __call__(self, step: Callable[[], None]) -> Graph:
         """Return the graph of a step, which is not run."""
@@ -43,11 +51,21 @@ class CudaRecorder:
                 step()
             except BaseException:
                 with suppress(RuntimeError):  # what the step did may have ended the capture
-                    graph.capture_end()
+                    self._end(graph)
                 raise
-            graph.capture_end()
+            self._end(graph)
         torch.cuda.current_stream().wait_stream(stream)
+        self._latest = graph  # torch refuses to capture in memory that was shared and whose graphs are all gone
         return graph
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # If a capture fails, torch before 2.12 still allocates for it. Then `torch.cuda.empty_cache` raises.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
 
 
 class DecodeGraphs:
@@ -66,10 +84,10 @@ class DecodeGraphs:
                 as they are.
             most_graphs: The number of graphs that are kept; the one that was not used for longest is dropped.
         """
-        self._record, self._most_graphs = record, most_graphs
+        self._record: Callable[[Callable[[], None]], Graph] | None = record
+        self._most_graphs = most_graphs
         self._graphs: OrderedDict[Hashable, Graph | None] = OrderedDict()  # None: it ran once
         self._addresses: tuple[int, ...] = ()
-        self._failed = False
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
         """Drop all graphs if any of the tensors that steps read or write has moved in memory."""
@@ -85,22 +103,23 @@ class DecodeGraphs:
             key: What the step depends on, besides the tensors of `follow`.
             step: It changes nothing on the host, and does not wait for the device.
         """
-        if self._failed or key not in self._graphs:
+        if self._record is None or key not in self._graphs:
             step()
             self._graphs[key] = None
         else:
-            graph = self._graphs[key] or self._recorded(step)
+            graph = self._graphs[key] or self._recorded(self._record, step)
             self._graphs[key] = graph
             (step if graph is None else graph.replay)()
         self._graphs.move_to_end(key)
         if len(self._graphs) > self._most_graphs:
             self._graphs.popitem(last=False)
 
-    def _recorded(self, step: Callable[[], None]) -> Graph | None:
+    def _recorded(self, record: Callable[[Callable[[], None]], Graph], step: Callable[[], None]) -> Graph | None:
         try:
-            return self._record(step)
+            return record(step)
         except RuntimeError as error:
-            self._failed = True
+            self._record = None
+            self._graphs.clear()  # the step may have lacked their memory
             log.once(f"decoding runs without CUDA graphs, because a step cannot be captured: {error}")
             return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,64 +36,93 @@ class NoWaits(TorchDispatchMode):
 
 
 class Capture:
-    """It stands for CUDA's capture: a step that is recorded changes nothing, and a replay needs the same tensors."""
+    """It stands for CUDA's capture: recording changes nothing, and a replay needs the same tensors and sampling."""
 
-    def __init__(self, tensors: Any):
-        self._tensors = tensors
+    def __init__(self, decoder: Decoder):
+        self._decoder = decoder
         self.recorded = self.replayed = 0
 
     def __call__(self, step):
         self.recorded += 1
-        tensors, before = self._tensors(), [tensor.clone() for tensor in self._tensors()]
+        fixed, tensors = self._fixed(), self._tensors()
+        before = [tensor.clone() for tensor in tensors]
         with NoWaits():
             step()
-        assert [tensor.data_ptr() for tensor in self._tensors()] == [tensor.data_ptr() for tensor in tensors]
+        assert self._fixed() == fixed
         for tensor, values in zip(tensors, before, strict=True):
             tensor.copy_(values)
 
         def replay():
             self.replayed += 1
-            assert [tensor.data_ptr() for tensor in self._tensors()] == [tensor.data_ptr() for tensor in tensors]
+            assert self._fixed() == fixed
             step()
 
         return SimpleNamespace(replay=replay)
 
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self._decoder.slots.tensors(), *self._decoder.cache.tensors()]
 
-def completions(model: Any, sampling: Sampling, records: bool) -> tuple[dict, tuple[int, int]]:
-    """Return the tokens and logprobs of each request, and how many steps were recorded and replayed.
+    def _fixed(self) -> tuple[list[int], float]:
+        """Return what a graph cannot change: the addresses of tensors, and the temperature of all sequences."""
+        (temperature,) = {sequence.request.sampling.temperature for sequence in self._decoder.running}
+        return [tensor.data_ptr() for tensor in self._tensors()], temperature
 
-    Sequences end and others take their slots; then the weights change in place, and a longer prompt needs more cache.
+
+def completions(model: Any, samplings: list[Sampling], records: bool) -> tuple[dict, list[int], int]:
+    """Return what each request got, how many steps each round recorded, and how many were replayed.
+
+    In the first round, slots grow after a step was recorded that is then needed again, sequences end and others take
+    their slots, and two are aborted. Then the weights change in place, and longer prompts need more cache.
     """
     policy = build_policy({}, model=model)
     decoder = Decoder(EmbeddedReplica(policy), 3)
-    capture = Capture(lambda: [*decoder.slots.tensors(), *decoder.cache.tensors()])
+    capture = Capture(decoder)
     decoder.graphs = DecodeGraphs(capture) if records else None
-    requests = requests_of(prompts()[: len(LENGTHS)], sampling, seed=3)
-    pairs = zip(requests, LENGTHS, strict=True)
-    first = [replace(each, sampling=replace(sampling, max_new_tokens=length)) for each, length in pairs]
-    (later,) = requests_of([[5, 6, 7, 8] * 12], replace(sampling, max_new_tokens=20), seed=5)
+    first = [
+        replace(request, sampling=replace(sampling, max_new_tokens=length))
+        for request, sampling, length in zip(
+            requests_of(prompts()[: len(LENGTHS)], samplings[0], seed=3), cycle(samplings), LENGTHS, strict=False
+        )
+    ]
+    later = [
+        replace(request, request_id=f"later {place}")
+        for place, sampling in enumerate(samplings)
+        for request in requests_of([[5, 6, 7, 8] * 12], replace(sampling, max_new_tokens=20), seed=5)
+    ]
     ended: list = []
-    for batch in (first, [replace(later, request_id="later")]):
-        decoder.add([Ongoing(each) for each in batch])
+    recorded = []
+    again = replace(first[1], request_id="again")
+    for batches in ([first[1:2], first[:1] + first[2:], [again]], *([[each]] for each in later)):
+        recorded.append(-capture.recorded)
         with decoder.active():
-            while (more := decoder.advance()) is not None:
-                ended += more
+            for batch in batches:
+                decoder.add([Ongoing(each) for each in batch])
+                while (more := decoder.advance()) is not None:
+                    ended += more
+                    if len(ended) == 4:
+                        ended += decoder.abort({sequence.request.request_id for sequence in decoder.running[:2]})
+        recorded[-1] += capture.recorded
         with torch.no_grad():
             for parameter in policy.model.model_chunks[0].parameters():
                 parameter.mul_(0.9)
-    return {each.request_id: (each.ids, each.logprobs) for each in ended}, (capture.recorded, capture.replayed)
+    found = {each.request_id: (each.reason, each.ids, each.logprobs) for each in ended}
+    return found, recorded, capture.replayed
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1, temperature=0.0), Sampling(1, 0.9)], ids=["greedy", "drawn"])
+GREEDY, DRAWN = Sampling(1, temperature=0.0), Sampling(1, 0.9)
+
+
+@pytest.mark.parametrize("samplings", [[GREEDY], [DRAWN], [GREEDY, DRAWN]], ids=["greedy", "drawn", "mixed"])
 @pytest.mark.parametrize("model", [MODEL, replace(MODEL, sliding_window=4)], ids=["plain", "window"])
-def test_recorded_steps_draw_the_same_tokens(ranks, model, sampling):
-    wanted, _ = ranks.run(1, completions, model, sampling, False)[0]
-    found, (recorded, replayed) = ranks.run(1, completions, model, sampling, True)[0]
-    assert found.keys() == wanted.keys() and "later" in found
-    for name, (ids, logprobs) in found.items():
-        assert ids == wanted[name][0], name
-        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(wanted[name][1]), rtol=1e-5, atol=1e-5)
-    assert replayed > recorded > 1
+def test_recorded_steps_draw_the_same_tokens(ranks, model, samplings):
+    wanted, *_ = ranks.run(1, completions, model, samplings, False)[0]
+    found, recorded, replayed = ranks.run(1, completions, model, samplings, True)[0]
+    assert found.keys() == wanted.keys() and "later 0" in found
+    assert [reason for reason, *_ in found.values()].count("abort") == 2
+    for name, (reason, ids, logprobs) in found.items():
+        assert (reason, ids) == wanted[name][:2], name
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(wanted[name][2]), rtol=1e-5, atol=1e-5)
+    assert all(recorded) and replayed > sum(recorded)  # also after the cache was enlarged
 
 
 def reasons() -> list[str | None]:

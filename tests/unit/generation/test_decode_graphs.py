@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from rl_megatron.generation.decode_graphs import DecodeGraphs, graphs_for
+from rl_megatron.generation.decode_graphs import CudaRecorder, DecodeGraphs, graphs_for
 
 
 class Recorder:
@@ -69,6 +71,85 @@ def test_steps_run_as_they_are_after_one_could_not_be_recorded(logged):
     graphs = DecodeGraphs(recorder := Recorder(fails=True))
     assert events(recorder, graphs, 8, 8, 8, 16, 16) == ["run", "record", "run", "run", "run", "run"]
     assert [message for message in logged if "not permitted when stream is capturing" in message]
+
+
+class FakeCuda:
+    """It stands for torch's captures: how many graphs use a pool, and in which pools one allocates for a capture."""
+
+    def __init__(self, monkeypatch):
+        self.users: dict[int, int] = {}
+        self.capturing: set[int] = set()
+        self.invalidates = False
+        fake = self
+
+        class CUDAGraph:
+            def capture_begin(self, pool, capture_error_mode):
+                if fake.users.get(pool) == 0:
+                    raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+                fake.capturing.add(pool)
+                self.pool = pool
+
+            def capture_end(self):
+                if fake.invalidates:  # as torch 2.11, which then forgets the pool
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                fake.capturing.remove(self.pool)
+                fake.users[self.pool] = fake.users.get(self.pool, 0) + 1
+                weakref.finalize(self, fake.release, self.pool)
+
+            def replay(self):
+                pass
+
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        for name, value in {
+            "CUDAGraph": CUDAGraph,
+            "graph_pool_handle": lambda: 7,
+            "current_stream": lambda: stream,
+            "current_device": lambda: 0,
+            "stream": lambda stream: nullcontext(),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        end = lambda device, pool: self.capturing.remove(pool)  # noqa: E731
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+        self.record = CudaRecorder(cast(Any, stream))
+
+    def release(self, pool):
+        self.users[pool] -= 1
+
+
+def test_a_step_is_captured_after_all_graphs_were_dropped(monkeypatch, logged):
+    cuda = FakeCuda(monkeypatch)
+    graphs = DecodeGraphs(cuda.record)
+    for capacity in (32, 64, 96):
+        graphs.follow([torch.zeros(capacity)])
+        for _ in range(3):
+            graphs.run(8, lambda: None)
+    assert not [message for message in logged if "CUDA graphs" in message]
+    assert cuda.users == {7: 1}
+
+
+def test_graphs_are_freed_after_a_step_could_not_be_captured(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    graphs = DecodeGraphs(cuda.record)
+    del cuda.record
+    for key in (8, 8, 16, 16):
+        graphs.run(key, lambda: None)
+    assert cuda.users == {7: 2}
+    cuda.invalidates = True
+    for key in (24, 24, 8):
+        graphs.run(key, lambda: None)
+    assert cuda.users == {7: 0}
+
+
+@pytest.mark.parametrize("invalidates", [False, True])
+def test_a_capture_that_fails_ends_and_reports_what_the_step_raised(monkeypatch, invalidates):
+    def step():
+        raise RuntimeError("the step waits for the GPU")
+
+    cuda = FakeCuda(monkeypatch)
+    cuda.invalidates = invalidates
+    with pytest.raises(RuntimeError, match="the step waits for the GPU"):
+        cuda.record(step)
+    assert not cuda.capturing
 
 
 @pytest.mark.parametrize(
