@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import traceback
 import warnings
@@ -429,24 +430,37 @@ def test_parts_are_commands_if_forks_cannot_use_the_gpu(tmp_path):
 
 
 def test_a_part_gets_its_processes_from_its_leader_even_if_it_uses_threads(tmp_path):
-    def compute() -> int:
-        assert _product_of_ones(1000)[0] == 1e9
-        assert in_new_process(_product_of_ones, 1000, sees_gpus=False) == (1e9, "")
-        with pytest.raises(ProcessFailed, match="ended with status 7"):
-            in_new_process(os._exit, 7)
-        with pytest.raises(ProcessFailed, match="math domain error"):
-            in_new_process(math.sqrt, -1.0)
-        return 0
+    # The process that starts parts has used no thread, unlike this one.
+    process = fork_context().Process(target=_start_a_part_that_starts_processes, args=(tmp_path / "log",))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
 
-    process = forks.start(compute, tmp_path / "log", {"OMP_NUM_THREADS": "2"})
+
+def _start_a_part_that_starts_processes(log: Path) -> None:
+    process = forks.start(_start_processes, log, {"OMP_NUM_THREADS": "2"})
     while (status := process.poll()) is None:
         time.sleep(0.01)
-    assert status == 0, (tmp_path / "log").read_text()
+    sys.exit(status)
+
+
+def _start_processes() -> int:
+    assert _product_of_ones(1000)[0] == 1e9
+    assert in_new_process(_product_of_ones, 1000, sees_gpus=False) == (1e9, "")
+    with pytest.raises(ProcessFailed, match="ended with status 7"):
+        in_new_process(os._exit, 7)
+    with pytest.raises(ProcessFailed, match="math domain error"):
+        in_new_process(math.sqrt, -1.0)
+    return 0
 
 
 def _product_of_ones(size: int) -> tuple[float, str | None]:
     product = torch.ones(size, size) @ torch.ones(size, size)
     return product.double().sum().item(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def _ones(size: int) -> torch.Tensor:
+    return torch.ones(size)
 
 
 def test_the_limits_of_parts_are_those_that_are_promised():
@@ -458,7 +472,7 @@ def test_a_function_that_raises_in_its_process_is_reported(monkeypatch):
     assert in_new_process(math.sqrt, 4.0) == 2.0
     assert in_new_process(os.getenv, "CUDA_VISIBLE_DEVICES", sees_gpus=False) == ""
     assert "CUDA_VISIBLE_DEVICES" not in os.environ or os.environ["CUDA_VISIBLE_DEVICES"]
-    assert torch.equal(in_new_process(torch.arange, 3), torch.arange(3))
+    assert torch.equal(in_new_process(_ones, 3), torch.ones(3))
     with pytest.raises(ProcessFailed, match="math domain error"):
         in_new_process(math.sqrt, -1.0)
     with pytest.raises(ProcessFailed, match="ended with status 7"):
