@@ -12,15 +12,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported; worker processes inherit it
 
 from rl_megatron import log
-from tests import shape_checks
+from tests import costs, shape_checks
 from tests.end_to_end.launch import Forks
 from tests.fresh_process import FreshProcess
 from tests.worker_pool import WorkerPool
 
 shape_checks.install()  # before anything imports the modules that it checks
 
-# Most tests in these directories need several processes. All are slow, except those that are marked `quick`.
-SLOW_DIRECTORIES = [Path(__file__).parent / name for name in ("parallel", "end_to_end")]
+# Most tests in these directories need several processes. They belong to the change tier, unless a mark says otherwise.
+DEAR_DIRECTORIES = [Path(__file__).parent / name for name in ("parallel", "end_to_end")]
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +57,12 @@ class Messages(logging.Handler):
 
 
 @pytest.fixture
+def is_nightly(request):
+    """Return whether the nightly tier runs, in which some tests have more cases."""
+    return request.config.getoption("--tier") == "nightly"
+
+
+@pytest.fixture
 def logged(monkeypatch):
     """Yield the list of the messages that rl_megatron logs during the test, from INFO up.
 
@@ -84,18 +90,30 @@ def backend(request):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--whole-grid",
-        action="store_true",
-        help="run all cases, also those that are marked `whole_grid`, every layout of the grid and 1,000 random packs",
+        "--tier",
+        choices=costs.TIERS,
+        default="change",
+        help="run this tier and the cheaper ones; nightly also has more random batches, kills and steps",
     )
+    parser.addoption("--shard", metavar="I/N", help="run every Nth file of tests, from the Ith on")
+    parser.addoption("--durations-to", type=Path, metavar="FILE", help="write what every test costs to a file")
+
+
+def pytest_configure(config):
+    if path := config.getoption("--durations-to"):
+        config.pluginmanager.register(costs.Costs(path, writes=not hasattr(config, "workerinput")), "costs")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is marked `whole_grid`, unless the option is given."""
-    if not config.getoption("--whole-grid"):
-        left_out = [item for item in items if item.get_closest_marker("whole_grid")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("whole_grid")]
+    """Leave out what is of a dearer tier or of another shard."""
+    tiers = costs.TIERS[: costs.TIERS.index(config.getoption("--tier")) + 1]
+    files = sorted({item.path for item in items})
+    if shard := config.getoption("--shard"):
+        first, step = map(int, shard.split("/"))
+        files = files[first - 1 :: step]
+    left_out = {item for item in items if costs.tier_of(item) not in tiers or item.path not in files}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish():
@@ -103,7 +121,7 @@ def pytest_collection_finish():
 
 
 def pytest_itemcollected(item):
-    """Mark every test of a slow directory `slow`, unless it is marked `quick`."""
-    in_slow_directory = any(item.path.is_relative_to(directory) for directory in SLOW_DIRECTORIES)
-    if in_slow_directory and item.get_closest_marker("quick") is None:
-        item.add_marker(pytest.mark.slow)
+    """Mark every test of a dear directory `change`, unless it is marked `fast`."""
+    is_dear = any(item.path.is_relative_to(directory) for directory in DEAR_DIRECTORIES)
+    if is_dear and item.get_closest_marker("fast") is None:
+        item.add_marker(pytest.mark.change)

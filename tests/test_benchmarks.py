@@ -91,7 +91,7 @@ def lines_of(text, *words):
     return [line for line in text.splitlines() if all(word in line for word in words)]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("options", [[], ["--packed", "--precision", "bf16", "--fused-head"]], ids=["padded", "packed"])
 def test_a_grpo_step_has_the_gradient_of_the_bare_step(options, tmp_path, forks):
     small = ["--model", "nano", "--vocab-size", "256", "--tokens", "256", "--length", "32", "--steps", "1"]
@@ -108,7 +108,7 @@ def test_a_grpo_step_has_the_gradient_of_the_bare_step(options, tmp_path, forks)
         assert figures["nll_ratio"] == figures["nll"] / figures["transformers"]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_rollout_engines_do_the_work_of_model_generate(tmp_path, forks):
     """The benchmark itself refuses completions of other lengths than asked for."""
     small = ["--count", "6", "--tokens", "8", "--rounds", "1", "--threads", "1", "--device", "cpu"]
@@ -120,7 +120,7 @@ def test_rollout_engines_do_the_work_of_model_generate(tmp_path, forks):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_whole_grpo_step_is_raced_against_trl_on_equal_work(tmp_path, forks):
     problems = [
         {"question": f"Ann has {n} {word} and buys {3 * n} more. How many are these?", "answer": f"#### {4 * n}"}
@@ -153,7 +153,7 @@ def test_sides_that_do_different_work_are_found():
     assert [row.ratio for row in grpo_step.medians(same, warmup=1)] == [1.0, 1.0]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_conversions_do_not_hold_the_whole_model_in_memory(tmp_path):
     """The model has three files; a conversion that held all of it would have a peak of three times the largest file.
 
@@ -164,7 +164,7 @@ def test_conversions_do_not_hold_the_whole_model_in_memory(tmp_path):
     assert all(row.peak > 2**20 for row in measured), "the peak is too small to be real"
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_background_saves_are_compared_with_foreground_saves(tmp_path, forks):
     (tmp_path / "saves").mkdir()
     small = ["--hidden", "32", "--layers", "1", "--repetitions", "1", "--directory", "saves"]
@@ -176,7 +176,7 @@ def test_background_saves_are_compared_with_foreground_saves(tmp_path, forks):
     assert not list((tmp_path / "saves").iterdir()), "it left files behind"
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize(
     ("program", "what"),
     [*((observability_cost.main, what) for what in observability_cost.MEASURED), (rollout_workers.main, "completion")],
@@ -263,7 +263,7 @@ def test_links_of_the_page_are_valid():
         assert (REPOSITORY / "docs" / target).exists(), target
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_refit_needs_one_collective_per_bucket_instead_of_one_per_tensor(capsys):
     tiny = [
         "--layers",
@@ -289,7 +289,7 @@ def test_refit_needs_one_collective_per_bucket_instead_of_one_per_tensor(capsys)
     assert all(float(line.split("|")[3]) > 0 for line in (bucketed, plain))
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_reward_workers_hardly_wait_between_samples(capsys):
     assert rewards.main(["--samples", "64", "--workers", "2", "--repetitions", "1"]) == 0
     (ratio,) = re.findall(r"2 workers: .* ratio (\d+\.\d+)", capsys.readouterr().out)
@@ -318,7 +318,7 @@ def planned_rows(name):
     return [re.split(r"\s*│\s*", line.strip("│\n ")) for line in printed.getvalue().splitlines() if name in line]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_the_page_has_the_planned_memory_of_a_rank(fresh_process):
     name = "llama, 4 layers, 2 ranks"
     ((_, _, static, peak, *_),) = fresh_process.run(planned_rows, name)
@@ -326,7 +326,7 @@ def test_the_page_has_the_planned_memory_of_a_rank(fresh_process):
     assert row[1] == static and row[4] == peak
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("number", range(8))
 def test_rewards_that_misbehave_end_as_configured(ranks, number):
     case = reward_failures.random_case(seed=2, number=number)
@@ -354,7 +354,7 @@ def test_a_case_that_does_not_end_as_configured_is_found():
     assert "no failure" in (reward_failures.wrong(ends, [good, rank_1]) or "")
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_random_mutations_of_configurations_are_refused_by_name_or_run(tmp_path):
     command = [sys.executable, "-m", "benchmarks.config_mutations", "--count", "12", "--seed", "5", "--out", tmp_path]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

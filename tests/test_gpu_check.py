@@ -75,7 +75,7 @@ def _finish_nothing(arguments: list[str], ranks: int) -> int:
     return 0
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_runs_on_the_cpu_and_reports_every_figure_or_why_not(name, tmp_path):
     ours, theirs = fork_context().Pipe()
@@ -421,7 +421,7 @@ def test_results_are_complete_if_the_command_is_ended_half_way(number, scripts, 
     assert _sleepers() == sleepers, "the child of a part still runs"
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_parts_are_commands_if_forks_cannot_use_the_gpu(tmp_path):
     output = tmp_path / "output"
     call = runner.Call("cpu", True, output, tmp_path / "work", tmp_path / "bundle", is_forked=False)

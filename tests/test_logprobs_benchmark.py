@@ -56,7 +56,7 @@ def results_of(content, **wanted):
     return {result["variant"]: result for result in case["results"]}
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_every_mode_of_the_logprobs_benchmark_runs(quick_run):
     _, content = quick_run
     cases = {(c["case"]["mode"], c["case"]["dtype"], c["case"]["tensor"]) for c in content["cases"]}
@@ -69,7 +69,7 @@ def test_every_mode_of_the_logprobs_benchmark_runs(quick_run):
     assert content["environment"].keys() >= {"processor", "threads", "copy_bytes_per_second", "versions", "commit"}
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_our_logprobs_are_exact_and_need_one_collective(quick_run):
     _, content = quick_run
     for mode, tensor in product(("logprob", "entropy", "gather"), (1, 2)):
@@ -83,7 +83,7 @@ def test_our_logprobs_are_exact_and_need_one_collective(quick_run):
     assert results["torch float().log_softmax"]["logprob_error"] < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_several_ranks_are_compared_with_megatron_core(quick_run):
     _, content = quick_run
     results = results_of(content, mode="logprob", tensor=2)
@@ -91,7 +91,7 @@ def test_several_ranks_are_compared_with_megatron_core(quick_run):
     assert "torch log_softmax" not in results
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_peer_is_timed_in_the_modes_that_it_supports(quick_run):
     printed, content = quick_run
     both, one = "tests.test_logprobs_benchmark:exact_peer", "tests.test_logprobs_benchmark:plain_peer"

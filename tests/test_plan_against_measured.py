@@ -16,7 +16,7 @@ from benchmarks.plan_against_measured.predicted import predict
 CASE_OF = {case.name: case for case in CASES}
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("name", ["weights sent", "tensor 2, sequence"])
 def test_the_plan_predicts_what_a_step_allocates(ranks, fresh_process, name):
     case = replace(CASE_OF[name], sequences=2)  # one microbatch
@@ -48,7 +48,7 @@ def test_a_plan_that_misses_memory_is_found():
     assert not command.rows_of(case, of(11, 200), of(10, 200))[0].is_good
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_case_that_has_been_measured_is_not_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "CASES", [replace(CASES[0], sequences=2, length=256)])
     output = tmp_path / "rows.json"

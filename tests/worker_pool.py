@@ -32,11 +32,14 @@ def _serve(rank: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from rl_megatron.topology.gloo import share_gloo_device
+
     torch.set_num_threads(1)
     while (job := connection.recv()) is not None:
         function, args, world_size, store_path = job
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
+            share_gloo_device()
             store = dist.FileStore(store_path, world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
             dist.barrier()  # a rank that never communicates must not leave while other ranks still connect

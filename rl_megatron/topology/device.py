@@ -13,6 +13,7 @@ from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.topology.cuda_on_cpu import is_redirected, redirect_cuda_to_cpu
 from rl_megatron.topology.fake_cuda import CUDA, is_planned
+from rl_megatron.topology.gloo import share_gloo_device
 from rl_megatron.topology.job_store import TIMEOUT_MINUTES, job_store
 from rl_megatron.topology.torch_optimizers import use_torch_optimizers
 
@@ -56,6 +57,7 @@ def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[
     _define_transformer_engine_names()
     store = None
     if not dist.is_initialized():
+        share_gloo_device()
         backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             store, rank, world_size = job_store(timeout)

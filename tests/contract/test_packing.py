@@ -25,7 +25,7 @@ from tests.contract.test_losses import combine, valid_counts
 
 every_packable_case = pytest.mark.parametrize("case", PACKABLE, ids=str)
 CASES_OF = {name: [case for case in PACKABLE if case.name == name] for name in LOSSES}
-NUM_BATCHES = {True: 1000, False: 150}  # with and without --whole-grid
+NUM_BATCHES = {True: 1000, False: 150}  # nightly, and otherwise
 # Largest difference of the loss and its metrics, and of the gradient, relative to their size where that exceeds 1.
 TOLERANCES = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-6, 1e-5)}
 
@@ -90,10 +90,10 @@ def assert_close(got, want, dtype, where):
     assert (got[2] - want[2]).abs().max().item() / scale <= of_gradient, (*where, dtype)
 
 
-@pytest.mark.slow
-def test_packed_equals_unpacked(request):
+@pytest.mark.change
+def test_packed_equals_unpacked(is_nightly):
     """Each batch is drawn for every loss, in one of its configurations, and tried in fp64 and in fp32."""
-    num_batches, batches, tried = NUM_BATCHES[request.config.getoption("--whole-grid")], set(), set()
+    num_batches, batches, tried = NUM_BATCHES[is_nightly], set(), set()
 
     def compare(case, shape, seed):
         for dtype in TOLERANCES:

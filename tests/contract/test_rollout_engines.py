@@ -28,7 +28,7 @@ from rl_megatron.generation.stop_strings import StopStrings
 from tests.contract.engine_cases import CASES
 from tests.parallel.layouts import build_policy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.change
 
 VOCAB_SIZE, LONGEST, NEW = 128, 64, 12
 # vLLM needs heads of 32 dimensions on a CPU.

@@ -32,7 +32,7 @@ FAST = ("README.md", "docs/quickstart.md")  # what a newcomer types first; the o
 @pytest.mark.parametrize(
     "page",
     [
-        page if page in FAST else pytest.param(page, marks=pytest.mark.slow)
+        page if page in FAST else pytest.param(page, marks=pytest.mark.change)
         for page in dict.fromkeys(command.page for command in OURS)
     ],
 )
@@ -52,13 +52,13 @@ def test_every_other_command_is_known_and_its_files_exist(page):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("page", [page for page in PAGES if checks.runs_in_order(page)])
 def test_the_blocks_of_a_page_run_in_order(page, tmp_path, forks):
     checks.run_page(page, tmp_path, forks)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize(
     "page", sorted({block.page for block in PYTHON if checks.is_run(block) and not checks.runs_in_order(block.page)})
 )

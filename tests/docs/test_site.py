@@ -26,7 +26,7 @@ def site(tmp_path_factory):
     return directory
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_every_page_is_built_and_loads_nothing_from_other_sites(site):
     built = {path.relative_to(site).with_suffix(".md").as_posix(): path.read_text() for path in site.rglob("*.html")}
     written = {
@@ -40,7 +40,7 @@ def test_every_page_is_built_and_loads_nothing_from_other_sites(site):
     assert not list(site.rglob("*.py")), "the generators are not part of the site"
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_the_python_api_has_signatures_and_docstrings(site):
     page = re.sub(r"<[^>]*>", "", (site / "reference" / "api.html").read_text())
     for shown in ("from_checkpoint", "vocab_size", "register_loss", "Raises:"):

@@ -50,7 +50,7 @@ def test_a_signal_to_one_rank_saves_the_step_on_all_ranks_and_the_run_goes_on_fr
     assert "stopped" not in json.loads((tmp_path / "out" / "summary.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_signal_to_the_launcher_during_a_save_of_half_a_minute_waits_for_the_save(tmp_path, forks, whole):
     (tmp_path / "slow_save.py").write_text(SLOW_SAVE)
     slow = (*INTERRUPTED, "train.save_every=2", "plugins=[slow_save]")
@@ -122,7 +122,7 @@ def _in_a_job_that_ends_after_three_steps() -> None:
     Stopping.reason = reason_later
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_the_launcher_ends_with_our_message_and_our_status(tmp_path, forks):
     with forks.launch(tmp_path, *INTERRUPTED, "optimizer.lr=-1", ranks=2, restarts=3) as running:
         refused = running.finish()
@@ -131,7 +131,7 @@ def test_the_launcher_ends_with_our_message_and_our_status(tmp_path, forks):
     assert line.startswith("error: ") and "optimizer.lr" in line
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_the_launcher_names_the_rank_that_was_killed(tmp_path, forks):
     with forks.launch(tmp_path, *INTERRUPTED, "train.steps=1000", ranks=2) as running:
         running.wait_until(lambda: steps_of(tmp_path), "the first step")

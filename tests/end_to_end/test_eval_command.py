@@ -66,7 +66,7 @@ def test_another_layout_and_a_hugging_face_directory_give_the_same(home, alone, 
             assert (tmp_path / name / "results" / file).read_bytes() == (alone / "results" / file).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_tokens_of_three_layouts_are_compared(home, capsys):
     assert eval_layouts.main([str(trained_checkpoint(home)), "--problems", "5", "--samples", "2", "--tokens", "4"]) == 0
     printed = capsys.readouterr().out

@@ -13,7 +13,7 @@ from tests.forkserver import REPOSITORY, environment
 NUMBERS = (28, 60, 118, 147, 158)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_runs_recover_from_faults_of_all_kinds(tmp_path):
     """The campaign forks its runs, so that it needs a process of its own without threads."""
     command = [sys.executable, "-m", "benchmarks.faults", "--out", str(tmp_path), "--only", *map(str, NUMBERS)]

@@ -117,7 +117,7 @@ def _wait_in_step_30() -> None:
     MegatronPolicy.train = waiting
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_killed_run_continues_its_runs_of_wandb_and_mlflow(tmp_path, forks, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     run = (

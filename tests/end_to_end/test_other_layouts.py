@@ -57,7 +57,7 @@ def run(directory, forks, ranks, *layout):
     return lines, list(map(json.loads, (directory / "rollouts.jsonl").read_text().splitlines()))
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize(
     ("before", "after"),
     [((1, "parallel.tensor=1"), (2, "parallel.tensor=1")), ((2, "parallel.tensor=2"), (2, "parallel.pipeline=2"))],

@@ -14,7 +14,7 @@ SHORT = (
 )  # fmt: skip
 
 
-@pytest.mark.quick
+@pytest.mark.fast
 def test_a_shortened_quickstart_runs_its_stages_in_order_on_two_ranks(tmp_path, forks):
     given = ("experiment=quickstart", "parallel.tensor=2", *SHORT, "output_dir=out")
     done = forks.run_ranks(tmp_path, "train", *given, ranks=2)

@@ -28,7 +28,7 @@ def test_torchrun_starts_the_ranks_again_after_each_of_two_kills(tmp_path, forks
     assert metrics(out) == whole
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_two_launchers_start_their_ranks_again_after_a_kill(tmp_path, forks, whole):
     """Two nodes on the loopback address, which meet by torchrun's rendezvous."""
     out, port = tmp_path / "out", free_port()
@@ -65,7 +65,7 @@ dist.destroy_process_group = leave_and_stop
 """
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_rank_that_stops_after_the_last_collective_is_killed(tmp_path, forks):
     (tmp_path / "stop_at_the_end.py").write_text(STOP_AT_THE_END)
     run = (*INTERRUPTED, "train.steps=1", "plugins=[stop_at_the_end]")

@@ -86,7 +86,7 @@ def weights(checkpoint, scratch):
 
 @pytest.mark.parametrize(
     "ranks",
-    [pytest.param(1, marks=pytest.mark.whole_grid, id="alone"), pytest.param(2, id="under the launcher")],
+    [pytest.param(1, marks=pytest.mark.nightly, id="alone"), pytest.param(2, id="under the launcher")],
 )
 def test_a_killed_run_resumes_and_ends_with_the_same_bits(tmp_path, forks, ranks):
     """The first kill hits the real command, or the launcher if there are two ranks."""
@@ -130,7 +130,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_bits(tmp_path, forks, ranks
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.quick
+@pytest.mark.fast
 def test_a_run_killed_while_saving_keeps_the_previous_checkpoint(tmp_path, forks):
     """The kill comes as soon as the directory of the second save appears."""
     directory = prepare(tmp_path)

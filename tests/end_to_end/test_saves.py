@@ -11,7 +11,7 @@ from tests.end_to_end.launch import TINY, checkpoints, metrics
 from tests.end_to_end.test_resume import weights
 from tests.forkserver import REPOSITORY, environment
 
-KILLS = {True: 20, False: 8}  # with and without --whole-grid
+KILLS = {True: 20, False: 8}  # nightly, and otherwise
 STEPS = 40
 ARGUMENTS = (
     "train", "algorithm=sft", *(o for o in TINY if o != "train.steps=3"), "data.num_eval_examples=2",
@@ -38,8 +38,8 @@ def kill_in_a_save(running, stage, saves, delay):
     return any(stage.glob("*.incomplete"))
 
 
-def test_a_run_killed_many_times_while_saving_ends_with_the_same_bits(tmp_path, forks, request):
-    kills = KILLS[request.config.getoption("--whole-grid")]
+def test_a_run_killed_many_times_while_saving_ends_with_the_same_bits(tmp_path, forks, is_nightly):
+    kills = KILLS[is_nightly]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for directory in (whole, cut):
         directory.mkdir()

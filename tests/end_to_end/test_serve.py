@@ -19,7 +19,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_slurm_job_trains_with_the_servers_of_another_node(tmp_path):
     """All nodes are this machine, and SGLang is a stand-in."""
     write_slurm(tmp_path / "bin")

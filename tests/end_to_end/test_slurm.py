@@ -18,7 +18,7 @@ from tests.end_to_end.launch import TINY_GRPO, checkpoints, metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.change,
     pytest.mark.skipif(os.environ.get("RL_MEGATRON_SLURM_TESTS") != "1", reason="RL_MEGATRON_SLURM_TESTS=1 is not set"),
 ]
 STEPS = 240

@@ -51,7 +51,7 @@ def on_a_terminal(directory, *arguments, columns=80, status=0):
     return re.split(r"[\r\n]+", CONTROL_CODE.sub("", drawn.decode()))
 
 
-@pytest.mark.quick
+@pytest.mark.fast
 def test_a_run_on_a_terminal_of_80_columns(tmp_path):
     drawn = on_a_terminal(tmp_path, *GRPO, "train.steps=4", "data.num_eval_examples=64")
     lines = [line for line in drawn if re.match(r"grpo \d/4", line)]

@@ -182,9 +182,9 @@ def results_of(directory: Path) -> list[dict]:
     ]
 
 
-def test_a_run_whose_servers_are_killed_has_the_metrics_of_an_undisturbed_run(urls, ranks, tmp_path, request):
+def test_a_run_whose_servers_are_killed_has_the_metrics_of_an_undisturbed_run(urls, ranks, tmp_path, is_nightly):
     """`test_vllm_weight_sync` kills a server in a weight sync. A start takes a minute, so that one kill is enough."""
-    kills = 2 if request.config.getoption("--whole-grid") else 1
+    kills = 2 if is_nightly else 1
     (status, stderr), (_, of_rank_1) = ranks.run(2, run_with_kills, tmp_path / "killed", kills)
     assert status == 0, stderr + of_rank_1
     assert [f"starting again ({n} of at most 3 times)" in stderr for n in (1, 2, 3)] == [n <= kills for n in (1, 2, 3)]
@@ -225,8 +225,8 @@ def run_asynchronously(urls: list[str], directory: Path, steps: int) -> tuple[in
     return train(directory, *long, named(urls), rewarded(directory.parent / "reward"))
 
 
-def test_asynchronous_steps_know_the_weights_of_every_token(urls, ranks, tmp_path, request):
-    num_steps = 30 if request.config.getoption("--whole-grid") else 6
+def test_asynchronous_steps_know_the_weights_of_every_token(urls, ranks, tmp_path, is_nightly):
+    num_steps = 30 if is_nightly else 6
     (status, stderr), _ = ranks.run(2, run_asynchronously, urls, tmp_path / "out", num_steps)
     assert status == 0, stderr
     steps = [line for line in metrics(tmp_path / "out", timed=True) if line["kind"] == "train"]

@@ -71,13 +71,13 @@ def one_node(tmp_path_factory):
     return output_dir
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_train_sh_starts_the_ranks_of_one_node(one_node):
     assert world(one_node).startswith("2 rank(s): tensor 2")
     assert [line["step"] for line in metrics(one_node) if line["kind"] == "train"] == [1, 2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_two_nodes_with_fixed_ranks_form_one_job_with_the_metrics_of_one_node(one_node, tmp_path):
     """Nodes without ranks, which meet by the c10d rendezvous, are tested with scripts/train.slurm (test_examples)."""
     meeting = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -132,7 +132,7 @@ def test_an_environment_is_made_only_if_it_has_no_working_pip(script, state, tim
     assert called.count("-m venv ") == times_made and "-m pip install " in called
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_an_environment_with_a_part_of_pip_gets_a_whole_one_and_keeps_the_rest(tmp_path):
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
@@ -266,7 +266,7 @@ def test_gpu_check_without_a_gpu_prints_an_error_and_checks_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_gpu_check_runs_a_part_on_the_cpu(tmp_path):
     command = [REPO / "scripts" / "gpu_check.sh", "--output", tmp_path / "out", "--device", "cpu", "environment"]
     finished = subprocess.run(

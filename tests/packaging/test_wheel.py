@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.change
 REPO = Path(__file__).resolve().parents[2]
 NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "outputs", "__pycache__", "*.egg-info")
 SHORT = """stages.pretrain.train.steps=2 stages.sft.train.steps=1 stages.grpo.train.steps=1 data.num_documents=500

@@ -15,7 +15,7 @@ from rl_megatron.model.layers.packed import PackedSequences
 from rl_megatron.topology.context_parallel import zigzag_positions
 from tests.unit.model.test_attention import attention, random_qkv
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.change
 
 EVEN, UNEVEN = [16, 8, 16, 16], [24, 8, 16, 8]
 

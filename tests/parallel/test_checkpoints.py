@@ -82,7 +82,7 @@ def test_a_checkpoint_before_the_first_step_continues(ranks, tmp_path, distribut
     [
         (TENSOR, PIPELINE),
         (TENSOR, (1, {})),
-        pytest.param(PIPELINE, TENSOR, marks=pytest.mark.quick),
+        pytest.param(PIPELINE, TENSOR, marks=pytest.mark.fast),
         ((1, {}), INTERLEAVED),
         (INTERLEAVED, DATA),
         (DATA, TENSOR),

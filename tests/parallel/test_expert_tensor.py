@@ -69,7 +69,7 @@ def assert_like_one_process(ranks, model: ModelConfig, layout: str, lora: LoraCo
 OF_ADAPTERS = ("expert_tensor 2", "tensor 2, expert 2", "tensor 2, expert 2, expert_tensor 2")
 # mixtral has every layout. qwen3_moe, whose probabilities are not normalised, has those that also divide the experts.
 PAIRS = [
-    pytest.param(model, layout, marks=() if model == "mixtral" or "expert 2" in layout else pytest.mark.whole_grid)
+    pytest.param(model, layout, marks=() if model == "mixtral" or "expert 2" in layout else pytest.mark.nightly)
     for model in ("mixtral", "qwen3_moe")
     for layout in LAYOUTS
 ]
@@ -89,7 +89,7 @@ def test_recomputation_and_a_shared_expert_change_nothing(ranks, recompute):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(layout, marks=() if layout in OF_ADAPTERS else pytest.mark.whole_grid) for layout in LAYOUTS],
+    [pytest.param(layout, marks=() if layout in OF_ADAPTERS else pytest.mark.nightly) for layout in LAYOUTS],
 )
 def test_adapters_of_experts_have_the_gradients_of_one_process(ranks, layout):
     assert_like_one_process(ranks, MODELS["qwen3_moe"], layout, LORA)

@@ -45,7 +45,7 @@ def layouts(case: str) -> list:
     return [WHOLE, TENSOR, PIPELINE] + ([INTERLEAVED] if case == "llama" else [])
 
 
-# Every case has one process and another layout, and every layout has two cases. `--whole-grid` runs all pairs.
+# Every case has one process and another layout, and every layout has two cases. The nightly tier has all pairs.
 COVERING = {
     "llama": [PIPELINE, INTERLEAVED],
     "llama tied, rope scaled": [TENSOR],
@@ -65,7 +65,7 @@ COVERING = {
 }
 PAIRS = [
     pytest.param(
-        case, layout, marks=() if layout in (WHOLE, *COVERING[case]) else pytest.mark.whole_grid, id=f"{case}-{layout}"
+        case, layout, marks=() if layout in (WHOLE, *COVERING[case]) else pytest.mark.nightly, id=f"{case}-{layout}"
     )
     for case in CASES
     for layout in layouts(case)

@@ -1,9 +1,9 @@
 """Layouts give the results of one process with every standard loss: loss, logprobs, gradients, a step and metrics.
 
-By default a few layouts run, which have every value of every factor on up to four ranks. This runs all layouts of
+The change tier has a few layouts, which have every value of every factor on up to four ranks. This runs all layouts of
 docs/layouts.md:
 
-    scripts/test.sh tests/parallel/test_grid.py --whole-grid
+    scripts/test.sh tests/parallel/test_grid.py --tier nightly
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ QUICK = FEW[1:3]  # together they use every kind of parallelism with degree 2, o
 
 # Parameters for tests of what the grid has shown for the policy itself.
 QUICK_OF_FEW = [
-    pytest.param(layout, marks=() if layout in QUICK else pytest.mark.whole_grid, id=layout.name.replace(" ", "-"))
+    pytest.param(layout, marks=() if layout in QUICK else pytest.mark.nightly, id=layout.name.replace(" ", "-"))
     for layout in FEW
 ]
 
 
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
-        layouts = whole_grid() if metafunc.config.getoption("--whole-grid") else FEW
+        layouts = whole_grid() if metafunc.config.getoption("--tier") == "nightly" else FEW
         metafunc.parametrize(
             "layout",
-            [pytest.param(layout, marks=pytest.mark.quick if layout in QUICK else ()) for layout in layouts],
+            [pytest.param(layout, marks=pytest.mark.fast if layout in QUICK else ()) for layout in layouts],
             ids=lambda layout: layout.name.replace(" ", "-"),
         )
 
@@ -55,7 +55,7 @@ def test_a_layout_gives_what_one_process_gives(grid, layout):
     assert not grid.run(layout).failures
 
 
-@pytest.mark.quick
+@pytest.mark.fast
 def test_the_quick_layouts_use_every_kind_of_parallelism():
     assert all(layout.factors.ranks == 4 for layout in QUICK)
     for axis in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "data"):
@@ -66,7 +66,7 @@ def test_the_quick_layouts_use_every_kind_of_parallelism():
         assert {getattr(layout.factors, setting) for layout in QUICK} == {False, True}, setting
 
 
-@pytest.mark.quick
+@pytest.mark.fast
 def test_the_few_layouts_have_every_value_of_every_factor():
     assert all(is_possible(layout.factors) and layout.factors.ranks <= 4 for layout in FEW)
     for place, (factor, values) in enumerate(VALUES.items()):

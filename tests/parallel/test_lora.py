@@ -52,7 +52,7 @@ def measured(layout: Layout, lora: LoraConfig = LORA):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(layout, marks=pytest.mark.quick if layout == QUICK[0] else ()) for layout in FEW],
+    [pytest.param(layout, marks=pytest.mark.fast if layout == QUICK[0] else ()) for layout in FEW],
     ids=lambda layout: layout.name.replace(" ", "-"),
 )
 def test_a_layout_gives_the_adapters_gradients_of_one_process(ranks, layout):

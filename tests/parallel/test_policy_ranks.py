@@ -15,7 +15,7 @@ def told(value):
         return str(error)
 
 
-@pytest.mark.quick
+@pytest.mark.fast
 def test_every_rank_gets_what_rank_0_has_or_why_it_cannot_be_sent(ranks):
     assert ranks.run(2, told, {"a": [1, 2]}) == [{"a": [1, 2]}] * 2
     first, second = ranks.run(2, told, "a function")

@@ -70,7 +70,7 @@ TIED_LAYOUTS = [
     (2, {"tensor": 2, "sequence": True}),
     (2, {"pipeline": 2}),
     (2, {"pipeline": 2, "virtual_pipeline": 2}),
-    pytest.param((4, {"tensor": 2, "pipeline": 2}), marks=pytest.mark.quick),
+    pytest.param((4, {"tensor": 2, "pipeline": 2}), marks=pytest.mark.fast),
     (2, {}),
 ]
 

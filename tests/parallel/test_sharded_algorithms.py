@@ -117,13 +117,13 @@ def assert_equal(found, wanted):
         assert error <= GRADIENT_TOLERANCE, (name, error)
 
 
-# Every estimator in every layout, with the two places of rollouts in turn. --whole-grid runs all triples.
+# Every estimator in every layout, with the two places of rollouts in turn. The nightly tier has all triples.
 CASES = [
     pytest.param(
         layout,
         estimator,
         everywhere,
-        marks=() if (row + column) % 2 == everywhere else pytest.mark.whole_grid,
+        marks=() if (row + column) % 2 == everywhere else pytest.mark.nightly,
         id=f"{layout}-{'own' if estimator == OWN else estimator}-{'every replica' if everywhere else 'rank 0'}",
     )
     for row, layout in enumerate(LAYOUTS)

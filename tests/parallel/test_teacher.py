@@ -26,7 +26,7 @@ JSD = {"kl_type": "jensen_shannon", "jsd_beta": 0.3}
 # The number of ranks, the layout, and whether sequences are packed.
 LAYOUTS = [
     pytest.param(2, {"tensor": 2}, False, id="tensor"),
-    pytest.param(2, {"context": 2}, True, id="context-packed", marks=pytest.mark.quick),
+    pytest.param(2, {"context": 2}, True, id="context-packed", marks=pytest.mark.fast),
     pytest.param(2, {"tensor": 2, "sequence": True}, True, id="sequence-packed"),
     pytest.param(2, {"pipeline": 2}, True, id="pipeline-packed"),
 ]
@@ -85,7 +85,7 @@ def assert_equal_gradients(found: dict[str, torch.Tensor], wanted: dict[str, tor
     assert norm > 1e-2 and difference <= 1e-6 * norm, difference / norm
 
 
-@pytest.mark.quick
+@pytest.mark.fast
 @pytest.mark.parametrize("settings", [FULL, JSD], ids=["mixed", "jensen-shannon"])
 def test_the_loss_is_what_both_models_whole_logits_give(ranks, settings):
     metrics, found, _ = ranks.reference(learned, {}, False, "full_distillation", settings)

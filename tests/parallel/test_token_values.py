@@ -13,7 +13,7 @@ from rl_megatron.topology.collectives import ALL_GATHER
 from tests.parallel.layouts import build_policy
 from tests.parallel.test_layouts import random_batch
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.change
 
 BLOCK = 128  # bytes
 

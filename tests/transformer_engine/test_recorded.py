@@ -46,7 +46,7 @@ def with_stand_in() -> list[dict[str, Any]]:
         use_fused_adam(False)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("family", cases.FAMILIES)
 def test_portable_layers_have_the_same_tensors_checkpoints_and_exports(fresh_process, family):
     portable = fresh_process.run(cases.of_family, family)
@@ -113,7 +113,7 @@ def test_the_fused_adam_of_other_tests_keeps_what_the_real_one_keeps(fresh_proce
         assert {adam["known_states"] for adam in theirs["adam"]} == {"exp_avg exp_avg_sq master_param"}
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_the_record_is_what_transformer_engine_gives():
     directory = os.environ.get(VARIABLE)
     if not directory:

@@ -13,7 +13,7 @@ import tempfile
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.change
 
 ARCHITECTURES = (80, 90, 100)  # A100, H100 and H200, B200
 DTYPES = {"logits": "{}", "out": "{}", "columns": "i64", "active": "i1"}

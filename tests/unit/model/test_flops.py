@@ -152,7 +152,7 @@ def norm_of_gpus(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> to
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("case", CASES)
 def test_the_closed_forms_equal_the_flops_that_torch_counts(ranks, case):
     world_size, model = CASES[case][:2]

@@ -125,7 +125,7 @@ def allocated(
     return TrainingBytes(sum(weights.values()), sum(gradients.values()), sum(state.values()))
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("settings", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_closed_forms_equal_what_a_policy_allocates_on_every_rank(ranks, case, settings):

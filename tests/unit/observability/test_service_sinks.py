@@ -71,7 +71,7 @@ def history(records):
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_resumed_run_continues_its_wandb_run(tmp_path):
     config = LoggerConfig(wandb=WandbConfig(project="maths", group="ablation", tags=("a", "b"), mode="offline"))
     run(tmp_path, config, 0, 3)
@@ -95,7 +95,7 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path):
     assert rows == [[(1, 1.0), (2, 0.5), (3, 1 / 3)], [(3, 1 / 3), (4, 0.25)]]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_resumed_run_continues_its_mlflow_run(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -121,7 +121,7 @@ def test_a_resumed_run_continues_its_mlflow_run(tmp_path, monkeypatch):
     assert found.data.metrics["sft/train/pass_2"] == 0.5, "MLflow's names may not have @"
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_resumed_run_continues_its_swanlab_run(tmp_path):
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
@@ -147,7 +147,7 @@ def test_a_resumed_run_continues_its_swanlab_run(tmp_path):
     assert sys.executable not in written, "the command of a run may hold secrets"
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_resumed_run_continues_its_trackio_run(tmp_path):
     """It runs in processes of its own, because Trackio reads its directory once, when it is imported."""
     program = textwrap.dedent("""

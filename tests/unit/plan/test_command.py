@@ -130,7 +130,7 @@ def test_servers_whose_share_is_not_free_do_not_fit(capsys):
     assert planned(capsys, *arguments, "--search", "--gpus-per-node", "1")["fitting"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_run_beside_servers_moves_the_optimizer_state_to_the_host(fresh_process):
     arguments = [*SMALL, *SHARED, "--gpus-per-node", "1", "--json"]
     status, printed = fresh_process.run(output_of, [*arguments, "generation.vllm.gpu_memory_utilization=0.5"])
@@ -194,7 +194,7 @@ def test_layouts_that_were_run_and_do_not_fit_are_not_called_all_layouts(monkeyp
     assert command._why_no_command(replace(found, ranked=()), {}).startswith("No layout fits")
 
 
-@pytest.mark.slow  # it imports matplotlib
+@pytest.mark.change  # it imports matplotlib
 def test_a_picture_is_written(tmp_path):
     file = tmp_path / "memory.png"
     assert main([*SMALL, *ALONE, "--picture", str(file)]) == 0
@@ -217,7 +217,7 @@ def output_of(arguments: list[str]) -> tuple[int, str]:
         return main(arguments), printed.getvalue()
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_the_phases_are_run_and_agree_with_the_closed_forms(fresh_process):
     arguments = [*LLAMA, "parallel.pipeline=4", "parallel.tensor=2", "parallel.sequence=true", "--nodes", "2", "--json"]
     arguments += ["train.global_batch_size=16", "train.micro_batch_size=1", "--gpu", "h200"]
@@ -238,7 +238,7 @@ def test_the_phases_are_run_and_agree_with_the_closed_forms(fresh_process):
     assert run["estimate"]["seconds"] == pytest.approx(closed["estimate"]["seconds"], rel=0.25)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_the_phases_of_a_critic_are_run_and_agree_with_the_closed_forms(fresh_process):
     arguments = [*SMALL, "algorithm=ppo", "model.num_layers=8", "model.hidden_size=256", "model.ffn_hidden_size=1024"]
     arguments += ["train.micro_batch_tokens=2048", "parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence=true"]
@@ -256,7 +256,7 @@ def test_the_phases_of_a_critic_are_run_and_agree_with_the_closed_forms(fresh_pr
             assert of_run["peak_bytes"] == pytest.approx(of_closed["peak_bytes"], rel=0.05), name
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_the_first_choice_of_a_search_is_run_and_fits(fresh_process):
     arguments = [*LLAMA, "train.global_batch_size=64", "--gpu", "h200", "--search", "--top", "3"]
     status, printed = fresh_process.run(output_of, arguments)

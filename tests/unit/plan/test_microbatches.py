@@ -124,7 +124,7 @@ def _uneven_run():
     return [(run[name].flops, closed[name].flops) for name in ("logprobs", "train")]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_run_of_fewer_microbatches_gives_the_operations_of_an_uneven_batch(fresh_process):
     for run, closed in fresh_process.run(_uneven_run):
         assert run == closed
@@ -203,7 +203,7 @@ def _of_two_stages():
     return [(run[name], of_phase(work, 0, name)) for name in ("refit", "train")]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_run_of_a_pipeline_syncs_and_sends_as_much_as_the_closed_forms_say(fresh_process):
     refit, train = fresh_process.run(_of_two_stages)
     run, closed = (sum(each.bytes * each.count for each in use.collectives) for use in refit)

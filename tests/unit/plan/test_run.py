@@ -49,7 +49,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_phase_runs_on_the_first_a_middle_and_the_last_stage(fresh_process, layout):
     world_size, overrides = layout
@@ -70,7 +70,7 @@ def test_every_phase_runs_on_the_first_a_middle_and_the_last_stage(fresh_process
         assert 0 <= use.after_bytes - found["build"].use().after_bytes < 0.1 * use.after_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_weights_are_counted_twice_with_a_reference_and_synced_to_engines(fresh_process):
     overrides = ("generation.engine=transformers", "parallel.tensor=2", "parallel.sequence=true")
     found = fresh_process.run(measured, 4, 1, overrides)
@@ -86,7 +86,7 @@ def test_weights_are_counted_twice_with_a_reference_and_synced_to_engines(fresh_
     assert refit.collectives[0].bytes > reference  # the one bucket holds the weights of both tensor-parallel ranks
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_sync_of_the_adapter_alone_sends_its_bytes(fresh_process):
     overrides = ("generation.engine=transformers", "generation.refit=adapter", "peft.r=4", "parallel.tensor=2")
     use = fresh_process.run(measured, 2, 0, overrides, ("refit",))["refit"].use()
@@ -100,7 +100,7 @@ def test_a_sync_of_the_adapter_alone_sends_its_bytes(fresh_process):
     assert of_adapter < sums.bytes < 1.05 * of_adapter, "with the fingerprints of the tensors"
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_magnitudes_keep_the_outputs_of_linears_for_the_backward_pass(fresh_process):
     overrides = ("parallel.tensor=2", "parallel.sequence=true", "peft.r=4")
     without, with_them = (
@@ -111,7 +111,7 @@ def test_magnitudes_keep_the_outputs_of_linears_for_the_backward_pass(fresh_proc
     assert with_them.peak.gradients > without.peak.gradients
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_full_recomputation_runs_the_layers_a_second_time(fresh_process):
     plain, recomputed = (
         fresh_process.run(measured, 1, 0, (f"model.recompute={kind}",))["train"].use() for kind in ("none", "full")
@@ -128,7 +128,7 @@ def _uses(exact, *overrides):
     return use.kind, {phase.name: phase for phase in use.phases}
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_two_depths_give_the_use_of_all_layers(fresh_process):
     kind, exact = fresh_process.run(_uses, True)
     _, extrapolated = fresh_process.run(_uses, False)
@@ -144,7 +144,7 @@ def test_two_depths_give_the_use_of_all_layers(fresh_process):
         assert sum(count for _, count in other.syncs) == sum(count for _, count in phase.syncs), name
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_gradients_are_free_from_a_weight_sync_to_the_next_training_phase(fresh_process):
     for exact in (True, False):
         _, found = fresh_process.run(_uses, exact, "generation.engine=transformers")
@@ -158,7 +158,7 @@ def test_gradients_are_free_from_a_weight_sync_to_the_next_training_phase(fresh_
         assert found["logprobs"].after_bytes < found["build"].after_bytes - gradients + 1.3 * tables, exact
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_both_directions_between_two_pipeline_stages_belong_to_the_pipeline(fresh_process):
     train = fresh_process.run(measured, 8, 4, ("parallel.pipeline=2",), ("train",))["train"].use()
     messages = [each for each in train.collectives if each.kind in ("send", "recv")]
@@ -194,7 +194,7 @@ def _bytes_of_calls(data):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("call", ["train", "logprobs", "top k"])
 def test_memory_of_a_call_does_not_grow_with_data_parallelism(fresh_process, of_calls, call):
     (few_before, few), (many_before, many) = (of_calls(fresh_process, data)[call] for data in (8, 4096))
@@ -229,7 +229,7 @@ def _generation(overrides):
     return sum(generate.peak) - build.after, closed.peak_bytes - settings.held(0).total, closed.peak.activations
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("overrides", READING.values(), ids=READING)
 def test_closed_forms_count_what_is_held_while_prompts_are_read(fresh_process, overrides):
     run, closed, of_reading = fresh_process.run(_generation, overrides)

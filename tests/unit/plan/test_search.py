@@ -46,8 +46,8 @@ def chosen_stage(candidate, overrides: list[str], cluster: Cluster):
 @pytest.mark.parametrize(
     ("overrides", "nodes"),
     [
-        pytest.param([*DENSE, *ROLLOUTS], 512, marks=pytest.mark.slow),
-        pytest.param([*EXPERTS, *ROLLOUTS], 512, marks=pytest.mark.slow),
+        pytest.param([*DENSE, *ROLLOUTS], 512, marks=pytest.mark.change),
+        pytest.param([*EXPERTS, *ROLLOUTS], 512, marks=pytest.mark.change),
         ([*DENSE, *PAIRS], 2),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_tenth_of_the_memory_changes_what_fits():
     assert any(candidate.settings.shape.model.recompute == "full" for candidate in small.ranked)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_shorter_mean_responses_take_less_time_and_as_much_memory():
     overrides = ["model=llama3_1_8b", "model.vocab_size=128256", "precision=bf16", *ROLLOUTS]
     longest, _ = searched(overrides, 1, section=PlanConfig(prompt_tokens=64))

@@ -58,7 +58,7 @@ def _few_and_many(world_size, rank, overrides):
     return tuple(_waits(world_size, rank, overrides, count) for count in (few, many))
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_no_microbatch_waits_for_the_device(fresh_process, layout):
     world_size, overrides = layout
@@ -72,7 +72,7 @@ def test_no_microbatch_waits_for_the_device(fresh_process, layout):
             assert sum(count for file, count in waits.items() if file not in allowed) <= most, (phase, many)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_each_expert_layer_waits_as_often_as_is_allowed(fresh_process):
     few, many = fresh_process.run(_few_and_many, 2, 0, (*EXPERTS, "parallel.expert=2"))
     microbatches = (24 - 16) // 2 // 2
@@ -80,7 +80,7 @@ def test_each_expert_layer_waits_as_often_as_is_allowed(fresh_process):
     assert added == {file: each * LAYERS * microbatches for file, each in OF_EXPERTS.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_read_that_someone_adds_is_named_with_file_and_line(fresh_process):
     source = (HERE / "reads_too_much.py").read_text().splitlines()
     line = next(number for number, text in enumerate(source, 1) if ".item()" in text)
@@ -113,7 +113,7 @@ def _decode(overrides, steps):
     return dict(result[0].use().syncs)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("overrides", [(), ("parallel.pipeline=2",), ("parallel.tensor=2", "parallel.sequence=true")])
 def test_decoding_waits_once_in_eight_tokens(fresh_process, overrides):
     syncs = fresh_process.run(_decode, overrides, 16)

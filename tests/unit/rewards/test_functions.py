@@ -141,7 +141,7 @@ def test_code_counts_the_tests_that_a_program_passes(completion, tests, share):
     assert Code(all_or_nothing=False)(completion, tests)["score"] == share
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize(
     "program",
     [
@@ -166,7 +166,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize(
     "program",
     ["x = '\0'", "x = '\ud800'", "print(4, end='\ud800')", FORGED, "import sys, os; os.fork()\nassert 0"],
@@ -177,7 +177,7 @@ def test_a_program_that_cannot_run_or_forges_its_result_scores_zero(program):
     assert Code()(program, ["assert False"])["passed"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_long_program_runs_and_reads_what_no_text_holds():
     long = "print(len(input()))  #" + "x" * 200_000
     assert Code()(long, {"inputs": ["\ud800\n"], "outputs": ["3"]})["passed"] == 1
@@ -185,7 +185,7 @@ def test_a_long_program_runs_and_reads_what_no_text_holds():
     assert Code()("x = [1, 2]", "[1, 2] == x")["passed"] == 1, "a statement that is not JSON"
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_no_process_of_a_program_outlives_the_call(tmp_path):
     child = f"import time; time.sleep(1.5); open({str(tmp_path / 'lives')!r}, 'w')"
     program = f"""
@@ -215,7 +215,7 @@ def called_directly(answer, completion):
     return float(verify(gold, parse(completion))) if gold else None
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_math_verify_in_a_worker_equals_the_library_called_directly():
     pairs = latex_answers()
     assert len(pairs) >= 100
@@ -237,7 +237,7 @@ def test_math_verify_in_a_worker_equals_the_library_called_directly():
     assert wanted.count(1.0) > 30 < wanted.count(0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_math_verify_is_not_silent_about_its_own_time_limit(monkeypatch):
     import math_verify.parser
 

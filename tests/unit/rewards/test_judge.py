@@ -39,7 +39,7 @@ def scored(settings, completions, **record):
         scorer.close()
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_every_sample_is_scored_or_counted_and_hits_are_equal_to_the_bit(server, tmp_path):
     passing = ["429:3 abc", "500:2 ab", "503:1 abcde", "html:1 a", "binary:1 ab", "shape:2 abc"]
     passing += ["hangup:1 ab", *(f"ok:0 {'x' * (number % 8)}{number:02}" for number in range(40))]
@@ -62,7 +62,7 @@ def test_every_sample_is_scored_or_counted_and_hits_are_equal_to_the_bit(server,
     assert "reward_judge_attempts" not in metrics
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_late_answer_is_asked_for_again_and_one_that_stays_late_is_counted(server, tmp_path):
     settings = config(server, tmp_path, {"request_seconds": 1.0})
     assert scored(settings, ["late:1 abcd"])[0] == [pytest.approx(0.4)]
@@ -71,7 +71,7 @@ def test_a_late_answer_is_asked_for_again_and_one_that_stays_late_is_counted(ser
     assert rewards == [0.0] and metrics["reward_judge_timeouts"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_an_answer_without_a_score_ends_the_run_unless_a_setting_scores_it(server, tmp_path):
     with pytest.raises(
         RewardFailed, match=r"the judge's answer has no score: 'I would rather not say.'.*unparsed_score"
@@ -80,7 +80,7 @@ def test_an_answer_without_a_score_ends_the_run_unless_a_setting_scores_it(serve
     assert not any(tmp_path.iterdir())  # an answer without a score is asked for again
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_the_key_comes_from_the_environment_and_is_in_no_message(server, tmp_path, monkeypatch):
     monkeypatch.setenv("MY_JUDGE", "s3cr3t-of-mine")
     settings = config(server, tmp_path, {"api_key_env": "MY_JUDGE"})
@@ -119,7 +119,7 @@ def test_equal_requests_are_sent_once_and_each_part_of_a_request_has_an_answer_o
     assert asked({"cache_dir": "off"})[1] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_template_in_a_file_gets_the_fields_of_the_record(server, tmp_path):
     file = tmp_path / "judge.jinja"
     file.write_text("{{ rubric }}: {{ completion }} for {{ prompt }} ({{ answer }})")

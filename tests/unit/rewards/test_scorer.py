@@ -133,7 +133,7 @@ def on_each_node(config, completions, num_nodes, record):
     return outcome, scorer._workers is not None
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_rank_0_gets_the_rewards_of_its_samples_from_the_workers_of_all_nodes(ranks, num_nodes):
     config = RewardConfig(functions=(function("trl"), function("fields"), function("judge")), num_workers=2)
@@ -147,7 +147,7 @@ def test_rank_0_gets_the_rewards_of_its_samples_from_the_workers_of_all_nodes(ra
     assert first[1]["reward_trl_seen"] == len(texts), "a list function gets the samples of all nodes"
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("text", ["sleep", "raise", "exit"])
 def test_a_failure_on_one_node_ends_the_run_on_all_ranks(ranks, text):
     config = RewardConfig(functions=(function("misbehave"),), timeout_seconds=0.5, num_workers=1)
@@ -156,7 +156,7 @@ def test_a_failure_on_one_node_ends_the_run_on_all_ranks(ranks, text):
     assert "'misbehave'" in first[1] and f"completion {text!r}" in first[1]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_file_that_is_missing_on_the_workers_is_an_error_on_all_ranks(ranks, tmp_path):
     config = RewardConfig(functions=(RewardFunctionConfig(path=str(tmp_path / "gone.py"), name="f"),))
     (first, _), (second, _) = ranks.run(2, on_each_node, config, ["x"], 1, {})

@@ -89,7 +89,7 @@ MISBEHAVIOUR = {
 HARMLESS = ("fork", "print", "well")
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("name", ["misbehave", "misbehave_async"])
 def test_a_function_that_misbehaves_spoils_only_its_own_sample(workers_of, name):
     workers = workers_of(settings(name, timeout_seconds=1.0, on_error="zero", on_timeout="zero", num_workers=2))
@@ -104,14 +104,14 @@ def test_a_function_that_misbehaves_spoils_only_its_own_sample(workers_of, name)
             assert outcome.failure.message.startswith(message), (text, outcome)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_waiting_coroutine_is_late_without_disturbing_the_others(workers_of):
     workers = workers_of(settings("misbehave_async", timeout_seconds=1.0, on_timeout="zero", num_workers=1))
     (found,) = scored(workers, samples("wait", "well", "well"))
     assert [outcome.failure and outcome.failure.kind for outcome in found] == ["timeout", None, None]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_the_time_of_a_call_begins_when_the_call_does(workers_of):
     """Two functions of 0.3 s score four samples in one worker: the last call begins after 2.1 s."""
     workers = workers_of(settings("takes_a_while", "takes_as_long", timeout_seconds=0.45, num_workers=1))
@@ -119,7 +119,7 @@ def test_the_time_of_a_call_begins_when_the_call_does(workers_of):
     assert [outcome.score for outcomes in found for outcome in outcomes] == [1.0] * 8
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_coroutines_are_not_late_because_of_others_that_hold_the_event_loop(workers_of):
     """Ten calls that hold the loop for 0.3 s twice: each waits for 2.7 s or more of the others' time."""
     workers = workers_of(settings("computes", timeout_seconds=2.0, on_timeout="zero", num_workers=1))
@@ -128,7 +128,7 @@ def test_coroutines_are_not_late_because_of_others_that_hold_the_event_loop(work
     assert found[-1].failure.kind == "timeout"
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("text", ["sleep", "exit", "raise", "nan"])
 def test_a_list_function_fails_for_all_samples_or_for_one(workers_of, text):
     workers = workers_of(settings("misbehave_list", timeout_seconds=1.0, on_error="zero", on_timeout="zero"))
@@ -146,7 +146,7 @@ def test_the_first_failure_ends_the_scoring(workers_of):
     assert [outcome.score for outcome in scored(workers, samples("well"))[0]] == [1.0], "later calls work"
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_no_process_is_left_behind(workers_of):
     workers = workers_of(settings("misbehave", timeout_seconds=1.0, on_timeout="zero", on_error="zero"))
     scored(workers, samples("fork", "orphan", "sleep"))
@@ -205,7 +205,7 @@ def test_a_record_without_a_field_of_a_function_is_named_by_its_place():
         check_functions(settings(RewardFunctionConfig(path=FILE, name="fields")), problems)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -90,7 +90,7 @@ result({"reward": 0.5, "metadata": {"number": record["number"], "text": text}})
     assert [len(requests) for requests in engine.rounds] == [2, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize(
     ("program", "message"),
     [
@@ -126,7 +126,7 @@ def test_a_result_that_cannot_be_used_is_refused(tmp_path, written, message):
         read_result(path)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_processes_of_a_program_end_with_it(tmp_path):
     """One ends with its trajectory, and one whose program hangs at the limit of time."""
     program = """
@@ -145,7 +145,7 @@ if record["number"]:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_program_gets_no_secrets_but_those_that_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("OTHER_TOKEN", "secret-1")
     monkeypatch.setenv("SEARCH_API_KEY", "secret-2")

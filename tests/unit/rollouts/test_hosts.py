@@ -228,7 +228,7 @@ def _is_a_host(pid):
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_objects_can_live_in_another_interpreter_that_has_no_package(tmp_path):
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)

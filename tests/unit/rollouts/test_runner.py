@@ -275,7 +275,7 @@ def test_limits_of_tokens_shorten_completions_and_end_trajectories():
     assert [turn.end - turn.start for turn in result.trajectories[0].turns] == [8, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_thousand_trajectories_with_faults_are_all_accounted_for():
     """Of each group of four, all are learned from or none."""
 

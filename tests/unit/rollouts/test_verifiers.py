@@ -12,7 +12,7 @@ from tests.unit.rollouts.engines import RandomTokens
 from tests.unit.rollouts.fake_verifiers import write_library
 from tests.unit.rollouts.test_agent import run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.change
 GOOD = 'return found | {"reward": 0.5}'
 
 

@@ -49,7 +49,7 @@ def use_single_requests_on_rank_0(directory, url) -> list:
         engine.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_ranks_decide_alike_after_single_requests_of_rank_0(ranks, tmp_path):
     fake = FakeVllm()
 
@@ -81,7 +81,7 @@ def reach_a_wrong_address(directory, url):
         engine.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_wrong_address_ends_every_rank(ranks, tmp_path):
     fake = FakeVllm()
     fake.health_status = 404
@@ -92,7 +92,7 @@ def test_a_wrong_address_ends_every_rank(ranks, tmp_path):
         fake.close()
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_every_rank_gets_the_batch_or_the_failure(ranks, tmp_path):
     fake = FakeVllm()
     try:

@@ -20,7 +20,7 @@ def servers_of(engine):
     return [psutil.Process(process.pid).children()[0] for process in engine._pool._local.processes]
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_launched_servers_answer_log_into_the_run_and_end_with_the_engine(engines, tmp_path):
     engine = engines(settings={"num_servers": 2})
     engine.update_weights()
@@ -32,7 +32,7 @@ def test_launched_servers_answer_log_into_the_run_and_end_with_the_engine(engine
     assert not any(process.is_running() for process in processes)
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_killed_server_is_started_again_and_the_batch_is_completed(engines):
     engine = engines("seconds=1.5")
     engine.update_weights()
@@ -42,7 +42,7 @@ def test_a_killed_server_is_started_again_and_the_batch_is_completed(engines):
     assert engine.served == Served(1, 2) and servers_of(engine)[0].pid != server.pid
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_server_ends_if_the_process_that_started_it_is_killed(tmp_path):
     """The guardian reads the end of its standard input, and ends the server."""
     pid = os.fork()
@@ -73,7 +73,7 @@ def test_a_server_ends_if_the_process_that_started_it_is_killed(tmp_path):
         ("after=60", r"not ready within generation.vllm.startup_timeout_seconds=2; raise it, or free the machine"),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_server_that_does_not_start_ends_the_run_and_says_why(engines, option, message):
     engine = engines(option, settings={"startup_timeout_seconds": 2.0 if "after" in option else 30.0})
     with pytest.raises(EngineFailed, match=message):

@@ -63,7 +63,7 @@ def process_of(servers, old=None):
     raise AssertionError("no server is ready")
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_killed_server_is_started_again_at_its_address_and_all_end_when_asked(tmp_path):
     servers = node(tmp_path, VllmConfig(port=free_port(), startup_timeout_seconds=30.0), max_restarts=1)
     with running(servers) as raised:
@@ -77,7 +77,7 @@ def test_a_killed_server_is_started_again_at_its_address_and_all_end_when_asked(
     assert not second.is_running()
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_servers_that_end_more_often_than_allowed_end_the_command(tmp_path):
     servers = node(tmp_path, VllmConfig(port=free_port(), startup_timeout_seconds=30.0), max_restarts=0)
     with running(servers) as raised:

@@ -13,7 +13,7 @@ from rl_megatron.generation.servers.process import ServerProcess
 SHELL = SimpleNamespace(name="shell", command=lambda launch: (["sh", "-c", "sleep 100 & sleep 100; true"], {}))
 
 
-@pytest.mark.slow
+@pytest.mark.change
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
 def test_all_processes_of_a_server_end_if_its_guardian_gets_a_signal(tmp_path, monkeypatch, number):
     monkeypatch.setattr("rl_megatron.generation.servers.process._SECONDS_TO_LEAVE", 2.0)

@@ -1,0 +1,117 @@
+"""Record what every test costs (`pytest --durations-to FILE`), and print it by file, directory and tier.
+
+    python -m tests.costs FILE [--files N]
+
+A test's seconds are those of its setup, call and teardown. A fixture that several tests share counts for the first of
+them. Its CPU seconds are those of the pytest process and of all processes below it: forks, ranks and servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+TICKS = os.sysconf("SC_CLK_TCK")
+TIERS = ("fast", "change", "nightly")
+
+
+def tier_of(item: pytest.Item) -> str:
+    """Return the first tier that runs a test."""
+    return next((tier for tier in ("nightly", "change") if item.get_closest_marker(tier)), "fast")
+
+
+class Costs:
+    """A pytest plugin that writes a JSON line for every test: its id, tier, outcome, seconds and CPU seconds."""
+
+    def __init__(self, path: Path, *, writes: bool):
+        """Start the file.
+
+        Args:
+            path: The file; it is replaced.
+            writes: Whether this process writes it: the only one, or the one to which workers of xdist report.
+        """
+        self._file = path.open("w") if writes else None
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._outcomes: dict[str, str] = {}
+        self._began = 0.0
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        self._began = cpu_seconds(os.getpid())
+        item.user_properties.append(("tier", tier_of(item)))
+        return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item, call):
+        if call.when == "teardown":
+            item.user_properties.append(("cpu_seconds", round(cpu_seconds(os.getpid()) - self._began, 3)))
+
+    def pytest_runtest_logreport(self, report):
+        self._seconds[report.nodeid] += report.duration
+        if report.when == "call" or report.outcome != "passed":
+            self._outcomes[report.nodeid] = report.outcome
+        if report.when == "teardown" and self._file:
+            line = {"test": report.nodeid, "outcome": self._outcomes.pop(report.nodeid, report.outcome)}
+            line |= {"seconds": round(self._seconds.pop(report.nodeid), 3)} | dict(report.user_properties)
+            print(json.dumps(line), file=self._file, flush=True)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process, of its children that have ended, and of all processes below it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        tasks = [Path(task.path, "children").read_text() for task in os.scandir(f"/proc/{pid}/task")]
+    except OSError:  # it has just ended
+        return 0.0
+    return sum(map(int, fields[11:15])) / TICKS + sum(cpu_seconds(int(child)) for child in " ".join(tasks).split())
+
+
+def read(path: Path) -> list[dict]:
+    """Return the lines of a file that `--durations-to` has written."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def directory_of(test: str) -> str:
+    """Return the directory of a test, or the file if it lies in `tests` itself."""
+    path = PurePosixPath(test.partition("::")[0])
+    return "/".join(path.parts[:2])
+
+
+def table(name: str, groups: Iterable[tuple[str, list[dict]]]) -> str:
+    """Return a Markdown table of groups of tests, the dearest first."""
+    rows = [f"| {name} | tests | seconds | CPU seconds |", "|---|---:|---:|---:|"]
+    ordered = sorted(groups, key=lambda group: -sum(test["seconds"] for test in group[1]))
+    for title, tests in ordered:
+        seconds, cpu = (sum(test[key] for test in tests) for key in ("seconds", "cpu_seconds"))
+        rows.append(f"| {title} | {len(tests):,} | {seconds:,.0f} | {cpu:,.0f} |")
+    return "\n".join(rows)
+
+
+def grouped(tests: list[dict], key) -> list[tuple[str, list[dict]]]:
+    groups = defaultdict(list)
+    for test in tests:
+        groups[key(test)].append(test)
+    return list(groups.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.costs", description=__doc__.partition("\n")[0])
+    parser.add_argument("file", type=Path, help="what `--durations-to` has written")
+    parser.add_argument("--files", type=int, default=40, metavar="N", help="the dearest files that are listed (40)")
+    arguments = parser.parse_args()
+    tests = read(arguments.file)
+    print(table("tier", grouped(tests, lambda test: test["tier"])), end="\n\n")
+    print(table("directory", grouped(tests, lambda test: directory_of(test["test"]))), end="\n\n")
+    files = grouped(tests, lambda test: f"{test['test'].partition('::')[0]} ({test['tier']})")
+    files.sort(key=lambda group: -sum(test["seconds"] for test in group[1]))
+    print(table("file", files[: arguments.files]))
+
+
+if __name__ == "__main__":
+    main()
