@@ -21,4 +21,5 @@ def threads() -> Counter[str]:
 
 
 def test_all_groups_of_a_process_share_a_device(ranks):
-    assert ranks.run(1, devices_of_groups) == [(1, 1)]
+    [(with_one, with_six)] = ranks.run(1, devices_of_groups)
+    assert with_one == with_six >= 1
