@@ -96,12 +96,6 @@ def pytest_addoption(parser):
         help="run this tier and the cheaper ones; nightly also has more random batches, kills and steps",
     )
     parser.addoption("--shard", metavar="I/N", help="run every Nth file of tests, from the Ith on")
-    parser.addoption("--durations-to", type=Path, metavar="FILE", help="write what every test costs to a file")
-
-
-def pytest_configure(config):
-    if path := config.getoption("--durations-to"):
-        config.pluginmanager.register(costs.Costs(path, writes=not hasattr(config, "workerinput")), "costs")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -26,6 +26,15 @@ def tier_of(item: pytest.Item) -> str:
     return next((tier for tier in ("nightly", "change") if item.get_closest_marker(tier)), "fast")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--durations-to", type=Path, metavar="FILE", help="write what every test costs to a file")
+
+
+def pytest_configure(config):
+    if path := config.getoption("--durations-to"):
+        config.pluginmanager.register(Costs(path, writes=not hasattr(config, "workerinput")), "costs")
+
+
 class Costs:
     """A pytest plugin that writes a JSON line for every test: its id, tier, outcome, seconds and CPU seconds."""
 
@@ -101,7 +110,7 @@ def grouped(tests: list[dict], key) -> list[tuple[str, list[dict]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.costs", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.costs", description="Print what tests cost.")
     parser.add_argument("file", type=Path, help="what `--durations-to` has written")
     parser.add_argument("--files", type=int, default=40, metavar="N", help="the dearest files that are listed (40)")
     arguments = parser.parse_args()

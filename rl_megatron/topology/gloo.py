@@ -6,8 +6,9 @@ torch gives every group a device of its own, whose thread wakes up 100 times a s
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import ProcessGroupGloo, distributed_c10d
+from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
 
 
 def share_gloo_device() -> None:
@@ -16,10 +17,11 @@ def share_gloo_device() -> None:
     Forks call it again, because a device's thread is not there in a fork.
     """
     device = ProcessGroupGloo.create_default_device()
+    gloo: Any = ProcessGroupGloo  # torch's stub leaves its options out
 
     class OneDevice(ProcessGroupGloo):
-        def __init__(self, store: object, rank: int, size: int, timeout: timedelta):
-            options = ProcessGroupGloo._Options()
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta):
+            options = gloo._Options()
             options._timeout, options._devices = timeout, [device]
             super().__init__(store, rank, size, options)
 
