@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 
 def share_gloo_device() -> None:
@@ -20,7 +20,7 @@ def share_gloo_device() -> None:
     gloo: Any = ProcessGroupGloo  # torch's stub leaves its options out
 
     class OneDevice(ProcessGroupGloo):
-        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
             options = gloo._Options()
             options._timeout, options._devices = timeout, [device]
             super().__init__(store, rank, size, options)
