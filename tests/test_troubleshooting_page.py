@@ -72,7 +72,8 @@ def trees() -> dict[str, ast.Module]:
 
 @cache
 def messages() -> tuple[Message, ...]:
-    return tuple(found for module, tree in trees().items() for found in messages_below(tree, module, frozenset()))
+    found = (message for module, tree in trees().items() for message in messages_below(tree, module, frozenset()))
+    return tuple(message for message in found if len(message.text) >= FEWEST_CHARACTERS)
 
 
 def quotes_of(page: str) -> list[str]:
@@ -90,10 +91,10 @@ def parts_of(quote: str) -> list[str]:
     return [part.strip() for part in quote.split("…") if part.strip()]
 
 
-def says(message: str, quote: str) -> bool:
-    """Return whether the message has the quote's constant parts in their order."""
+def says(message: str, parts: list[str]) -> bool:
+    """Return whether the message has the constant parts of a quote in their order."""
     place = 0
-    for part in parts_of(quote):
+    for part in parts:
         found = message.find(part, place)
         if found < 0:
             return False
@@ -103,7 +104,8 @@ def says(message: str, quote: str) -> bool:
 
 @cache
 def sources_of(quote: str) -> list[Message]:
-    return [message for message in messages() if says(message.text, quote)]
+    parts = parts_of(quote)
+    return [message for message in messages() if says(message.text, parts)]
 
 
 def nearest_to(quote: str) -> str:
@@ -122,7 +124,8 @@ QUOTES = quotes_of(PAGE)
 def test_quotes_are_found():
     page = "- `one thing …`, `another\n  thing` (`Error`): cause.\n- Not `this`.\n- `a third`\n"
     assert quotes_of(page) == ["one thing …", "another thing", "a third"]
-    assert says(f"x={VALUE} does nothing: y", "x=… nothing") and not says("nothing x=", "x=… nothing")
+    parts = parts_of("x=… nothing")
+    assert says(f"x={VALUE} does nothing: y", parts) and not says("nothing x=", parts)
     assert len(QUOTES) > 100
 
 
