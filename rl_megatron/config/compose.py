@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from hydra import compose
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
@@ -85,7 +86,7 @@ def hydra_session(config_dir: str | None) -> Iterator[Hydra]:
     GlobalHydra.instance().clear()
     try:
         hydra = Hydra.create_main_hydra2("rl-megatron", search_path)
-        hydra.config_loader.repository = _ReadOnce(search_path)
+        cast(ConfigLoaderImpl, hydra.config_loader).repository = _ReadOnce(search_path)
         yield hydra
     finally:
         GlobalHydra.instance().clear()
