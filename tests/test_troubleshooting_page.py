@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "rl_megatron"
 PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
@@ -74,7 +72,8 @@ def trees() -> dict[str, ast.Module]:
 
 @cache
 def messages() -> tuple[Message, ...]:
-    return tuple(found for module, tree in trees().items() for found in messages_below(tree, module, frozenset()))
+    found = (message for module, tree in trees().items() for message in messages_below(tree, module, frozenset()))
+    return tuple(message for message in found if len(message.text) >= FEWEST_CHARACTERS)
 
 
 def quotes_of(page: str) -> list[str]:
@@ -92,10 +91,10 @@ def parts_of(quote: str) -> list[str]:
     return [part.strip() for part in quote.split("…") if part.strip()]
 
 
-def says(message: str, quote: str) -> bool:
-    """Return whether the message has the quote's constant parts in their order."""
+def says(message: str, parts: list[str]) -> bool:
+    """Return whether the message has the constant parts of a quote in their order."""
     place = 0
-    for part in parts_of(quote):
+    for part in parts:
         found = message.find(part, place)
         if found < 0:
             return False
@@ -105,7 +104,8 @@ def says(message: str, quote: str) -> bool:
 
 @cache
 def sources_of(quote: str) -> list[Message]:
-    return [message for message in messages() if says(message.text, quote)]
+    parts = parts_of(quote)
+    return [message for message in messages() if says(message.text, parts)]
 
 
 def nearest_to(quote: str) -> str:
@@ -124,15 +124,16 @@ QUOTES = quotes_of(PAGE)
 def test_quotes_are_found():
     page = "- `one thing …`, `another\n  thing` (`Error`): cause.\n- Not `this`.\n- `a third`\n"
     assert quotes_of(page) == ["one thing …", "another thing", "a third"]
-    assert says(f"x={VALUE} does nothing: y", "x=… nothing") and not says("nothing x=", "x=… nothing")
+    parts = parts_of("x=… nothing")
+    assert says(f"x={VALUE} does nothing: y", parts) and not says("nothing x=", parts)
     assert len(QUOTES) > 100
 
 
-@pytest.mark.parametrize("quote", QUOTES)
-def test_the_package_has_the_quoted_message(quote):
-    constant = sum(map(len, parts_of(quote)))
-    assert constant >= FEWEST_CHARACTERS, "quote more of the message"
-    assert sources_of(quote), f"no message of the package has the words of {quote!r}; nearest:\n{nearest_to(quote)}"
+def test_the_package_has_every_quoted_message():
+    short = [quote for quote in QUOTES if sum(map(len, parts_of(quote))) < FEWEST_CHARACTERS]
+    assert not short, f"quote more of these messages: {short}"
+    wrong = [f"{quote!r}; nearest:\n{nearest_to(quote)}" for quote in QUOTES if not sources_of(quote)]
+    assert not wrong, "no message of the package has the words of\n" + "\n".join(wrong)
 
 
 def exceptions_of_the_package() -> dict[str, str]:
@@ -151,12 +152,12 @@ def exceptions_of_the_package() -> dict[str, str]:
     return {name: module for name, (_, module) in bases.items() if is_exception(name)}
 
 
-@pytest.mark.parametrize("exception", exceptions_of_the_package())
-def test_every_exception_has_an_entry(exception):
-    assert f"`{exception}`" in PAGE
-    assert any(exception in message.raised for quote in QUOTES for message in sources_of(quote)), (
-        f"no entry quotes a message of {exception}"
-    )
+def test_every_exception_has_an_entry():
+    exceptions = exceptions_of_the_package()
+    quoted = {call for quote in QUOTES for message in sources_of(quote) for call in message.raised}
+    assert exceptions
+    assert not [name for name in exceptions if f"`{name}`" not in PAGE], "the page does not name these"
+    assert not [name for name in exceptions if name not in quoted], "no entry quotes a message of these"
 
 
 def raises_config_error(tree: ast.Module) -> bool:
@@ -170,7 +171,8 @@ def raises_config_error(tree: ast.Module) -> bool:
     )
 
 
-@pytest.mark.parametrize("module", [module for module, tree in trees().items() if raises_config_error(tree)])
-def test_every_module_that_refuses_input_has_an_entry(module):
-    covered = any(message.module == module for quote in QUOTES for message in sources_of(quote))
-    assert covered, f"no entry quotes a message of {module}"
+def test_every_module_that_refuses_input_has_an_entry():
+    modules = {module for module, tree in trees().items() if raises_config_error(tree)}
+    assert modules
+    missing = modules - {message.module for quote in QUOTES for message in sources_of(quote)}
+    assert not missing, f"no entry quotes a message of {sorted(missing)}"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from hydra import compose
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -47,6 +52,21 @@ class Composed:
     experiment: str | None
 
 
+class _ReadOnce(ConfigRepository):
+    """The files that Hydra composes; a process reads the user's again each time, and all others once."""
+
+    _results: ClassVar[dict[tuple[str, str], ConfigResult | None]] = {}  # (source, file) -> its content
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if source is None or source.scheme() == UserFiles.scheme():
+            return super().load_config(config_path)
+        key = (source.path, config_path)
+        if key not in self._results:
+            self._results[key] = super().load_config(config_path)
+        return copy.deepcopy(self._results[key])  # Hydra merges into what it gets
+
+
 @contextmanager
 def hydra_session(config_dir: str | None) -> Iterator[Hydra]:
     """Yield Hydra with the shipped YAML files on its search path, and after them those of `config_dir`.
@@ -65,7 +85,9 @@ def hydra_session(config_dir: str | None) -> Iterator[Hydra]:
         search_path.prepend("command-line", address, anchor=before_schema)
     GlobalHydra.instance().clear()
     try:
-        yield Hydra.create_main_hydra2("rl-megatron", search_path)
+        hydra = Hydra.create_main_hydra2("rl-megatron", search_path)
+        cast(ConfigLoaderImpl, hydra.config_loader).repository = _ReadOnce(search_path)
+        yield hydra
     finally:
         GlobalHydra.instance().clear()
 

@@ -18,12 +18,12 @@ from tests.transformer_engine.record import RECORDED
 
 VARIABLE = "RL_MEGATRON_TRANSFORMER_ENGINE"
 FAMILIES = json.loads(RECORDED.read_text())["families"]
-RANKS = [
-    pytest.param(family, layout, rank, id=f"{family}, {layout}, rank {number}")
+RANKS = {
+    (family, layout, number): rank
     for family, layouts in FAMILIES.items()
     for layout, recorded in layouts.items()
     for number, rank in enumerate(recorded["ranks"])
-]
+}
 
 
 def small_model(family: str, num_layers: int) -> Any:
@@ -75,32 +75,34 @@ def test_the_weight_table_has_the_tensors_of_the_layers(family):
         }
 
 
-@pytest.mark.parametrize(("family", "layout", "rank"), RANKS)
-def test_every_parameter_of_the_layers_has_a_place(family, layout, rank):
+def test_every_parameter_of_the_layers_has_a_place():
     """A parameter that the sharding metadata lacked would be neither initialised nor saved."""
-    held = sum(math.prod(shape) for _, *parts in rank["pieces"].values() for _, shape in parts)
-    assert held == sum(math.prod(shape) for shape in rank["parameters"].values())
-    # This is how `build_model` finds the parameters of experts, whose gradients are summed over fewer ranks.
-    experts = {name for name in rank["parameters"] if "expert" in name}
-    assert experts == {name for name in rank["parameters"] if ".experts." in name}
-    assert bool(experts) == (family in ("mixtral", "qwen3_moe"))
+    for case, rank in RANKS.items():
+        held = sum(math.prod(shape) for _, *parts in rank["pieces"].values() for _, shape in parts)
+        assert held == sum(math.prod(shape) for shape in rank["parameters"].values()), case
+        # This is how `build_model` finds the parameters of experts, whose gradients are summed over fewer ranks.
+        experts = {name for name in rank["parameters"] if "expert" in name}
+        assert experts == {name for name in rank["parameters"] if ".experts." in name}, case
+        assert bool(experts) == (case[0] in ("mixtral", "qwen3_moe")), case
 
 
-@pytest.mark.parametrize("family", cases.FAMILIES)
-def test_checkpoints_have_no_extra_states(family):
-    for recorded in FAMILIES[family].values():
-        assert any(rank["extra_states"] for rank in recorded["ranks"])
-        assert not [name for name in recorded["checkpoint"] if "_extra_state" in name]
-        assert all(sorted(prefixes) == ["", *cases.PREFIXES] for prefixes in recorded["checkpoint"].values())
+def test_checkpoints_have_no_extra_states():
+    for family, layouts in FAMILIES.items():
+        for layout, recorded in layouts.items():
+            assert any(rank["extra_states"] for rank in recorded["ranks"]), (family, layout)
+            assert not [name for name in recorded["checkpoint"] if "_extra_state" in name], (family, layout)
+            prefixes = [sorted(prefixes) for prefixes in recorded["checkpoint"].values()]
+            assert all(each == ["", *cases.PREFIXES] for each in prefixes), (family, layout)
 
 
-@pytest.mark.parametrize(("family", "layout", "rank"), RANKS)
-def test_adam_counts_steps_as_an_int_of_each_group(family, layout, rank):
-    for key, step in (("adam", 0), ("adam at step 5", 5)):
-        for adam in rank[key]:
-            assert adam["class"].endswith("FusedAdam")
-            assert set(adam["steps"].split(", ")) == {f"int {step}"}
-            assert adam["state"] == {"exp_avg": "tensor of torch.float32", "exp_avg_sq": "tensor of torch.float32"}
+def test_adam_counts_steps_as_an_int_of_each_group():
+    state = {"exp_avg": "tensor of torch.float32", "exp_avg_sq": "tensor of torch.float32"}
+    for case, rank in RANKS.items():
+        for key, step in (("adam", 0), ("adam at step 5", 5)):
+            for adam in rank[key]:
+                assert adam["class"].endswith("FusedAdam"), case
+                assert set(adam["steps"].split(", ")) == {f"int {step}"}, case
+                assert adam["state"] == state, case
 
 
 def test_the_fused_adam_of_other_tests_keeps_what_the_real_one_keeps(fresh_process):

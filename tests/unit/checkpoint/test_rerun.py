@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import yaml
@@ -25,10 +26,15 @@ def saved(directory, step, yaml_text=None, **manifest):
     return path
 
 
+@cache
+def composed(*overrides):
+    return load_config([*overrides])
+
+
 @pytest.fixture
 def loaded(tmp_path):
     """`loaded(*overrides)`: the configuration of a run in `tmp_path/run`."""
-    return lambda *overrides: load_config([*overrides, f"output_dir={tmp_path}/run"])
+    return lambda *overrides: replace(composed(*overrides), output_dir=f"{tmp_path}/run")
 
 
 @pytest.fixture

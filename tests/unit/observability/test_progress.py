@@ -1,6 +1,7 @@
 """The progress of a run: what fits a terminal of 80 columns, what moves, and what a file gets instead."""
 
 import io
+import itertools
 import logging
 import re
 import sys
@@ -66,23 +67,32 @@ def test_every_algorithm_names_a_metric_that_its_steps_have():
     assert {algorithm.progress_metric for algorithm in ALGORITHMS.values()} <= set(METRICS)
 
 
-@pytest.mark.parametrize("width", [70, 80, 100, 132, 250])
-@pytest.mark.parametrize("phase", [None, "train", *COUNTS])
-@pytest.mark.parametrize(("stage", "metric"), [(name, each.progress_metric) for name, each in ALGORITHMS.items()])
-def test_the_line_has_step_times_and_metric_uncut(shown, clock, stage, metric, phase, width):
-    display, _ = shown()
-    begun(display, clock, stage, metric)
-    display.show_phase(phase)
-    if phase in COUNTS:
-        log.report_progress(*COUNTS[phase][:2], "sequences", "token 37/64")
-    clock.seconds += 1
-    line = display.line(width).plain
-    value = {"reward": "reward 0.4123", "loss": "loss 1.811"}[metric]
-    assert line.startswith(f"{stage if width >= 100 else stage[:14]} 1234/5000 ")
-    assert "…" not in line and len(line) <= width
-    assert " 5:01:02 ETA 15:18:38" in line and f" {value}" in line
-    if phase in COUNTS and width >= 80:
-        assert COUNTS[phase][2] in line
+def test_the_line_has_step_times_and_metric_uncut_at_every_width_in_every_phase(shown, clock):
+    """The shortest and the longest name of an algorithm, with a loss and with a reward."""
+    wrong = []
+    for stage, metric in (
+        ("sft", "loss"),
+        ("ppo", "reward"),
+        ("reward_model", "loss"),
+        ("on_policy_distillation", "reward"),
+    ):
+        for phase, width in itertools.product([None, "train", *COUNTS], [70, 80, 100, 132, 250]):
+            display, _ = shown()
+            begun(display, clock, stage, metric)
+            display.show_phase(phase)
+            count = ""
+            if phase in COUNTS:
+                log.report_progress(*COUNTS[phase][:2], "sequences", "token 37/64")
+                count = COUNTS[phase][2] if width >= 80 else ""
+            clock.seconds += 1
+            line = display.line(width).plain
+            value = {"reward": "reward 0.4123", "loss": "loss 1.811"}[metric]
+            begins = line.startswith(f"{stage if width >= 100 else stage[:14]} 1234/5000 ")
+            has = all(text in line for text in (" 5:01:02 ETA 15:18:38", f" {value}", count))
+            if not begins or not has or "…" in line or len(line) > width:
+                wrong.append((stage, phase, width, line))
+            display.end_stage()
+    assert not wrong
 
 
 @pytest.mark.parametrize("width", [20, 40])
