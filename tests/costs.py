@@ -1,6 +1,6 @@
-"""Record what every test costs (`pytest --durations-to FILE`), and print it by file, directory and tier.
+"""Record what every test costs (`pytest --durations-to=FILE`), and print it by file, directory and tier.
 
-    python -m tests.costs FILE [--files N]
+    python -m tests.costs FILE... [--files N]
 
 A test's seconds are those of its setup, call and teardown. A fixture that several tests share counts for the first of
 them. Its CPU seconds are those of the pytest process and of all processes below it: forks, ranks and servers.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
@@ -109,12 +109,22 @@ def grouped(tests: list[dict], key) -> list[tuple[str, list[dict]]]:
     return list(groups.items())
 
 
+def summary(tests: list[dict]) -> str:
+    """Return how many tests passed, failed and were skipped, in a line, and the failed ones."""
+    outcomes = Counter(test["outcome"] for test in tests)
+    counts = ", ".join(f"{outcomes[name]:,} {name}" for name in ("passed", "failed", "skipped"))
+    seconds = sum(test["seconds"] for test in tests)
+    failed = [f"- failed: {test['test']}" for test in tests if test["outcome"] == "failed"]
+    return "\n".join([f"{len(tests):,} tests in {seconds:,.0f} s of their workers: {counts}", *failed])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.costs", description="Print what tests cost.")
-    parser.add_argument("file", type=Path, help="what `--durations-to` has written")
+    parser.add_argument("file", type=Path, nargs="+", help="what `--durations-to` has written, as for several shards")
     parser.add_argument("--files", type=int, default=40, metavar="N", help="the dearest files that are listed (40)")
     arguments = parser.parse_args()
-    tests = read(arguments.file)
+    tests = [test for path in arguments.file for test in read(path)]
+    print(summary(tests), end="\n\n")
     print(table("tier", grouped(tests, lambda test: test["tier"])), end="\n\n")
     print(table("directory", grouped(tests, lambda test: directory_of(test["test"]))), end="\n\n")
     files = grouped(tests, lambda test: f"{test['test'].partition('::')[0]} ({test['tier']})")

@@ -168,6 +168,8 @@ def quickstart(tmp_path):
         case "$2" in
             pip) [ "$3" = --version ] || exit "${{PIP_STATUS:-0}}" ;;
             rl_megatron.cli.launcher) mkdir -p outputs/quickstart && echo "$@" >outputs/quickstart/run ;;
+            tests.changed) echo one.py; echo "$3.py" ;;
+            pytest) case "$*" in *"${{FAILING:-nothing}}"*) exit 1 ;; esac ;;
             *device_count*) echo 2 ;;
         esac
         """
@@ -231,19 +233,73 @@ def test_a_failed_installation_is_reported_and_retried(quickstart):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "-n 2 --dist worksteal -m not slow"),
-        (["--all", "-x"], "-n 2 --dist worksteal -x"),
+        ([], "-n 2 --dist worksteal --tier fast"),
+        (["--tier", "change", "--durations-to", "a file"], "-n 2 --dist worksteal --tier change --durations-to=a file"),
+        (["--all", "-x"], "-n 2 --dist worksteal --tier nightly -x"),
+        (["--changed"], "-n 2 --dist worksteal one.py HEAD.py"),
+        (["--changed", "main", "-x"], "-n 2 --dist worksteal -x one.py main.py"),
         (["tests/unit", "-k", "dual_clip"], "tests/unit -k dual_clip"),
     ],
-    ids=["fast tests", "every test", "given arguments"],
+    ids=["fast tests", "a tier", "every test", "what edits reach", "what a branch reaches", "given arguments"],
 )
-def test_test_sh_runs_the_fast_tests_all_tests_or_passes_arguments_to_pytest(quickstart, arguments, expected):
+def test_test_sh_runs_a_tier_what_a_change_reaches_or_what_is_named(quickstart, arguments, expected):
     tree, _, _ = quickstart
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV")}
     command = [tree / "scripts" / "test.sh", *arguments]
     finished = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert (tree / "calls").read_text().splitlines()[-1] == f"-m pytest {expected}"
+
+
+@pytest.fixture
+def nightly(quickstart):
+    """Return a committed copy of scripts/nightly.sh, a function that runs it, and one that says which shards ran."""
+    tree, _, _ = quickstart
+    for name in ("vllm", "adapters"):
+        (tree / "scripts" / f"install_{name}.sh").write_text("")
+    (tree / ".gitignore").write_text(".venv\n.nightly\ncalls\n")
+    who = ("-c", "user.name=x", "-c", "user.email=x@y")
+    for words in (["init"], ["add", "."], ["commit", "-m", "one"]):
+        subprocess.run(["git", *who, *words], cwd=tree, check=True, capture_output=True)
+    (tree / "calls").touch()
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV", "SHARDS")}
+
+    def run(*arguments, **variables):
+        command = [tree / "scripts" / "nightly.sh", *arguments]
+        return subprocess.run(command, cwd="/", env=clean | variables, capture_output=True, text=True)
+
+    def ran():
+        calls = (tree / "calls").read_text()
+        (tree / "calls").write_text("")
+        return [line.partition("--shard ")[2].split()[0] for line in calls.splitlines() if "--shard" in line]
+
+    return tree, run, ran
+
+
+def test_nightly_sh_runs_the_shards_that_have_not_passed_for_the_commit(nightly):
+    tree, run, ran = nightly
+    assert run("--shard", "2/3").returncode == 0 and ran() == ["2/3"]
+    failed = run(SHARDS="3", FAILING="--shard 3/3")
+    assert failed.returncode == 1 and ran() == ["1/3", "3/3"]
+    assert "shard 2 of 3 has passed already" in failed.stdout
+    assert run(SHARDS="3").returncode == 0 and ran() == ["3/3"]
+    assert run(SHARDS="3").returncode == 0 and ran() == []
+    (report,) = tree.glob(".nightly/*-of-3/report.md")
+    assert str(report) in run(SHARDS="3").stdout
+
+
+@pytest.mark.parametrize("arguments", [("--shard", "4/3"), ("--shard", "0/3"), ("--shard", "3"), ("--sharp", "1/3")])
+def test_nightly_sh_refuses_what_is_no_shard(nightly, arguments):
+    _, run, _ = nightly
+    refused = run(*arguments)
+    assert refused.returncode == 2 and "is not --shard I/N" in refused.stderr
+
+
+def test_nightly_sh_refuses_a_tree_with_changes(nightly):
+    tree, run, ran = nightly
+    (tree / "new.py").touch()
+    refused = run()
+    assert refused.returncode == 2 and "?? new.py" in refused.stderr and ran() == []
 
 
 def test_gpu_check_passes_its_arguments_on_and_returns_the_status(tmp_path):
