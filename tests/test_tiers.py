@@ -120,8 +120,8 @@ def recorded(request, tmp_path):
 def test_what_every_test_costs_is_recorded(recorded):
     tests, _ = recorded
     busy, waiting, failed = (tests[name] for name in ("in_another_process", "waits_in_a_fixture", "fails"))
-    assert busy["cpu_seconds"] >= 0.3 and busy["tier"] == "fast"
-    assert waiting["seconds"] >= 0.3 > waiting["cpu_seconds"] and waiting["tier"] == "change"
+    assert busy["cpu_seconds"] >= 0.25 and busy["tier"] == "fast"  # the kernel counts in steps of 0.01 s
+    assert waiting["seconds"] >= 0.3 and waiting["cpu_seconds"] < 0.25 and waiting["tier"] == "change"
     assert {name: test["outcome"] for name, test in tests.items()} == {
         "in_another_process": "passed", "waits_in_a_fixture": "passed", "fails": "failed", "is_skipped": "skipped",
     }  # fmt: skip
