@@ -73,12 +73,18 @@ class Costs:
 
 def cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process, of its children that have ended, and of all processes below it."""
+    stat = _read(Path(f"/proc/{pid}/stat"))
+    own = sum(map(int, stat.rpartition(")")[2].split()[11:15])) / TICKS
+    children = " ".join(_read(task) for task in Path(f"/proc/{pid}/task").glob("*/children"))
+    return own + sum(cpu_seconds(int(child)) for child in children.split())
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file of the kernel; nothing for a process or a thread that has just ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        tasks = [Path(task.path, "children").read_text() for task in os.scandir(f"/proc/{pid}/task")]
-    except OSError:  # it has just ended
-        return 0.0
-    return sum(map(int, fields[11:15])) / TICKS + sum(cpu_seconds(int(child)) for child in " ".join(tasks).split())
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def read(path: Path) -> list[dict]:
