@@ -111,6 +111,7 @@ def test_metrics_have_their_values(trainings):
 # ---- the modules
 
 
+@pytest.mark.change
 def test_every_name_of_the_table_imports():
     imports = "".join(f"from {module} import {', '.join(names)}\n" for module, names in nemo_rl.MODULES.items())
     assert output_of(INSTALL + imports + "import nemo_rl\nprint(nemo_rl.algorithms.loss.utils.__name__)").split() == [
@@ -146,6 +147,7 @@ print(json.dumps(messages))
     return json.loads(output_of(INSTALL + program))
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("statement", MISTAKES)
 def test_what_is_not_in_the_table_is_named_with_what_is(messages, statement):
     error, module, missing, nearest = MISTAKES[statement]
@@ -155,6 +157,7 @@ def test_what_is_not_in_the_table_is_named_with_what_is(messages, statement):
     assert nearest in message.partition(repr(missing))[2]
 
 
+@pytest.mark.change
 def test_code_may_ask_what_there_is():
     program = """
 import nemo_rl.algorithms.loss as loss
@@ -171,6 +174,7 @@ for unknown in ("nemo_rl.environments.games", "nemo_rl.algorithms.loss.triton"):
     assert output_of(INSTALL + program).strip() == "without"
 
 
+@pytest.mark.change
 def test_installing_twice_changes_nothing():
     program = "import nemo_rl.algorithms.loss as first\ncompat.install()\nimport nemo_rl.algorithms.loss as second\n"
     assert output_of(INSTALL + program + "print(first is second)").strip() == "True"
@@ -184,6 +188,7 @@ def real(tmp_path):
     return tmp_path
 
 
+@pytest.mark.change
 def test_an_installed_nemo_rl_is_not_shadowed_unasked(real):
     done = run(INSTALL, real)
     message = done.stderr.strip().splitlines()[-1]
@@ -192,6 +197,7 @@ def test_an_installed_nemo_rl_is_not_shadowed_unasked(real):
     assert output_of(program + "print(hasattr(nemo_rl, 'REAL'))", real).strip() == "False"
 
 
+@pytest.mark.change
 def test_an_imported_nemo_rl_is_not_replaced_under_its_users(real):
     done = run("import nemo_rl, rl_megatron.compat.nemo_rl as compat\ncompat.install(replace=True)", real)
     assert "ImportError: nemo_rl is already imported" in done.stderr.strip().splitlines()[-1]

@@ -127,6 +127,7 @@ def test_shutdown_leaves_no_process(start):
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.change
 def test_a_busy_process_ends_with_its_parent():
     program = (
         "import time\nfrom rl_megatron.generation.transformers import process\n"
@@ -145,6 +146,7 @@ def test_a_busy_process_ends_with_its_parent():
         time.sleep(0.02)
 
 
+@pytest.mark.change
 def test_a_worker_imports_no_megatron_and_ends_without_a_parent():
     program = (
         "import sys, rl_megatron.generation.transformers.worker as worker\n"

@@ -64,6 +64,7 @@ def test_values_and_gradients_are_those_of_the_renormalised_rest(dtype, settings
     assert ((gradient.double() - want_gradient).abs() <= rounding * want_gradient.abs() + 1e-5).all()
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("outside", OUTSIDE)
 def test_gradcheck(outside):
     logits, targets, ids, temperature = (x[:8] for x in random_case(torch.float64))  # it tries every element

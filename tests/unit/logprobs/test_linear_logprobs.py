@@ -59,6 +59,7 @@ def test_each_backend_computes_the_token_blocks(backend):
     assert_alike(results(fused, (hidden, weight), upstream), results(plain, (hidden, weight), upstream))
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("wanted", [w for n in (1, 2, 3) for w in itertools.combinations(OUTPUTS, n)], ids="+".join)
 def test_gradcheck_of_every_combination_of_outputs(wanted):
     hidden, weight, targets, ids, _ = random_case(torch.float64, rows=7, vocab=11)
