@@ -80,7 +80,7 @@ def test_a_loss_that_needs_keys_that_rollouts_do_not_have_is_refused(monkeypatch
     class Judged(ClippedPGLossFn):
         required_keys = ("advantages", "verdicts")
 
-    monkeypatch.setitem(LOSSES._entries, "judged", Judged)
+    monkeypatch.setitem(LOSSES, "judged", Judged)
     with pytest.raises(ConfigError, match=r"loss.name=judged needs \['verdicts'\], which ppo's batches do not have"):
         check_loss(stage_of("ppo", {"name": "judged"}))
 
@@ -117,7 +117,7 @@ class Judging(Protocol):
     ],
 )
 def test_losses_that_implement_only_the_protocol(monkeypatch, algorithm, loss, words):
-    monkeypatch.setitem(LOSSES._entries, "own", loss)
+    monkeypatch.setitem(LOSSES, "own", loss)
     assert isinstance(loss(None), LossFunction) and not needs_reference(loss(None))
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
         check_loss(stage_of(algorithm, {"name": "own"}))

@@ -175,7 +175,7 @@ def test_a_registered_function_of_a_notebook_is_sent_with_its_code(workers_of):
         workers = workers_of(settings(RewardFunctionConfig(name="of_a_cell")))
         assert [outcome.score for outcome in scored(workers, samples("ab"))[0]] == [12.0]
     finally:
-        del REWARDS._entries["of_a_cell"]
+        del REWARDS["of_a_cell"]
 
 
 @pytest.mark.parametrize(
