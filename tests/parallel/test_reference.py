@@ -33,7 +33,7 @@ def offloaded(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, list[int], bo
     policy.freeze_reference()
     warned = any("train.reference=offload" in message for message in log.once.messages)
     modules = policy.reference.model.model_chunks
-    policy.reference._host_weights = HostWeights(modules, CPU)  # as on a GPU; here host and device are the same
+    policy.reference.host_weights = HostWeights(modules, CPU)  # as on a GPU; here host and device are the same
     policy.train(batch, NLLLoss(), gbs=6)
     for _ in range(2):
         reference = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
