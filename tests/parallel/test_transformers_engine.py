@@ -298,9 +298,10 @@ def first_port_taken():
             given.append(taken.getsockname() if not given else free_address())
             return given[-1]
 
+        hurry = EngineWorkers.hurry
         with (
             patched(transformers_engine, "free_address", address),
-            patched(transformers_engine, "_SECONDS_AFTER_A_BREAK", 1.0),
+            patched(EngineWorkers, "hurry", lambda workers, _, reason: hurry(workers, 1.0, reason)),
         ):
             yield
 
