@@ -73,7 +73,7 @@ def redact(text: str) -> str:
 def setup() -> None:
     """Set log levels: INFO on rank 0, and ERROR on other ranks."""
     if not LOGGER.handlers:
-        handler = _StderrHandler()
+        handler = StderrHandler()
         handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         LOGGER.addHandler(handler)
         LOGGER.propagate = False
@@ -184,7 +184,7 @@ def report_progress(done: int, total: int, noun: str, detail: str = "") -> None:
         follower(done, total, noun, detail)
 
 
-class _StderrHandler(logging.StreamHandler):
+class StderrHandler(logging.StreamHandler):
     """A handler that writes to the current `sys.stderr`, which a progress bar replaces to print lines above itself."""
 
     def __init__(self) -> None:
