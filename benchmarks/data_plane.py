@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +57,7 @@ from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
 from rl_megatron.data.batch import BatchedDataDict  # noqa: E402
 from rl_megatron.losses import build_loss  # noqa: E402
 from rl_megatron.policy.megatron_policy import MegatronPolicy  # noqa: E402
-from rl_megatron.topology.reductions import RankReduction  # noqa: E402
+from rl_megatron.topology import reductions  # noqa: E402
 from rl_megatron.topology.topology import leave, start_topology  # noqa: E402
 
 WIDTH, PER_RANK, RANKS = 8192, 64, (8, 64, 256, 1024)
@@ -117,17 +117,19 @@ def others(
 ) -> Iterator[None]:
     """Answer collectives as the other ranks would."""
     alike = produced(own, None)
-    described = alike.columns, alike.padding
     counts = torch.tensor([[PER_RANK, WIDTH]] * ranks)
     answers = {torch.int64: counts, torch.uint8: facts}
-    with ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.object(produced_module, "_of_all_replicas", lambda values, _: answers[values.dtype])
-        )
-        stack.enter_context(mock.patch.object(produced_module, "_described", lambda *_: described))
-        stack.enter_context(mock.patch.object(ownership_module, "_gifts", lambda *_: gifts))
-        stack.enter_context(mock.patch.object(ownership_module, "_of_all_blocks", lambda *_: local))
-        stack.enter_context(mock.patch.object(RankReduction, "_gathered", lambda _, values: values[None]))
+
+    def describe(objects: list[Any], *_: Any) -> None:
+        objects[0] = alike.columns, alike.padding
+
+    with (
+        mock.patch.object(produced_module, "from_all_ranks", lambda values, _: answers[values.dtype]),
+        mock.patch.object(dist, "broadcast_object_list", describe),
+        mock.patch.object(ownership_module, "from_all_ranks", lambda *_: torch.from_numpy(gifts)[None]),
+        mock.patch.object(dist, "all_reduce", lambda values, **_: values.copy_(torch.from_numpy(local))),
+        mock.patch.object(reductions, "from_all_ranks", lambda values, _: values[None]),
+    ):
         yield
 
 

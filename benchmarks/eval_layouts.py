@@ -66,7 +66,7 @@ def evaluate(checkpoint: Path, layout: tuple[str, ...], arguments: argparse.Name
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[int, int, float]]:
     """Return (completion, token, distance) of the first difference of every completion that differs."""
-    from rl_megatron.algorithms.eval_sets import _SEED
+    from rl_megatron.algorithms.eval_sets import SEED
     from rl_megatron.generation.completions import request_seed, request_uniforms, requests_of
     from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK
     from rl_megatron.generation.interfaces import Sampling
@@ -76,7 +76,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[int, i
         if mine != theirs:
             token = next(at for at in range(len(mine)) if mine[: at + 1] != theirs[: at + 1])
             block, place = divmod(number, COMPLETIONS_PER_BLOCK)
-            request = requests_of([()] * (place + 1), Sampling(1), request_seed(_SEED, block))[place]
+            request = requests_of([()] * (place + 1), Sampling(1), request_seed(SEED, block))[place]
             uniform = request_uniforms([request], token + 1)[0, token].item()
             found.append((number, token, distances[uniform]))
     return found

@@ -159,7 +159,7 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
         def __post_init__(self) -> None:
             super().__post_init__()
             self.engine: Any = FullLength(self.engine)
-            scorer = self.rollouts._scorer
+            scorer = self.rollouts.scorer
             scorer.score_samples = clock.timed("reward", scorer.score_samples)
             self.policy.get_logprobs = clock.timed("logprobs", self.policy.get_logprobs)
             self.policy.train = clock.timed("train", self.policy.train)

@@ -27,11 +27,11 @@ from rl_megatron.observability.sinks import MetricLine
 
 def measure_metrics(switch: Switch) -> None:
     """Let every second step go without the metrics of costs and of distributions."""
-    when_on(switch, PhaseTimer, "begin", lambda timer, name: timer._path)
+    when_on(switch, PhaseTimer, "begin", lambda timer, name: timer.path)
     when_on(switch, PhaseTimer, "end", lambda timer, outer: None)
     when_on(switch, StepMeter, "learned_from", lambda *args, **named: None)
     when_on(switch, StepMeter, "metrics", lambda meter: {})
-    when_on(switch, rollout_statistics, "_distribution", lambda *arguments: {})
+    when_on(switch, rollout_statistics, "describe_distribution", lambda *arguments: {})
 
 
 class BlockedSink:

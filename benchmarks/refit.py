@@ -107,7 +107,7 @@ def engine(connection: Connection, port: int) -> None:
 
 def receive_one_by_one(parameters: dict[str, Tensor], specs: Sequence[TensorSpec], group: StandaloneGroup) -> None:
     for spec in specs:
-        group._group.recv([parameters[spec.name].view(-1).view(torch.uint8)], 0, 0).wait()
+        group.process_group.recv([parameters[spec.name].view(-1).view(torch.uint8)], 0, 0).wait()
 
 
 def specs_of(plan: RefitPlan) -> list[TensorSpec]:
@@ -226,7 +226,7 @@ def one_by_one(policy: Any, counted: Counted) -> dict[str, float]:
     for tensor in whole_tensors(policy):
         if dist.get_rank() == 0:
             counted.sends += 1
-            group._group.send([tensor.contiguous().view(-1).view(torch.uint8)], RANKS, 0).wait()
+            group.process_group.send([tensor.contiguous().view(-1).view(torch.uint8)], RANKS, 0).wait()
     return {}
 
 

@@ -42,10 +42,10 @@ def directly(
         ]  # fmt: skip
         stopped = batch["stopped"].tolist()
         samples = [
-            Sample(prompt.problem, rollouts._tokenizer.decode(own), own, not is_whole)
+            Sample(prompt.problem, rollouts.tokenizer.decode(own), own, not is_whole)
             for prompt, own, is_whole in zip(prompts, ids, stopped, strict=True)
         ]
-        rewards, metrics = rollouts._scorer.score_samples(samples if leads else ())
+        rewards, metrics = rollouts.scorer.score_samples(samples if leads else ())
     if not leads:
         return None
     batch["rewards"] = rewards

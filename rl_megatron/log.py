@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any
 
 LOGGER = logging.getLogger("rl_megatron")
-_said: set[str] = set()
 
 # Warnings of libraries that a user of this package cannot act on: message, category and module (regular expressions).
 _NOT_FOR_USERS: tuple[tuple[str, type[Warning], str], ...] = (
@@ -74,7 +73,7 @@ def redact(text: str) -> str:
 def setup() -> None:
     """Set log levels: INFO on rank 0, and ERROR on other ranks."""
     if not LOGGER.handlers:
-        handler = _StderrHandler()
+        handler = StderrHandler()
         handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         LOGGER.addHandler(handler)
         LOGGER.propagate = False
@@ -106,11 +105,24 @@ def silence_gpu_advice() -> None:
     warnings.filterwarnings("ignore", advice, UserWarning, append=True)
 
 
-def once(message: str) -> None:
-    """Log a warning, such as a fallback, the first time that it is given in this process."""
-    if message not in _said:
-        _said.add(message)
-        LOGGER.warning(message)
+class Once:
+    """A function that logs a warning, such as a fallback, the first time that it is given.
+
+    Attributes:
+        messages: The warnings that it has logged.
+    """
+
+    def __init__(self) -> None:
+        self.messages: set[str] = set()
+
+    def __call__(self, message: str) -> None:
+        """Log a warning, unless it has been logged."""
+        if message not in self.messages:
+            self.messages.add(message)
+            LOGGER.warning(message)
+
+
+once = Once()
 
 
 def error(message: object, on_every_node: bool = False) -> None:
@@ -172,7 +184,7 @@ def report_progress(done: int, total: int, noun: str, detail: str = "") -> None:
         follower(done, total, noun, detail)
 
 
-class _StderrHandler(logging.StreamHandler):
+class StderrHandler(logging.StreamHandler):
     """A handler that writes to the current `sys.stderr`, which a progress bar replaces to print lines above itself."""
 
     def __init__(self) -> None:

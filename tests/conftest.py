@@ -89,7 +89,7 @@ def logged(monkeypatch):
     handler = Messages()
     monkeypatch.setattr(log.LOGGER, "handlers", [handler])
     monkeypatch.setattr(log.LOGGER, "propagate", False)
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log.once, "messages", set())
     level = log.LOGGER.level
     log.LOGGER.setLevel(logging.INFO)
     yield handler.messages

@@ -90,7 +90,7 @@ def _be_an_engine(module: str, arguments: Sequence[str], descriptors: Sequence[i
 
 
 def _leave_process_group() -> None:
-    """Forget the rank's process group, and what its log calls."""
+    """Forget the rank's process group, and the handlers of its log."""
     import torch.distributed as dist
 
     from rl_megatron import log
@@ -99,7 +99,6 @@ def _leave_process_group() -> None:
         _kept.append(dist.group.WORLD)
         dist.GroupMember.WORLD = None
     log.LOGGER.handlers = []
-    log._followers.clear()
 
 
 def is_engine(pid: int) -> bool:

@@ -54,7 +54,7 @@ def test_the_arguments_of_ppo_loss_are_on_the_page():
 
 
 def test_a_loss_without_a_formula_is_refused(monkeypatch):
-    monkeypatch.setitem(LOSSES._entries, "novel", NLLLoss)
+    monkeypatch.setitem(LOSSES, "novel", NLLLoss)
     with pytest.raises(ValueError, match=r"\['novel'\] have no formula"):
         generate_losses.page()
 

@@ -132,7 +132,7 @@ def saved_elements(model: ModelConfig, num_layers: int, num_tokens: int) -> floa
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    as_on_a_gpu = mock.patch.object(gated_activation, "_computes_again", lambda device: True)
+    as_on_a_gpu = mock.patch.object(gated_activation, "computes_again", lambda device: True)
     with as_on_a_gpu, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model_chunk(torch.zeros(1, num_tokens, dtype=torch.long), None, None)
     size = sum(t.untyped_storage().nbytes() for data, t in kept.items() if data not in weights)

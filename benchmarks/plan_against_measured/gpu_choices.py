@@ -49,14 +49,14 @@ def gpu_choices(has_window: bool) -> Iterator[None]:
     """
     fuse, cuda = weight_gradient.fuse_weight_gradients, torch.device("cuda", 0)
     choices: list[tuple[Any, str, Any]] = [
-        (gated_activation, "_computes_again", lambda device: True),
+        (gated_activation, "computes_again", lambda device: True),
         (build, "fuse_weight_gradients", lambda topology: fuse(replace(topology, device=cuda))),
         (weight_gradient, "add_weight_gradient", _add_weight_gradient),
         (linear, "add_weight_gradient", _add_weight_gradient),
         # On a CPU, context parallelism has a bias in the place of flash attention, which needs no repetition.
-        (attention, "_lacks_grouped_kernel", lambda query, bias: has_window or query.dtype is torch.float32),
+        (attention, "lacks_grouped_kernel", lambda query, bias: has_window or query.dtype is torch.float32),
         (linear, "BLOCK_ELEMENTS_CPU", linear.BLOCK_ELEMENTS_CUDA),
-        (refit_plan, "_ELEMENTS_AT_ONCE_CPU", refit_plan._ELEMENTS_AT_ONCE_GPU),
+        (refit_plan, "ELEMENTS_AT_ONCE_CPU", refit_plan.ELEMENTS_AT_ONCE_GPU),
         (tiles, "TILE_ELEMENTS_CPU", _PIECE_ELEMENTS // 4),
         (dist.Work, "wait", _settled(dist.Work.wait)),
     ]

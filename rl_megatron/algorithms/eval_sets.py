@@ -31,7 +31,7 @@ from rl_megatron.topology.collective_errors import from_rank0, run_on_rank0
 
 # Completions that are generated together. Their random numbers depend on it.
 COMPLETIONS_PER_BLOCK = 1024
-_SEED = 0  # the same in all runs, so that evaluations of two runs can be compared
+SEED = 0  # the same in all runs, so that evaluations of two runs can be compared
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class EvalSet:
 
     Attributes:
         config: The settings of the set.
+        scorer: Scores its completions.
         digest: The digest of everything that completions depend on besides the weights.
         metric_names: The names of its metrics that a checkpoint can be the best by.
     """
@@ -78,7 +79,7 @@ class EvalSet:
         self._prompts: Sequence[EncodedPrompt] = encoded.prompts
         self._sampling: Sampling = stage_sampling(of_set, tokenizer, end_of_turn_ids=encoded.end_of_turn_ids)
         of_ranks = None if models is None else models.of(of_set.reward)
-        self._scorer = Scorer(of_set.reward, lambda: self._problems.task, models=of_ranks)
+        self.scorer = Scorer(of_set.reward, lambda: self._problems.task, models=of_ranks)
         self.digest = _digest(self._prompts, of_set, config)
         names = statistic_names(config.n, self._problems.reads_answers)
         self.metric_names = tuple(f"{config.name}/{name}" for name in names)
@@ -93,8 +94,8 @@ class EvalSet:
         total = self.num_completions
         numbers = range(block * COMPLETIONS_PER_BLOCK, min((block + 1) * COMPLETIONS_PER_BLOCK, total))
         prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
-        rollouts = ScoredRollouts(runner, self._scorer, self._tokenizer)
-        scored = rollouts.make(engine, prompts, self._sampling, request_seed(_SEED, block))
+        rollouts = ScoredRollouts(runner, self.scorer, self._tokenizer)
+        scored = rollouts.make(engine, prompts, self._sampling, request_seed(SEED, block))
         return cast(Answered, from_rank0(None if scored is None else self._answered(scored)))
 
     def _answered(self, scored: Scored) -> Answered:
@@ -137,7 +138,7 @@ class EvalSet:
 
     def close(self) -> None:
         """End the workers."""
-        self._scorer.close()
+        self.scorer.close()
 
 
 class EvalSets:

@@ -75,7 +75,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
         saved = complete_checkpoints(output_dir / "checkpoints" / name)
         if saved:
             try:
-                _check_saved(saved[-1], stage, tokenizer)
+                check_saved(saved[-1], stage, tokenizer)
             except Damaged as error:
                 raise verify.with_remedy(error, saved[-1], config, read_manifest) from error
     _check_adapters(config, tokenizer)
@@ -143,7 +143,7 @@ def _adapters_of(init_from: str | None, peft: LoraConfig | None) -> dict[str, Lo
     return adapters
 
 
-def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
+def check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check a stage's newest checkpoint and, if steps are left, its critic's checkpoint."""
     manifest = check_checkpoint(newest, stage.model, tokenizer.digest)
     if manifest["step"] < stage.train.steps and algorithm_of(stage).critic is not None:
@@ -153,7 +153,7 @@ def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None
 def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check a stage by building its sampling, engine settings, loss, training data and held-out data."""
     of_sets = set_metric_names(stage, tokenizer)
-    _check_keep_best(stage, of_sets)
+    check_keep_best(stage, of_sets)
     _check_goals(stage, (*metric_names(stage), *of_sets))
     stage_sampling(stage, tokenizer)
     check_engine(stage, tokenizer.vocab_size)
@@ -161,11 +161,11 @@ def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     check_worker(stage, tokenizer, loads=int(os.environ.get("RANK", "0")) == 0)  # the rank that runs the worker
     check_reward_models(stage, tokenizer)
     check_rewards(stage, loads=int(os.environ.get("LOCAL_RANK", "0")) == 0)  # the rank that runs the functions
-    _check_budget(stage, algorithm_of(stage).check_data(stage, tokenizer))
-    _check_budget(stage, build_evaluation(stage, tokenizer).item_lengths())
+    check_budget(stage, algorithm_of(stage).check_data(stage, tokenizer))
+    check_budget(stage, build_evaluation(stage, tokenizer).item_lengths())
 
 
-def _check_keep_best(stage: StageConfig, of_sets: Mapping[str, EvalSetConfig] = MappingProxyType({})) -> None:
+def check_keep_best(stage: StageConfig, of_sets: Mapping[str, EvalSetConfig] = MappingProxyType({})) -> None:
     """Check that `train.keep_best` is an eval metric of the stage, and that every checkpoint is evaluated.
 
     Args:
@@ -199,7 +199,7 @@ def _check_goals(stage: StageConfig, given: Sequence[str]) -> None:
             )
 
 
-def _check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:
+def check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:
     """Check that every item fits a dynamic or packed microbatch.
 
     Args:

@@ -50,9 +50,9 @@ def statistics(rollouts: Rollouts, group_size: int) -> dict[str, float]:
     rewards, lengths, stopped = (values[has_ended] for values in (rewards, lengths, stopped))  # others have failed
     return {
         "reward": rewards.mean().item(),
-        **_distribution("reward", rewards, ALONE.moments(rewards), ALONE),
+        **describe_distribution("reward", rewards, ALONE.moments(rewards), ALONE),
         "completion_tokens": lengths.mean().item(),
-        **_distribution("completion_tokens", lengths, ALONE.moments(lengths), ALONE),
+        **describe_distribution("completion_tokens", lengths, ALONE.moments(lengths), ALONE),
         "stopped": stopped.mean().item(),
         "informative_groups": groups,
     }
@@ -73,7 +73,7 @@ def learned_statistics(rollouts: Rollouts, weight_version: int) -> dict[str, flo
         if advantages.dim() == 2:
             advantages = advantages[rollouts["token_mask"].bool()]
         moments = ranks.moments(advantages)
-        found = {"advantage_mean": moments.mean, **_distribution("advantage", advantages, moments, ranks)}
+        found = {"advantage_mean": moments.mean, **describe_distribution("advantage", advantages, moments, ranks)}
     versions = rollouts["weight_version"]
     ages = weight_version - versions[versions >= 0]  # a trajectory that failed has none
     moments = ranks.moments(ages)
@@ -92,7 +92,7 @@ def correction_statistics(report: Mapping[str, float]) -> dict[str, float]:
     return {} if mean is None or not square else {"correction_ess": mean**2 / square}
 
 
-def _distribution(name: str, values: Tensor, moments: Moments, ranks: RankReduction) -> dict[str, float]:
+def describe_distribution(name: str, values: Tensor, moments: Moments, ranks: RankReduction) -> dict[str, float]:
     """Return the standard deviation, the extremes and some quantiles of all ranks' values; nothing if there are none.
 
     Args:

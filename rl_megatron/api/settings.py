@@ -114,7 +114,7 @@ def _registered(function: Callable[..., Any], where: str) -> str:
         raise ConfigError(f"{where}: {name!r} is a reward function of the package or of a plugin; rename yours")
     _of_python.add(name)
     record_function(name, function)
-    REWARDS.replace(name, function)
+    REWARDS[name] = function
     return name
 
 

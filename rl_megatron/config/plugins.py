@@ -32,7 +32,7 @@ def import_plugins(names: Sequence[str], directory: Path | None = None) -> None:
     Raises:
         ConfigError: A plugin cannot be imported, or is a different module than the one in `directory`.
     """
-    for entry_point in _installed():
+    for entry_point in installed_plugins():
         package = entry_point.dist.name if entry_point.dist is not None else "an installed package"
         remedy = f"{package} names it in its entry points ({ENTRY_POINT_GROUP}); repair or uninstall {package}"
         imported("plugins", entry_point.value, entry_point.load, remedy)
@@ -75,5 +75,6 @@ def listed_plugins(value: Any, where: str = "plugins") -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def _installed() -> tuple[EntryPoint, ...]:
+def installed_plugins() -> tuple[EntryPoint, ...]:
+    """Return the entry points of all installed packages in the group of plugins."""
     return tuple(entry_points(group=ENTRY_POINT_GROUP))

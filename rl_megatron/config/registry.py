@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Generic, TypeVar
 
 from rl_megatron.config.errors import nearest
@@ -11,7 +11,7 @@ from rl_megatron.config.import_strings import is_import_string, load_object
 T = TypeVar("T")
 
 
-class Registry(Mapping[str, T], Generic[T]):
+class Registry(MutableMapping[str, T], Generic[T]):
     """Objects of one kind by name. Modules add their objects when they are imported, by the package or as plugins."""
 
     def __init__(self, kind: str):
@@ -34,9 +34,12 @@ class Registry(Mapping[str, T], Generic[T]):
 
         return add
 
-    def replace(self, name: str, entry: T) -> None:
-        """Put an object under a name, in place of the one that has it."""
+    def __setitem__(self, name: str, entry: T) -> None:
+        """Put an object under a name, in place of the one that has it, if there is one."""
         self._entries[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
 
     def __getitem__(self, name: str) -> T:
         """Return the entry `name`.

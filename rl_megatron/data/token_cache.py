@@ -32,14 +32,11 @@ from rl_megatron.data.tasks.task import TaskRecord
 from rl_megatron.data.tokenizer import Tokenizer
 
 OFF = "off"  # the value of data.cache_dir that keeps nothing
-_SMALLEST = 4 * 2**20  # bytes of text on disk; less is kept in memory
-_MOST_IN_MEMORY = 16  # data sets, of a few MiB each at most
 _FORMAT = 2
 _RENDERING = (
     "format prompt_template answer_template system_prompt chat_template chat_template_kwargs trained_turns".split()
 )
 _ARRAYS = ("ids", "trained", "ends")
-_in_memory: OrderedDict[str, _Tokens] = OrderedDict()  # the last ones that were made, by key
 
 
 def encoded_examples(renderer: Renderer, records: Sequence[Record]) -> list[EncodedSequence]:
@@ -78,7 +75,7 @@ def encoded_documents(documents: Sequence[str], tokenizer: Tokenizer, cache_dir:
         return _Tokens(ids, np.zeros(0, np.uint8), np.cumsum([len(part) for part in parts]))
 
     key = _digest([["documents", *_of_tokenizer(tokenizer)], *documents])
-    return _kept(key, sum(map(len, documents)), cache_dir, len(documents), encode).ids
+    return CACHE.get(key, sum(map(len, documents)), cache_dir, len(documents), encode).ids
 
 
 @dataclass(frozen=True)
@@ -88,6 +85,42 @@ class _Tokens:
     ids: np.ndarray
     trained: np.ndarray
     ends: np.ndarray
+
+
+class TokenCache:
+    """Where tokens are kept: those of little text in memory, until others displace them, and all others on disk."""
+
+    def __init__(self, smallest: int = 4 * 2**20, most_in_memory: int = 16):
+        """Keep nothing yet.
+
+        Args:
+            smallest: The size of the text from which on tokens are kept on disk.
+            most_in_memory: The most data sets in memory, of a few MiB each at most.
+        """
+        self._smallest, self._most_in_memory = smallest, most_in_memory
+        self._in_memory: OrderedDict[str, _Tokens] = OrderedDict()  # the last ones that were made, by key
+
+    def get(self, key: str, size: int, cache_dir: str | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:
+        """Return the tokens that are kept under a key, or make and keep them.
+
+        Args:
+            key: The key.
+            size: The size of the text, which decides whether they are kept in memory or on disk.
+            cache_dir: Where they are kept on disk, as `data.cache_dir`.
+            count: The number of sequences.
+            make: Makes the tokens.
+        """
+        if size >= self._smallest:
+            return _kept_on_disk(_directory(cache_dir, key), count, make)
+        if key not in self._in_memory:
+            self._in_memory[key] = make()
+            if len(self._in_memory) > self._most_in_memory:
+                self._in_memory.popitem(last=False)
+        self._in_memory.move_to_end(key)
+        return self._in_memory[key]
+
+
+CACHE = TokenCache()  # of this process
 
 
 class _Mapped(EncodedSequence):
@@ -137,7 +170,7 @@ def _encoded(
         trained = np.array(bytearray().join(one.trained for one in sequences), np.uint8)
         return _Tokens(ids, trained, np.cumsum([one.num_tokens for one in sequences]))
 
-    kept = _kept(key, sum(map(len, texts)), renderer.data.cache_dir, len(records) * per_record, tokens)
+    kept = CACHE.get(key, sum(map(len, texts)), renderer.data.cache_dir, len(records) * per_record, tokens)
     bounds = [0, *kept.ends.tolist()]
     return [
         _Mapped(kept, start, stop, records[number // per_record])
@@ -183,26 +216,6 @@ def _directory(cache_dir: str | None, key: str) -> Path | None:
     if cache_dir is not None:
         return Path(cache_dir).expanduser() / key
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_megatron" / "tokens" / key
-
-
-def _kept(key: str, size: int, cache_dir: str | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:
-    """Return the tokens that are kept under a key, or make and keep them.
-
-    Args:
-        key: The key.
-        size: The size of the text, which decides whether they are kept in memory or on disk.
-        cache_dir: Where they are kept on disk, as `data.cache_dir`.
-        count: The number of sequences.
-        make: Makes the tokens.
-    """
-    if size < _SMALLEST:
-        if key not in _in_memory:
-            _in_memory[key] = make()
-            if len(_in_memory) > _MOST_IN_MEMORY:
-                _in_memory.popitem(last=False)
-        _in_memory.move_to_end(key)
-        return _in_memory[key]
-    return _kept_on_disk(_directory(cache_dir, key), count, make)
 
 
 def _kept_on_disk(directory: Path | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:

@@ -117,7 +117,7 @@ class PhaseTimer:
         self._clock: Clock = clock or HostClock()
         self._memory, self.observer = memory, observer
         self.listener: Callable[[Path], None] | None = None  # is given all running phases whenever they change
-        self._path: Path = ()
+        self.path: Path = ()  # the phases that run now
         self._marks: deque[tuple[Any, Path]] = deque()  # each with the phases that run from it on
         self._peaks: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
@@ -125,7 +125,7 @@ class PhaseTimer:
 
     def restart(self) -> None:
         """Drop all times before now."""
-        self._marks = deque([(self._clock.mark(), self._path)])
+        self._marks = deque([(self._clock.mark(), self.path)])
         self._peaks, self._tokens = {}, {}
 
     @contextmanager
@@ -141,12 +141,12 @@ class PhaseTimer:
 
     def count_tokens(self, number: int) -> None:
         """Count tokens that the outermost phase works on. Those of phases within it do not count."""
-        if len(self._path) == 1:
-            self._tokens[self._path[0]] = self._tokens.get(self._path[0], 0) + number
+        if len(self.path) == 1:
+            self._tokens[self.path[0]] = self._tokens.get(self.path[0], 0) + number
 
     def begin(self, name: str) -> Path:
         """Begin a phase, and return what `end` needs."""
-        outer = self._path
+        outer = self.path
         if name not in outer:
             self._go_to((*outer, name))
             if not outer:
@@ -155,14 +155,14 @@ class PhaseTimer:
 
     def end(self, outer: Path) -> None:
         """End the phase whose `begin` returned `outer`, and those within it that still run."""
-        if self._path != outer:
+        if self.path != outer:
             self._go_to(outer)
             if not outer:
                 self.observer(None)
 
     def collect(self) -> StepTimes:
         """Return the times since the last call, without what a GPU has not done yet: that is in the next call's."""
-        self._go_to(self._path)
+        self._go_to(self.path)
         seconds: dict[Path, float] = {}
         while len(self._marks) > 1:
             (began, path), (ended, _) = self._marks[0], self._marks[1]
@@ -176,11 +176,11 @@ class PhaseTimer:
 
     def _go_to(self, path: Path) -> None:
         self._marks.append((self._clock.mark(), path))
-        if self._memory is not None and path[:1] != self._path[:1]:
+        if self._memory is not None and path[:1] != self.path[:1]:
             peak = self._memory.peak_and_reset()
-            if self._path and peak is not None:
-                self._peaks[self._path[0]] = max(peak, self._peaks.get(self._path[0], 0))
-        self._path = path
+            if self.path and peak is not None:
+                self._peaks[self.path[0]] = max(peak, self._peaks.get(self.path[0], 0))
+        self.path = path
         if self.listener is not None:
             self.listener(path)
 

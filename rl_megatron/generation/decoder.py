@@ -21,7 +21,6 @@ _WIDTH_STEP = 32  # widths of the cache are multiples of it, so that many steps 
 _BATCH_STEP = 8  # the same for the number of slots on a GPU, where unused slots cost little
 PROMPT_TOKENS = {"cpu": 2048, "cuda": 16384}  # read in one pass at most, padding included, unless one prompt is longer
 _REFILL_SHARE = 16  # prompts are read once this part of the slots is free: reading few at a time is slow
-_STEPS_PER_CHECK = {"cuda": 8}  # looking for ended sequences waits for the device; a CPU looks after each step
 
 
 class _State(NamedTuple):
@@ -38,8 +37,20 @@ class Decoder:
     they compute each other's tokens: a rank that has nothing to do passes a single token.
     """
 
-    def __init__(self, replica: Replica, max_slots: int, graphs: DecodeGraphs | None = None):
+    def __init__(
+        self, replica: Replica, max_slots: int, graphs: DecodeGraphs | None = None, steps_per_check: int | None = None
+    ):
+        """Begin without sequences.
+
+        Args:
+            replica: The model.
+            max_slots: The most sequences that run at the same time.
+            graphs: The captured steps, or None.
+            steps_per_check: After how many steps it looks for ended sequences, which waits for the device; None for 8
+                on a GPU and 1 on a CPU.
+        """
         self.replica, self.max_slots, self.device = replica, max_slots, replica.device
+        self._steps_per_check = steps_per_check or (8 if replica.device.type == "cuda" else 1)
         self.graphs = graphs
         self.slots = Slots.empty(1, self.device)
         self.cache = replica.new_cache(2, _WIDTH_STEP)  # the last slot is never read
@@ -78,7 +89,7 @@ class Decoder:
                 self._steps_left = 0
                 return None
         self._decode()
-        self._steps_left = (self._steps_left or _STEPS_PER_CHECK.get(self.device.type, 1)) - 1
+        self._steps_left = (self._steps_left or self._steps_per_check) - 1
         return [] if self._steps_left else self._remove_ended()
 
     def abort(self, request_ids: Set[str]) -> list[Completion]:

@@ -22,7 +22,7 @@ BLOCK_ELEMENTS_CPU = 1 << 24
 BLOCK_ELEMENTS_CUDA = 1 << 28
 
 # The size of the fp32 copies of a block's gradient on a CPU, where a product cannot add 16-bit factors to an fp32 sum.
-_WIDENED_ELEMENTS = 1 << 22
+WIDENED_ELEMENTS_CPU = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def add_weight_gradient(
         torch.addmm(total, dz.t(), hidden, out_dtype=total.dtype, out=total)
     else:
         hidden = hidden.to(total.dtype)
-        step = max(1, _WIDENED_ELEMENTS // max(1, len(dz)))
+        step = max(1, WIDENED_ELEMENTS_CPU // max(1, len(dz)))
         for start in range(0, dz.shape[1], step):
             columns = slice(start, start + step)
             total[columns].addmm_(dz[:, columns].to(total.dtype).t(), hidden)

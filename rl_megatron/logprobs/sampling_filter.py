@@ -17,7 +17,6 @@ from rl_megatron.topology.collectives import from_all_ranks
 
 Outside = Literal["minus_infinity", "keep", "ignore"]
 
-_NUM_CANDIDATES = 1024  # likeliest tokens of each rank among which thresholds are sought first
 
 # Masses are counted in units of this fraction of the likeliest token's mass. Sums of up to 2^22 ids are then exact, and
 # so the same in every order and sharding. Masses too small to count add up to 1e-7 among a hundred thousand ids.
@@ -65,6 +64,7 @@ def filter_thresholds(
     shard: VocabShard,
     temperature: Float[Tensor, " rows"] | None,
     active: Bool[Tensor, " rows"],
+    num_candidates: int = 1024,
 ) -> Float[Tensor, " rows"]:
     """Return the threshold τ of each row's logits x before the temperature, [N]. The filter keeps tokens with x ≥ τ.
 
@@ -73,10 +73,10 @@ def filter_thresholds(
 
     τ is one of the row's own logits. It has no gradient, and the same bits on every rank.
 
-    Up to top_k = 1024, τ is sought among the top_k largest logits of each rank, which one all-gather brings together.
-    With top_p, one all-reduce counts the tokens that equal the last of them. Without top_k, top-p on a CPU looks among
-    the 1024 largest logits of each rank, after one pass that sums all masses. Rows that need more tokens, and the
-    other cases, are searched digit by digit of τ's bits (`largest_threshold`).
+    Up to top_k = num_candidates, τ is sought among the top_k largest logits of each rank, which one all-gather brings
+    together. With top_p, one all-reduce counts the tokens that equal the last of them. Without top_k, top-p on a CPU
+    looks among the num_candidates largest logits of each rank, after one pass that sums all masses. Rows that need more
+    tokens, and the other cases, are searched digit by digit of τ's bits (`largest_threshold`).
 
     τ is −inf in rows that are not active, whatever their logits are, and in rows for which top-p has no finite τ: rows
     with NaN or +inf, and rows with only −inf.
@@ -87,6 +87,7 @@ def filter_thresholds(
         shard: This rank's shard of the vocabulary.
         temperature: T of each row, [N], or None for 1.
         active: The rows that need a threshold, [N].
+        num_candidates: The number of each rank's likeliest tokens among which τ is sought first.
 
     Returns:
         τ, [N] in fp32 (fp64 for fp64 logits).
@@ -95,10 +96,10 @@ def filter_thresholds(
     Text Degeneration" (arXiv:1904.09751) for top-p.
     """
     top_k, top_p = sampling_filter.top_k, sampling_filter.top_p
-    if top_k is not None and top_k <= _NUM_CANDIDATES:
+    if top_k is not None and top_k <= num_candidates:
         return _top_k_then_top_p(logits, top_k, top_p, shard, temperature, active)
     if top_k is None and top_p < 1 and logits.device.type == "cpu":
-        return _top_p_of_candidates(logits, top_p, shard, temperature, active)
+        return _top_p_of_candidates(logits, top_p, shard, temperature, active, num_candidates)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     thresholds = logits.new_full(active.shape, -torch.inf, dtype=dtype)
     if top_k is not None:
@@ -171,9 +172,10 @@ def _top_p_of_candidates(
     shard: VocabShard,
     temperature: Float[Tensor, " rows"] | None,
     active: Bool[Tensor, " rows"],
+    num_candidates: int,
 ) -> Float[Tensor, " rows"]:
     """Return the thresholds of top-p, from the likeliest tokens in all rows in which these have enough mass."""
-    largest, bound = _candidates(logits, _NUM_CANDIDATES, shard, active)
+    largest, bound = _candidates(logits, num_candidates, shard, active)
     row_max = largest[:, 0]
     total = torch.zeros(len(active), dtype=torch.int64, device=logits.device)
     if shard.num_columns:

@@ -21,9 +21,8 @@ from rl_megatron.topology.job_store import launcher_has_the_store
 _LONGEST_INTERVAL = 5.0  # seconds between two heartbeats
 _INTERVALS_PER_LIMIT = 8
 _INTERVALS_TO_REPORT = 3  # a hang is known so early that its report comes within the limit
-_SECONDS_TO_END = 30.0  # that a rank has after another rank failed
-_SECONDS_TO_RECORD = 40.0
-_SECONDS_FOR_THE_OTHERS = {"error": _SECONDS_TO_END, "lost": 5.0}  # that rank 0 keeps the store for them
+_SECONDS_TO_REPORT = 10.0  # that a rank waits for the store beside `seconds_to_end`
+_SECONDS_AFTER_A_LOSS = 5.0  # that rank 0 keeps the store for the others if a rank was lost
 _TRACEBACK = "the traceback"
 
 
@@ -34,7 +33,16 @@ class RunWatch:
     one notices that.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, limit: float, timeout_minutes: float, file: FailureFile):
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        limit: float,
+        timeout_minutes: float,
+        file: FailureFile,
+        seconds_to_end: float = 30.0,
+    ):
         """Prepare the watch.
 
         Args:
@@ -44,10 +52,11 @@ class RunWatch:
             limit: `train.hang_report_seconds`; 0 watches nothing.
             timeout_minutes: `train.collective_timeout_minutes`.
             file: Where reports are written.
+            seconds_to_end: How long a rank may still run after another rank failed.
         """
         self.position, self.file = Position(), file
         self._rank, self._world_size, self._timeout_minutes = rank, world_size, timeout_minutes
-        self._store, self._limit = store, limit
+        self._store, self._limit, self._seconds_to_end = store, limit, seconds_to_end
         self._interval = min(_LONGEST_INTERVAL, limit / _INTERVALS_PER_LIMIT)
         self._silence = limit - _INTERVALS_TO_REPORT * self._interval
         self._stop, self._lock = threading.Event(), threading.Lock()
@@ -98,7 +107,7 @@ class RunWatch:
             return
         recording = threading.Thread(target=self._record, args=(failure,), daemon=True)
         recording.start()
-        recording.join(_SECONDS_TO_RECORD)  # the store may have ended, or hang
+        recording.join(self._seconds_to_end + _SECONDS_TO_REPORT)  # the store may have ended, or hang
 
     def _record(self, failure: dict[str, Any]) -> None:
         """Record the failure in the store. The first rank that fails waits until rank 0 has reported it."""
@@ -120,7 +129,7 @@ class RunWatch:
 
     def _keep_store(self, shared: FirstFailure, first: dict[str, Any]) -> None:
         """Wait on rank 0, which holds the store, until the other ranks have read there whose failure it is."""
-        ends_at = time.monotonic() + _SECONDS_FOR_THE_OTHERS[first["kind"]]
+        ends_at = time.monotonic() + {"error": self._seconds_to_end, "lost": _SECONDS_AFTER_A_LOSS}[first["kind"]]
         while shared.add_known(0) < self._world_size - 1 and time.monotonic() < ends_at:
             time.sleep(0.05)
 
@@ -205,12 +214,12 @@ class RunWatch:
         patience = 2 * self._interval if first["on_all_ranks"] else 0.0  # rank 0 raises such an error itself
         if self._rank == 0 and self._own_failure is None and now - self._others_failed_at >= patience:
             self._say_failure(failures, first)
-        if self._own_failure is None and now - self._others_failed_at > _SECONDS_TO_END:
+        if self._own_failure is None and now - self._others_failed_at > self._seconds_to_end:
             _end_process()
 
     def _end_in_time(self) -> None:
         """End this process unless its main thread ends in time. It does not use the store any more."""
-        if not self._stop.wait(_SECONDS_TO_END):
+        if not self._stop.wait(self._seconds_to_end):
             _end_process()
 
     def _watch_store(self) -> None:

@@ -70,7 +70,7 @@ class StepProfiler:
         self._change(())
         self._open.close()
         self._directory.mkdir(parents=True, exist_ok=True)
-        events = list(_span_events(self._spans))
+        events = list(convert_spans(self._spans))
         if self._profiler is not None:
             self._profiler.stop()
             path = self._directory / f"step-{step:06}-rank-{self._rank}.json"
@@ -117,7 +117,7 @@ class StepProfiler:
         self._running = [*self._running[:shared], *((name, now) for name in phases[shared:])]
 
 
-def _span_events(spans: Iterable[Span]) -> Iterable[dict[str, Any]]:
+def convert_spans(spans: Iterable[Span]) -> Iterable[dict[str, Any]]:
     """Yield spans as complete events of a trace, in microseconds since 1970.
 
     Spans of a process that overlap, such as requests to a server, are on tracks of their own, because those of one

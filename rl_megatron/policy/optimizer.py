@@ -27,7 +27,7 @@ def wrap_for_gradients(
     normalised over the global batch. The pipeline schedule calls `finalize_model_grads` at its end.
     """
     config = get_model_config(model_chunks[0])
-    is_split = optimizer.distributed and _has_replicas(config, topology)
+    is_split = optimizer.distributed and has_replicas(config, topology)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=is_split,
@@ -51,7 +51,7 @@ def wrap_for_gradients(
     return wrapped
 
 
-def _has_replicas(config: TransformerConfig, topology: Topology) -> bool:
+def has_replicas(config: TransformerConfig, topology: Topology) -> bool:
     """Return whether several ranks hold the same weights, so that the distributed optimizer has something to split.
 
     Otherwise it would copy all weights onto themselves in every step.

@@ -27,22 +27,26 @@ Placement = Literal["resident", "offload"]
 
 
 class ReferenceModel:
-    """A frozen copy of a model. It owns the copied weights and their placement."""
+    """A frozen copy of a model. It owns the copied weights and their placement.
+
+    Attributes:
+        host_weights: The weights in host memory, or None if they are always on the device.
+    """
 
     def __init__(self, model: ShardedModel, placement: Placement, fused_head: FusedHead | None):
         """Copy the current weights of `model`. Collective."""
         self.model = model.frozen_copy()
         self._inference = Inference(self.model, build_runner(self.model, fused_head))
-        self._host_weights: HostWeights | None = None
+        self.host_weights: HostWeights | None = None
         device = model.topology.device
         if placement == "offload" and device.type == "cuda":
-            self._host_weights = HostWeights(self.model.model_chunks, device)
+            self.host_weights = HostWeights(self.model.model_chunks, device)
         elif placement == "offload":
             log.once("train.reference=offload has no effect on a CPU, where host memory is the device's memory")
 
     def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
         """Return logprobs [B, S] fp32 under the frozen weights. Entry t corresponds to token t. Collective."""
-        with self._host_weights.on_device() if self._host_weights is not None else nullcontext():
+        with self.host_weights.on_device() if self.host_weights is not None else nullcontext():
             return self._inference.logprobs(data, batching)
 
 

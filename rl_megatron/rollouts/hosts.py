@@ -21,6 +21,9 @@ class ProcessHosts:
 
     Calls of plain methods of the objects of one process run one after another, and calls of async methods at the same
     time. All calls are made on one asyncio loop, whose thread must live as long as the processes.
+
+    Attributes:
+        processes: The processes; None in the place of one that was not started.
     """
 
     def __init__(self, count: int, limits: HostLimits, name: str, python: str | None = None):
@@ -33,7 +36,7 @@ class ProcessHosts:
             python: Their interpreter; None for that of this process.
         """
         self._limits, self._name, self._python = limits, name, python
-        self._processes: list[HostProcess | None] = [None] * count
+        self.processes: list[HostProcess | None] = [None] * count
         self._numbers = itertools.count()
         self._async: set[str] = set()  # functions that are known to be async
         self._places = asyncio.Semaphore(count)  # for other functions: each has a process without another of them
@@ -96,10 +99,10 @@ class ProcessHosts:
 
     def close(self) -> None:
         """End all processes. Call it on the loop, or when the loop has ended."""
-        for process in self._processes:
+        for process in self.processes:
             if process is not None:
                 process.end()
-        self._processes = [None] * len(self._processes)
+        self.processes = [None] * len(self.processes)
 
     async def _call(self, target: str, kwargs: Mapping[str, Any], timeout: float) -> Any:
         process, what = self._process(by_objects=False), f"{target}()"
@@ -113,7 +116,7 @@ class ProcessHosts:
     def _process(self, by_objects: bool) -> HostProcess:
         """Return the process with the fewest objects, or with the fewest calls; one that runs, of several."""
         best, least = 0, None
-        for place, process in enumerate(self._processes):
+        for place, process in enumerate(self.processes):
             if process is None or process.has_ended:
                 load = (0, 0, 1)
             elif by_objects:
@@ -122,9 +125,9 @@ class ProcessHosts:
                 load = (process.num_calls, len(process.objects), 0)
             if least is None or load < least:
                 best, least = place, load
-        found = self._processes[best]
+        found = self.processes[best]
         if found is None or found.has_ended:
-            found = self._processes[best] = HostProcess(self._name, self._limits, self._python)
+            found = self.processes[best] = HostProcess(self._name, self._limits, self._python)
         return found
 
 

@@ -30,7 +30,6 @@ from rl_megatron.rollouts.worker import RolloutWorker, completion
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 
 _T = TypeVar("_T")
-_SECONDS_TO_END = 5.0  # how long an attempt may take to end when it is cancelled
 _RETRY_SEEDS = 1 << 32  # the distance of the seeds of two attempts
 # How often an attempt is made again whose process another call has ended, and how often if nobody knows what ended it.
 # Each of the first kind has a cause, which usually is a failed attempt of another task, so that it comes to an end.
@@ -67,6 +66,7 @@ class RolloutRules:
         retries: How often a task that fails is tried again.
         timeout_seconds: The longest time of an attempt, without the time of the engine; None for no limit.
         fails_run: Whether a task that has failed in all attempts ends the run.
+        seconds_to_end: How long an attempt may take to end when it is cancelled.
     """
 
     limits: TokenLimits
@@ -75,6 +75,7 @@ class RolloutRules:
     retries: int = 0
     timeout_seconds: float | None = None
     fails_run: bool = True
+    seconds_to_end: float = 5.0
 
 
 class RolloutRunner:
@@ -202,7 +203,9 @@ class RolloutRunner:
             )  # fmt: skip
             tries += 1
             try:
-                made = await within_limit(self._trajectories(client, sampling), seconds, client)
+                made = await within_limit(
+                    self._trajectories(client, sampling), seconds, client, seconds_to_end=rules.seconds_to_end
+                )
                 return TaskResult(made, attempts=tries)
             except (EngineFailed, NonFiniteLoss, ConfigError, asyncio.CancelledError):
                 raise
@@ -243,6 +246,7 @@ async def within_limit(
     seconds: float | None,
     client: RolloutClient,
     key: str = "rollout.timeout_seconds",
+    seconds_to_end: float = 5.0,
 ) -> _T:
     """Return what a coroutine returns.
 
@@ -252,6 +256,7 @@ async def within_limit(
             no limit.
         client: The client.
         key: The configuration key of this time, for the message.
+        seconds_to_end: How long it may take to end when it is cancelled.
 
     Raises:
         TimeoutError: It takes longer, and is cancelled.
@@ -269,7 +274,7 @@ async def within_limit(
     finally:
         if not task.done():
             task.cancel()
-            _, running = await asyncio.wait({task}, timeout=_SECONDS_TO_END)
+            _, running = await asyncio.wait({task}, timeout=seconds_to_end)
             if running:
                 log.LOGGER.warning("trajectory %s: the rollout worker goes on although it was cancelled", client.name)
 

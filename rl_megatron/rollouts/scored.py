@@ -79,23 +79,21 @@ class ScoredRollouts:
 
     Attributes:
         runner: Runs the worker.
+        scorer: Scores what the worker makes.
+        tokenizer: The run's tokenizer.
     """
 
     def __init__(self, runner: RolloutRunner, scorer: Scorer, tokenizer: Tokenizer, *, with_components: bool = False):
         """Keep the parts, which belong to the caller.
 
-        Args:
-            runner: Runs the worker.
-            scorer: Scores what the worker makes.
-            tokenizer: The run's tokenizer.
-            with_components: Whether batches get the scores of each reward function (`rollouts.batch.COMPONENT`).
+        With `with_components`, batches get the scores of each reward function (`rollouts.batch.COMPONENT`).
         """
-        self.runner, self._scorer, self._tokenizer = runner, scorer, tokenizer
+        self.runner, self.scorer, self.tokenizer = runner, scorer, tokenizer
         self._with_components = with_components
 
     def start(self) -> None:
         """Start processes that the first trajectories will need, without waiting for them. Collective."""
-        self._scorer.start()
+        self.scorer.start()
 
     def make(
         self,
@@ -126,7 +124,7 @@ class ScoredRollouts:
         results = self.runner.run(tasks_of(prompts, seed), engine, sampling)
         batch = self.runner.on_rank_0(lambda: self._batch(prompts, results, sampling))
         with phase("reward"):
-            scores = self.score(prompts, results, self._scorer)
+            scores = self.score(prompts, results, self.scorer)
         return self.runner.on_rank_0(
             lambda: self._with_rewards(cast(BatchedDataDict, batch), results, scores, group_size)
         )
@@ -181,7 +179,7 @@ class ScoredRollouts:
             return Sample(prompt.problem, "", [], True)
         turns = trajectory.turns
         ids = list(turns[-1].completion.ids)
-        texts = [self._tokenizer.decode(turn.completion.ids) for turn in turns]
+        texts = [self.tokenizer.decode(turn.completion.ids) for turn in turns]
         last = next(segment for segment in reversed(trajectory.segments) if segment.turns)
         return Sample(
             prompt.problem, texts[-1], ids, trajectory.truncated, trajectory.messages,

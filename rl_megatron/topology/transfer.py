@@ -36,7 +36,7 @@ def send(tree: Tree, device: torch.device) -> Tree:
     found: dict[int, Tensor] = {}
     _map_tensors(tree, lambda tensor: found.setdefault(id(tensor), tensor))
     on_host = [tensor for tensor in found.values() if tensor.device.type == "cpu"]
-    sent = {id(old): new for old, new in zip(on_host, _sent(on_host, device), strict=True)}
+    sent = {id(old): new for old, new in zip(on_host, send_tensors(on_host, device), strict=True)}
     return _map_tensors(tree, lambda tensor: sent.get(id(tensor), tensor))
 
 
@@ -50,7 +50,8 @@ def read_numbers(tensor: Tensor) -> list[float]:
     return to_host(tensor).tolist()
 
 
-def _sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def send_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return copies of the host's tensors on the device, which share their memory. Nothing waits."""
     sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     starts = [0, *accumulate(sizes)]
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -33,9 +33,9 @@ from torch import Tensor
 _WORD = 8  # bytes
 _SPREAD, _MIX = -0x61C8864680B583EB, 0x4CF5AD432745937F  # odd: multiplication by them loses nothing modulo 2⁶⁴
 _COLUMN_BITS = 24  # the size of a column's hash
-_COLUMNS_AT_ONCE = 1 << 14  # 2¹⁴ columns · 2²⁴ · 2¹⁵ = 2⁵³, up to which fp64 sums are exact
-_ELEMENTS_AT_ONCE_CPU = 1 << 18  # elements of fp64 scratch memory (2 MiB), to fit a core's cache
-_ELEMENTS_AT_ONCE_GPU = 1 << 24  # 128 MiB, because small kernels leave a GPU idle
+COLUMNS_AT_ONCE = 1 << 14  # 2¹⁴ columns · 2²⁴ · 2¹⁵ = 2⁵³, up to which fp64 sums are exact
+ELEMENTS_AT_ONCE_CPU = 1 << 18  # elements of fp64 scratch memory (2 MiB), to fit a core's cache
+ELEMENTS_AT_ONCE_GPU = 1 << 24  # 128 MiB, because small kernels leave a GPU idle
 
 
 class WeightsRefused(RuntimeError):
@@ -173,12 +173,12 @@ def fingerprint(block: Tensor, offset: Sequence[int] = (0, 0)) -> Tensor:
     numbers = block.detach().unsqueeze(-1) if block.dim() < 2 else block.detach().flatten(0, -2)
     numbers = numbers.view(torch.int8 if block.element_size() == 1 else torch.int16)
     per_element = max(1, block.element_size() // 2)
-    row_hashes = _row_hashes(offset[0], numbers.size(0), block.device)
-    column_hashes = _column_hashes(offset[1] * per_element, numbers.size(1), block.device).double()
+    row_hashes = hash_rows(offset[0], numbers.size(0), block.device)
+    column_hashes = hash_columns(offset[1] * per_element, numbers.size(1), block.device).double()
     total = torch.zeros((), dtype=torch.int64, device=block.device)
-    elements_at_once = _ELEMENTS_AT_ONCE_CPU if block.device.type == "cpu" else _ELEMENTS_AT_ONCE_GPU
-    for first in range(0, numbers.size(1), _COLUMNS_AT_ONCE):
-        columns = slice(first, first + _COLUMNS_AT_ONCE)
+    elements_at_once = ELEMENTS_AT_ONCE_CPU if block.device.type == "cpu" else ELEMENTS_AT_ONCE_GPU
+    for first in range(0, numbers.size(1), COLUMNS_AT_ONCE):
+        columns = slice(first, first + COLUMNS_AT_ONCE)
         at_once = max(1, elements_at_once // numbers[:, columns].size(1))
         for start in range(0, numbers.size(0), at_once):
             rows = slice(start, start + at_once)
@@ -197,17 +197,17 @@ def fingerprint_of_ones(shape: Sequence[int], offset: Sequence[int], device: tor
         offset: The (row, column) of its first element in the whole tensor.
         device: The device of the result.
     """
-    rows = _row_hashes(offset[0], shape[0], device).sum(1)
-    columns = _column_hashes(offset[1], shape[1], device) if len(shape) > 1 else _column_hashes(0, 1, device)
+    rows = hash_rows(offset[0], shape[0], device).sum(1)
+    columns = hash_columns(offset[1], shape[1], device) if len(shape) > 1 else hash_columns(0, 1, device)
     return (rows * columns.sum(1)).sum()
 
 
-def _row_hashes(start: int, count: int, device: torch.device) -> Tensor:
+def hash_rows(start: int, count: int, device: torch.device) -> Tensor:
     """Return [2, count] int64: u and w of the rows from `start` on."""
     return _hash_table(_size_of_table(start + count), device)[:2, start : start + count]
 
 
-def _column_hashes(start: int, count: int, device: torch.device) -> Tensor:
+def hash_columns(start: int, count: int, device: torch.device) -> Tensor:
     """Return [2, count] int64: v and v' of the columns from `start` on."""
     return _hash_table(_size_of_table(start + count), device)[2:, start : start + count]
 

@@ -56,7 +56,11 @@ class Transfer(Handle, Protocol):
 
 
 class StandaloneGroup:
-    """A group of `world_size` processes that meet at the address of rank 0. It uses gloo on the CPU, NCCL on a GPU."""
+    """A group of `world_size` processes that meet at the address of rank 0. It uses gloo on the CPU, NCCL on a GPU.
+
+    Attributes:
+        process_group: torch's process group; None once this process has left.
+    """
 
     def __init__(
         self,
@@ -92,7 +96,7 @@ class StandaloneGroup:
             store: Store = self._store
             for prefix in prefixes:
                 store = PrefixStore(prefix, store)
-            self._group = self._connect(store, timeout)
+            self.process_group = self._connect(store, timeout)
         except (RuntimeError, ValueError, OSError) as error:  # torch's own errors are RuntimeErrors
             raise CollectiveFailed(f"{self._who} could not join: {error}") from error
 
@@ -112,10 +116,10 @@ class StandaloneGroup:
         Raises:
             CollectiveFailed: This process has left, or a peer did not complete a collective.
         """
-        if self._group is None:
+        if self.process_group is None:
             raise CollectiveFailed(f"{self._who} has left the group, or an earlier collective failed")
         try:
-            return _Work(self, self._group.allreduce([tensor], dist.AllreduceOptions()))
+            return _Work(self, self.process_group.allreduce([tensor], dist.AllreduceOptions()))
         except RuntimeError as error:
             raise self._failed(error) from error
 
@@ -127,16 +131,16 @@ class StandaloneGroup:
         Raises:
             CollectiveFailed: This process has left, or a peer did not complete a collective.
         """
-        if self._group is None:
+        if self.process_group is None:
             raise CollectiveFailed(f"{self._who} has left the group, or an earlier collective failed")
         try:
-            return _Work(self, self._group.broadcast([tensor], dist.BroadcastOptions()))
+            return _Work(self, self.process_group.broadcast([tensor], dist.BroadcastOptions()))
         except RuntimeError as error:
             raise self._failed(error) from error
 
     def close(self) -> None:
         """Leave the group. Collectives that were started fail on all ranks."""
-        group, self._group, self._store = self._group, None, None
+        group, self.process_group, self._store = self.process_group, None, None
         if group is not None and self.device.type == "cuda":
             group.abort()
 

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.process_group import CollectiveFailed
 
-_SECONDS_AFTER_A_BREAK = 5.0  # how long servers may take to answer after a collective has failed
 _POLL_SECONDS = 0.1
 _LONGEST_WAIT_SECONDS = 60.0  # ranks other than 0 hear at least this often that rank 0 still waits
 
@@ -129,17 +128,24 @@ class _Outcome:
 class WeightServers:
     """All servers that get a policy's weights. Every rank of the policy calls every method at the same time."""
 
-    def __init__(self, servers: Sequence[WeightServer], ranks: PolicyRanks, timeout_seconds: float):
+    def __init__(
+        self,
+        servers: Sequence[WeightServer],
+        ranks: PolicyRanks,
+        timeout_seconds: float,
+        seconds_after_a_break: float = 5.0,
+    ):
         """Keep the servers.
 
         Args:
             servers: The servers. Only rank 0 needs them; other ranks pass an empty sequence.
             ranks: The exchange among the policy's ranks.
             timeout_seconds: The longest time that a request of a weight sync may take.
+            seconds_after_a_break: How long servers may take to answer after a collective has failed.
         """
         self.ranks = ranks
         self.count = ranks.from_rank_0(lambda: len(servers))
-        self._servers, self._timeout = servers, timeout_seconds
+        self._servers, self._timeout, self._seconds_after_a_break = servers, timeout_seconds, seconds_after_a_break
         self._asked: list[WeightServer] = []  # those that got the pending request
         self._pending: list[Future[Any]] = []
         self._server_failed_first = False  # an error of a server is why a collective failed
@@ -195,7 +201,7 @@ class WeightServers:
                 failure = str(error)
             if self._pending and all(future.done() for future in self._pending):
                 answered_since = answered_since or time.monotonic()
-                if not over and time.monotonic() - answered_since > _SECONDS_AFTER_A_BREAK:
+                if not over and time.monotonic() - answered_since > self._seconds_after_a_break:
                     failure = failure or "the servers have answered, and some of their workers did not join"
             states = self.ranks.of_every_rank((over, failure, self.has_failed()))
             failures = [failure for _, failure, _ in states if failure is not None]
@@ -226,7 +232,7 @@ class WeightServers:
                 for server, body, is_chosen in zip(self._servers, bodies, chosen, strict=True)
                 if is_chosen
             ]
-        deadline = time.monotonic() + self._timeout + _SECONDS_AFTER_A_BREAK
+        deadline = time.monotonic() + self._timeout + self._seconds_after_a_break
         broken, self._server_failed_first = None, False
         if meanwhile is not None:
             try:
@@ -235,7 +241,7 @@ class WeightServers:
                 broken = str(error)
             broken = self.ranks.first_failure(broken)
         if broken is not None:
-            deadline = time.monotonic() + _SECONDS_AFTER_A_BREAK
+            deadline = time.monotonic() + self._seconds_after_a_break
         outcome = None
         while outcome is None:
             outcome = self.ranks.from_rank_0(lambda: self._outcome(path, deadline))

@@ -78,7 +78,7 @@ def test_every_metric_has_a_row(fresh):
 
 
 def test_a_metric_without_a_group_is_refused(monkeypatch):
-    monkeypatch.setitem(METRICS._entries, "novel", Metric("novel", "1", "A new one.", "sum"))
+    monkeypatch.setitem(METRICS, "novel", Metric("novel", "1", "A new one.", "sum"))
     with pytest.raises(ValueError, match=r"\['novel'\] are in no group"):
         generate_metrics.page()
 

@@ -11,27 +11,27 @@ from tests.forkserver import REPOSITORY
 
 
 def double_the_loss() -> None:
-    from rl_megatron.execution.runner import Runner
+    from rl_megatron.losses.base import Loss
 
-    right = Runner._loss_of
+    right = Loss.on_output
 
-    def wrong(self, *args, **kwargs):
-        loss, count, report = right(self, *args, **kwargs)
-        return 2 * loss, count, report | {"loss": 2 * report["loss"]}
+    def wrong(self, *args):
+        loss, metrics = right(self, *args)
+        return 2 * loss, metrics
 
-    Runner._loss_of = wrong
+    Loss.on_output = wrong
 
 
 def double_the_gradient_only() -> None:
-    from rl_megatron.execution.runner import Runner
+    from rl_megatron.losses.base import Loss
 
-    right = Runner._loss_of
+    right = Loss.on_output
 
-    def wrong(self, *args, **kwargs):
-        loss, count, report = right(self, *args, **kwargs)
-        return 2 * loss, count, report
+    def wrong(self, *args):
+        loss, metrics = right(self, *args)
+        return 2 * loss - loss.detach(), metrics
 
-    Runner._loss_of = wrong
+    Loss.on_output = wrong
 
 
 def scale_attention() -> None:

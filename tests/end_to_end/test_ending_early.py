@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 from rl_megatron.checkpoint.save import Save
 
-def wait(self, before=Save._wait):
+def finish(self, before=Save.finish):
     if self.path.name == "step-000002":
         Path("saving").touch()
         time.sleep(33)
-    before(self)
+    return before(self)
 
-Save._wait = wait
+Save.finish = finish
 """
 
 
@@ -109,17 +109,19 @@ def _in_a_job_that_ends_soon() -> None:
 
 def _in_a_job_that_ends_after_three_steps() -> None:
     """Let the clock of this process jump to the end of its job in the third step."""
-    from rl_megatron.algorithms.stopping import Stopping
+    from rl_megatron.algorithms import run
 
-    os.environ["SLURM_JOB_END_TIME"], reason, calls = str(int(time.time()) + 100_000), Stopping.reason, []
+    os.environ["SLURM_JOB_END_TIME"], calls = str(int(time.time()) + 100_000), []
 
-    def reason_later(self):
-        calls.append(1)
-        if len(calls) == 4:  # the first call is before the first step
-            self._clock = lambda: time.time() + 99_999
-        return reason(self)
+    class Jumping(run.Stopping):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, clock=lambda: time.time() + 99_999 * (len(calls) >= 4))
 
-    Stopping.reason = reason_later
+        def reason(self):
+            calls.append(1)  # the first call is before the first step
+            return super().reason()
+
+    run.Stopping = Jumping
 
 
 @pytest.mark.change

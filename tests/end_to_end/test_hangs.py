@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -109,11 +110,10 @@ def _named(report):
 
 def _fail_on_rank_1() -> None:
     """Let rank 1 fail in its first step. Ranks that wait for each other are ended after a time that is longer here."""
-    from rl_megatron.observability import run_watch
+    from rl_megatron.algorithms import run
     from rl_megatron.policy.megatron_policy import MegatronPolicy
 
-    run_watch._SECONDS_TO_END = run_watch._SECONDS_FOR_THE_OTHERS["error"] = SECONDS_TO_END
-    run_watch._SECONDS_TO_RECORD = SECONDS_TO_END + 10
+    run.RunWatch = partial(run.RunWatch, seconds_to_end=SECONDS_TO_END)
 
     def fail(self, *arguments, **keywords):
         raise ZeroDivisionError("my loss divides by zero")

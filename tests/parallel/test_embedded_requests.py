@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -294,15 +293,14 @@ def looking_every(steps: int, calls: int, parallel: dict, model: Any) -> list[Co
         for index, request in enumerate(requests_of(prompts(), sampling, seed=4))
     ]
     policy = build_policy(parallel, model=model)
-    with mock.patch.dict("rl_megatron.generation.decoder._STEPS_PER_CHECK", {"cpu": steps}):
-        for allowed in (calls, 10**6):
-            decoder = Decoder(EmbeddedReplica(policy), max_slots=3)
-            decoder.add(sequences)
-            with decoder.active():
-                while allowed and (ended := decoder.advance()) is not None:
-                    found, allowed = found + ended, allowed - 1
-                ended, sequences = decoder.evict()
-            found += ended
+    for allowed in (calls, 10**6):
+        decoder = Decoder(EmbeddedReplica(policy), max_slots=3, steps_per_check=steps)
+        decoder.add(sequences)
+        with decoder.active():
+            while allowed and (ended := decoder.advance()) is not None:
+                found, allowed = found + ended, allowed - 1
+            ended, sequences = decoder.evict()
+        found += ended
     assert not sequences
     return sorted(found, key=lambda each: each.request_id)
 

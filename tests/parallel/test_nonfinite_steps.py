@@ -8,6 +8,7 @@ import math
 import pytest
 import torch.distributed as dist
 
+from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.losses import NLLLoss
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, OPTIMIZER, build_policy
@@ -42,7 +43,9 @@ class GradientsOfRank1:
 
 def state(policy) -> list[bytes]:
     """Return the bytes of this rank's weights, main weights and moments, and the schedule's step."""
-    tensors = [tensor.detach().float().cpu() for tensor in policy._state().trained_tensors()]
+    policy.finish_training()
+    trained = TrainingState(policy.model, policy.optimizer, policy.scheduler).trained_tensors()
+    tensors = [tensor.detach().float().cpu() for tensor in trained]
     return [tensor.numpy().tobytes() for tensor in tensors] + [str(policy.scheduler.num_steps).encode()]
 
 

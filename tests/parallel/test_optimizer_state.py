@@ -7,6 +7,7 @@ import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.distrib_optimizer as megatron_distrib_optimizer
@@ -246,15 +247,8 @@ def test_data_parallel_ranks_hold_each_parameters_whole_optimizer_state_once(ran
 
 def update(split: bool, precision: str) -> tuple[bool, list[float], dict]:
     """Return whether the optimizer is megatron-core's distributed one, and the norms and weights of three steps."""
-    import rl_megatron.policy.optimizer as policy_optimizer
-
-    kept = policy_optimizer._has_replicas
-    if split:
-        policy_optimizer._has_replicas = lambda config, topology: True
-    try:
+    with patch("rl_megatron.policy.optimizer.has_replicas", return_value=split):
         policy = build_policy({}, precision=precision, optimizer=replace(OPTIMIZER, distributed=True, clip_grad=0.0))
-    finally:
-        policy_optimizer._has_replicas = kept
     assert policy.optimizer is not None
     kinds = {isinstance(p, megatron_distrib_optimizer.DistributedOptimizer) for p in parts(policy.optimizer)}
     return kinds == {True}, train(policy, range(3)), weights(policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import megatron.core.optimizer as optimizers
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.losses import NLLLoss
 from rl_megatron.policy import optimizer as policy_optimizer
+from rl_megatron.policy.trainer import Trainer
 from rl_megatron.topology.torch_optimizers import use_torch_optimizers
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, EXPERTS, MODEL, build_policy, gradients
 from tests.parallel.test_layouts import random_batch
@@ -39,18 +41,23 @@ def step(parallel: dict, has_experts: bool) -> tuple[int, int, float, dict[str, 
     """
     model = EXPERTS if has_experts else MODEL
     policy = build_policy(parallel, model=model, optimizer=DISTRIBUTED_OPTIMIZER)
-    policy.accumulate_gradients(random_batch(8, 16, 0), NLLLoss())
-    policy_optimizer.complete_gradients(policy.model.wrapped_model_chunks)
-    whole = gradients(policy)
-    trainer, optimizer = policy._steps.require_optimizer(), policy.optimizer
-    assert optimizer is not None
-    optimizer.prepare_grads()
-    megatrons = float(optimizer.get_grad_norm())
-    with ReadNumbers() as reads:
-        ours, updated = trainer.update(1.0)
-    assert updated
-    parameters = sum(len(list(part.get_parameters())) for part in parts(optimizer))
-    return parameters, reads.count, megatrons, ours, whole
+    update, observed = Trainer.update, []
+
+    def observe(trainer, loss):
+        policy_optimizer.complete_gradients(policy.model.wrapped_model_chunks)
+        whole = gradients(policy)
+        trainer.optimizer.prepare_grads()
+        megatrons = float(trainer.optimizer.get_grad_norm())
+        with ReadNumbers() as reads:
+            ours, updated = update(trainer, loss)
+        assert updated
+        observed.append((reads.count, megatrons, ours, whole))
+        return ours, updated
+
+    with patch.object(Trainer, "update", observe):
+        policy.train(random_batch(8, 16, 0), NLLLoss(), gbs=8)
+    parameters = sum(len(list(part.get_parameters())) for part in parts(policy.optimizer))
+    return parameters, *observed[0]
 
 
 def train_with_kernels_that_need_a_gpu() -> tuple[float, float]:

@@ -26,14 +26,14 @@ def offloaded(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, list[int], bo
         The logprobs at the start, those of the reference after the step, the sizes of its parameters between calls, and
         whether a message said that offloading does nothing on a CPU.
     """
-    log._said.clear()
+    log.once.messages.clear()
     policy = build_policy(parallel, reference_placement="offload")
     batch = random_batch(6, 14, 2)
     start = policy.get_logprobs(batch)["logprobs"]
     policy.freeze_reference()
-    warned = any("train.reference=offload" in message for message in log._said)
+    warned = any("train.reference=offload" in message for message in log.once.messages)
     modules = policy.reference.model.model_chunks
-    policy.reference._host_weights = HostWeights(modules, CPU)  # as on a GPU; here host and device are the same
+    policy.reference.host_weights = HostWeights(modules, CPU)  # as on a GPU; here host and device are the same
     policy.train(batch, NLLLoss(), gbs=6)
     for _ in range(2):
         reference = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.logprobs import IGNORE_INDEX, SamplingFilter, vocab_parallel_logprobs
-from rl_megatron.logprobs import sampling_filter as filters
 from rl_megatron.logprobs.sampling_filter import filter_thresholds
 from rl_megatron.logprobs.vocab_parallel import VocabShard
 from rl_megatron.topology.collectives import ALL_GATHER, REDUCE_SCATTER
@@ -21,13 +20,13 @@ def make_logits(vocab, dtype):
     return logits.to(dtype)
 
 
-def sharded(vocab, dtype, valid, sampling_filter):
+def sharded(vocab, dtype, valid, sampling_filter, **options):
     rank, size = dist.get_rank(), dist.get_world_size()
     logits = make_logits(vocab, dtype).chunk(size, dim=1)[rank]
     shard = VocabShard(rank * vocab // size, (rank + 1) * vocab // size, valid, dist.group.WORLD)
     temperature, active = torch.linspace(0.5, 2.0, ROWS), torch.arange(ROWS) != 5
     with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduce:
-        return filter_thresholds(logits, sampling_filter, shard, temperature, active), reduce.call_count
+        return filter_thresholds(logits, sampling_filter, shard, temperature, active, **options), reduce.call_count
 
 
 @pytest.mark.parametrize(
@@ -47,8 +46,7 @@ def test_shards_give_the_bits_of_the_whole(ranks, size, dtype, sampling_filter, 
 
 def searched(dtype, sampling_filter):
     """Return thresholds that are not among the candidates, because only two tokens of each rank are."""
-    with mock.patch.object(filters, "_NUM_CANDIDATES", 2):
-        return sharded(120, dtype, 85, sampling_filter)[0]
+    return sharded(120, dtype, 85, sampling_filter, num_candidates=2)[0]
 
 
 @pytest.mark.parametrize(

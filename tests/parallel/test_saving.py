@@ -8,7 +8,7 @@ import random
 import resource
 import threading
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -39,17 +39,20 @@ def save_while_training(directory: str, distributed: bool, precision: str) -> No
     policy = build_policy({}, optimizer=optimizer, precision=precision)
     train(policy, 0)
     foreground = policy.save_checkpoint(Path(directory) / "foreground", 1)
-    training_continued, write = threading.Event(), saving._Part.write
-    saving._Part.write = lambda part: training_continued.wait() and write(part)
-    try:
+    training_continued = threading.Event()
+
+    class Waiting(threading.Thread):
+        def run(self) -> None:
+            training_continued.wait()
+            super().run()
+
+    with patch.object(threading, "Thread", Waiting):
         save = policy.begin_checkpoint(Path(directory) / "background", 1)
-        assert not save.is_written()
-        assert not complete_checkpoints(Path(directory) / "background")
-        train(policy, 1), train(policy, 2)
-        training_continued.set()
-        background = save.finish()
-    finally:
-        saving._Part.write = write
+    assert not save.is_written()
+    assert not complete_checkpoints(Path(directory) / "background")
+    train(policy, 1), train(policy, 2)
+    training_continued.set()
+    background = save.finish()
     assert tensors_on_disk(background) == tensors_on_disk(foreground)
     assert any(name.endswith(".distcp") for name in tensors_on_disk(background))
     untouched = build_policy({}, optimizer=optimizer, precision=precision)
@@ -119,7 +122,7 @@ def lose_the_file_system(directory: str) -> tuple[str, list[str]]:
     policy.save_checkpoint(directory, 1)
     with pytest.MonkeyPatch.context() as patched:
         if torch.distributed.get_rank() == 1:
-            patched.setattr(saving._Part, "write", Mock(side_effect=gone))
+            patched.setattr(Path, "write_bytes", Mock(side_effect=gone))
             patched.setattr(saving.shutil, "disk_usage", Mock(side_effect=gone))
         with pytest.raises(SaveFailed) as error:
             policy.save_checkpoint(directory, 2)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
-import signal
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +19,7 @@ from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import EngineFailed, Sampling, WeightSpan
 from rl_megatron.weight_sync.exporter import WeightExporter
 from rl_megatron.weight_sync.plan import WeightsRefused
+from tests.child_processes import servers
 from tests.parallel.layouts import MODEL, build_policy
 from tests.parallel.test_generation import SAMPLINGS, prompts
 from tests.parallel.test_transformers_engine import dropping, learn, logprob_check, patched, refusal
@@ -51,8 +50,10 @@ def serving(parallel: dict, directory: Path, **settings):
 def stand_in(engine, **settings) -> list:
     """Set faults in the stand-ins, on rank 0, and return the paths that the last one was called with."""
     called: list = []
-    for client in engine._pool.clients:
-        request = urllib.request.Request(f"{client.url}/stand_in", json.dumps(settings).encode())
+    for server in servers():
+        command = server.cmdline()
+        url = f"http://127.0.0.1:{command[command.index('--port') + 1]}/stand_in"
+        request = urllib.request.Request(url, json.dumps(settings).encode())
         with urllib.request.urlopen(request, timeout=20) as answer:
             called = json.loads(answer.read())
     return called
@@ -187,9 +188,8 @@ def interrupted(directory: Path) -> dict:
         found["difference"] = (again - torch.tensor(logprobs[after.start :])).abs().max().item()
 
         wanted = engine.generate(prompts(), SAMPLED, seed=2)
-        guardian = engine._pool._local.processes[0].pid
-        (server,) = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
-        os.kill(int(server), signal.SIGKILL)
+        (server,) = servers()
+        server.kill()
         again = engine.generate(prompts(), SAMPLED, seed=2)
         found["same"], found["starts"] = torch.equal(wanted["input_ids"], again["input_ids"]), engine.served.start
     return found

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.config.generation import GenerationConfig
@@ -211,11 +210,6 @@ def logged():
         logger.removeHandler(handler)
 
 
-def processes(engine) -> list[int]:
-    """Return the process ids of the workers on rank 0, and an empty list on other ranks."""
-    return [worker.process.pid for worker in engine._workers._workers] if dist.get_rank() == 0 else []
-
-
 def kill(pids: list[int]) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -229,7 +223,7 @@ def killed_while(method: str):
     def ask_and_kill(self, asked, *arguments_of_each):
         ask(self, asked, *arguments_of_each)
         if asked == method and not done:
-            done.append(kill([worker.process.pid for worker in self._workers]))
+            done.append(kill(worker_children()))
 
     with patched(EngineWorkers, "ask", ask_and_kill):
         yield
@@ -244,11 +238,11 @@ def deaths() -> dict:
     found: dict = {}
     with serving({}, max_engine_restarts=2) as (_, engine), logged() as lines:
         found["undisturbed"] = drawn(engine)
-        kill(processes(engine))
+        kill(worker_children())
         found["killed at idle"] = drawn(engine)
         with killed_while("generate"):
             found["killed while drawing"] = drawn(engine)
-        (last,) = processes(engine)
+        (last,) = worker_children()
         kill([last])
         found["once more"] = refusal(EngineFailed, engine.generate, prompts(), SAMPLING, 3)
         found["log"], found["left"] = list(lines), [pid for pid in [last, *worker_children()] if is_alive(pid)]
@@ -304,9 +298,10 @@ def first_port_taken():
             given.append(taken.getsockname() if not given else free_address())
             return given[-1]
 
+        hurry = EngineWorkers.hurry
         with (
             patched(transformers_engine, "free_address", address),
-            patched(transformers_engine, "_SECONDS_AFTER_A_BREAK", 1.0),
+            patched(EngineWorkers, "hurry", lambda workers, _, reason: hurry(workers, 1.0, reason)),
         ):
             yield
 

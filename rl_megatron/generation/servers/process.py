@@ -28,7 +28,6 @@ from rl_megatron.weight_sync.plan import RefitPlan
 from rl_megatron.weight_sync.servers import ServerDied
 
 GUARDIAN = "rl_megatron.generation.servers.guardian"
-_SECONDS_TO_LEAVE = 15.0  # more than a guardian needs to end a server that ignores SIGTERM
 _SECONDS_OF_HEALTH = 2.0
 _POLL_SECONDS = 0.5
 _LINES_SHOWN = 5
@@ -106,12 +105,16 @@ class ServerProcess:
         lines = [line.strip() for line in self.log().splitlines() if line.strip()]
         return f"its log {self.log_path} ends: {' | '.join(lines[-_LINES_SHOWN:]) or 'it is empty'}"
 
-    def end(self) -> None:
-        """End the server and all its processes."""
+    def end(self, seconds_to_leave: float = 15.0) -> None:
+        """End the server and all its processes.
+
+        Args:
+            seconds_to_leave: How long the guardian may take, which needs ten seconds if the server ignores SIGTERM.
+        """
         if self._guardian.stdin is not None:
             self._guardian.stdin.close()  # the guardian reads the end of the stream, and ends the server
         try:
-            self._guardian.wait(_SECONDS_TO_LEAVE)
+            self._guardian.wait(seconds_to_leave)
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait()

@@ -17,7 +17,6 @@ from rl_megatron.generation.servers.routing import Load, Router
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 
 _ATTEMPTS = 3
-_SECONDS_BEFORE_THE_NEXT = 0.5  # doubled after each attempt
 _ATTEMPTS_TO_ABORT = 20
 _SECONDS_TO_ABORT = 0.1
 
@@ -45,6 +44,7 @@ class RequestSender:
         dialect: ServerDialect,
         vocab_size: int,
         max_requests: int,
+        seconds_between_attempts: float = 0.5,
     ):
         """Start with idle servers.
 
@@ -54,7 +54,9 @@ class RequestSender:
             dialect: The kind of the servers.
             vocab_size: The number of valid token ids.
             max_requests: The most requests that one server may have in flight.
+            seconds_between_attempts: The pause after the first failed attempt; it is doubled after each other one.
         """
+        self._seconds_between_attempts = seconds_between_attempts
         self.servers, self._dialect, self._vocab_size = list(servers), dialect, vocab_size
         self._open: dict[str, _Open] = {}  # by request id
         self._router = Router([Load(max_requests, each.max_tokens_in_flight) for each in facts])
@@ -159,7 +161,7 @@ class RequestSender:
     async def _answer_of(self, server: ServerClient, request: Request) -> Any:
         """Return a server's answer. An error that may pass is no answer, unless the server is dead or it persists."""
         path, body = self._dialect.http_request(request, self._with_seeds)
-        pause = _SECONDS_BEFORE_THE_NEXT
+        pause = self._seconds_between_attempts
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return await server.post(path, body)

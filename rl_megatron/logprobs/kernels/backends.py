@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from rl_megatron import log
@@ -34,28 +32,18 @@ def choose_kernels(backend: str, device: torch.device) -> Kernels:
         return PLAN
     if backend == "torch" or (backend == "auto" and not on_gpu):
         return TORCH
-    triton = _triton()
-    if triton is None:
+    try:
+        from rl_megatron.logprobs.kernels import triton
+    except ModuleNotFoundError:
         if backend == "triton":
-            raise ValueError("backend='triton' needs triton, which is not installed: `pip install triton`")
+            raise ValueError("backend='triton' needs triton, which is not installed: `pip install triton`") from None
         log.once(
             "Triton is not installed, so torch computes logprobs, in more passes over the logits; `pip install triton`."
         )
         return TORCH
-    kernels, interpreted = triton
-    if not (on_gpu or interpreted):
+    if not (on_gpu or triton.INTERPRETED):
         raise ValueError(
             "backend='triton' runs on a CPU only in Triton's interpreter, which is for tests; set TRITON_INTERPRET=1 "
             "before triton is imported, or use backend='auto'"
         )
-    return kernels
-
-
-@cache
-def _triton() -> tuple[Kernels, bool] | None:
-    """Return (the Triton kernels, whether the interpreter runs them), or None if triton is not installed."""
-    try:
-        from rl_megatron.logprobs.kernels import triton as module
-    except ModuleNotFoundError:
-        return None
-    return Kernels(module.row_stats, module.write_row_gradients, module.gather_columns), module.INTERPRETED
+    return Kernels(triton.row_stats, triton.write_row_gradients, triton.gather_columns)

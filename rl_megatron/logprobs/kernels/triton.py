@@ -58,7 +58,7 @@ def row_stats(
     stats = logits.new_empty(num_rows, 4, dtype=torch.float32)
     block, num_warps = block_of(num_columns)
     with _on_device_of(logits):
-        _row_stats_kernel[(num_rows,)](
+        row_stats_kernel[(num_rows,)](
             stats, logits, *_packed(columns, active, temperature, threshold), _row_stride(logits), num_columns,
             ENTROPY=entropy, BLOCK=block, num_warps=num_warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -97,7 +97,7 @@ def write_row_gradients(
         return
     block, num_warps = block_of(num_columns)
     with _on_device_of(logits):
-        _row_gradients_kernel[(num_rows,)](
+        row_gradients_kernel[(num_rows,)](
             out, logits,
             *_packed(temperature, row_max, log_sum, base, entropy_grad, columns, column_grads, active, threshold),
             _row_stride(out), _row_stride(logits), num_columns, num_targets,
@@ -154,10 +154,11 @@ def _row_stride(rows: Tensor) -> int:
 
 @triton.jit
 @no_type_check
-def _row_stats_kernel(
+def row_stats_kernel(
     stats, logits, columns, active, temperature, threshold, row_stride, num_columns,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write the statistics of one row of logits."""
     row = tl.program_id(0).to(tl.int64)  # N · V_local may exceed 32 bits
     logits += row * row_stride
     inverse = 1.0
@@ -232,10 +233,11 @@ def _moved(m, raised, scale, weights, moments, ENTROPY: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _row_gradients_kernel(
+def row_gradients_kernel(
     out, logits, temperature, row_max, log_sum, base, entropy_grad, columns, column_grads, active, threshold,
     out_stride, row_stride, num_columns, num_targets, TARGETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write the gradient of one row of logits."""
     row = tl.program_id(0).to(tl.int64)
     out += row * out_stride
     logits += row * row_stride
@@ -307,4 +309,4 @@ def _gradient(z, lowest, inverse, m, log_s, slope, bend):
     return p * slope
 
 
-INTERPRETED = not isinstance(_row_stats_kernel, triton.runtime.JITFunction)
+INTERPRETED = not isinstance(row_stats_kernel, triton.runtime.JITFunction)

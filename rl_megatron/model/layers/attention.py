@@ -382,7 +382,7 @@ def attend(
     """
     if bias is None and sinks is None and flash_attends_last(query, value):
         return attend_last(query, key, value, scale)
-    if key.size(2) != query.size(2) and (sinks is not None or _lacks_grouped_kernel(query, bias)):
+    if key.size(2) != query.size(2) and (sinks is not None or lacks_grouped_kernel(query, bias)):
         key, value = (x.repeat_interleave(query.size(2) // x.size(2), dim=2) for x in (key, value))
     if sinks is not None:
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -399,7 +399,7 @@ def attend(
     return output.permute(2, 0, 1, 3).flatten(2)
 
 
-def _lacks_grouped_kernel(query: Tensor, bias: Tensor | None) -> bool:
+def lacks_grouped_kernel(query: Tensor, bias: Tensor | None) -> bool:
     """Return whether grouped queries are supported only by the kernel that stores all scores.
 
     On a GPU, the flash kernel supports them, but neither a bias nor fp32.

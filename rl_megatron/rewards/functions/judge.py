@@ -134,7 +134,7 @@ class Judge:
         if answer is None:
             answer, attempts = await self._ask_once(key, body)
             metrics[_ATTEMPTS] = float(attempts)
-        score = self._score(answer)
+        score = self.read_score(answer)
         if score is None and self._unparsed_score is None:
             raise NoScore(
                 f"the judge's answer has no score: {answer[:_SHOWN]!r}; correct the template, pattern, json_key or "
@@ -158,9 +158,9 @@ class Judge:
 
     async def _ask(self, key: str, body: dict[str, Any]) -> tuple[str, int]:
         answer, attempts = await self._endpoint.post(body, _content)
-        return answer if self._score(answer) is None else self._cache.put(key, answer), attempts
+        return answer if self.read_score(answer) is None else self._cache.put(key, answer), attempts
 
-    def _score(self, answer: str) -> float | None:
+    def read_score(self, answer: str) -> float | None:
         """Return the score in an answer, between 0 and 1 if there is a range, or None."""
         score = self._find(answer)
         if score is None or not math.isfinite(score):

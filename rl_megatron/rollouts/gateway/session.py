@@ -71,6 +71,7 @@ class Session:
     Attributes:
         base_url: The address for OpenAI's client.
         api_key: The key of this session alone.
+        texts: The turns of requests with a prompt of text or tokens.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Session:
         self._parameters = ParameterReader(sampling, client.tokenizer, stops_at_strings)
         self._branches: list[Branch] = []
         self._roots: dict[str, list[AnsweredTurn]] = {}  # by the tools of the conversation
-        self._texts = TextTurns()
+        self.texts = TextTurns()
         self._num_turns, self._num_unheard = 0, 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_full, self._has_ended = False, False
@@ -166,7 +167,7 @@ class Session:
         """
         parameters = self._parameters.of_text(body)
         prompt = _checked_prompt(body.get("prompt"), self._client.tokenizer)
-        before, rest = self._texts.match(prompt)
+        before, rest = self.texts.match(prompt)
         ids = self._encoded(rest, is_first=before is None) if isinstance(rest, str) else rest
         if not ids:
             raise RequestRefused("prompt has no token", param="prompt")
@@ -179,7 +180,7 @@ class Session:
         known = branches[0].history.ids
         turns = await self._complete(branches, parameters, ())
         for turn in turns:
-            self._texts.add(turn, before, rest, ids)
+            self.texts.add(turn, before, rest, ids)
         return Choices(parameters, known, turns)
 
     def ignore(self, choices: Choices) -> None:

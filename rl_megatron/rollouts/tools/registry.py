@@ -42,7 +42,7 @@ def register_tool(name: str, settings: tuple[str, ...] = ()) -> Callable[[Functi
 
     def add(function: FunctionT) -> FunctionT:
         if name in TOOLS and TOOLS[name].function.__module__ == function.__module__:
-            TOOLS.replace(name, RegisteredTool(function, settings))  # the module was imported twice
+            TOOLS[name] = RegisteredTool(function, settings)  # the module was imported twice
         else:
             TOOLS.register(name)(RegisteredTool(function, settings))
         return function

@@ -8,7 +8,7 @@ import torch
 from rl_megatron.algorithms import eval_sets
 from rl_megatron.algorithms.eval_results import results_file
 from rl_megatron.algorithms.eval_sets import EvalSet, EvalSets, set_metric_names
-from rl_megatron.algorithms.preflight import _check_keep_best
+from rl_megatron.algorithms.preflight import check_keep_best
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data.eval_problems import check_set_files, problems_of_set
@@ -157,12 +157,12 @@ def test_the_results_of_every_problem_are_in_a_parquet_file(tmp_path):
 
 def test_the_best_checkpoint_by_a_set_needs_its_evaluation_at_every_checkpoint():
     names = set_metric_names(stage_with(SUMS), Characters())
-    _check_keep_best(stage_with(SUMS, more=["train.keep_best=sums/pass@2"]), names)
+    check_keep_best(stage_with(SUMS, more=["train.keep_best=sums/pass@2"]), names)
     with pytest.raises(ConfigError, match="sums/avg@8 is not an eval metric.*sums/avg@4"):
-        _check_keep_best(stage_with(SUMS, more=["train.keep_best=sums/avg@8"]), names)
+        check_keep_best(stage_with(SUMS, more=["train.keep_best=sums/avg@8"]), names)
     rarely = stage_with(SUMS.replace("every: 2", "every: 3"), more=["train.keep_best=sums/avg@4"])
     with pytest.raises(ConfigError, match="train.save_every=4 is not a multiple of every of its set=3"):
-        _check_keep_best(rarely, set_metric_names(rarely, Characters()))
+        check_keep_best(rarely, set_metric_names(rarely, Characters()))
 
 
 def test_a_file_is_evaluated_as_a_whole_and_a_directory_by_its_held_out_split(tmp_path):
@@ -180,7 +180,7 @@ def test_prompts_of_a_file_are_scored_by_the_reward_functions(tmp_path):
     stage = stage_with(f"{{name: few, path: {tmp_path / 'few.jsonl'}}}", more=more)
     few = EvalSet(stage, stage.eval.sets[0], Characters())
     assert few.num_completions == 2 and not any("maj" in name for name in few.metric_names)
-    assert [function.name for function in few._scorer.settings.functions] == ["exact_match"]
+    assert [function.name for function in few.scorer.settings.functions] == ["exact_match"]
 
 
 @pytest.mark.parametrize(
@@ -205,4 +205,4 @@ def test_too_few_problems_are_refused():
 def test_workers_of_all_sets_are_ended(tmp_path):
     sets = EvalSets(stage_with(SUMS), "grpo", Characters(), RUNNER, tmp_path)
     sets.close()
-    assert all(each._scorer.closed for each in sets.sets)
+    assert all(each.scorer.closed for each in sets.sets)

@@ -1,6 +1,7 @@
 """Errors before the first step: losses that do not suit an algorithm, damaged checkpoints, batches that do not fit."""
 
 import json
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -9,10 +10,10 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.preflight import (
-    _check_budget,
-    _check_keep_best,
-    _check_saved,
+    check_budget,
+    check_keep_best,
     check_loss,
+    check_saved,
 )
 from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.config.errors import ConfigError
@@ -22,7 +23,6 @@ from rl_megatron.generation.transformers.devices import engine_devices
 from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.topology.collective_errors import on_all_or_none
-from rl_megatron.weight_sync import ipc
 
 PAIRS = ["data=gsm8k_pairs", "data.path=x"]
 OVERRIDES = {
@@ -80,7 +80,7 @@ def test_a_loss_that_needs_keys_that_rollouts_do_not_have_is_refused(monkeypatch
     class Judged(ClippedPGLossFn):
         required_keys = ("advantages", "verdicts")
 
-    monkeypatch.setitem(LOSSES._entries, "judged", Judged)
+    monkeypatch.setitem(LOSSES, "judged", Judged)
     with pytest.raises(ConfigError, match=r"loss.name=judged needs \['verdicts'\], which ppo's batches do not have"):
         check_loss(stage_of("ppo", {"name": "judged"}))
 
@@ -117,7 +117,7 @@ class Judging(Protocol):
     ],
 )
 def test_losses_that_implement_only_the_protocol(monkeypatch, algorithm, loss, words):
-    monkeypatch.setitem(LOSSES._entries, "own", loss)
+    monkeypatch.setitem(LOSSES, "own", loss)
     assert isinstance(loss(None), LossFunction) and not needs_reference(loss(None))
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
         check_loss(stage_of(algorithm, {"name": "own"}))
@@ -146,13 +146,13 @@ def test_a_critic_is_checked_with_its_policy(tmp_path):
     stage = load_config(["algorithm=ppo", "train.steps=5"]).first
     newest = save(tmp_path / "ppo", 3, stage.model)
     with pytest.raises(ConfigError, match=r"ppo\.critic/step-000003 does not exist"):
-        _check_saved(newest, stage, TOKENIZER)
+        check_saved(newest, stage, TOKENIZER)
     beside = save(tmp_path / "ppo.critic", 3, stage.model)
-    _check_saved(newest, stage, TOKENIZER)
+    check_saved(newest, stage, TOKENIZER)
     (beside / "weights").write_text("123")
     with pytest.raises(ConfigError, match=r"ppo\.critic/step-000003 is damaged: weights has 3 bytes instead of 4"):
-        _check_saved(newest, stage, TOKENIZER)
-    _check_saved(newest, replace(stage, train=replace(stage.train, steps=3)), TOKENIZER)  # no step left to take
+        check_saved(newest, stage, TOKENIZER)
+    check_saved(newest, replace(stage, train=replace(stage.train, steps=3)), TOKENIZER)  # no step left to take
 
 
 def missing_on(rank: int) -> str:
@@ -197,10 +197,10 @@ def test_an_error_on_one_rank_ends_all_ranks(ranks, rank, message):
 def test_the_largest_item_must_fit_a_microbatch_of_tokens(batching, overrides, items, said):
     stage = load_config([*overrides, f"train.batching={batching}", "train.micro_batch_tokens=39"]).first
     with pytest.raises(ConfigError) as refused:
-        _check_budget(stage, items)
+        check_budget(stage, items)
     assert "train.micro_batch_tokens=39 does not hold" in str(refused.value) and said in str(refused.value)
-    _check_budget(replace(stage, train=replace(stage.train, micro_batch_tokens=40)), items)
-    _check_budget(replace(stage, train=replace(stage.train, batching="padded")), items)
+    check_budget(replace(stage, train=replace(stage.train, micro_batch_tokens=40)), items)
+    check_budget(replace(stage, train=replace(stage.train, batching="padded")), items)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_the_largest_item_must_fit_a_microbatch_of_tokens(batching, overrides, i
 )
 def test_keep_best_needs_an_evaluation_of_every_checkpoint(overrides, words):
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
-        _check_keep_best(load_config(["algorithm=grpo", *overrides]).first)
+        check_keep_best(load_config(["algorithm=grpo", *overrides]).first)
 
 
 @pytest.mark.parametrize(
@@ -270,8 +270,11 @@ def test_an_engine_on_a_ranks_gpu_is_refused_if_weights_are_sent_by_nccl(monkeyp
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_expandable_segments_that_engines_cannot_open_are_refused(monkeypatch, engine, variable):
-    monkeypatch.setattr(ipc, "_PIDFD_GETFD", 100_000)  # as in a container that forbids the system call
+def test_expandable_segments_that_engines_cannot_open_are_refused(monkeypatch, tmp_path, engine, variable):
+    python = tmp_path / "python"  # it makes another system call, as in a container that forbids pidfd_getfd
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -c "$3" 100000 "$5" "$6"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     settings = ["generation.refit=shared_memory", f"generation.engine={engine}", "device=cuda"]

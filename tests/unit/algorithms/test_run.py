@@ -33,14 +33,15 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
         timer=PhaseTimer(), eval_sets=None, closing=[],
     )  # fmt: skip
     fakes = {"SyncedEngine": closing("shutdown"), "Scorer": closing("close"), "build_evaluation": closing("x")}
-    fakes |= {"_model": None, "build_engine": None, "_logprob_check": None, "Stage": stage, "algorithm_of": algorithm}
-    fakes |= {"build_runner": closing("close")}
+    fakes |= {"MegatronPolicy": None, "build_engine": None, "stage_sampling": None, "LogprobCheck": None}
+    fakes |= {"Stage": stage, "algorithm_of": algorithm, "build_runner": closing("close")}
     fakes |= {"StepMeter": SimpleNamespace(timer=stage.timer), "StepProfiler": None}
     for name, made in fakes.items():
         monkeypatch.setattr(stage_runner, name, lambda *args, made=made, **options: made)
     logger, layout = SimpleNamespace(note=None, output_dir=Path("x")), SimpleNamespace(rank=0, is_cuda=False)
+    tokenizer = SimpleNamespace(vocab_size=8)
     with pytest.raises(error, match="a later record is bad"):
-        stages = stage_runner.StageRunner(config, layout, None, logger, "", Stopping(), Position())
+        stages = stage_runner.StageRunner(config, layout, tokenizer, logger, "", Stopping(), Position())
         stages.run("sft", Path("x"), None, "", RollBack())
     assert done == ["complete", "shutdown", "close", "close"], "the engine, the rollout worker and the scorer"
 

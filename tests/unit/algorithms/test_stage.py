@@ -9,8 +9,8 @@ import torch
 from rl_megatron.algorithms import checkpointer
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.evaluate import HeldoutAnswers, HeldoutPairs, HeldoutProblems, HeldoutText
-from rl_megatron.algorithms.run import _finished_results
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.verify import manifest_at_the_end
 from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
@@ -214,11 +214,11 @@ def test_a_finished_stage_is_known_by_its_last_step(monkeypatch, tmp_path):
     manifest = {"step": 6, "results": {"measures": {}}}
     monkeypatch.setattr("rl_megatron.algorithms.verify.complete_checkpoints", lambda directory: [tmp_path])
     monkeypatch.setattr("rl_megatron.algorithms.verify.read_manifest", lambda path, model: manifest)
-    assert _finished_results(tmp_path, config) == {"measures": {}}
+    assert manifest_at_the_end(tmp_path, config) == manifest
     manifest["step"] = 5
-    assert _finished_results(tmp_path, config) is None
+    assert manifest_at_the_end(tmp_path, config) is None
     monkeypatch.setattr("rl_megatron.algorithms.verify.complete_checkpoints", lambda directory: [])
-    assert _finished_results(tmp_path, config) is None
+    assert manifest_at_the_end(tmp_path, config) is None
 
 
 @pytest.mark.parametrize(

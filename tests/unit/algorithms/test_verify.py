@@ -4,7 +4,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from rl_megatron.algorithms.verify import _to_be_read, with_remedy
+from rl_megatron.algorithms import verify
+from rl_megatron.algorithms.verify import refuse_damage, with_remedy
 from rl_megatron.checkpoint.directory import Damaged, name_of, publish, read_manifest
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.load import load_config
@@ -26,9 +27,14 @@ def config():
     return replace(load_config([]), stages={"sft": sft, "ppo": ppo})
 
 
-def test_only_checkpoints_that_a_run_loads_are_read(tmp_path, config):
+def test_only_checkpoints_that_a_run_loads_are_read(tmp_path, config, monkeypatch):
+    verified = []
+    monkeypatch.setattr(verify, "verify_checkpoint", verified.append)
+
     def read(config=config):
-        return [f"{path.parent.name}/{path.name}" for path in _to_be_read(config, tmp_path)]
+        verified.clear()
+        refuse_damage(config, tmp_path)
+        return [f"{path.parent.name}/{path.name}" for path in verified]
 
     sft, ppo = tmp_path / "checkpoints" / "sft", tmp_path / "checkpoints" / "ppo"
     model = config.first.model

@@ -25,7 +25,7 @@ def notes(monkeypatch):
             messages.append(record.getMessage())
 
     handler = Kept()
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log.once, "messages", set())
     log.LOGGER.addHandler(handler)
     yield messages
     log.LOGGER.removeHandler(handler)

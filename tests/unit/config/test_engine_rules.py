@@ -33,7 +33,7 @@ def test_router_replay_is_refused_for_dense_models_and_for_engines_that_do_not_r
     assert "generation.router_replay=true does nothing: model.num_experts=null" in message
     for name in ENGINE_DECLARATIONS:
         silent = replace(ENGINE_DECLARATIONS[name], records_routing=name == "transformers")
-        monkeypatch.setitem(ENGINE_DECLARATIONS._entries, name, silent)
+        monkeypatch.setitem(ENGINE_DECLARATIONS, name, silent)
     message = refused("algorithm=grpo", "model=nano_moe", "generation.router_replay=true")
     assert "generation.engine=embedded cannot record" in message and "set generation.engine=transformers," in message
 
@@ -64,8 +64,7 @@ def test_keys_that_have_no_effect_on_vllm_servers_or_cannot_be_exact_are_refused
 
 
 def test_texts_are_refused_by_an_engine_that_does_not_stop_at_them(refused, monkeypatch):
-    declared = dict(ENGINE_DECLARATIONS) | {"own": EngineDeclaration(runs_in_processes=False)}
-    monkeypatch.setattr(ENGINE_DECLARATIONS, "_entries", declared)
+    monkeypatch.setitem(ENGINE_DECLARATIONS, "own", EngineDeclaration(runs_in_processes=False))
     message = refused("algorithm=grpo", "generation.engine=own", "generation.stop_strings=[x]")
     assert "generation.engine=own does not stop at texts" in message and "stop_tokens" in message
 

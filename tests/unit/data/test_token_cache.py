@@ -1,7 +1,6 @@
 """Tokens of large data are kept on disk: equal to those that are made, found by content, and made again if damaged."""
 
 import json
-from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from rl_megatron.data.preferences import PreferenceDataset
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tasks import Demonstration
+from rl_megatron.data.token_cache import TokenCache
 
 TOKENIZER = train_bpe(["question answer 0123456789\n" * 3], 270)
 
@@ -29,7 +29,7 @@ RECORDS = [record(number) for number in range(20)]
 @pytest.fixture
 def built(tmp_path, monkeypatch):
     """`built(kind, **settings)`: the batch of all items, and whether tokens were made for it."""
-    monkeypatch.setattr(token_cache, "_SMALLEST", 0)
+    monkeypatch.setattr(token_cache, "CACHE", TokenCache(smallest=0))
     made = []
     make = token_cache.tracked
     monkeypatch.setattr(
@@ -54,8 +54,7 @@ def built(tmp_path, monkeypatch):
 
 
 def test_small_data_is_made_into_tokens_once_in_a_process(built, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "_SMALLEST", 1 << 20)
-    monkeypatch.setattr(token_cache, "_in_memory", OrderedDict())
+    monkeypatch.setattr(token_cache, "CACHE", TokenCache())
     records = [Record(each.values, f"g:{number}") for number, each in enumerate(RECORDS)]
     (first, was_made), (second, is_made) = built(), built(records=records, cache_dir=tmp_path / "unused")
     assert was_made and not is_made and first == second and not (tmp_path / "unused").exists()
@@ -127,7 +126,7 @@ def test_tokens_are_not_kept_if_there_is_no_place_for_them(built, tmp_path, logg
 
 def test_small_data_is_not_kept(built, tmp_path, monkeypatch):
     size = sum(len(json.dumps([record.values], ensure_ascii=False)) for record in RECORDS)
-    monkeypatch.setattr(token_cache, "_SMALLEST", size + 1)
+    monkeypatch.setattr(token_cache, "CACHE", TokenCache(smallest=size + 1))
     built()
     assert not (tmp_path / "cache").exists()
 

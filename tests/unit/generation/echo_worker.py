@@ -11,13 +11,14 @@ from rl_megatron.topology.child_process import die_with
 
 def answer(method: str, arguments: tuple) -> tuple[str, object]:
     """Do what the method's name says and return (kind of the answer, value)."""
-    if method == "die":
+    if method == "die" and arguments[0]:
         os.kill(os.getpid(), signal.SIGKILL)
-    if method == "leave":
+    if method == "leave" and arguments[0]:
         sys.exit(3)
     if method == "sleep":
         time.sleep(arguments[0])
     if method in ("refused", "failed", "broken"):
+        time.sleep(*arguments)
         return method, "because"
     if method == "work":
         for done in range(arguments[0]):

@@ -12,6 +12,7 @@ import pytest
 from rl_megatron import log
 from rl_megatron.generation.transformers import process
 from rl_megatron.generation.transformers.process import Answers, EngineWorkers
+from tests.child_processes import children_with
 
 SOON = 20.0  # seconds; the echo worker answers in milliseconds
 
@@ -31,8 +32,8 @@ def start(monkeypatch):
         workers.shutdown(at_once=True)
 
 
-def pids(workers):
-    return [worker.process.pid for worker in workers._workers]
+def pids():
+    return [worker.pid for worker in children_with("tests.unit.generation.echo_worker")]
 
 
 def test_answers_come_in_the_order_of_the_engines(start):
@@ -65,9 +66,8 @@ def test_progress_is_added_up_over_engines_and_is_no_answer(start):
 @pytest.mark.parametrize(("method", "how"), [("die", "was killed by SIGKILL"), ("leave", "exited with status 3")])
 def test_a_death_is_reported_with_its_cause(start, method, how):
     workers = start(2)
-    (_, second) = pids(workers)
-    workers._workers.reverse()
-    workers.ask(method, ())  # only the second engine dies
+    (_, second) = pids()
+    workers.ask(method, (False,), (True,))  # only the second engine dies
     assert workers.answers(SOON).died == f"rollout engine 1 (process {second}) {how}"
 
 
@@ -75,7 +75,7 @@ def test_a_death_while_idle_is_found_by_the_next_request(start):
     workers = start()
     workers.ask("echo", ())
     workers.answers(SOON)
-    os.kill(pids(workers)[0], signal.SIGKILL)
+    os.kill(pids()[0], signal.SIGKILL)
     time.sleep(0.2)
     workers.ask("echo", ())
     assert "was killed by SIGKILL" in workers.answers(SOON).died
@@ -97,8 +97,9 @@ def test_hurried_engines_have_less_time_and_an_error_has_priority_over_a_timeout
     workers.hurry(50.0, "that")  # does not extend the deadline
     assert "did not answer within 0.2 seconds after a collective failed" in workers.answers(SOON).died
     two = start(2)
-    two._workers[0].connection.send(("failed", ()))  # this engine raises, the other is busy
-    two.ask("sleep", (0.0,), (60.0,))
+    two.ask("echo", (), ())
+    two.answers(SOON)  # both have started
+    two.ask("failed", (0.0,), (60.0,))  # the first engine raises, the second is busy
     two.hurry(1.0, "a collective failed")
     answers = two.answers(SOON)
     assert answers.died is None and "because" in answers.failed == answers.failure
@@ -107,7 +108,7 @@ def test_hurried_engines_have_less_time_and_an_error_has_priority_over_a_timeout
 
 def test_an_engine_that_does_not_read_counts_as_dead(start):
     workers = start(timeout_seconds=1.0)
-    os.kill(pids(workers)[0], signal.SIGSTOP)
+    os.kill(pids()[0], signal.SIGSTOP)
     workers.ask("echo", ("x" * 10_000_000,))  # more than the connection buffers
     assert "stopped answering" in workers.answers(SOON).died
 
@@ -115,14 +116,14 @@ def test_an_engine_that_does_not_read_counts_as_dead(start):
 @pytest.mark.parametrize("kind", ["refused", "failed", "broken"])
 def test_an_engines_refusal_is_reported_with_its_name(start, kind):
     workers = start()
-    workers.ask(kind, ())
-    assert getattr(workers.answers(SOON), kind) == f"rollout engine 0 (process {pids(workers)[0]}): because"
+    workers.ask(kind, (0.0,))
+    assert getattr(workers.answers(SOON), kind) == f"rollout engine 0 (process {pids()[0]}): because"
 
 
 def test_shutdown_leaves_no_process(start):
     workers = start(2)
     workers.ask("sleep", (0.0,), (60.0,))  # the second has to be killed
-    started = pids(workers)
+    started = pids()
     workers.shutdown(at_once=True)
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
@@ -130,11 +131,11 @@ def test_shutdown_leaves_no_process(start):
 @pytest.mark.change
 def test_a_busy_process_ends_with_its_parent():
     program = (
-        "import time\nfrom rl_megatron.generation.transformers import process\n"
+        "import time, psutil\nfrom rl_megatron.generation.transformers import process\n"
         "process.WORKER_MODULE = 'tests.unit.generation.echo_worker'\n"
         "workers = process.EngineWorkers(1, 60.0)\n"
         "workers.ask('echo', ())\nworkers.answers(20.0)\nworkers.ask('sleep', (60.0,))\n"
-        "print(workers._workers[0].process.pid, flush=True)\ntime.sleep(60)"
+        "print(psutil.Process().children()[0].pid, flush=True)\ntime.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         child = Path(f"/proc/{int(parent.stdout.readline())}")

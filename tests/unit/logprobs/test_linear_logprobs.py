@@ -174,7 +174,7 @@ class TestMemory:
     def peak(monkeypatch, rows, vocab, ignored=10**6):
         """Beyond dh and dW, which are as large as what they are the gradients of."""
         monkeypatch.setattr(linear, "BLOCK_ELEMENTS_CPU", 1 << 14)
-        monkeypatch.setattr(linear, "_WIDENED_ELEMENTS", 1 << 12)
+        monkeypatch.setattr(linear, "WIDENED_ELEMENTS_CPU", 1 << 12)
         monkeypatch.setattr(tiles, "TILE_ELEMENTS_CPU", 1 << 13)
         hidden, weight, targets, _, _ = random_case(rows=rows, vocab=vocab, ignored=ignored)
         with LiveMemory(hidden, weight, targets) as memory:

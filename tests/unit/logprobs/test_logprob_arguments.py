@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rl_megatron.logprobs import kernels, vocab_parallel_logprobs
-from rl_megatron.logprobs.kernels import backends
 from rl_megatron.logprobs.kernels.backends import TORCH, choose_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # to choose kernels for one, nobody needs to have it
@@ -62,12 +61,6 @@ class TestBadArgumentsAreNamed:
 
 
 class TestTheBackendThatIsChosen:
-    @pytest.fixture(autouse=True)
-    def chosen_anew(self):
-        backends._triton.cache_clear()
-        yield
-        backends._triton.cache_clear()
-
     @pytest.fixture
     def without_triton(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "triton", None)

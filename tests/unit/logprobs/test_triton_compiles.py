@@ -75,7 +75,7 @@ def print_variants():
     for architecture in ARCHITECTURES:
         for num_columns, dtype, absent, aligned in LOGITS:
             block, warps = kernels.block_of(num_columns)
-            for kernel, modes in ((kernels._row_stats_kernel, FORWARD), (kernels._row_gradients_kernel, BACKWARD)):
+            for kernel, modes in ((kernels.row_stats_kernel, FORWARD), (kernels.row_gradients_kernel, BACKWARD)):
                 for mode in modes if aligned else modes[:1]:
                     constants = {"BLOCK": block} | absent | mode
                     result = compiled(kernel, architecture, dtype, warps, aligned, constants)
@@ -84,7 +84,7 @@ def print_variants():
                         "name": f"{kernel.fn.__name__}, {num_columns} columns of {dtype}, {constants}",
                         "architecture": architecture,
                         "aligned": aligned,
-                        "writes": kernel is kernels._row_gradients_kernel,
+                        "writes": kernel is kernels.row_gradients_kernel,
                         "vectors": block * {"fp32": 4, "bf16": 2}[dtype] // (16 * 32 * warps),
                         "loads": ptx.count("ld.global.v4.b32"),
                         "stores": ptx.count("st.global.v4.b32"),

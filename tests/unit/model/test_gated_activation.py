@@ -19,7 +19,7 @@ def test_gradients_are_the_same_if_backward_computes_the_activation_again(monkey
     both, gradient = (torch.randn(5, 3, size, generator=generator).to(dtype) for size in (16, 8))
     results = []
     for again in (False, True):
-        monkeypatch.setattr(gated_activation, "_computes_again", lambda device, again=again: again)
+        monkeypatch.setattr(gated_activation, "computes_again", lambda device, again=again: again)
         given = both.clone().requires_grad_()
         GatedActivation(CONFIG, activation)(given).backward(gradient)
         results.append(given.grad)

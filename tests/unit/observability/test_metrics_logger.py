@@ -247,7 +247,7 @@ def kept():
             calls.append(("close",))
 
     yield calls
-    del SINKS._entries["kept"]
+    del SINKS["kept"]
 
 
 def test_a_registered_sink_gets_every_line(kept, tmp_path):

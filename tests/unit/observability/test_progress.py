@@ -192,7 +192,7 @@ def test_log_messages_are_printed_above_the_line_in_one_piece(shown, clock, monk
     stderr = io.StringIO()
     stderr.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", stderr)
-    handler = log._StderrHandler()
+    handler = log.StderrHandler()
     display.begin_stage("sft", 0, 3)
     message = "the newest checkpoint is outputs/a_long_name/checkpoints/sft/step-000040"
     handler.emit(logging.LogRecord("rl_megatron", logging.WARNING, "", 0, message, (), None))
@@ -206,7 +206,7 @@ def test_a_log_in_a_file_of_its_own_stays_there(shown, monkeypatch):
     display, file = shown()
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     display.begin_stage("sft", 0, 3)
-    log._StderrHandler().emit(logging.LogRecord("rl_megatron", logging.WARNING, "", 0, "a message", (), None))
+    log.StderrHandler().emit(logging.LogRecord("rl_megatron", logging.WARNING, "", 0, "a message", (), None))
     assert sys.stderr.getvalue() == "a message\n" and "a message" not in file.getvalue()
 
 

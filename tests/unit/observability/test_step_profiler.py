@@ -6,7 +6,7 @@ import json
 from rl_megatron.config.profiling import ProfileConfig
 from rl_megatron.execution.phase_timer import PhaseTimer
 from rl_megatron.execution.spans import Span, record_span
-from rl_megatron.observability.step_profiler import StepProfiler, _span_events
+from rl_megatron.observability.step_profiler import StepProfiler, convert_spans
 
 
 def test_spans_that_overlap_are_on_tracks_of_their_own():
@@ -16,7 +16,7 @@ def test_spans_that_overlap_are_on_tracks_of_their_own():
         Span("server", "c", 6, 9),
         Span("rank", "d", 5, 15),
     ]
-    tracks = {event["name"]: event["tid"] for event in _span_events(spans)}
+    tracks = {event["name"]: event["tid"] for event in convert_spans(spans)}
     assert tracks == {"a": "phases", "b": "phases 2", "c": "phases", "d": "phases"}
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+import traceback
 
 import pytest
 import torch.distributed as dist
@@ -172,16 +173,20 @@ def test_a_rank_without_a_store_prints_its_own_failure(tmp_path, capsys, monkeyp
     assert f"rank {rank}" in line and "the message" in line
 
 
+def outwards(frame):
+    return [outer for outer, _ in traceback.walk_stack(frame)]
+
+
 def test_a_thread_that_waits_in_a_collective_is_said_to_with_the_line_that_called_it():
     frames = []
     code = "def wrapper():\n    look()\ndef all_reduce():\n    wrapper()\n"
-    functions = {"look": lambda: frames.extend(waiting._outwards(sys._getframe(1)))}
+    functions = {"look": lambda: frames.extend(outwards(sys._getframe(1)))}
     exec(compile(code, dist.distributed_c10d.__file__, "exec"), functions)
     functions["all_reduce"]()
     found = waiting.wait_of(frames)
     assert found.collective == "all_reduce" and found.at.startswith("tests/unit/observability/test_watchdog.py:")
     functions["look"] = lambda: None
-    here = waiting.wait_of(list(waiting._outwards(sys._getframe())))
+    here = waiting.wait_of(outwards(sys._getframe()))
     assert here.collective is None and here.at.startswith("tests/unit/observability/test_watchdog.py:")
 
 

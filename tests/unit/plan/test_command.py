@@ -180,18 +180,24 @@ def test_stages_between_are_represented_by_the_fullest():
     assert chosen == [0, 2, 5]
 
 
-def test_layouts_that_were_run_and_do_not_fit_are_not_called_all_layouts(monkeypatch):
+def test_layouts_that_were_run_and_do_not_fit_are_not_called_all_layouts(monkeypatch, capsys):
     stage = load_config(SMALL[1:]).first
     cluster = Cluster.of(PlanConfig(), "h100", 1, 8)
     found = search(workload_of(without_layout(stage), 8, PlanConfig()), cluster)
     assert len(found.ranked) > 4
     too_much = RankUse("last stage", 0, (PhaseUse("train", Bytes(activations=2**50)),))
-    monkeypatch.setattr(command, "run_stages", lambda *_: (too_much,))
-    verified = command._verified(found, stage, PlanConfig(), cluster, 1, False)
-    lowest = min(range(len(found.ranked)), key=lambda n: found.ranked[n].peak_bytes) + 1
-    assert set(verified) == {1, 2, 3, lowest}
-    assert command._why_no_command(found, verified).endswith("none of them fits: --verify N runs more")
-    assert command._why_no_command(replace(found, ranked=()), {}).startswith("No layout fits")
+    ran = []
+    monkeypatch.setattr(command, "run_stages", lambda workload, *_: ran.append(workload.stage) or (too_much,))
+    search_all = [*SMALL, "--search", "--gpus-per-node", "8"]
+    assert main([*search_all, "--verify", "1"]) == 1
+    lowest = min(range(len(found.ranked)), key=lambda n: found.ranked[n].peak_bytes)
+    assert ran == [found.ranked[place].stage(stage) for place in (0, 1, 2, lowest)]
+    printed = " ".join(capsys.readouterr().out.split())
+    tried = f"4 of {len(found.ranked)} layouts that fit by closed forms were run"
+    assert f"{tried}, and none of them fits: --verify N runs more" in printed
+    monkeypatch.setattr(command, "search", lambda *_: replace(found, ranked=()))
+    assert main(search_all) == 1
+    assert "No layout fits" in capsys.readouterr().out
 
 
 @pytest.mark.change  # it imports matplotlib

@@ -155,7 +155,7 @@ def test_a_template_in_a_file_gets_the_fields_of_the_record(server, tmp_path):
 )  # fmt: skip
 def test_scores_are_read_from_text_or_json(kwargs, answer, score):
     judge = Judge("http://127.0.0.1:1", "m", cache_dir="off", **kwargs)
-    assert judge._score(answer) == (None if score is None else pytest.approx(score))
+    assert judge.read_score(answer) == (None if score is None else pytest.approx(score))
 
 
 @pytest.mark.parametrize(

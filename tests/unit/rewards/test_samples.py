@@ -3,15 +3,20 @@
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
-from rl_megatron.rewards.samples import _can_be_imported
+import pytest
+
+from rl_megatron.rewards.samples import pickled
 
 
-def test_a_package_that_only_its_own_finder_finds_is_sent_by_name(monkeypatch):
+@pytest.mark.parametrize("name", ["elsewhere", "nowhere"])
+def test_a_package_that_only_its_own_finder_finds_is_sent_by_name(monkeypatch, name):
     """The finder of an editable install is not on `sys.path`."""
-    package = ModuleType("elsewhere")
-    assert not _can_be_imported(package)
+    package: Any = ModuleType(name)
+    exec("def reward(completion):\n    return 'its code'", package.__dict__)
+    monkeypatch.setitem(sys.modules, name, package)
     spec = ModuleSpec("elsewhere", None)
     finder = SimpleNamespace(find_spec=lambda name, path: spec if name == "elsewhere" else None)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder])
-    assert _can_be_imported(package)
+    assert (b"its code" in pickled(package.reward, "a reward")) == (name == "nowhere")

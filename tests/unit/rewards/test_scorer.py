@@ -10,9 +10,11 @@ import torch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
+from rl_megatron.rewards import workers
+from rl_megatron.rewards.process import WORKER_MODULE
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
-from rl_megatron.rewards.workers import RewardWorkers
+from tests.child_processes import children_with
 from tests.unit.rewards.user_file import Spelled
 
 FILE = str(Path(__file__).parent / "user_file.py")
@@ -72,10 +74,10 @@ def test_a_reward_that_overflows_as_a_32_bit_number_is_a_failure():
 
 
 def test_workers_that_cannot_start_are_an_error_that_names_them(monkeypatch):
-    def refused(self):
+    def refused():
         raise OSError("too many processes")
 
-    monkeypatch.setattr(RewardWorkers, "_start_worker", refused)
+    monkeypatch.setattr(workers, "WorkerProcess", refused)
     scorer = Scorer(RewardConfig(functions=(function("length"),)), lambda: None)
     scorer.start()  # the other ranks do not learn of it here
     with pytest.raises(RewardFailed, match="the reward workers cannot go on: .*too many processes"):
@@ -129,8 +131,9 @@ def on_each_node(config, completions, num_nodes, record):
     except (RewardFailed, ConfigError) as error:
         outcome = type(error), str(error)
     finally:
+        has_workers = bool(children_with(WORKER_MODULE))
         scorer.close()
-    return outcome, scorer._workers is not None
+    return outcome, has_workers
 
 
 @pytest.mark.change

@@ -9,9 +9,11 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards.loading import check_functions, configured_functions
+from rl_megatron.rewards.process import WORKER_MODULE
 from rl_megatron.rewards.registry import REWARDS
 from rl_megatron.rewards.samples import Sample
 from rl_megatron.rewards.workers import RewardWorkers
+from tests.child_processes import children_with
 
 FILE = str(Path(__file__).parent / "user_file.py")
 
@@ -149,9 +151,12 @@ def test_the_first_failure_ends_the_scoring(workers_of):
 @pytest.mark.change
 def test_no_process_is_left_behind(workers_of):
     workers = workers_of(settings("misbehave", timeout_seconds=1.0, on_timeout="zero", on_error="zero"))
-    scored(workers, samples("fork", "orphan", "sleep"))
-    groups = {worker.process._process.pid for worker in workers._workers}
+    workers.submit(samples("fork", "orphan", "sleep"), range(3), with_lists=True)
+    groups = set()
+    while not workers.advance(0.1):
+        groups |= {worker.pid for worker in children_with(WORKER_MODULE)}
     workers.close()
+    assert groups
     for process in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = process.read_text().rpartition(")")[2].split()
@@ -175,7 +180,7 @@ def test_a_registered_function_of_a_notebook_is_sent_with_its_code(workers_of):
         workers = workers_of(settings(RewardFunctionConfig(name="of_a_cell")))
         assert [outcome.score for outcome in scored(workers, samples("ab"))[0]] == [12.0]
     finally:
-        del REWARDS._entries["of_a_cell"]
+        del REWARDS["of_a_cell"]
 
 
 @pytest.mark.parametrize(
@@ -221,20 +226,9 @@ def test_a_file_that_cannot_be_imported_is_refused_before_the_first_step(tmp_pat
         check_functions(settings(RewardFunctionConfig(path=str(tmp_path / "bad.py"), name="f")), [])
 
 
-@pytest.mark.parametrize(("seconds", "number"), [(0.0, 1), (0.1, 3)])
-def test_more_workers_are_started_only_for_work_that_is_worth_it(monkeypatch, seconds, number):
-    config = settings("length", num_workers=3)
-    workers = RewardWorkers(configured_functions(config), config)
-    monkeypatch.setattr(RewardWorkers, "_start_worker", lambda self: self._workers.append(FakeWorker()))
-    monkeypatch.setattr(RewardWorkers, "_seconds_per_call", lambda self, ready: seconds)
-    workers._start_more()
-    assert not workers._workers, "there is no work"
-    for sample in range(8):
-        workers._wait("call", [0], [sample])
-    for _ in range(3):
-        workers._start_more()
-    assert len(workers._workers) == number
-
-
-class FakeWorker:
-    is_ready = True
+@pytest.mark.parametrize(("name", "number"), [("length", 1), ("takes_a_while", 3)])
+def test_more_workers_are_started_only_for_work_that_is_worth_it(workers_of, name, number):
+    workers = workers_of(settings(name, num_workers=3))
+    assert not children_with(WORKER_MODULE), "there is no work"
+    scored(workers, samples(*"abcd"))
+    assert len(children_with(WORKER_MODULE)) == number

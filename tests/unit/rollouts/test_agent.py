@@ -231,4 +231,4 @@ def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gateway = Gateway(AgentConfig(port=taken.getsockname()[1]))
         with pytest.raises(ConfigError, match="the gateway cannot listen at rollout.agent.host=127.0.0.1"):
-            gateway._start()
+            asyncio.run(gateway.session(None, None).__aenter__())

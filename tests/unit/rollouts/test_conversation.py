@@ -21,6 +21,7 @@ from rl_megatron.rollouts.environments import Environments, check_environment
 from rl_megatron.rollouts.hosts import HostLost
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutFailed
+from tests.child_processes import children_with
 from tests.unit.algorithms.fakes import EOS, Characters, completed
 from tests.unit.data.chat_families import user, write_tokenizer
 from tests.unit.rollouts.engines import NO_LIMITS, RandomTokens, run
@@ -212,13 +213,17 @@ def test_a_reward_that_is_not_a_number_is_named_with_its_trajectory():
     assert "Greets.step() in a worker process returned the reward nan; a reward is a finite number" in result.failure
 
 
+def host_processes():
+    return {child.pid for child in children_with("rl_megatron.rollouts.host_worker")}
+
+
 def test_no_process_is_left_when_a_worker_hangs_and_the_run_ends():
-    pids = []
+    pids, before = [], host_processes()
 
     class Watched(Environments):
         async def make(self):
             made = await super().make()
-            pids.append(made._hosted._process._process._process.pid)
+            pids.extend(host_processes() - before)
             return made
 
     class Broken(Says):

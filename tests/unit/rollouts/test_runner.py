@@ -18,7 +18,6 @@ from rl_megatron.data.records import Record
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.rewards.reward_metrics import RewardMetrics
-from rl_megatron.rollouts import runner
 from rl_megatron.rollouts.batch import component_keys
 from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
 from rl_megatron.rollouts.runner import RolloutFailed
@@ -173,7 +172,7 @@ def test_requests_at_the_same_time_share_the_limit_of_tokens():
     assert "it returned []" in result.failure
 
 
-def test_a_worker_that_ignores_its_end_is_left_behind(monkeypatch, caplog):
+def test_a_worker_that_ignores_its_end_is_left_behind(caplog):
     async def ignores_its_end(client, record, sampling):
         for _ in range(2):
             try:
@@ -181,10 +180,10 @@ def test_a_worker_that_ignores_its_end_is_left_behind(monkeypatch, caplog):
             except asyncio.CancelledError:
                 pass
 
-    monkeypatch.setattr(runner, "_SECONDS_TO_END", 0.1)
     (result,) = run(
-        ignores_its_end, prompts(1), RandomTokens(range(1, 9)), TOKENIZER, fails_run=False, timeout_seconds=0.1
-    )
+        ignores_its_end, prompts(1), RandomTokens(range(1, 9)), TOKENIZER, fails_run=False, timeout_seconds=0.1,
+        seconds_to_end=0.1,
+    )  # fmt: skip
     assert "took longer than rollout.timeout_seconds=0.1" in result.failure
     assert "goes on although it was cancelled" in caplog.text
 

@@ -68,7 +68,7 @@ def test_sent_tensors_have_the_same_values():
         torch.tensor(True), wide[:, ::3], wide.double().T, torch.zeros(0, 4), wide.bfloat16(),
         torch.randint(-9, 9, (3, 1, 2), generator=generator, dtype=torch.int16), torch.tensor(1 << 40),
     ]  # fmt: skip
-    sent = transfer._sent(tensors, torch.device("cpu"))
+    sent = transfer.send_tensors(tensors, torch.device("cpu"))
     for found, wanted in zip(sent, tensors, strict=True):
         assert found.dtype is wanted.dtype and torch.equal(found, wanted) and found.is_contiguous()
         assert found.data_ptr() % 16 == sent[0].data_ptr() % 16, "kernels read aligned memory faster"
@@ -76,7 +76,7 @@ def test_sent_tensors_have_the_same_values():
 
 def test_writing_to_one_sent_tensor_does_not_count_as_a_change_of_the_others():
     weight = torch.ones(3, requires_grad=True)
-    kept, written = transfer._sent([torch.arange(3.0), torch.zeros(3)], torch.device("cpu"))
+    kept, written = transfer.send_tensors([torch.arange(3.0), torch.zeros(3)], torch.device("cpu"))
     loss = (weight * kept).sum()
     written += 1.0
     loss.backward()  # autograd refuses if a tensor that it kept has changed

@@ -10,10 +10,10 @@ from rl_megatron.weight_sync.plan import (
     Bucket,
     TensorSpec,
     WeightsRefused,
-    _column_hashes,
-    _row_hashes,
     fingerprint,
     fingerprint_of_ones,
+    hash_columns,
+    hash_rows,
     plan_buckets,
 )
 
@@ -29,7 +29,7 @@ def random_bits(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0)
 def by_hand(tensor: torch.Tensor) -> int:
     """Return the fingerprint by its formula, in Python's integers."""
     matrix = (tensor.unsqueeze(-1) if tensor.dim() < 2 else tensor).contiguous().view(torch.int16)
-    rows, columns = _row_hashes(0, matrix.size(0), CPU).tolist(), _column_hashes(0, matrix.size(1), CPU).tolist()
+    rows, columns = hash_rows(0, matrix.size(0), CPU).tolist(), hash_columns(0, matrix.size(1), CPU).tolist()
     total = sum(
         x * (rows[0][i] * columns[0][j] + rows[1][i] * columns[1][j])
         for i, row in enumerate(matrix.tolist())
@@ -48,8 +48,8 @@ def test_the_fingerprint_equals_its_formula(shape, dtype):
 def test_sums_over_columns_are_exact_at_the_limit_of_fp64(monkeypatch):
     tensor = torch.full((2, 40_000), -(2**15), dtype=torch.int16)  # the largest integers, all of one sign
     whole = fingerprint(tensor)
-    monkeypatch.setattr("rl_megatron.weight_sync.plan._COLUMNS_AT_ONCE", 97)
-    monkeypatch.setattr("rl_megatron.weight_sync.plan._ELEMENTS_AT_ONCE_CPU", 97)
+    monkeypatch.setattr("rl_megatron.weight_sync.plan.COLUMNS_AT_ONCE", 97)
+    monkeypatch.setattr("rl_megatron.weight_sync.plan.ELEMENTS_AT_ONCE_CPU", 97)
     assert torch.equal(fingerprint(tensor), whole)
     assert whole == -(2**15) * fingerprint_of_ones(tensor.shape, (0, 0), CPU)
 
@@ -111,7 +111,7 @@ def test_the_first_row_and_column_are_hashed_like_the_others():
     swapped = tensor.clone()
     swapped[0, 524], swapped[0, 6265] = tensor[0, 6265], tensor[0, 524]  # whose 24-bit hashes alone are one
     assert fingerprint(swapped) != fingerprint(tensor)
-    assert (_row_hashes(0, 1, CPU).abs() > 1 << 32).all() and (_column_hashes(0, 1, CPU) > 1 << 8).all()
+    assert (hash_rows(0, 1, CPU).abs() > 1 << 32).all() and (hash_columns(0, 1, CPU) > 1 << 8).all()
 
 
 def test_buckets_are_filled_in_order_and_a_larger_tensor_has_its_own():

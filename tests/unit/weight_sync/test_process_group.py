@@ -71,7 +71,7 @@ def test_a_dead_peer_raises_an_error_in_an_nccl_group_and_does_not_end_the_proce
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    group: Any = StandaloneGroup("127.0.0.1", free_port(), 0, 1, torch.device("cuda", 0), 5)._group
+    group: Any = StandaloneGroup("127.0.0.1", free_port(), 0, 1, torch.device("cuda", 0), 5).process_group
     assert group.settings["TORCH_NCCL_BLOCKING_WAIT"] == "1"
     assert group.settings["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"  # other groups of the process keep their settings

@@ -29,22 +29,31 @@ class Answering:
         return future
 
 
-def servers(*answers, timeout: float = 10.0) -> WeightServers:
-    each = [Answering(f"server {index}", answer) for index, answer in enumerate(answers)]
-    return WeightServers(each, PolicyRanks(0, 1, torch.device("cpu")), timeout)
+def answering(*answers) -> list[Answering]:
+    return [Answering(f"server {index}", answer) for index, answer in enumerate(answers)]
+
+
+def together(each, **options) -> WeightServers:
+    return WeightServers(each, PolicyRanks(0, 1, torch.device("cpu")), **{"timeout_seconds": 10.0} | options)
+
+
+def servers(*answers, **options) -> WeightServers:
+    return together(answering(*answers), **options)
 
 
 def test_each_server_gets_its_body_and_the_answers_are_in_the_servers_order():
-    asked = servers("a", "b")
+    each = answering("a", "b")
+    asked = together(each)
     assert asked.post("/path", [{"x": 1}, {"x": 2}]) == ("a", "b")
     assert asked.get("/other") == ("a", "b")
-    assert asked._servers[1].heard == [("POST", "/path", {"x": 2}), ("GET", "/other", None)]
+    assert each[1].heard == [("POST", "/path", {"x": 2}), ("GET", "/other", None)]
 
 
 def test_a_request_can_be_for_some_servers_only():
-    asked = servers("a", "b", "c")
+    each = answering("a", "b", "c")
+    asked = together(each)
     assert asked.post("/path", to=[True, False, True]) == ("a", "c")
-    assert [len(each.heard) for each in asked._servers] == [1, 0, 1]
+    assert [len(server.heard) for server in each] == [1, 0, 1]
 
 
 def test_a_dead_server_is_noticed_while_another_one_is_silent():
@@ -61,27 +70,23 @@ def test_a_death_is_reported_rather_than_an_error_of_another_server():
         servers("fine", ServerRefused("500: no such backend")).post("/path")
 
 
-def test_a_silent_server_counts_as_dead_after_a_broken_collective(monkeypatch):
-    monkeypatch.setattr("rl_megatron.weight_sync.servers._SECONDS_AFTER_A_BREAK", 0.1)
-
+def test_a_silent_server_counts_as_dead_after_a_broken_collective():
     def breaks():
         raise CollectiveFailed("a peer left")
 
     with pytest.raises(ServerDied, match="server 0 did not answer /path in time"):
-        servers(None).post("/path", meanwhile=breaks)
+        servers(None, seconds_after_a_break=0.1).post("/path", meanwhile=breaks)
     with pytest.raises(ServerDied, match="process group of the policy and the servers failed: a peer left"):
         servers("fine").post("/path", meanwhile=breaks)
 
 
-def test_ranks_do_not_wait_for_servers_that_have_answered_without_joining(monkeypatch):
-    monkeypatch.setattr("rl_megatron.weight_sync.servers._SECONDS_AFTER_A_BREAK", 0.1)
-
+def test_ranks_do_not_wait_for_servers_that_have_answered_without_joining():
     class NeverOver:
         def is_over(self, seconds):
             time.sleep(seconds)
             return False
 
-    asked = servers("fine", timeout=60.0)
+    asked = servers("fine", timeout_seconds=60.0, seconds_after_a_break=0.1)
     with pytest.raises(ServerDied, match="some of their workers did not join"):
         asked.post("/path", meanwhile=lambda: asked.meet(NeverOver()))
 

@@ -70,10 +70,10 @@ class Sender:
         return torch.zeros(100, dtype=torch.int64)
 
 
-def sync_of(refit: str, servers: list[Server], directory: Path | None = None):
+def sync_of(refit: str, servers: list[Server], directory: Path | None = None, sender: Sender | None = None):
     together = WeightServers(servers, PolicyRanks(0, 1, torch.device("cpu")), 10)
     arguments = {"bucket_bytes": 24, "timeout_seconds": 5.0, "directory": directory or Path()}
-    return vllm_sync(refit, Sender(), together, **arguments)  # pyright: ignore[reportArgumentType]
+    return vllm_sync(refit, sender or Sender(), together, **arguments)  # pyright: ignore[reportArgumentType]
 
 
 def paths(server: Server) -> list[str]:
@@ -93,7 +93,7 @@ def test_servers_reload_files_and_report_the_version_only_afterwards(tmp_path):
         assert reported == {"new_version": "incomplete"}
         assert reload["method"] == "reload_weights" and Path(reload["kwargs"]["weights_path"]).name == "weights-7"
         assert server.version == "7"
-    assert metrics["refit_bytes"] == sync._sender.plan.num_bytes
+    assert metrics["refit_bytes"] == Sender.plan.num_bytes
     sync.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -118,11 +118,12 @@ def test_an_adapter_replaces_the_one_before_on_servers_that_have_one(tmp_path):
 
 
 def test_servers_whose_parameters_differ_are_refused(tmp_path):
-    sync = sync_of("disk", [Server("0"), Server("1", "other")], tmp_path)
+    servers = [Server("0"), Server("1", "other")]
+    sync = sync_of("disk", servers, tmp_path)
     sync.connect()
     with pytest.raises(WeightsRefused, match="dp0:pp0:tp0:a differs between vLLM servers 0 and 1"):
         sync.send(7)
-    assert sync._servers._servers[1].version == "incomplete"
+    assert servers[1].version == "incomplete"
 
 
 class Group:
@@ -142,12 +143,13 @@ class Group:
 
 
 def test_rank_0_broadcasts_every_tensor_in_the_announced_order(monkeypatch):
-    monkeypatch.setattr(stock_gpu_sync, "NcclGroup", Group)
+    groups = []
+    monkeypatch.setattr(stock_gpu_sync, "NcclGroup", lambda *arguments: groups.append(Group(*arguments)) or groups[-1])
     monkeypatch.setattr(stock_gpu_sync, "new_unique_id", lambda: bytes(range(128)))
     servers = [Server("0"), Server("1")]
     sync = sync_of("nccl", servers)
     sync.connect()
-    group = sync._group
+    (group,) = groups
     assert group.world_size == 1 + 2 + 2
     for server, offset in zip(servers, (1, 3), strict=True):
         init = dict(server.asked)["/init_weight_transfer_engine"]["init_info"]
@@ -166,11 +168,11 @@ def test_rank_0_broadcasts_every_tensor_in_the_announced_order(monkeypatch):
 
 def test_each_bucket_is_shared_by_handles_of_its_tensors(monkeypatch):
     monkeypatch.setattr(stock_gpu_sync, "reduce_tensor", lambda tensor: (None, (tuple(tensor.shape), "handle")))
-    server = Server("0")
-    sync = sync_of("ipc", [server])
+    server, sender = Server("0"), Sender()
+    sync = sync_of("ipc", [server], sender=sender)
     with pytest.raises(WeightsRefused, match="the policy computes on the CPU"):
         sync.connect()
-    sync._sender.device = torch.device("cuda")
+    sender.device = torch.device("cuda")
     sync.connect()
     sync.send(7)
     infos = [body["update_info"] for path, body in server.asked if path == "/update_weights"]

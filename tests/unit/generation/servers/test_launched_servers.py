@@ -11,13 +11,9 @@ import pytest
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.servers import VllmConfig
 from rl_megatron.generation.interfaces import EngineFailed, Served
+from tests.child_processes import servers
 from tests.fake_vllm import FakeVllm
 from tests.unit.generation.servers.engines_of_fakes import PROMPTS, SAMPLING, make
-
-
-def servers_of(engine):
-    """The processes of the servers, which are children of their guardians."""
-    return [psutil.Process(process.pid).children()[0] for process in engine._pool._local.processes]
 
 
 @pytest.mark.change
@@ -25,7 +21,7 @@ def test_launched_servers_answer_log_into_the_run_and_end_with_the_engine(engine
     engine = engines(settings={"num_servers": 2})
     engine.update_weights()
     assert engine.generate(PROMPTS, SAMPLING, seed=1)["input_ids"][0].tolist() == [3, 4, 5, 6, 7, 8, 9]
-    processes = servers_of(engine)
+    processes = servers()
     logs = sorted((tmp_path / "servers").glob("vllm-*-[01].log"))
     assert len(logs) == 2 and all("the fake server starts" in path.read_text() for path in logs)
     engine.shutdown()
@@ -36,10 +32,10 @@ def test_launched_servers_answer_log_into_the_run_and_end_with_the_engine(engine
 def test_a_killed_server_is_started_again_and_the_batch_is_completed(engines):
     engine = engines("seconds=1.5")
     engine.update_weights()
-    (server,) = servers_of(engine)
+    (server,) = servers()
     threading.Timer(0.5, lambda: os.kill(server.pid, signal.SIGKILL)).start()
     assert engine.generate(PROMPTS, SAMPLING, seed=1)["input_ids"][0].tolist() == [3, 4, 5, 6, 7, 8, 9]
-    assert engine.served == Served(1, 2) and servers_of(engine)[0].pid != server.pid
+    assert engine.served == Served(1, 2) and servers()[0].pid != server.pid
 
 
 @pytest.mark.change
@@ -49,7 +45,7 @@ def test_a_server_ends_if_the_process_that_started_it_is_killed(tmp_path):
     if pid == 0:
         engine = make(tmp_path, VllmConfig(startup_timeout_seconds=30.0))
         engine.update_weights()
-        (tmp_path / "pids").write_text(" ".join(str(process.pid) for process in servers_of(engine)))
+        (tmp_path / "pids").write_text(" ".join(str(process.pid) for process in servers()))
         time.sleep(60)
         os._exit(0)
     deadline = time.monotonic() + 60

@@ -18,6 +18,7 @@ from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.node import NodeServers, ServerLauncher, served_model
 from rl_megatron.weight_sync.exporter import WeightExporter
 from rl_megatron.weight_sync.plan import RefitPlan
+from tests import child_processes
 from tests.parallel.layouts import MODEL, build_policy
 from tests.ports import free_port
 from tests.unit.generation.servers.engines_of_fakes import FakeDialect
@@ -50,27 +51,25 @@ def running(servers):
         thread.join(30)
 
 
-def process_of(servers, old=None):
-    """Wait for the server's process, which is a child of its guardian, to be there and ready; return it."""
+def wait_for_server(logged, start=1):
+    """Wait until a server has been started and ready that many times; return its process and its address."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        for each in servers._servers.processes:
-            if each.is_ready and not each.has_ended():
-                found = psutil.Process(each.pid).children()
-                if found and found[0] != old:
-                    return found[0]
+        addresses = [line.partition(" are ready: ")[2] for line in logged if "server(s) are ready: " in line]
+        if len(addresses) == start:
+            return child_processes.servers()[0], addresses[-1]
         time.sleep(0.05)
     raise AssertionError("no server is ready")
 
 
 @pytest.mark.change
-def test_a_killed_server_is_started_again_at_its_address_and_all_end_when_asked(tmp_path):
+def test_a_killed_server_is_started_again_at_its_address_and_all_end_when_asked(tmp_path, logged):
     servers = node(tmp_path, VllmConfig(port=free_port(), startup_timeout_seconds=30.0), max_restarts=1)
     with running(servers) as raised:
-        first, (address,) = process_of(servers), servers._servers.urls
+        first, address = wait_for_server(logged)
         first.kill()
-        second = process_of(servers, old=first)
-        assert servers._servers.urls == [address]
+        second, same_address = wait_for_server(logged, start=2)
+        assert second != first and same_address == address
         os.kill(second.pid, signal.SIGUSR1)  # it asks ranks to save, and SLURM sends it to all processes
         time.sleep(0.2)
         assert second.is_running() and second.status() != psutil.STATUS_ZOMBIE and not raised
@@ -78,10 +77,10 @@ def test_a_killed_server_is_started_again_at_its_address_and_all_end_when_asked(
 
 
 @pytest.mark.change
-def test_servers_that_end_more_often_than_allowed_end_the_command(tmp_path):
+def test_servers_that_end_more_often_than_allowed_end_the_command(tmp_path, logged):
     servers = node(tmp_path, VllmConfig(port=free_port(), startup_timeout_seconds=30.0), max_restarts=0)
     with running(servers) as raised:
-        process_of(servers).kill()
+        wait_for_server(logged)[0].kill()
         deadline = time.monotonic() + 30
         while not raised and time.monotonic() < deadline:
             time.sleep(0.05)

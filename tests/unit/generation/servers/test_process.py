@@ -15,8 +15,7 @@ SHELL = SimpleNamespace(name="shell", command=lambda launch: (["sh", "-c", "slee
 
 @pytest.mark.change
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
-def test_all_processes_of_a_server_end_if_its_guardian_gets_a_signal(tmp_path, monkeypatch, number):
-    monkeypatch.setattr("rl_megatron.generation.servers.process._SECONDS_TO_LEAVE", 2.0)
+def test_all_processes_of_a_server_end_if_its_guardian_gets_a_signal(tmp_path, number):
     directory = tmp_path / "model"
     directory.mkdir()
     server = ServerProcess(Launch(0, directory, None, "127.0.0.1", 1, (), ""), SHELL, tmp_path / "log")
@@ -24,5 +23,5 @@ def test_all_processes_of_a_server_end_if_its_guardian_gets_a_signal(tmp_path, m
     while len(of_the_server) < 3:  # the shell and what it started
         of_the_server = guardian.children(recursive=True)
     os.kill(server.pid, number)
-    server.end()
+    server.end(seconds_to_leave=2.0)
     assert psutil.wait_procs(of_the_server, timeout=20)[1] == []

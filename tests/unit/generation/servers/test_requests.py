@@ -9,7 +9,6 @@ import pytest
 
 from rl_megatron.config.servers import VllmConfig
 from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling, WeightSpan
-from rl_megatron.generation.servers import requests as requests_module
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.requests import RequestSender
 from rl_megatron.generation.vllm.dialect import VllmDialect
@@ -18,11 +17,6 @@ from tests.fake_vllm import VOCAB_SIZE, FakeVllm, changed, closes_in_mid_answer,
 
 DIALECT = VllmDialect(VllmConfig(), 64, "processed_logprobs")
 SAMPLING = Sampling(max_new_tokens=4, stop_ids=(20,))
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    monkeypatch.setattr(requests_module, "_SECONDS_BEFORE_THE_NEXT", 0.01)
 
 
 @pytest.fixture
@@ -47,7 +41,7 @@ async def sender(*fakes, max_requests=64, timeout_seconds=20.0):
     ]
     try:
         facts = [await DIALECT.facts(client) for client in clients]
-        yield RequestSender(clients, facts, DIALECT, VOCAB_SIZE, max_requests)
+        yield RequestSender(clients, facts, DIALECT, VOCAB_SIZE, max_requests, seconds_between_attempts=0.01)
     finally:
         for client in clients:
             await client.close()

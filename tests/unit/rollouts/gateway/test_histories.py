@@ -1,10 +1,12 @@
 """Requests of agents become histories: each completion is learned from once, behind the tokens that were there."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.rollouts.history import History
 from rl_megatron.rollouts.tools.json_calls import hermes_calls
 from rl_megatron.rollouts.trajectory import TokensDiffer
 from tests.unit.algorithms.fakes import completed
@@ -219,11 +221,12 @@ async def test_prompts_of_texts_and_tokens_grow_too(qwen):
 
 
 @acts
-async def test_a_token_that_was_changed_is_named(qwen):
+async def test_a_token_that_was_changed_is_named(qwen, monkeypatch):
     agent = qwen.agent("5")
     await agent.chat(user("2 + 3?"))
-    (branch,) = agent.session._branches
-    branch.history._ids[2] += 1
+    (segment,) = agent.trajectory().segments
+    changed = replace(segment, ids=[*segment.ids[:2], segment.ids[2] + 1, *segment.ids[3:]])
+    monkeypatch.setattr(History, "segments", lambda *_: [changed])
     with pytest.raises(TokensDiffer, match="trajectory 7-0, turn 1: token 3 is"):
         agent.trajectory()
 

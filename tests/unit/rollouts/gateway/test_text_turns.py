@@ -56,7 +56,7 @@ async def test_prompts_of_random_agents_go_on_behind_the_turn_that_a_search_find
         for _ in range(chance.randint(20, 30)):
             prompt = some_prompt(chance, turns, ids)
             expected = search(turns, prompt)
-            assert agent.session._texts.match(prompt) == expected, (seed, prompt)
+            assert agent.session.texts.match(prompt) == expected, (seed, prompt)
             num_known += expected[0] is not None
             num_shared += expected[0] is not None and not expected[0].can_grow
             choices = await agent.session.text({"prompt": prompt, "n": chance.choice([1, 1, 2]), "stop": "ba"})

@@ -145,8 +145,6 @@ def test_functions_that_cannot_be_tools_are_refused(functions, message):
 
 
 def test_a_tool_is_registered_with_settings_that_the_model_does_not_see(monkeypatch):
-    monkeypatch.setattr(TOOLS, "_entries", dict(TOOLS))
-
     def inner(x: int):
         """Do it.
 
@@ -155,6 +153,7 @@ def test_a_tool_is_registered_with_settings_that_the_model_does_not_see(monkeypa
         """
 
     register_tool("inner")(inner)
+    monkeypatch.setitem(TOOLS, "inner", TOOLS.pop("inner"))  # removed after the test
     with pytest.raises(ConfigError, match="inner is inside another function; define it in its module"):
         Tools(replace(SETTINGS, functions=("inner",)))
     tools = Tools(replace(SETTINGS, functions=("python",)))

@@ -52,9 +52,10 @@ TALKS = {
 
 def spelled(tokenizer, text):
     """Return ids of a text, which the tokenizer would not write so: one of its tokens stands in several."""
-    backend, ids = tokenizer._backend, tokenizer.encode_special(text).ids
+    id_of = {tokenizer.token_text(id_): id_ for id_ in range(tokenizer.vocab_size)}
+    ids = tokenizer.encode_special(text).ids
     for place, id_ in enumerate(ids):
-        parts = [backend.token_to_id(character) for character in backend.id_to_token(id_)]
+        parts = [id_of.get(character) for character in tokenizer.token_text(id_)]
         if len(parts) > 1 and not tokenizer.is_added(id_) and None not in parts:
             return [*ids[:place], *parts, *ids[place + 1 :]]
     raise AssertionError("no token can be split")
