@@ -1,8 +1,6 @@
-import fnmatch
 import gc
 import logging
 import os
-import re
 import tomllib
 from pathlib import Path
 
@@ -16,6 +14,7 @@ if not torch.cuda.is_available():
 
 from rl_megatron import log
 from tests import costs, shape_checks
+from tests.costs import only_nightly
 from tests.end_to_end.launch import Forks
 from tests.fresh_process import FreshProcess
 from tests.worker_pool import WorkerPool
@@ -26,18 +25,10 @@ shape_checks.install()  # before anything imports the modules that it checks
 DEAR_DIRECTORIES = [Path(__file__).parent / name for name in ("parallel", "end_to_end")]
 
 
-def expression_of(patterns) -> re.Pattern:
-    """Return what matches the ids that one of the patterns matches."""
-    return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
-
-
-# (what its tests match, but not this) for each reason of nightly.toml
 NIGHTLY = [
-    (
-        expression_of(pattern for pattern in reason["tests"] if not pattern.startswith("!")),
-        expression_of(pattern[1:] for pattern in reason["tests"] if pattern.startswith("!")),
-    )
+    only_nightly(pattern, kept)
     for reason in tomllib.loads((Path(__file__).parent / "nightly.toml").read_text()).values()
+    for pattern, kept in reason["tests"].items()
 ]
 
 
@@ -144,7 +135,7 @@ def pytest_collection_finish():
 
 def pytest_itemcollected(item):
     """Mark what nightly.toml lists `nightly`, and what is in a dear directory `change`, unless it is marked `fast`."""
-    if any(taken.match(item.nodeid) and not kept.match(item.nodeid) for taken, kept in NIGHTLY):
+    if any(expression.fullmatch(item.nodeid) for expression in NIGHTLY):
         item.add_marker(pytest.mark.nightly)
     is_dear = any(item.path.is_relative_to(directory) for directory in DEAR_DIRECTORIES)
     if is_dear and item.get_closest_marker("fast") is None:

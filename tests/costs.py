@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
@@ -24,6 +25,18 @@ TIERS = ("fast", "change", "nightly")
 def tier_of(item: pytest.Item) -> str:
     """Return the first tier that runs a test."""
     return next((tier for tier in ("nightly", "change") if item.get_closest_marker(tier)), "fast")
+
+
+def only_nightly(pattern: str, kept: Iterable[str]) -> re.Pattern[str]:
+    """Return what matches the ids of the tests that an entry of nightly.toml takes from the change tier.
+
+    Args:
+        pattern: A file of tests or a test; `*` stands for any text without `[` and `:`.
+        kept: The tests of the file, or the cases of the test, that stay; `*` stands for any text.
+    """
+    taken = "[^[:]*".join(map(re.escape, pattern.split("*")))
+    stays = "|".join(".*".join(map(re.escape, name.split("*"))) for name in kept) or "(?!)"
+    return re.compile(rf"{taken}((::|\[)(?!({stays})]?$).*)?")
 
 
 def pytest_addoption(parser):

@@ -170,14 +170,36 @@ def test_shards_divide_the_files_of_tests():
     assert found == [{files[0], files[2]}, {files[1]}]
 
 
-def test_every_pattern_of_nightly_toml_matches_a_test(collected):
-    """Of the files that are collected: an editor may run this test alone."""
-    ids, files = [item.nodeid for item in collected], {item.nodeid.partition("::")[0] for item in collected}
-    reasons = tomllib.loads((ROOT / "tests" / "nightly.toml").read_text()).values()
-    for pattern in (pattern for reason in reasons for pattern in reason["tests"]):
-        if fnmatch.filter(files, pattern.removeprefix("!").partition("::")[0]):
-            assert fnmatch.filter(ids, pattern.removeprefix("!")), f"no test is called {pattern}"
-    kept = [pattern[1:] for reason in reasons for pattern in reason["tests"] if pattern.startswith("!")]
-    for item in collected:
-        if any(fnmatch.fnmatchcase(item.nodeid, pattern) for pattern in kept):
-            assert costs.tier_of(item) != "nightly", f"another pattern takes {item.nodeid} from the change tier"
+@pytest.mark.parametrize(
+    ("pattern", "kept", "taken"),
+    [
+        ("tests/a.py", (), {"tests/a.py::x", "tests/a.py::y[1-b]", "tests/a.py::y[2-b]", "tests/a.py::K::y[1-b]"}),
+        ("tests/a.py", ("x", "y[*-b]"), {"tests/a.py::K::y[1-b]"}),
+        ("tests/a.py::y", ("1-*",), {"tests/a.py::y[2-b]"}),
+        ("tests/a*::K", (), {"tests/a.py::K::y[1-b]", "tests/ab.py::K"}),
+        ("tests/a.py::*[2-b]", (), {"tests/a.py::y[2-b]"}),
+    ],
+)
+def test_an_entry_takes_all_but_what_it_keeps(pattern, kept, taken):
+    a = ("tests/a.py::x", "tests/a.py::y[1-b]", "tests/a.py::y[2-b]", "tests/a.py::K::y[1-b]")
+    expression = costs.only_nightly(pattern, kept)
+    assert {test for test in (*a, "tests/ab.py::K") if expression.fullmatch(test)} == taken
+
+
+def test_every_entry_of_nightly_toml_takes_and_keeps_tests(collected):
+    """Of the files that were collected: an editor may run this test alone."""
+    ids = {item.nodeid: costs.tier_of(item) for item in collected}
+    entries = [
+        entry
+        for reason in tomllib.loads((ROOT / "tests" / "nightly.toml").read_text()).values()
+        for entry in reason["tests"].items()
+        if any(fnmatch.fnmatchcase(test.partition("::")[0], entry[0].partition("::")[0]) for test in ids)
+    ]
+    for pattern, kept in entries:
+        taken = {test for test in ids if costs.only_nightly(pattern, kept).fullmatch(test)}
+        assert taken, f"{pattern} takes no test"
+        for name in kept:
+            others = costs.only_nightly(pattern, [other for other in kept if other != name])
+            stay = [test for test in ids if others.fullmatch(test) and test not in taken]
+            assert stay, f"{name!r} keeps no test of {pattern}"
+            assert {ids[test] for test in stay} != {"nightly"}, f"another entry takes what {name!r} of {pattern} keeps"
