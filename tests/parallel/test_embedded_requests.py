@@ -305,7 +305,9 @@ def looking_every(steps: int, calls: int, parallel: dict, model: Any) -> list[Co
     return sorted(found, key=lambda each: each.request_id)
 
 
-@pytest.mark.parametrize(("size", "parallel", "model"), [(1, {}, MODEL), (2, {"expert": 2}, EXPERTS)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "parallel", "model"), [(1, {}, MODEL), (2, {"expert": 2}, EXPERTS)], ids=["one process", "expert 2"]
+)
 @pytest.mark.parametrize("calls", [0, 3, 10])
 def test_completions_do_not_depend_on_how_often_the_decoder_looks_for_ended_sequences(
     ranks, size, parallel, model, calls

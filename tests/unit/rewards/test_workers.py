@@ -116,7 +116,7 @@ def test_a_waiting_coroutine_is_late_without_disturbing_the_others(workers_of):
 @pytest.mark.change
 def test_the_time_of_a_call_begins_when_the_call_does(workers_of):
     """Two functions of 0.3 s score four samples in one worker: the last call begins after 2.1 s."""
-    workers = workers_of(settings("takes_a_while", "takes_as_long", timeout_seconds=0.45, num_workers=1))
+    workers = workers_of(settings("takes_a_while", "takes_as_long", timeout_seconds=1.5, num_workers=1))
     found = scored(workers, samples(*"abcd"))
     assert [outcome.score for outcomes in found for outcome in outcomes] == [1.0] * 8
 
