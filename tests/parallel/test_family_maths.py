@@ -108,6 +108,11 @@ LAYOUTS = {
         "pipeline 2 interleaved packed": (2, {"pipeline": 2, "virtual_pipeline": 2}, PACKED, "full"),
         "context 2": (2, {"context": 2}, Batching(sequences=3)),
         "expert 2": (2, {"expert": 2}, PACKED, "selective"),
+        "tensor 2 sequence, pipeline 2, expert 2": (
+            4,
+            {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2},
+            PACKED,
+        ),
     },
     "deepseek_v3 dense": {"tensor 2": (2, {"tensor": 2}, Batching(sequences=3))},
     "glm4": {"tensor 2 sequence, packed": (2, {"tensor": 2, "sequence": True}, PACKED)},
