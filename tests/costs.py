@@ -1,6 +1,6 @@
 """Record what every test costs (`pytest --durations-to=FILE`), and print it by file, directory and tier.
 
-    python -m tests.costs FILE... [--files N]
+    python -m tests.costs FILE... [--files N] [--into PAGE]
 
 A test's seconds are those of its setup, call and teardown. A fixture that several tests share counts for the first of
 them. Its CPU seconds are those of the pytest process and of all processes below it: forks, ranks and servers.
@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 TICKS = os.sysconf("SC_CLK_TCK")
+MARK = "<!-- what the tests cost: python -m tests.costs -->"
 TIERS = ("fast", "change", "nightly")
 
 
@@ -128,6 +129,26 @@ def grouped(tests: list[dict], key) -> list[tuple[str, list[dict]]]:
     return list(groups.items())
 
 
+def overview(tests: list[dict]) -> str:
+    """Return a Markdown table with the number and the seconds of the tests of each directory, for every tier."""
+    rows = [f"| directory | {' | '.join(TIERS)} |", f"|---|{'---:|' * len(TIERS)}"]
+    groups = sorted(grouped(tests, lambda test: directory_of(test["test"]))) + [("all", tests)]
+    for directory, found in groups:
+        of_tiers = [[test["seconds"] for test in found if test["tier"] == tier] for tier in TIERS]
+        cells = [f"{len(seconds):,}: {sum(seconds):,.0f} s" if seconds else "" for seconds in of_tiers]
+        rows.append(f"| {directory} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def replace_table(page: str, table: str) -> str:
+    """Return the text of a page with another table between its two marks."""
+    before, _, rest = page.partition(MARK)
+    _, _, after = rest.partition(MARK)
+    if not after:
+        raise SystemExit(f"error: the page has no two lines {MARK}")
+    return f"{before}{MARK}\n\n{table}\n\n{MARK}{after}"
+
+
 def summary(tests: list[dict]) -> str:
     """Return how many tests passed, failed and were skipped, in a line, and the failed ones."""
     outcomes = Counter(test["outcome"] for test in tests)
@@ -141,8 +162,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.costs", description="Print what tests cost.")
     parser.add_argument("file", type=Path, nargs="+", help="what `--durations-to` has written, as for several shards")
     parser.add_argument("--files", type=int, default=40, metavar="N", help="the dearest files that are listed (40)")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="the page that gets a table of directories and tiers")
     arguments = parser.parse_args()
     tests = [test for path in arguments.file for test in read(path)]
+    if arguments.into:
+        arguments.into.write_text(replace_table(arguments.into.read_text(), overview(tests)))
     print(summary(tests), end="\n\n")
     print(table("tier", grouped(tests, lambda test: test["tier"])), end="\n\n")
     print(table("directory", grouped(tests, lambda test: directory_of(test["test"]))), end="\n\n")

@@ -136,7 +136,9 @@ def test_costs_are_printed_by_tier_directory_and_file(tmp_path):
     ]
     for name, part in (("one", lines[:2]), ("two", lines[2:])):
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in part))
+    (tmp_path / "page.md").write_text(f"above\n\n{costs.MARK}\nold\n{costs.MARK}\n\nbelow\n")
     command = [sys.executable, "-m", "tests.costs", tmp_path / "one", tmp_path / "two", "--files", "2"]
+    command += ["--into", tmp_path / "page.md"]
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert printed.splitlines() == [
         "3 tests in 1,003 s of their workers: 1 passed, 1 failed, 1 skipped",
@@ -156,6 +158,15 @@ def test_costs_are_printed_by_tier_directory_and_file(tmp_path):
         "|---|---:|---:|---:|",
         "| tests/gpu/a.py (change) | 1 | 1,000 | 7 |",
         "| tests/unit/b.py (fast) | 1 | 2 | 1 |",
+    ]
+    above, table, below = (tmp_path / "page.md").read_text().split(costs.MARK)
+    assert (above, below) == ("above\n\n", "\n\nbelow\n")
+    assert table.strip().splitlines() == [
+        "| directory | fast | change | nightly |",
+        "|---|---:|---:|---:|",
+        "| tests/gpu |  | 1: 1,000 s |  |",
+        "| tests/unit | 2: 3 s |  |  |",
+        "| all | 2: 3 s | 1: 1,000 s |  |",
     ]
 
 
