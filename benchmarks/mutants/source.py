@@ -112,13 +112,34 @@ class Source:
 
     def _block(self, key: str, statements: list[ast.stmt]) -> Block | None:
         code = [each for each in statements if not is_text(each)]
-        if not code:
+        if not code or self.data[self.span(code[0])[0] :].startswith(b"elif"):
             return None
         start, (_, stop) = self.span(statements[0])[0], self.span(statements[-1])
         first = min([code[0], *getattr(code[0], "decorator_list", ())], key=lambda node: node.lineno)
         line_start = self._starts[first.lineno - 1]
         indent = self.data[line_start : line_start + code[0].col_offset].decode()
         return Block(key, start, stop, line_start, indent) if not indent.strip() else None
+
+    def with_marks(self, numbers: dict[str, int], import_line: str) -> bytes:
+        """Return the text with a line at the start of each block that marks its number.
+
+        Args:
+            numbers: The number of each block by its key.
+            import_line: The line that imports `_reached`, in which `_reached[number] = 1` marks.
+        """
+        if not self.blocks:
+            return self.data
+        head = (each for each in self.tree.body if not is_text(each))
+        first = next(each for each in head if getattr(each, "module", "") != "__future__")
+        line = min([first, *getattr(first, "decorator_list", ())], key=lambda node: node.lineno).lineno
+        insertions = [(self._starts[line - 1], f"{import_line}\n")]
+        insertions += [
+            (block.insert_at, f"{block.indent}_reached[{numbers[block.key]}] = 1\n") for block in self.blocks
+        ]
+        data = self.data
+        for offset, text in sorted(insertions, reverse=True):
+            data = data[:offset] + text.encode() + data[offset:]
+        return data
 
     def blocks_of(self, offset: int) -> list[Block]:
         """Return the innermost block around an offset; or all of the file's blocks, if the offset is in none.
