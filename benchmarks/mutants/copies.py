@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "rl_megatron"
-_OLD = 1_000_000_000  # the time of the files of a copy; every later write has a time of its own
 
 
 class Copy:
@@ -21,15 +20,13 @@ class Copy:
     def __init__(self, directory: Path, repository: Path = REPOSITORY) -> None:
         """Copy the files; an earlier copy in the directory is deleted."""
         self.root = directory
-        self._times = count(_OLD + 1)
+        self._written_at = int(time.time())
         shutil.rmtree(directory, ignore_errors=True)
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=repository, stdout=subprocess.PIPE, check=True).stdout
         for name in filter(None, listed.decode().split("\0")):
             if (repository / name).is_file():
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(repository / name, directory / name)
-        for path in self.root.glob(f"{PACKAGE}/**/*.py"):
-            os.utime(path, (_OLD, _OLD))
         environment = self.root / ".venv"
         if not environment.exists() and (repository / ".venv").exists():
             environment.symlink_to((repository / ".venv").resolve())
@@ -40,10 +37,10 @@ class Copy:
         return self.root / PACKAGE
 
     def write(self, file: str, data: bytes) -> None:
-        """Write a file of the package, with a new time, so that no bytecode of another text fits it."""
-        path, time = self.package / file, next(self._times)
+        """Write a file of the package, with a later time than any before, so that no bytecode of another text fits it."""
+        path, self._written_at = self.package / file, max(self._written_at + 1, int(time.time()))
         path.write_bytes(data)
-        os.utime(path, (time, time))
+        os.utime(path, (self._written_at, self._written_at))
 
     @contextmanager
     def changed(self, file: str, data: bytes) -> Iterator[None]:

@@ -53,6 +53,8 @@ def record(out: Path, tests: Sequence[str], tier: str, options: Sequence[str], s
         "PYTHONPATH": str(copy.root.absolute()), "OMP_NUM_THREADS": "1", plugin.MARKS: str(marks), plugin.TABLE: name,
         plugin.OUT: str(out.absolute() / "reach.jsonl"), plugin.TIER: tier,
     }  # fmt: skip
+    environment["PYTHONPYCACHEPREFIX"] = str(scratch.absolute() / "bytecode")
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # new processes of tests would compile everything
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", plugin.__name__, *options, *tests]
     return subprocess.run(command, cwd=copy.root, env=environment).returncode
 
