@@ -37,7 +37,7 @@ class Copy:
         return self.root / PACKAGE
 
     def write(self, file: str, data: bytes) -> None:
-        """Write a file of the package, with a later time than any before, so that no bytecode of another text fits it."""
+        """Write a file of the package with a later time than any before, so that no bytecode of another text fits."""
         path, self._written_at = self.package / file, max(self._written_at + 1, int(time.time()))
         path.write_bytes(data)
         os.utime(path, (self._written_at, self._written_at))
