@@ -40,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one of the commands."""
     options = _parser().parse_args(arguments)
     if options.command == "reach":
-        return record(options.out, options.tests, options.tier, options.pytest, options.scratch / "reach")
+        copy = Copy(options.scratch / "reach")
+        return record(options.out, options.tests, options.tier, options.pytest, copy, Package(copy.package))
     try:
         mutants = Package(REPOSITORY / "rl_megatron").mutants()
         reasons = read_reasons(mutants)

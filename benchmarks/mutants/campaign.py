@@ -20,6 +20,7 @@ from benchmarks.mutants.reach import Reach, ReachingTest
 
 _FIRST_TESTS, _FIRST_FILES, _FIRST_SECONDS = 12, 4, 6.0
 _NEXT_SECONDS = 25.0
+LATE_SECONDS = 40.0  # a test is late after this time and six times its own
 
 
 @dataclass
@@ -123,7 +124,7 @@ class Campaign:
         scratch = self.copy.root.parent
         shutil.rmtree(scratch / "tmp", ignore_errors=True)
         (scratch / "tmp").mkdir(parents=True)
-        limited = [[(test.id, 40.0 + 6 * test.seconds) for test in batch] for batch in batches]
+        limited = [[(test.id, LATE_SECONDS + 6 * test.seconds) for test in batch] for batch in batches]
         log = self.out / f"last-{scratch.name}.log"
         return run_tests(self.copy.root.absolute(), limited, log, self.options, stop_early=not self.matrix)
 

@@ -56,11 +56,16 @@ class Mutant:
         """The package's part that the mutant belongs to."""
         return self.file.partition("/")[0]
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """Where the text begins and ends, in bytes."""
+        return self.start, self.start + len(self.before.encode())
+
     def apply(self, source: bytes) -> bytes:
         """Return the mutated text of the file."""
-        stop = self.start + len(self.before.encode())
-        assert source[self.start : stop] == self.before.encode(), f"{self.id}: the file has changed"
-        return source[: self.start] + self.after.encode() + source[stop:]
+        start, stop = self.span
+        assert source[start:stop] == self.before.encode(), f"{self.id}: the file has changed"
+        return source[:start] + self.after.encode() + source[stop:]
 
 
 class StaleTable(ValueError):
@@ -163,7 +168,7 @@ class Package:
         Args:
             mutants: All that there are.
             number: How many are chosen.
-            taken: Mutants that are in the campaign already; those with the same code are left out.
+            taken: Mutants that are in the campaign already; those that change the same text are left out.
         """
         lines: Counter[str] = Counter()
         for file, source in self.sources.items():
@@ -171,41 +176,29 @@ class Package:
         by_part: dict[str, dict[str, list[Mutant]]] = defaultdict(lambda: defaultdict(list))
         for mutant in sorted(mutants, key=lambda mutant: _draw(mutant.id)):
             by_part[mutant.subpackage][mutant.operator].append(mutant)
-        known = set(map(self._code, taken))
-        chosen = []
-        for part, share in _shares(lines, number).items():
-            chosen += _in_turn(part, by_part[part], share, lambda mutant: self._code(mutant) in known)
-        return chosen
+        spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for mutant in taken:
+            spans[mutant.file].append(mutant.span)
 
-    def _code(self, mutant: Mutant) -> tuple[str, str]:
-        """Return a digest of what Python reads of the mutated file."""
-        tree = ast.parse(mutant.apply(self.sources[mutant.file].data))
-        return mutant.file, hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+        def overlaps(mutant: Mutant) -> bool:
+            start, stop = mutant.span
+            return any(start < other_stop and other_start < stop for other_start, other_stop in spans[mutant.file])
 
-
-def _with_unique_ids(mutants: Iterable[Mutant]) -> list[Mutant]:
-    """Add to each id a digest of the change, and its number among equal changes of the function."""
-    numbers: Counter[str] = Counter()
-    found = []
-    for mutant in mutants:
-        digest = hashlib.sha256(f"{mutant.before}\0{mutant.after}".encode()).hexdigest()[:6]
-        name = f"{mutant.id}:{digest}"
-        numbers[name] += 1
-        found.append(replace(mutant, id=name if numbers[name] == 1 else f"{name}.{numbers[name]}"))
-    return found
+        shares = _shares(lines, number)
+        return [mutant for part in shares for mutant in _in_turn(part, by_part[part], shares[part], overlaps)]
 
 
 def _in_turn(
-    part: str, by_operator: dict[str, list[Mutant]], number: int, is_known: Callable[[Mutant], bool]
+    part: str, by_operator: dict[str, list[Mutant]], number: int, overlaps: Callable[[Mutant], bool]
 ) -> list[Mutant]:
-    """Return mutants of one operator after another, with few of one operator in a file and no known one."""
+    """Return mutants of one operator after another, with few of one operator in a file."""
     of_file: Counter[tuple[str, str]] = Counter()
     chosen: list[Mutant] = []
     operators = sorted(by_operator, key=lambda name: _draw(f"{part}/{name}"))
     while len(chosen) < number and operators:
         for name in list(operators):
             waiting = by_operator[name]
-            while waiting and (of_file[waiting[0].file, name] >= _PER_FILE or is_known(waiting[0])):
+            while waiting and (of_file[waiting[0].file, name] >= _PER_FILE or overlaps(waiting[0])):
                 waiting.pop(0)
             if not waiting:
                 operators.remove(name)
@@ -231,22 +224,17 @@ def _draw(text: str) -> str:
 
 def _mutable_places(source: Source) -> Iterator[Place]:
     """Yield every node whose change changes what the package does: no text, annotation, message or declaration."""
-    left_out: set[int] = set()
-    for place in source.places():
-        node = place.node
-        if id(node) in left_out or any(id(parent) in left_out for parent in place.parents[-1:]):
-            left_out.add(id(node))
-            continue
+    waiting: list[Place] = [Place(node, (source.tree,)) for node in reversed(source.tree.body)]
+    while waiting:
+        place = waiting.pop()
         if _is_left_out(place, source):
-            left_out.add(id(node))
             continue
-        for name in ("annotation", "returns"):
-            if getattr(node, name, None) is not None:
-                left_out.add(id(getattr(node, name)))
-        if isinstance(node, Function | ast.ClassDef):
-            left_out |= {id(each) for each in node.decorator_list}
-        if place.parents and not isinstance(node, _NEVER_CHANGED):
-            yield place
+        yield place
+        node, around = place.node, (*place.parents, place.node)
+        left_out = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        left_out += node.decorator_list if isinstance(node, Function | ast.ClassDef) else []
+        children = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _NEVER_CHANGED)]
+        waiting += [Place(child, around) for child in reversed(children) if not any(child is each for each in left_out)]
 
 
 def _is_left_out(place: Place, source: Source) -> bool:

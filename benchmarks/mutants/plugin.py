@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,12 @@ class Recorder:
 
     def pytest_collection_finish(self) -> None:
         """Watch the pool of ranks, once the tests have imported it."""
-        from tests.worker_pool import WorkerPool
+        module = sys.modules.get("tests.worker_pool")
+        if module is None:
+            return
+        compute = module.WorkerPool.reference
 
-        compute = WorkerPool.reference
-
-        def reference(pool: WorkerPool, function: Any, *args: Any) -> Any:
+        def reference(pool: Any, function: Any, *args: Any) -> Any:
             key = id(pool), pickle.dumps((function, args))
             before = self._take()
             result = compute(pool, function, *args)
@@ -93,7 +95,7 @@ class Recorder:
             self._mark(before | reached)
             return result
 
-        WorkerPool.reference = reference  # type: ignore[method-assign]
+        module.WorkerPool.reference = reference
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,7 +26,7 @@ with open(os.environ.get({variable!r}, {default!r}), "r+b") as _file:
 _IMPORT = "from rl_megatron._reached import REACHED as _reached"
 
 
-def record(out: Path, tests: Sequence[str], tier: str, options: Sequence[str], scratch: Path) -> int:
+def record(out: Path, tests: Sequence[str], tier: str, options: Sequence[str], copy: Copy, package: Package) -> int:
     """Run tests on a copy of the package with marks, and add a line for each to `reach.jsonl`. Return pytest's status.
 
     Args:
@@ -34,15 +34,15 @@ def record(out: Path, tests: Sequence[str], tier: str, options: Sequence[str], s
         tests: Paths of tests, relative to the repository.
         tier: The slowest tier that runs.
         options: More options of pytest.
-        scratch: The directory of the copy.
+        copy: The copy that gets the marks.
+        package: The package in the copy.
     """
-    copy = Copy(scratch)
-    package = Package(copy.package)
     keys = block_keys(package)
     name = hashlib.sha256("\n".join(keys).encode()).hexdigest()[:12]
     out.mkdir(parents=True, exist_ok=True)
     (out / f"blocks-{name}.json").write_text(json.dumps(keys))
-    marks = scratch.absolute() / "marks"
+    root = copy.root.absolute()
+    marks = Path(f"{root}.marks")
     marks.write_bytes(bytes(len(keys)))
     numbers = {key: number for number, key in enumerate(keys)}
     for file, source in package.sources.items():
@@ -50,13 +50,13 @@ def record(out: Path, tests: Sequence[str], tier: str, options: Sequence[str], s
         copy.write(file, source.with_marks(of_file, _IMPORT))
     copy.write(f"{_MODULE}.py", _TEXT.format(variable=plugin.MARKS, default=str(marks)).encode())
     environment = os.environ | {
-        "PYTHONPATH": str(copy.root.absolute()), "OMP_NUM_THREADS": "1", plugin.MARKS: str(marks), plugin.TABLE: name,
-        plugin.OUT: str(out.absolute() / "reach.jsonl"), plugin.TIER: tier,
+        "PYTHONPATH": f"{root}{os.pathsep}{REPOSITORY}", "PYTHONPYCACHEPREFIX": f"{root}.bytecode",
+        "OMP_NUM_THREADS": "1", plugin.MARKS: str(marks), plugin.TABLE: name, plugin.TIER: tier,
+        plugin.OUT: str(out.absolute() / "reach.jsonl"),
     }  # fmt: skip
-    environment["PYTHONPYCACHEPREFIX"] = str(scratch.absolute() / "bytecode")
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # new processes of tests would compile everything
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", plugin.__name__, *options, *tests]
-    return subprocess.run(command, cwd=copy.root, env=environment).returncode
+    return subprocess.run(command, cwd=root, env=environment).returncode
 
 
 def block_keys(package: Package) -> list[str]:
