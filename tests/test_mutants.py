@@ -160,7 +160,7 @@ def test_numbers_of_blocks_are_written_as_ranges():
 
 def test_a_report_counts_by_tier_and_leaves_equivalent_mutants_out(mutants):
     losses = [mutant for mutant in mutants if mutant.subpackage == "losses" and mutant.kind == "field"][:4]
-    killed = (
+    results = (
         {"status": "killed", "tier": "fast"},
         {"status": "timeout", "tier": "change"},
         {"status": "survived", "tier": None},
@@ -193,6 +193,7 @@ SMALL = {
             return a - 1
         """,
     "tests/__init__.py": "",
+    "tests/costs.py": (REPOSITORY / "tests" / "costs.py").read_text(),
     "tests/conftest.py": "",
     "tests/preloaded.py": "",
     "tests/test_one.py": """
@@ -208,7 +209,7 @@ SMALL = {
         def test_count():
             assert count(3) == 3
 
-        @pytest.mark.slow
+        @pytest.mark.change
         def test_in_a_process():
             with multiprocessing.get_context("forkserver").Pool(1) as pool:
                 assert pool.apply(in_process, (3,)) == 2
@@ -216,7 +217,7 @@ SMALL = {
         def test_that_fails_anyway():
             assert add(1, 1) == 3
         """,
-    "pytest.ini": "[pytest]\nmarkers = slow\npythonpath = .\n",
+    "pytest.ini": "[pytest]\nmarkers = change\npythonpath = .\n",
 }
 CAMPAIGN = """
 import json, sys
@@ -242,7 +243,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.change
 def test_a_campaign_on_a_small_package(tmp_path):
     """A mutant is killed, also in another process; one survives, one hangs, and results are kept."""
     for name, text in SMALL.items():

@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("--tier", choices=TIERS, default="change", help="the slowest tests that run")
         each.add_argument("--scratch", type=Path, default=Path("outputs/m"), help="where copies lie; a short path")
         each.add_argument(
-            "--pytest", action="append", default=[], help="an option of pytest, as in --pytest=--whole-grid"
+            "--pytest", action="append", default=[], help="an option of pytest, as in --pytest=--tier=nightly"
         )
     of_command["reach"].add_argument("--tests", nargs="+", default=["tests"], help="paths of tests")
     run = of_command["run"]

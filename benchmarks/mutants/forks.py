@@ -226,12 +226,13 @@ def _fork_the_server() -> None:
         ours.close()
         _serve(theirs)
     theirs.close()
-    original = forkserver.util
+    module: Any = forkserver  # `util` is not in its stub
+    original = module.util
 
     def spawn(path: str, args: Sequence[str], files: Sequence[int]) -> int:
         if not str(args[-1]).startswith("from multiprocessing.forkserver import main"):
             return original.spawnv_passfds(path, args, files)
-        forkserver.util = original  # a server that ended is followed by a new Python
+        module.util = original  # a server that ended is followed by a new Python
         state = {"command": args[-1], "files": list(files), "environment": dict(os.environ), "directory": os.getcwd()}
         message = json.dumps(state).encode()
         socket.send_fds(ours, [len(message).to_bytes(8, "big")], list(files))
@@ -239,7 +240,7 @@ def _fork_the_server() -> None:
         ours.close()
         return pid
 
-    forkserver.util = SimpleNamespace(**{**vars(original), "spawnv_passfds": spawn})  # type: ignore[assignment]
+    module.util = SimpleNamespace(**{**vars(original), "spawnv_passfds": spawn})
 
 
 def _serve(connection: socket.socket) -> NoReturn:

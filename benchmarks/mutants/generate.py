@@ -188,6 +188,18 @@ class Package:
         return [mutant for part in shares for mutant in _in_turn(part, by_part[part], shares[part], overlaps)]
 
 
+def _with_unique_ids(mutants: Iterable[Mutant]) -> list[Mutant]:
+    """Add to each id a digest of the change, and its number among equal changes of the function."""
+    numbers: Counter[str] = Counter()
+    found = []
+    for mutant in mutants:
+        digest = hashlib.sha256(f"{mutant.before}\0{mutant.after}".encode()).hexdigest()[:6]
+        name = f"{mutant.id}:{digest}"
+        numbers[name] += 1
+        found.append(replace(mutant, id=name if numbers[name] == 1 else f"{name}.{numbers[name]}"))
+    return found
+
+
 def _in_turn(
     part: str, by_operator: dict[str, list[Mutant]], number: int, overlaps: Callable[[Mutant], bool]
 ) -> list[Mutant]:

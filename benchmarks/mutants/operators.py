@@ -106,7 +106,7 @@ def drop_statement(place: Place, source: Source) -> Iterator[Change]:
     """Drop a call whose value is not used, an assignment to an attribute, or a `continue`."""
     node = place.node
     is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    if is_call and _name_called(node.value) == "__init__":
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _name_called(node.value) == "__init__":
         return
     assigns = isinstance(node, ast.AugAssign) or (
         isinstance(node, ast.Assign)

@@ -27,13 +27,6 @@ MARKED = re.compile(b"\1")
 NARROW = "function"
 
 
-def tier_of(item: pytest.Item) -> str:
-    """Return the tier that a test belongs to: "fast", "change" or "nightly"."""
-    if any(item.get_closest_marker(name) for name in ("nightly", "whole_grid")):
-        return "nightly"
-    return "change" if any(item.get_closest_marker(name) for name in ("change", "slow")) else "fast"
-
-
 def write_ranges(numbers: set[int]) -> str:
     """Return numbers as text, such as "1-3,7"."""
     ranges: list[list[int]] = []
@@ -102,6 +95,8 @@ class Recorder:
         """Leave out slower tiers, and tests that have a line already."""
         lines = self._out.read_text().splitlines() if self._out.exists() else []
         recorded = {line["test"] for line in map(json.loads, lines) if line["table"] == self._table}
+        from tests.costs import tier_of  # the copy's; `run` forks a process that has not imported the tests
+
         tiers = TIERS[: TIERS.index(os.environ.get(TIER, "change")) + 1]
         kept = [item for item in items if tier_of(item) in tiers and item.nodeid not in recorded]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
@@ -129,6 +124,8 @@ class Recorder:
         for definitions in item._fixtureinfo.name2fixturedefs.values():
             for definition in definitions:
                 reached |= self._of_fixtures.get(definition, set())
+        from tests.costs import tier_of
+
         line = {
             "test": item.nodeid, "tier": tier_of(item), "seconds": round(self._seconds, 3), "outcome": self._outcome,
             "table": self._table, "blocks": write_ranges(reached),
