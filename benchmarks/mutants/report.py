@@ -55,8 +55,8 @@ def describe(mutant: Mutant) -> str:
 
 
 def _table(mutants: Sequence[Mutant], results: dict[str, Any], reasons: dict[str, str]) -> list[str]:
-    rows = ["| subpackage | mutants | equivalent | not run | killed by fast tests | by change tier | by all | share |"]
-    rows.append("|---|---|---|---|---|---|---|---|")
+    rows = ["| subpackage | mutants | equivalent | not run | killed by fast tests | by the change tier | by all tests |"]
+    rows.append("|---|---:|---:|---:|---:|---:|---:|")
     by_part: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in mutants:
         by_part[mutant.subpackage].append(mutant)
@@ -65,9 +65,9 @@ def _table(mutants: Sequence[Mutant], results: dict[str, Any], reasons: dict[str
         equivalent = sum(mutant.id in reasons for mutant in chosen)
         tiers = Counter(line["tier"] or "fast" for line in ran if line["status"] in _CAUGHT)
         killed = [tiers["fast"], tiers["fast"] + tiers["change"], tiers.total()]
-        share = f"{killed[-1] / len(ran):.0%}" if ran else ""
+        shares = [f"{number} ({number / len(ran):.1%})" if ran else "0" for number in killed]
         missing = len(chosen) - equivalent - len(ran)
-        rows.append(f"| {name} | {len(chosen)} | {equivalent} | {missing} | {' | '.join(map(str, killed))} | {share} |")
+        rows.append(f"| {name} | {len(chosen)} | {equivalent} | {missing} | {' | '.join(shares)} |")
     return rows
 
 
