@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     run = of_command["run"]
     run.add_argument("ids", nargs="*", help="run these only; the beginning of an id is enough")
     run.add_argument("--shard", default="1/1", help="i/n: every n-th mutant, from the i-th on")
-    run.add_argument("--seconds", type=float, default=120.0, help="how long the tests of a mutant take at most")
+    run.add_argument("--seconds", type=float, default=120.0, help="how long a mutant's tests of a tier take at most")
     run.add_argument("--kind", choices=("general", "field"))
     for name in ("run", "report"):
         text = "run all tests of a mutant, and list what each test kills" if name == "run" else "print that list"

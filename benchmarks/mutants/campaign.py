@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ class Campaign:
         package: The package of the copy, without a mutant.
         reach: The tests that reach each block.
         tier: The slowest tier that runs.
-        seconds: The tests that a mutant gets take this long in all, at most.
+        seconds: The tests of a tier that a mutant gets take this long in all, at most.
         options: More options of pytest.
         results: The name of the file of results in `out`.
         matrix: Whether all tests run, instead of stopping at the first one that fails.
@@ -73,11 +74,13 @@ class Campaign:
 
     def _offered(self, mutant: Mutant) -> list[ReachingTest]:
         """Return the tests that run on a mutant if none fails, in this order."""
-        tiers, offered, total = TIERS[: TIERS.index(self.tier) + 1], [], 0.0
+        tiers, offered = TIERS[: TIERS.index(self.tier) + 1], []
+        total: Counter[str] = Counter()
         for test in self.reach.tests_of(mutant, self.package):
-            if test.tier in tiers and (total + test.seconds <= self.seconds or not offered):
+            seconds = total[test.tier] + test.seconds
+            if test.tier in tiers and (seconds <= self.seconds or test.tier not in total):
                 offered.append(test)
-                total += test.seconds
+                total[test.tier] = seconds
         return offered
 
     def _is_done(self, mutant: Mutant, tests: Sequence[ReachingTest], line: dict[str, Any] | None) -> bool:
