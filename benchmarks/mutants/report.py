@@ -55,9 +55,7 @@ def describe(mutant: Mutant) -> str:
 
 
 def _table(mutants: Sequence[Mutant], results: dict[str, Any], reasons: dict[str, str]) -> list[str]:
-    rows = [
-        "| subpackage | mutants | equivalent | not run | killed by fast tests | by the change tier | by all |"
-    ]
+    rows = ["| subpackage | mutants | equivalent | not run | killed by fast tests | by the change tier | by all |"]
     rows.append("|---|---:|---:|---:|---:|---:|---:|")
     by_part: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in mutants:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, replace
 
 import pytest
@@ -20,6 +19,7 @@ from rl_megatron.checkpoint.directory import (
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
+from tests.synced_files import note_syncs
 
 MODEL = ModelConfig(num_layers=3)
 
@@ -86,13 +86,7 @@ def test_a_directory_without_a_manifest_is_not_a_checkpoint(tmp_path):
 
 
 def test_files_and_directory_are_on_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
-    synced, fsync = [], os.fsync
-
-    def note(descriptor):
-        synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", note)
+    synced = note_syncs(monkeypatch)
     path = published(tmp_path)
     partial = f"{path}.incomplete"
     assert synced == [f"{partial}/weights", f"{partial}/{MANIFEST}", partial, str(tmp_path)]
