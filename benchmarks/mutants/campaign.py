@@ -21,6 +21,7 @@ from benchmarks.mutants.reach import Reach, ReachingTest
 
 _FIRST_TESTS, _FIRST_FILES, _FIRST_SECONDS = 12, 4, 6.0
 _NEXT_SECONDS = 25.0
+_FILE_SECONDS = 1.0  # what the import of a file of tests takes, about
 LATE_SECONDS = 40.0  # a test is late after this time and six times its own
 
 
@@ -76,10 +77,12 @@ class Campaign:
         """Return the tests that run on a mutant if none fails, in this order."""
         tiers, offered = TIERS[: TIERS.index(self.tier) + 1], []
         total: Counter[str] = Counter()
+        files: set[str] = set()
         for test in self.reach.tests_of(mutant, self.package):
-            seconds = total[test.tier] + test.seconds
+            seconds = total[test.tier] + test.seconds + (0.0 if test.file in files else _FILE_SECONDS)
             if test.tier in tiers and (seconds <= self.seconds or test.tier not in total):
                 offered.append(test)
+                files.add(test.file)
                 total[test.tier] = seconds
         return offered
 
