@@ -85,26 +85,47 @@ class ReachingTest:
 
 
 class Reach:
-    """The tests of a record by the blocks that they reach. Tests that were skipped reach nothing."""
+    """The tests of a record by the blocks that they reach. Tests that were skipped reach nothing.
+
+    If a function has other blocks than when a test was recorded, the test counts for all of them if it reached any; if
+    there was no such function, then for the function if it reached any block of the file.
+    """
 
     def __init__(self, out: Path, repository: Path = REPOSITORY) -> None:
-        self._by_block: dict[str, list[ReachingTest]] = defaultdict(list)
+        self._by_block: dict[str, dict[str, list[ReachingTest]]] = {}  # by table and key
+        self._keys: dict[str, dict[str, list[str]]] = {}  # by table and by function, or file
         tables: dict[str, list[str]] = {}
         lines = (out / "reach.jsonl").read_text().splitlines()
         latest = {line["test"]: line for line in map(json.loads, lines)}
         for line in latest.values():
             if line["outcome"] == "skipped" or not (repository / line["test"].partition("::")[0]).exists():
                 continue
-            if line["table"] not in tables:
-                tables[line["table"]] = json.loads((out / f"blocks-{line['table']}.json").read_text())
-            keys, test = tables[line["table"]], ReachingTest(line["test"], line["tier"], line["seconds"])
+            table = line["table"]
+            if table not in tables:
+                tables[table] = json.loads((out / f"blocks-{table}.json").read_text())
+                self._by_block[table], self._keys[table] = defaultdict(list), defaultdict(list)
+                for key in tables[table]:
+                    self._keys[table][_function_of(key)].append(key)
+                    self._keys[table][key.partition(":")[0]].append(key)
+            test = ReachingTest(line["test"], line["tier"], line["seconds"])
             for number in plugin.read_ranges(line["blocks"]):
-                self._by_block[keys[number]].append(test)
+                self._by_block[table][tables[table][number]].append(test)
 
     def tests_of(self, mutant: Mutant, package: Package) -> list[ReachingTest]:
         """Return the tests that reach a mutant; those that are likely to notice it, and fast ones, come first."""
-        blocks = package.sources[mutant.file].blocks_of(mutant.start + len(mutant.before) - len(mutant.before.lstrip()))
-        tests = {test for block in blocks for test in self._by_block.get(f"{mutant.file}:{block.key}", ())}
+        source = package.sources[mutant.file]
+        current: dict[str, list[str]] = defaultdict(list)
+        for block in source.blocks:
+            key = f"{mutant.file}:{block.key}"
+            current[_function_of(key)].append(key)
+        blocks = source.blocks_of(mutant.start + len(mutant.before) - len(mutant.before.lstrip()))
+        tests: set[ReachingTest] = set()
+        for key in (f"{mutant.file}:{block.key}" for block in blocks):
+            function = _function_of(key)
+            for table, by_block in self._by_block.items():
+                keys = self._keys[table].get(function) or self._keys[table].get(mutant.file, [])
+                for each in [key] if keys == current[function] else keys:
+                    tests.update(by_block.get(each, ()))
         stem, folder = Path(mutant.file).stem, f"/{mutant.subpackage}/"
 
         def order(test: ReachingTest) -> tuple[int, int, float, str]:
@@ -112,3 +133,7 @@ class Reach:
             return plugin.TIERS.index(test.tier), is_far, test.seconds, test.id
 
         return sorted(tests, key=order)
+
+
+def _function_of(key: str) -> str:
+    return key.rpartition("#")[0]
