@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 
-def note_syncs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets the path of every file or directory that is synced from now on."""
+def note_syncs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+    """Return a list that gets an entry for every sync from now on: the path, and the bytes that a file then has."""
     synced, fsync = [], os.fsync
 
     def note(descriptor: int) -> None:
         fsync(descriptor)
-        synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        path = Path(f"/proc/self/fd/{descriptor}").resolve()
+        synced.append((str(path), path.stat().st_size if path.is_file() else None))
 
     monkeypatch.setattr(os, "fsync", note)
     return synced

@@ -88,8 +88,9 @@ def test_a_directory_without_a_manifest_is_not_a_checkpoint(tmp_path):
 def test_files_and_directory_are_on_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
     synced = note_syncs(monkeypatch)
     path = published(tmp_path)
-    partial = f"{path}.incomplete"
-    assert synced == [f"{partial}/weights", f"{partial}/{MANIFEST}", partial, str(tmp_path)]
+    partial, sizes = f"{path}.incomplete", [(path / name).stat().st_size for name in ("weights", MANIFEST)]
+    of_files = [*zip([f"{partial}/weights", f"{partial}/{MANIFEST}"], sizes, strict=True)]
+    assert synced == [*of_files, (partial, None), (str(tmp_path), None)]
 
 
 def test_readers_share_the_files_and_together_read_all(tmp_path):

@@ -100,7 +100,8 @@ def written(tmp_path, drawn, advantages):
 def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced = note_syncs(monkeypatch)
     written(tmp_path, draw(), {})
-    assert synced == [f"{rollout_file(tmp_path / 'files', 7)}.incomplete"]
+    path = rollout_file(tmp_path / "files", 7)
+    assert synced == [(f"{path}.incomplete", path.stat().st_size)]
 
 
 @pytest.mark.parametrize("experts", [False, True])

@@ -45,8 +45,8 @@ def test_steps_after_the_one_that_a_run_goes_back_to_are_forgotten(log, tmp_path
 
 
 def test_a_step_is_on_disk_when_it_is_written(log, tmp_path, monkeypatch):
-    synced = note_syncs(monkeypatch)
+    path, synced = tmp_path / "stage" / "log.jsonl", note_syncs(monkeypatch)
     log.append(step(4))
+    assert synced == [(str(path), path.stat().st_size)]
     log.forget(2)
-    path = tmp_path / "stage" / "log.jsonl"
-    assert synced == [str(path), f"{path}.incomplete"]
+    assert synced[1:] == [(f"{path}.incomplete", path.stat().st_size)]

@@ -308,6 +308,33 @@ def test_a_thousand_trajectories_with_faults_are_all_accounted_for():
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 500, "MiB"
 
 
+def test_nothing_is_learned_from_the_group_of_a_failed_trajectory():
+    results = run(completion, tasks := prompts(4), RandomTokens(range(1, 9)), TOKENIZER)
+    results[1] = replace(results[1], trajectories=(), failure="it broke")
+    runner = SimpleNamespace(
+        makes_turns=True, leads=True, run=lambda *arguments: results, on_rank_0=lambda make: make()
+    )
+    scorer = SimpleNamespace(
+        score_samples=lambda samples: (torch.arange(1.0, 1.0 + len(samples)), RewardMetrics()), reads_sequences=False
+    )
+    made = ScoredRollouts(runner, scorer, TOKENIZER).make(None, tasks, SAMPLING, 0, group_size=2)
+    assert made.num_failed == 1
+    assert made.batch["sample_mask"].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert made.batch["token_mask"].any(dim=1).tolist() == [False, False, True, True]
+    assert made.batch["rewards"].tolist() == [0.0, 0.0, 2.0, 3.0]
+
+
+def test_the_reward_of_an_environment_is_added_if_one_trajectory_has_it():
+    results = run(completion, tasks := prompts(2), RandomTokens(range(1, 9)), TOKENIZER)
+    results[1] = replace(results[1], trajectories=[replace(results[1].trajectories[0], reward=0.5)])
+    runner = SimpleNamespace(
+        makes_turns=True, leads=True, run=lambda *arguments: results, on_rank_0=lambda make: make()
+    )
+    scorer = SimpleNamespace(score_samples=lambda samples: (torch.ones(2), RewardMetrics()), reads_sequences=False)
+    made = ScoredRollouts(runner, scorer, TOKENIZER).make(None, tasks, SAMPLING, 0, group_size=2)
+    assert made.batch["rewards"].tolist() == [1.0, 1.5]
+
+
 def test_batches_have_the_score_of_each_reward_function_if_they_are_asked_for():
     results = run(completion, tasks := prompts(4), RandomTokens(range(1, 9)), TOKENIZER)
     of_results = {"run": lambda *arguments: results, "on_rank_0": lambda make: make()}
