@@ -256,6 +256,28 @@ def test_a_segment_is_refused_whose_turns_overlap():
         Segment(segment.ids, segment.turns[::-1])
 
 
+def test_a_segment_is_refused_whose_tokens_are_not_the_sampled_ones():
+    (result,) = run(two_turns, prompts(1), RandomTokens(range(1, 9)), TOKENIZER)
+    segment = result.trajectories[0].segments[0]
+    start = segment.turns[1].start
+    other = [*segment.ids[:start], segment.ids[start] + 1, *segment.ids[start + 1 :]]
+    with pytest.raises(TokensDiffer, match=f"turn 2: token {start + 1} of the segment is {other[start]}"):
+        Segment(other, segment.turns)
+
+
+def test_another_attempt_draws_other_tokens():
+    async def fails_once(client, record, sampling):
+        found = await completion(client, record, sampling)
+        if not client.name.endswith("r1"):
+            raise OSError("the environment is gone")
+        return found
+
+    engine = RandomTokens(range(1, 9))
+    run(fails_once, prompts(1), engine, TOKENIZER, retries=1)
+    (first,), (second,) = engine.rounds
+    assert first.seed != second.seed
+
+
 def test_limits_of_tokens_shorten_completions_and_end_trajectories():
     async def long(client, record, sampling):
         history = client.history()
