@@ -58,7 +58,7 @@ def declare_metrics(*metrics: Metric, registry: Registry[Metric] = METRICS) -> t
         ValueError: Another metric has one of the names.
     """
     for metric in metrics:
-        if registry.get(metric.name) != metric:
+        if metric.name not in registry or registry[metric.name] != metric:
             registry.register(metric.name)(metric)
     return metrics
 

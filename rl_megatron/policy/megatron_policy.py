@@ -78,7 +78,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         precision: str = "fp32",
         seed: int = 0,
         optimizer: OptimizerConfig | None = None,
-        total_steps: int = 1,
+        total_steps: int | None = None,
         global_batch_size: int = 32,
         batching: Batching = Batching(),
         head: Head = "lm",
@@ -91,7 +91,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """Build the policy with random weights or, with `initialise=False`, with zeros until they are loaded.
 
         With `peft` it trains adapters, and a score head if it has one; all other weights stay as they are. It skips up
-        to `max_skipped_steps` optimizer steps in a row whose loss or gradient norm is not finite.
+        to `max_skipped_steps` optimizer steps in a row whose loss or gradient norm is not finite. The learning rate
+        decays until `optimizer.decay_steps`, or until `total_steps`; without both it does not decay.
         """
         self.model = ShardedModel(
             model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head, initialise=initialise,

@@ -134,18 +134,21 @@ def fuse(optimizer: MegatronOptimizer) -> None:
                 group["fused"] = True
 
 
-def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
+def build_scheduler(
+    optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int | None
+) -> OptimizerParamScheduler:
     """Return a schedule with a linear warmup, followed by a decay of the style `decay_style`.
 
     The warmup starts at lr/(warmup_steps + 1) and takes `warmup_steps` steps. "linear" and "cosine" reach `min_lr` at
     `decay_steps`. "inverse-square-root" is lr·√(warmup_steps/step), and `min_lr` after `decay_steps`. "constant" does
-    not decay. If `decay_steps` is not set, it is `total_steps`, or the warmup plus one step if that is longer.
+    not decay. If `decay_steps` is not set, it is `total_steps`, or the warmup plus one step if that is longer; without
+    `total_steps` the rate does not decay.
 
     Raises:
         ConfigError: The warmup is longer than the decay, or `min_lr` exceeds `lr`.
     """
     config.check("optimizer")  # a script may have built the config without load_config
-    decay_steps = config.decay_steps or max(total_steps, config.warmup_steps + 1)
+    decay_steps = config.decay_steps or max(total_steps or 0, config.warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=config.lr / (config.warmup_steps + 1),
@@ -153,7 +156,7 @@ def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_steps,
         lr_decay_steps=decay_steps,
-        lr_decay_style=config.decay_style,
+        lr_decay_style=config.decay_style if config.decay_steps or total_steps else "constant",
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=decay_steps,

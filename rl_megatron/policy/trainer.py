@@ -29,7 +29,12 @@ class Trainer:
     """
 
     def __init__(
-        self, model: ShardedModel, config: OptimizerConfig, precision: str, total_steps: int, max_skipped_steps: int
+        self,
+        model: ShardedModel,
+        config: OptimizerConfig,
+        precision: str,
+        total_steps: int | None,
+        max_skipped_steps: int,
     ):
         """Wrap the model chunks in megatron-core's DDP, and build their optimizer."""
         model.model_chunks[:] = wrap_for_gradients(model.model_chunks, model.topology, config)

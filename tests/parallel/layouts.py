@@ -58,8 +58,7 @@ def build_policy(
         precision=precision,
         seed=seed,
         optimizer=optimizer or OPTIMIZER,
-        total_steps=10,
-        **{"batching": Batching(sequences=micro_batch_size), **kwargs},
+        **{"batching": Batching(sequences=micro_batch_size), "total_steps": 10, **kwargs},
     )
 
 

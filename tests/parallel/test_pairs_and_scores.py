@@ -131,6 +131,25 @@ def test_a_value_is_read_before_its_token_and_a_reward_after_the_last(ranks):
     ranks.run(1, check_positions)
 
 
+def rewards_in_training_and_after() -> tuple[dict, list[float], list[float]]:
+    """Return the metrics of a training step, and the scores of the chosen and the rejected sequences before it."""
+    model = build_policy({}, head="score", micro_batch_size=4)
+    batch = random_batch(8, 12, 0)
+    positions, lengths = torch.arange(12), batch["input_lengths"][:, None]
+    batch["token_mask"] = ((positions >= 1) & (positions < lengths)).float()
+    batch["sample_mask"] = torch.ones(8)
+    scores = model.score(batch)["scores"]
+    return model.train(batch, PreferenceLoss(), gbs=8), scores[0::2].tolist(), scores[1::2].tolist()
+
+
+def test_a_reward_model_is_trained_at_the_token_at_which_it_is_read(ranks):
+    report, chosen, rejected = ranks.run(1, rewards_in_training_and_after)[0]
+    assert report["rewards_chosen_mean"] == pytest.approx(sum(chosen) / 4, rel=1e-5)
+    assert report["rewards_rejected_mean"] == pytest.approx(sum(rejected) / 4, rel=1e-5)
+    assert report["accuracy"] == sum(one > other for one, other in zip(chosen, rejected, strict=True)) / 4
+    assert len({*chosen, *rejected}) == 8
+
+
 def calls_of_the_other_head() -> None:
     """Make each call on a model with the wrong head and check the error."""
     batch = random_batch(4, 12, 0)

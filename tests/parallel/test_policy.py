@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import NonFiniteLoss, over_steps
 from rl_megatron.losses import LogprobLoss, LossInputType, LossType, NLLLoss, Reduction
@@ -46,6 +47,24 @@ def test_a_batch_without_a_valid_token_changes_no_weight(ranks, layout):
     report, changed, scheduler_steps = ranks.run(layout[0], empty_steps, layout[1])[0]
     assert report["loss"] == 0.0 and report["num_updates"] == 0
     assert changed == 0.0 and scheduler_steps == 0
+
+
+def rates_of_three_steps(total_steps: int | None) -> list[tuple[float, bool]]:
+    """Return the learning rate of each of three steps, and whether it changed a weight."""
+    policy, found = (
+        build_policy({}, optimizer=OptimizerConfig(lr=1e-2, decay_style="linear"), total_steps=total_steps),
+        [],
+    )
+    for step in range(3):
+        before = {name: tensor.clone() for name, tensor in weights(policy).items()}
+        lr = policy.train(random_batch(4, 12, step), NLLLoss())["lr"]
+        found.append((lr, any(not torch.equal(tensor, before[name]) for name, tensor in weights(policy).items())))
+    return found
+
+
+def test_every_step_trains_if_the_number_of_steps_is_not_given(ranks):
+    assert ranks.run(1, rates_of_three_steps, None)[0] == [(1e-2, True)] * 3
+    assert [lr for lr, _ in ranks.run(1, rates_of_three_steps, 4)[0]] == pytest.approx([1e-2, 7.5e-3, 5e-3])
 
 
 class TakesLogits:

@@ -16,6 +16,7 @@ from rl_megatron.algorithms.rollout import (
     recomputes_logprobs,
     reward_kl,
     rewards_per_token,
+    with_logprobs,
 )
 from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
 from rl_megatron.batching.produced import whole
@@ -212,6 +213,13 @@ def test_mismatch_is_not_hidden_by_a_masked_nan():
 
 def test_nothing_is_compared_here_if_the_logprobs_were_not_recomputed(rollouts_of):
     assert logprob_mismatch(rollouts_of({"a": ["1", "2"]})[0]) == {}
+
+
+def test_logprobs_of_the_engine_are_taken_only_if_they_are_asked_for(rollouts_of):
+    rollouts = rollouts_of({"a": ["1", "2"]})[0]
+    assert "prev_logprobs" not in with_logprobs(rollouts, None, recompute=False, reference=False)
+    found = with_logprobs(rollouts, None, recompute=False, reference=False, from_engine=True)
+    assert torch.equal(found["prev_logprobs"], rollouts["generation_logprobs"])
 
 
 def reads_the_batch(rewards, rollouts):

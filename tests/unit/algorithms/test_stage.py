@@ -259,6 +259,7 @@ def test_heldout_text_is_evaluated_in_one_batch_without_training():
     batch = BatchedDataDict(input_ids=torch.zeros(5, 3, dtype=torch.long))
     assert HeldoutAnswers(batch).evaluate(Measuring()) == ({"nll_per_token": 2.0}, [])
     assert HeldoutText(batch, 0.25).evaluate(Measuring()) == ({"nll_per_token": 2.0, "nll_per_character": 0.5}, [])
+    assert HeldoutText(batch).evaluate(Measuring()) == ({"nll_per_token": 2.0, "nll_per_character": 2.0}, [])
 
 
 class Pairs:

@@ -91,6 +91,13 @@ def test_one_turn_each_is_group_relative(function):
     torch.testing.assert_close(function(rewards, turns, SIZE), torch.where(turns == 0, wanted[:, None], 0.0))
 
 
+@pytest.mark.parametrize("function", [group_relative_turns, group_relative_steps])
+def test_advantages_are_divided_by_the_deviation_unless_told_otherwise(function):
+    rewards, turns = tensors(SAMPLES)
+    divided, centred = (function(rewards, turns, SIZE, normalize_std=normalize) for normalize in (True, False))
+    assert torch.equal(function(rewards, turns, SIZE), divided) and not torch.equal(divided, centred)
+
+
 def test_samples_that_form_no_whole_groups_are_refused():
     rewards, turns = tensors(SAMPLES)
     with pytest.raises(ValueError, match="6 samples do not form groups of 4"):

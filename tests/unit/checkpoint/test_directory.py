@@ -19,6 +19,7 @@ from rl_megatron.checkpoint.directory import (
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
+from tests.synced_files import note_syncs
 
 MODEL = ModelConfig(num_layers=3)
 
@@ -66,6 +67,30 @@ def test_one_changed_byte_is_damage(tmp_path):
     (path / "weights").write_bytes(bytes(255) + b"\x01")
     with pytest.raises(Damaged, match="is damaged: weights has changed .*use an older one"):
         check_digests(path, read_manifest(path))
+
+
+def test_a_changed_byte_at_the_end_of_a_large_file_is_damage(tmp_path):
+    path = tmp_path / "step-000001"
+    (tmp_path / "partial").mkdir()
+    (tmp_path / "partial" / "weights").write_bytes(bytes(3 << 20))
+    publish(tmp_path / "partial", path, {"step": 1, "model": asdict(MODEL)})
+    (path / "weights").write_bytes(bytes((3 << 20) - 1) + b"\x01")
+    with pytest.raises(Damaged, match="weights has changed"):
+        check_digests(path, read_manifest(path))
+
+
+def test_a_directory_without_a_manifest_is_not_a_checkpoint(tmp_path):
+    path = published(tmp_path)
+    (tmp_path / "step-000002").mkdir()
+    assert complete_checkpoints(tmp_path) == [path]
+
+
+def test_files_and_directory_are_on_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
+    synced = note_syncs(monkeypatch)
+    path = published(tmp_path)
+    partial, sizes = f"{path}.incomplete", [(path / name).stat().st_size for name in ("weights", MANIFEST)]
+    of_files = [*zip([f"{partial}/weights", f"{partial}/{MANIFEST}"], sizes, strict=True)]
+    assert synced == [*of_files, (partial, None), (str(tmp_path), None)]
 
 
 def test_readers_share_the_files_and_together_read_all(tmp_path):

@@ -98,6 +98,28 @@ def test_a_target_that_is_left_out_has_no_gradient_and_a_kept_one_has():
     assert (leaf.grad[0] != 0).all() and leaf.grad[1, 2] == 0
 
 
+def test_ids_that_are_left_out_have_no_gradient():
+    logits, targets, ids, _ = random_case()
+    found = []
+    for keep in (lambda gathered: gathered, lambda gathered: gathered[gathered > -torch.inf]):
+        leaf = logits.clone().requires_grad_()
+        stats = vocab_parallel_logprobs(leaf, targets, gather_ids=ids, sampling_filter=SamplingFilter(top_k=5))
+        keep(stats.gathered).sum().backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(*found)
+
+
+def test_logprobs_may_be_changed_in_place():
+    logits, targets, _, _ = random_case()
+    found = []
+    for double in (lambda logprobs: 2 * logprobs, lambda logprobs: logprobs.mul_(2)):
+        leaf = logits.clone().requires_grad_()
+        sampling_filter = SamplingFilter(top_k=5, outside="keep")
+        double(vocab_parallel_logprobs(leaf, targets, sampling_filter=sampling_filter).logprobs).sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
 def test_a_filter_that_is_off_changes_no_bit():
     logits, targets, ids, temperature = random_case()
     results = []

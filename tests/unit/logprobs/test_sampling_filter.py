@@ -81,6 +81,10 @@ def test_infinities_nan_and_rows_that_do_not_count(sampling_filter):
     assert not (logits[3] < found[3])[7], "a NaN that counts is never filtered away"
 
 
+def test_without_a_filter_every_token_is_above_the_threshold():
+    assert (thresholds(torch.randn(3, 9), SamplingFilter()) == -torch.inf).all()
+
+
 def test_padding_has_no_rank_and_no_mass():
     logits = torch.randn(8, 40)
     logits[:, 33:], logits[0, 36] = 50.0, torch.nan

@@ -66,6 +66,21 @@ def test_with_the_whole_vocabulary_it_is_the_full_divergence(kind, zero_outside_
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-13)
 
 
+def test_the_divergences_from_several_teachers_are_weighted():
+    student, first = make(seed=0)
+    _, second = make(seed=1)
+    weights = torch.tensor([[0.25, 0.75], [1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
+    batch = first | {"teacher_weights": weights[:, None]}
+    wanted = 0.0
+    for teacher, weight in zip((first, second), weights.T, strict=True):
+        log_q = student.gather(-1, teacher["teacher_topk_indices"]).log_softmax(-1)
+        wanted = wanted + weight[:, None] * kl(teacher["teacher_topk_logits"].log_softmax(-1), log_q)
+    for key in ("teacher_topk_indices", "teacher_topk_logits"):
+        batch[key] = torch.cat([first[key], second[key]], dim=-1)
+    value, _ = DistillationLossFn({"kl_type": "forward"})(student, batch, 2, 7)
+    torch.testing.assert_close(value, mean_over_tokens(wanted, batch, 7), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_by_default_both_are_renormalised_over_the_teachers_choice(kind):
     student, batch = make()

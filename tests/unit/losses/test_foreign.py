@@ -18,6 +18,7 @@ from rl_megatron.losses import (
     as_loss,
     build_loss,
 )
+from rl_megatron.losses.contract import takes_logprobs
 
 BATCH = {
     "input_ids": torch.tensor([[3, 1, 4, 1], [5, 2, 0, 0]]),
@@ -30,6 +31,12 @@ LOGITS = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
 
 def run(loss_fn, logits=LOGITS, batch=BATCH):
     return as_loss(loss_fn).on_output(logits, batch, *COUNTS, Sharding())
+
+
+def test_a_function_of_logprobs_is_a_loss_and_an_object_has_to_say_so():
+    assert takes_logprobs(lambda data, sequences, tokens, next_token_logprobs: None)
+    assert not takes_logprobs(lambda data, sequences, tokens, logits: None)
+    assert takes_logprobs(Protocol()) and not takes_logprobs(object())
 
 
 class Protocol:

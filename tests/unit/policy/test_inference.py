@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.policy.inference import on_host
+from rl_megatron.policy.inference import check_width, on_host
 
 
 class MovesInPlace(BatchedDataDict):
@@ -27,3 +29,10 @@ def test_the_callers_batch_keeps_its_tensors_and_their_device(kind):
     moved["more"] = tensor
     assert moved["input_ids"].device.type == "cpu" and moved["prompts"] == ["a", "b"]
     assert batch["input_ids"] is tensor and "more" not in batch
+
+
+def test_a_sequence_that_is_longer_than_the_models_limit_is_refused():
+    model = ModelConfig(max_sequence_length=8)
+    check_width(model, 8)
+    with pytest.raises(ConfigError, match="a sequence has 9 tokens, but model.max_sequence_length=8"):
+        check_width(model, 9)

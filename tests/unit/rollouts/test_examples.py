@@ -150,6 +150,12 @@ def test_demonstrations_of_the_game_agree_with_the_answers_as_often_as_is_asked(
     assert least <= agree / total <= most  # two thirds by chance, because an answer says where more numbers are
 
 
+def test_demonstrations_of_the_game_end_with_a_guess():
+    for each in GuessingTask(share_of_right_guesses=0.0, num_guesses=2).demonstrations(50):
+        roles = [message["role"] for message in each.record["messages"]]
+        assert roles in (["user", "assistant"], ["user", "assistant", "user", "assistant"])
+
+
 def test_every_layout_of_the_text_world_can_be_solved_and_rewards_only_the_goal():
     task = TextWorldTask()
     for problem in (*task.train_problems(100), *task.heldout_problems(50)):

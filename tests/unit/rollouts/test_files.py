@@ -13,6 +13,7 @@ from rl_megatron.data.tasks.task import Problem
 from rl_megatron.generation.completion_batch import rollouts as batch_of_completions
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.rollouts.files import Draw, batch_of, read_rows, rollout_file, rows, write_rows
+from tests.synced_files import note_syncs
 from tests.unit.algorithms.fakes import Characters
 
 PROMPTS = ["1+1=", "2+2=", "2+2="]
@@ -94,6 +95,13 @@ def written(tmp_path, drawn, advantages):
     write_rows(path, list(found))
     assert path.name == "step-000007.parquet"
     return read_rows(path)
+
+
+def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced = note_syncs(monkeypatch)
+    written(tmp_path, draw(), {})
+    path = rollout_file(tmp_path / "files", 7)
+    assert synced == [(f"{path}.incomplete", path.stat().st_size)]
 
 
 @pytest.mark.parametrize("experts", [False, True])

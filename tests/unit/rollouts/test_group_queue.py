@@ -94,6 +94,11 @@ def test_no_group_is_too_old_and_each_ends_once(rules):
         assert simulation.most_at_once <= rules.for_next_step + rules.per_step * rules.max_age
 
 
+def test_by_default_every_group_is_learned_from():
+    plain = {"over_sampling": 1.0, "keeps_unfinished": True, "rounds": 1, "drops_equal": False}
+    assert QueueRules(per_step=2, num_steps=5, max_age=1) == QueueRules(per_step=2, num_steps=5, max_age=1, **plain)
+
+
 def test_groups_are_used_in_the_order_of_the_stream():
     queue = GroupQueue(QueueRules(per_step=2, num_steps=5, max_age=1))
     queue.has_weights(1)

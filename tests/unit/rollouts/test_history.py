@@ -177,3 +177,20 @@ def test_plain_text_is_appended_as_it_is():
     (segment,) = result.trajectories[0].segments
     assert segment.ids == [*map(ord, "2+3="), 0, *map(ord, "no\n"), 0]
     assert [turn.start for turn in segment.turns] == [4, 8]
+
+
+def test_tokens_that_are_appended_are_a_message():
+    async def worker(client, record, sampling):
+        history = client.history()
+        await history.complete(sampling)
+        history.extend_ids([*map(ord, "no")])
+        await history.complete(sampling)
+        return [history.trajectory()]
+
+    tokenizer = Characters()
+    prompt = EncodedPrompt(tokenizer.encode("2+3="), Problem("2+3=", "5"), Record({}, "x:1"))
+    (result,) = run(worker, [prompt], RandomTokens([ord("4")], stops=1.0), tokenizer)
+    (trajectory,) = result.trajectories
+    assert trajectory.segments[0].ids == [*map(ord, "2+3="), 0, *map(ord, "no"), 0]
+    said = [(message["role"], message["content"]) for message in trajectory.messages]
+    assert said == [("user", "2+3="), ("assistant", ""), ("user", "no"), ("assistant", "")]

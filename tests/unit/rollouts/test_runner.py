@@ -256,6 +256,28 @@ def test_a_segment_is_refused_whose_turns_overlap():
         Segment(segment.ids, segment.turns[::-1])
 
 
+def test_a_segment_is_refused_whose_tokens_are_not_the_sampled_ones():
+    (result,) = run(two_turns, prompts(1), RandomTokens(range(1, 9)), TOKENIZER)
+    segment = result.trajectories[0].segments[0]
+    start = segment.turns[1].start
+    other = [*segment.ids[:start], segment.ids[start] + 1, *segment.ids[start + 1 :]]
+    with pytest.raises(TokensDiffer, match=f"turn 2: token {start + 1} of the segment is {other[start]}"):
+        Segment(other, segment.turns)
+
+
+def test_another_attempt_draws_other_tokens():
+    async def fails_once(client, record, sampling):
+        found = await completion(client, record, sampling)
+        if not client.name.endswith("r1"):
+            raise OSError("the environment is gone")
+        return found
+
+    engine = RandomTokens(range(1, 9))
+    run(fails_once, prompts(1), engine, TOKENIZER, retries=1)
+    (first,), (second,) = engine.rounds
+    assert first.seed != second.seed
+
+
 def test_limits_of_tokens_shorten_completions_and_end_trajectories():
     async def long(client, record, sampling):
         history = client.history()
@@ -306,6 +328,33 @@ def test_a_thousand_trajectories_with_faults_are_all_accounted_for():
     assert {number // 4 for number in failed} == set((~groups.any(1)).nonzero()[:, 0].tolist())
     assert batch["token_mask"][batch["sample_mask"] == 0].sum() == 0
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 500, "MiB"
+
+
+def test_nothing_is_learned_from_the_group_of_a_failed_trajectory():
+    results = run(completion, tasks := prompts(4), RandomTokens(range(1, 9)), TOKENIZER)
+    results[1] = replace(results[1], trajectories=(), failure="it broke")
+    runner = SimpleNamespace(
+        makes_turns=True, leads=True, run=lambda *arguments: results, on_rank_0=lambda make: make()
+    )
+    scorer = SimpleNamespace(
+        score_samples=lambda samples: (torch.arange(1.0, 1.0 + len(samples)), RewardMetrics()), reads_sequences=False
+    )
+    made = ScoredRollouts(runner, scorer, TOKENIZER).make(None, tasks, SAMPLING, 0, group_size=2)
+    assert made.num_failed == 1
+    assert made.batch["sample_mask"].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert made.batch["token_mask"].any(dim=1).tolist() == [False, False, True, True]
+    assert made.batch["rewards"].tolist() == [0.0, 0.0, 2.0, 3.0]
+
+
+def test_the_reward_of_an_environment_is_added_if_one_trajectory_has_it():
+    results = run(completion, tasks := prompts(2), RandomTokens(range(1, 9)), TOKENIZER)
+    results[1] = replace(results[1], trajectories=[replace(results[1].trajectories[0], reward=0.5)])
+    runner = SimpleNamespace(
+        makes_turns=True, leads=True, run=lambda *arguments: results, on_rank_0=lambda make: make()
+    )
+    scorer = SimpleNamespace(score_samples=lambda samples: (torch.ones(2), RewardMetrics()), reads_sequences=False)
+    made = ScoredRollouts(runner, scorer, TOKENIZER).make(None, tasks, SAMPLING, 0, group_size=2)
+    assert made.batch["rewards"].tolist() == [1.0, 1.5]
 
 
 def test_batches_have_the_score_of_each_reward_function_if_they_are_asked_for():

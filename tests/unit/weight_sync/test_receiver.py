@@ -43,6 +43,15 @@ def test_a_complete_refit_is_served():
     assert receiver.version is None  # parameters are about to be a mixture
 
 
+def test_parameters_that_need_a_gradient_are_filled():
+    parameters = {name: torch.nn.Parameter(value) for name, value in model().items()}
+    receiver = WeightReceiver(ParameterSink(parameters), PLAN)
+    receiver.begin(7)
+    for index in range(len(PLAN.buckets)):
+        receiver.accept(index, sent(index))
+    assert receiver.finish() == 7 and parameters["b"].tolist() == [2, 3, 4, 5, 6]
+
+
 def refuse(receiver: WeightReceiver, message: str, act) -> None:
     with pytest.raises(WeightsRefused, match=message):
         act()

@@ -227,6 +227,18 @@ TYPED = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("nullable", "text", "value"),
+    [(True, "null", None), (True, "None", None), (True, "Rome", "Rome"), (False, "null", "null")],
+)
+def test_only_a_text_that_may_be_missing_is_none_in_xml(nullable, text, value):
+    parameters = {"f": {"properties": {"x": {"type": "string", "nullable": nullable}}}}
+    (call,) = qwen_calls(
+        f"<tool_call>\n<function=f>\n<parameter=x>{text}</parameter>\n</function>\n</tool_call>", parameters
+    )
+    assert call.arguments == {"x": value}
+
+
 @given(calls=st.lists(st.tuples(st.just("f"), TYPED), min_size=1, max_size=3))
 @settings(max_examples=60, deadline=None, database=None)
 def test_what_is_written_as_xml_is_read_again(calls):

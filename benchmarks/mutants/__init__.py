@@ -1,0 +1,1 @@
+"""Mutants of the package, and which of them the tests notice."""
