@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Shaped
@@ -80,6 +80,7 @@ class ClippedPGLossFn(LogprobLoss):
     """
 
     cfg: ClippedPGLossConfig
+    infinite_is_outside: ClassVar[bool] = True  # see `importance_weights`
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(ClippedPGLossConfig, cfg)
@@ -157,7 +158,9 @@ class ClippedPGLossFn(LogprobLoss):
             cfg, streams["advantages"], ratio, clipped_ratio, logprobs, streams.mask, selected
         )
         if generation is not None:
-            weights, outside = importance_weights(cfg, prev, generation, streams.token_mask)
+            weights, outside = importance_weights(
+                cfg, prev, generation, streams.token_mask, self.infinite_is_outside
+            )
             metrics |= generation_metrics(cfg, logprobs, prev, generation, weights, outside, means)
             if cfg.use_importance_sampling_correction:
                 loss_of_tokens = weights * loss_of_tokens
