@@ -123,6 +123,13 @@ class ClippedPGLossFn(LogprobLoss):
         return frozenset(() if replaced or self.cfg.uses_covariances else ("prev_logprobs",))
 
     @property
+    def reads_on_policy_keys(self) -> bool:
+        """Return whether the ratio, the weight or the rejection reads prev_logprobs."""
+        cfg = self.cfg
+        corrects = cfg.use_importance_sampling_correction or cfg.sequence_rejection_type is not None
+        return not cfg.force_on_policy_ratio and (not cfg.disable_ppo_ratio or corrects)
+
+    @property
     def needs_entropy(self) -> bool:
         """Return whether the loss has an entropy term."""
         return self.cfg.entropy_coeff != 0
