@@ -98,6 +98,6 @@ def _require_logprobs(data: Batch, loss: Loss, on_policy: bool, steps: int) -> N
         )
     if steps > 1:
         raise ValueError(
-            f"{loss.display_name} needs {missing} for {steps} optimizer steps, because only the first one is on-policy: "
-            f"{compute}"
+            f"{loss.display_name} needs {missing} for {steps} optimizer steps, of which only the first one is "
+            f"on-policy: {compute}"
         )

@@ -23,7 +23,7 @@ def importance_weights(
 ) -> tuple[Float[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
     """Return (π_prev/π_generation after truncation, whether it was outside its bounds) for every token.
 
-    Under GSPO the weight is per sequence: the product over the sequence's tokens. A weight that is NaN or infinite is 0.
+    Under GSPO the weight is per sequence: the product over the sequence's tokens. A NaN or infinite weight becomes 0.
 
     Shapes: all tensor arguments and both results are [B, S-1]. `token_mask` does not include the sample's weight.
 
