@@ -25,7 +25,7 @@ VERIFIERS = (*GRPO, "rollout.worker=verifiers", "rollout.environment.name=revers
         ((*CONVERSATION, "rollout.turn_sampling=[{stop: ['']}]"), "rollout.turn_sampling"),
         (
             (*CONVERSATION, "rollout.turn_sampling=[{top_k: 1}, {temperature: 0}]"),
-            r"rollout.turn_sampling\[1\].temperature=0 is greedy sampling, and grpo learns from the tokens",
+            "rollout.turn_sampling[1].temperature=0 is greedy sampling, and grpo learns from the tokens",
         ),
         ((*CONVERSATION, "rollout.environment.name=no.py:C"), "rollout.environment.name: there is no file"),
         ((*CONVERSATION, "rollout.environment.python=p"), "environment.python has no effect without an environment"),
