@@ -110,8 +110,8 @@ class RolloutConfig(AlgorithmConfig):
         for number, turn in enumerate(stage.rollout.turn_sampling):
             if turn.temperature == 0:
                 raise ConfigError(
-                    f"rollout.turn_sampling[{number}].temperature=0 is greedy sampling, and {self.name} learns from the "
-                    "tokens of every turn as sampled ones; set it above 0"
+                    f"rollout.turn_sampling[{number}].temperature=0 is greedy sampling, and {self.name} learns from "
+                    "the tokens of every turn as sampled ones; set it above 0"
                 )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl_megatron.batching.config import Batching
+from rl_megatron.data.token_keys import declare_token_keys
 from rl_megatron.execution import Runner, over_steps
 from rl_megatron.losses.base import Loss
 from rl_megatron.policy.batches import PlannedStep, StepPlanner
@@ -53,6 +54,7 @@ class OptimizerSteps:
             ValueError: The sizes would separate sequences that the loss needs together, or the batch lacks logprobs of
                 before the first step.
         """
+        declare_token_keys(*loss.next_token_keys)
         _require_logprobs(data, loss, on_policy, -(-data.size // gbs) if sizes is None else len(sizes))
         per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
         require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})

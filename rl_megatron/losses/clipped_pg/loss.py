@@ -165,9 +165,7 @@ class ClippedPGLossFn(LogprobLoss):
             cfg, streams["advantages"], ratio, clipped_ratio, logprobs, streams.mask, selected
         )
         if generation is not None:
-            weights, outside = importance_weights(
-                cfg, prev, generation, streams.token_mask, self.infinite_is_outside
-            )
+            weights, outside = importance_weights(cfg, prev, generation, streams.token_mask, self.infinite_is_outside)
             metrics |= generation_metrics(cfg, logprobs, prev, generation, weights, outside, means)
             if cfg.use_importance_sampling_correction:
                 loss_of_tokens = weights * loss_of_tokens
