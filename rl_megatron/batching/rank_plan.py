@@ -208,9 +208,12 @@ def sequence_lengths(batch: Mapping[str, Tensor]) -> list[int]:
     """Return the tokens of each sequence: its `input_lengths`, or all of its width.
 
     Raises:
-        ValueError: A length does not fit the width, or a token that counts lies past the end of its sequence.
+        ValueError: There is no sequence, a length does not fit the width, or a token that counts lies past the end of
+            its sequence.
     """
     num_sequences, width = batch["input_ids"].shape
+    if not num_sequences:
+        raise ValueError(f"the batch has no sequence: input_ids has the shape {(num_sequences, width)}")
     if "input_lengths" not in batch:
         return [width] * num_sequences
     lengths = batch["input_lengths"].cpu()
