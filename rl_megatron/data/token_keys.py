@@ -16,7 +16,7 @@ _token_keys = {
 
 
 def declare_token_keys(*keys: str) -> None:
-    """Declare that tensors under these keys of a batch have a value for each token, [B, S, …].
+    """Let tensors under these keys of a batch have a value for each token, [B, S, …].
 
     All other keys that a batch does not usually have are per sequence: microbatches get them whole. Every rank has to
     declare the same keys before it uses a batch, as where a plugin is imported.
