@@ -49,6 +49,7 @@ _HOME = {
     "build_loss": "losses",
     "check_problems": "algorithms.rollout",
     "declare_metrics": "config.metrics",
+    "declare_token_keys": "data.token_keys",
     "dpo": "api.train",
     "grpo": "api.train",
     "linear_logprobs": "logprobs",

@@ -29,6 +29,7 @@ from rl_megatron.data.batch import BatchedDataDict as BatchedDataDict
 from rl_megatron.data.sources import DataSource as DataSource
 from rl_megatron.data.sources import register_source as register_source
 from rl_megatron.data.tasks import register_task as register_task
+from rl_megatron.data.token_keys import declare_token_keys as declare_token_keys
 from rl_megatron.generation.embedded import EmbeddedEngine as EmbeddedEngine
 from rl_megatron.generation.embedded import MegatronEngine as MegatronEngine
 from rl_megatron.generation.interfaces import Sampling as Sampling

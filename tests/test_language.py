@@ -61,6 +61,7 @@ _CHUNKS = (
     ("", r"\.chunk", "torch's method"),
     ("checkpoint/tensors.py", r"\.chunks|ChunkStorageMetadata", "torch's names"),
     ("compat/", r"chunks?", "NeMo RL's method and argument"),
+    ("logprobs/linear.py", r"chunk_tokens", "the argument's name in other libraries"),
 )
 AMBIGUOUS = {
     "row": _ROWS, "rows": _ROWS, "chunk": _CHUNKS, "chunks": _CHUNKS,

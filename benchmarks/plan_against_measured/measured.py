@@ -68,7 +68,7 @@ def measure(case: Case) -> OfRank:
                 found = policy.get_reference_policy_logprobs(batch)
                 batch["reference_policy_logprobs"] = found["reference_logprobs"]
         with phases.run("train"):
-            policy.train(batch, loss, gbs=case.sequences)
+            policy.train(batch, loss, gbs=case.sequences, on_policy=True)
         gc.collect()
         at_end = _live_storages()
     profiler: Any = recorded.profiler

@@ -246,6 +246,8 @@ class Stage:
                 if self.meter is not None:
                     self.meter.learned_from(model or self.policy, batch, is_policy=model is None)
                 options: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
+                if getattr(loss_fn, "on_policy_keys", ()):
+                    options["on_policy"] = True  # `recomputes_logprobs` says when the batch needs them
                 numbers = BatchedDataDict(batch.facts) if isinstance(batch, ShardedBatch) else batch
                 if isinstance(numbers, BatchedDataDict) and TRAJECTORY in numbers:
                     options["sizes"] = sizes_of_steps(numbers, self.config.train.global_batch_size)

@@ -18,6 +18,7 @@ from torch import Tensor
 from rl_megatron.batching.host_memory import TensorStore
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.token_keys import is_per_token
 from rl_megatron.topology.topology import Topology
 
 ROUND_BYTES = 1 << 26
@@ -73,7 +74,7 @@ def columns_of(batch: Mapping[str, Tensor]) -> Columns:
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"key {key!r} holds a {type(value).__name__}; only tensors can be moved between ranks")
-        per_token = value.dim() > 1 and value.size(1) == width
+        per_token = is_per_token(key, value, width)
         found[key] = Column(value.dtype, tuple(value.shape[2 if per_token else 1 :]), per_token)
     return found
 

@@ -20,6 +20,7 @@ from rl_megatron.batching.packing import round_up
 from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_padded, plan_sequence_packing
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.token_keys import is_per_token
 from rl_megatron.topology.degrees import SequenceLayout, zigzag_slices
 
 
@@ -193,11 +194,11 @@ def _microbatch(
 
 
 def _cut(batch: BatchedDataDict, width: int) -> BatchedDataDict:
-    """Return the first `width` tokens of every tensor that is as wide as the tokens, and all of every other."""
+    """Return the first `width` tokens of every tensor that has a value for each token, and all of every other."""
     whole = batch["input_ids"].size(1)
     return BatchedDataDict(
         {
-            key: value[:, :width] if isinstance(value, Tensor) and value.dim() > 1 and value.size(1) == whole else value
+            key: value[:, :width] if isinstance(value, Tensor) and is_per_token(key, value, whole) else value
             for key, value in batch.items()
         }
     )
@@ -207,9 +208,12 @@ def sequence_lengths(batch: Mapping[str, Tensor]) -> list[int]:
     """Return the tokens of each sequence: its `input_lengths`, or all of its width.
 
     Raises:
-        ValueError: A length does not fit the width, or a token that counts lies past the end of its sequence.
+        ValueError: There is no sequence, a length does not fit the width, or a token that counts lies past the end of
+            its sequence.
     """
     num_sequences, width = batch["input_ids"].shape
+    if not num_sequences:
+        raise ValueError(f"the batch has no sequence: input_ids has the shape {(num_sequences, width)}")
     if "input_lengths" not in batch:
         return [width] * num_sequences
     lengths = batch["input_lengths"].cpu()

@@ -14,6 +14,7 @@ from rl_megatron.batching.exchange import FILLS, Column, Columns, Exchange, Move
 from rl_megatron.batching.host_memory import TensorStore
 from rl_megatron.batching.ownership import PADDING, OwnedStep, Ownership
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.token_keys import is_per_token
 from rl_megatron.topology.reductions import RankReduction
 from rl_megatron.topology.topology import Topology
 
@@ -212,8 +213,7 @@ class ShardedBatch(MutableMapping[str, Tensor]):
         places = torch.from_numpy(np.searchsorted(self.numbers, real))
         found = BatchedDataDict()
         for key, values in self.own.items():
-            per_token = values.dim() > 1 and values.size(1) == self.width
-            part = (values[:, :width] if per_token else values)[places]
+            part = (values[:, :width] if is_per_token(key, values, self.width) else values)[places]
             missing = len(chosen) - len(real)
             found[key] = torch.cat([part, self._padding_of(key, part, missing)]) if missing else part
         return found

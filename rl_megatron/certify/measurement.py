@@ -96,7 +96,7 @@ def run_workload(workload: Workload, topology: Topology, batching: Mapping[str, 
         gradients = gather_full(policy.model.model_chunks, value=main_gradient)
         weights: dict[str, Tensor] = {}
         if name == last_of_head[head]:
-            report = policy.train(batch, losses[name], gbs=batch.size)
+            report = policy.train(batch, losses[name], gbs=batch.size, on_policy=True)
             metrics |= {"grad_norm": report["grad_norm"]}
             policy.finish_training()
             weights = gather_full(policy.model.model_chunks)

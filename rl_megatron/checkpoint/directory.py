@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from rl_megatron import log
 from rl_megatron.config.checkpoint_metadata import MANIFEST, no_checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
@@ -220,14 +221,25 @@ def size_of(entry: dict[str, Any] | int) -> int:
     return entry if isinstance(entry, int) else entry["bytes"]
 
 
+SCORE_POSITION = "end of turn"  # the value of `score_position` in manifests of models with a score head
+
+
 def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_only: bool) -> bool:
     """Return whether the model must initialize a new head, because a score head starts from a language model.
+
+    It warns if the checkpoint is from a time when a reward model's score could be trained at another token.
 
     Raises:
         ConfigError: The checkpoint has another head, which cannot be left out.
     """
     saved = manifest.get("head", "lm")
     if saved == head:
+        if head == "score" and manifest.get("score_position") != SCORE_POSITION:
+            log.once(
+                f"checkpoint {checkpoint} does not say at which token its score was trained; if it is a reward model "
+                "for a chat template that writes text behind the token which ends a turn, as ChatML's line break, it "
+                "was trained at this text, and is now read at the token which ends the turn: train it again"
+            )
         return False
     if (saved, head) == ("lm", "score") and weights_only:
         return True

@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from torch import Tensor
 
 from rl_megatron import __version__
-from rl_megatron.checkpoint.directory import CONFIG, file_entry, name_of, publish, system_error
+from rl_megatron.checkpoint.directory import CONFIG, SCORE_POSITION, file_entry, name_of, publish, system_error
 from rl_megatron.checkpoint.rng_state import random_state, random_state_file
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.topology.collective_errors import first_failure, run_on_rank0
@@ -161,6 +161,8 @@ def begin_checkpoint(
     model = state.model
     manifest: dict[str, Any] = {"head": model.head, "vocab_size": model.vocab_size, "precision": model.precision}
     manifest |= {"model": asdict(model.config), "layout": model.topology.describe(), **extra}
+    if model.head == "score":
+        manifest["score_position"] = SCORE_POSITION
     files = {random_state_file(dist.get_rank()): random_state()}
     if config is not None and dist.get_rank() == 0:
         files[CONFIG] = config.encode()

@@ -100,13 +100,19 @@ class RolloutConfig(AlgorithmConfig):
         """Check that the samples of a prompt can differ.
 
         Raises:
-            ConfigError: Sampling is greedy.
+            ConfigError: Sampling is greedy, or that of a turn is.
         """
         if stage.generation.temperature == 0:
             raise ConfigError(
                 f"generation.temperature=0 is greedy sampling, and {self.name} needs samples that differ; set it above "
                 "0"
             )
+        for number, turn in enumerate(stage.rollout.turn_sampling):
+            if turn.temperature == 0:
+                raise ConfigError(
+                    f"rollout.turn_sampling[{number}].temperature=0 is greedy sampling, and {self.name} learns from "
+                    "the tokens of every turn as sampled ones; set it above 0"
+                )
 
 
 @section

@@ -106,7 +106,7 @@ class ClippedPGLossConfig:
         use_importance_sampling_correction: Weight each token by π_prev/π_generation. NaN and ∞ count as 0.
         truncated_importance_sampling_type: How the weights are truncated. "tis" clamps a weight to [ratio_min or 0,
             ratio]. "icepop" drops tokens whose weight is outside [ratio_min, ratio]. "seq-mask-tis" drops sequences
-            whose geometric mean of weights is outside it.
+            whose geometric mean of weights is outside it. NaN and ∞ are outside all bounds, and stay 0.
         truncated_importance_sampling_ratio: The upper bound of the weights. It is required with a type.
         truncated_importance_sampling_ratio_min: The lower bound. It is required by icepop and seq-mask-tis.
 
@@ -114,7 +114,8 @@ class ClippedPGLossConfig:
     the averages. They need generation_logprobs, and no correction:
         sequence_rejection_type: "geometric" rejects sequences whose geometric mean of π_prev/π_generation is outside
             [sequence_rejection_min, sequence_rejection_max]. "k3" rejects those whose mean k3 estimate of
-            KL(π_generation‖π_prev) exceeds sequence_rejection_max. null rejects none.
+            KL(π_generation‖π_prev) exceeds sequence_rejection_max. Both reject a sequence with a token whose ratio is
+            NaN or ∞. null rejects none.
         sequence_rejection_max: The upper bound. It is required with a type.
         sequence_rejection_min: The lower bound of "geometric", which requires it.
 

@@ -3,3 +3,19 @@
 Modules that only read files, templates and tasks do not import torch: mistakes in them are found before it is imported,
 and the processes that run reward functions do without it.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_megatron.data.batch import BatchedDataDict as BatchedDataDict
+
+
+def __getattr__(name: str) -> Any:
+    """Return `BatchedDataDict`, whose module imports torch."""
+    if name != "BatchedDataDict":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from rl_megatron.data.batch import BatchedDataDict
+
+    return BatchedDataDict

@@ -100,7 +100,7 @@ class Renderer:
         return self._chat_example(self._answered(record, record))
 
     def pair(self, record: Record) -> EncodedPair:
-        """Return the sequences of the chosen and of the rejected answer.
+        """Return the sequences of the chosen and of the rejected answer, which end as rollouts do.
 
         Raises:
             ValueError: The two are the same tokens.
@@ -109,9 +109,10 @@ class Renderer:
             sides = [self._plain_example(record, side) for side in self.plain.sides(record)]
         elif is_conversation(record):
             pair = preference_conversations(record)
-            sides = [self._chat_example(self._with_system_prompt(side)) for side in pair]
+            sides = [self._chat_example(self._with_system_prompt(side), is_rollout=True) for side in pair]
         else:
-            sides = [self._chat_example(self._answered(record, side)) for side in self.plain.sides(record)]
+            answered = (self._answered(record, side) for side in self.plain.sides(record))
+            sides = [self._chat_example(side, is_rollout=True) for side in answered]
         chosen, rejected = sides
         if chosen.ids == rejected.ids:
             raise ValueError(f"{record.location}: 'chosen' and 'rejected' are the same tokens: remove the pair.")
@@ -238,8 +239,13 @@ class Renderer:
         num_context = conversation.num_context + 1 if conversation.num_context else 0
         return replace(conversation, messages=messages, num_context=num_context)
 
-    def _chat_example(self, conversation: Conversation) -> EncodedSequence:
-        """Encode the text of a conversation as a whole, and mark the tokens of the turns to learn."""
+    def _chat_example(self, conversation: Conversation, is_rollout: bool = False) -> EncodedSequence:
+        """Encode the text of a conversation as a whole, and mark the tokens of the turns to learn.
+
+        Args:
+            conversation: The conversation.
+            is_rollout: Whether to leave out what the template writes behind the token that ends the last turn.
+        """
         record = conversation.record
         text, turns = self._chat().text_and_turns(conversation, self.data.trained_turns == "last")
         encoding = self._encoding(text, record)
@@ -263,6 +269,8 @@ class Renderer:
                     "the generation markers of the chat template leave out the token that ends a turn, so the model "
                     "does not learn to stop"
                 )
+            if is_rollout and self.tokenizer.is_added(ids[last]):
+                del ids[last + 1 :], trained[last + 1 :]
         trained[0] = 0
         if 1 not in trained:
             raise ValueError(f"{record.location}: the assistant's turns have no token to learn.")

@@ -66,6 +66,7 @@ def linear_logprobs(
     gather_ids: Int[Tensor, "*tokens ids"] | None = None,
     backend: str = "auto",
     block_tokens: int | None = None,
+    chunk_tokens: int | None = None,
     sequence_parallel: bool = False,
     most_counted: int | None = None,
 ) -> LogprobStats:
@@ -104,6 +105,7 @@ def linear_logprobs(
         backend: The backend of the logprob kernels. The products are always torch's.
         block_tokens: The number of rows of a token block. None: as many as have 512 MiB of bf16 logits on a GPU, or 32
             MiB on a CPU.
+        chunk_tokens: The same under the name that other libraries have.
         sequence_parallel: Whether the first dimension of hidden is cut over `tp_group`.
         most_counted: How many rows have a target other than `ignore_index`, of the rank of `tp_group` that has most of
             them under sequence_parallel, or of all rows. None: they are counted, for which the host waits.
@@ -118,6 +120,10 @@ def linear_logprobs(
     check_shapes(torch.Size((*targets.shape, len(weight))), targets, gather_ids)
     shard = vocab_shard(weight.shape[0], tp_group, vocab_range, valid_vocab_size)
     kernels = choose_kernels(backend, hidden.device)
+    if chunk_tokens is not None:
+        if block_tokens not in (None, chunk_tokens):
+            raise ValueError(f"block_tokens={block_tokens} and chunk_tokens={chunk_tokens} are two names of one number")
+        block_tokens = chunk_tokens
     if block_tokens is not None and block_tokens < 1:
         raise ValueError(f"block_tokens={block_tokens} must be at least 1; None chooses it from the vocabulary's size")
     width = torch.promote_types(hidden.dtype, torch.float32)

@@ -95,6 +95,11 @@ class Loss(ABC):
         return frozenset()
 
     @property
+    def reads_on_policy_keys(self) -> bool:
+        """Return whether another value than the model's own output could change the result."""
+        return bool(self.on_policy_keys)
+
+    @property
     def display_name(self) -> str:
         """Return the name of this loss for messages."""
         return type(self).__name__

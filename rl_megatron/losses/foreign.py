@@ -75,6 +75,11 @@ class CalledLoss(Loss):
         return self._loss_fn.on_policy_keys
 
     @property
+    def reads_on_policy_keys(self) -> bool:
+        """Return whether other values of `on_policy_keys` could change the loss."""
+        return self._loss_fn.reads_on_policy_keys
+
+    @property
     def display_name(self) -> str:
         """Return the loss's name for messages."""
         return self._loss_fn.display_name

@@ -261,10 +261,13 @@ def penalised_surrogate(
 def geometric_mean_outside(
     log_ratio: Float[Tensor, "batch tokens"], mask: Shaped[Tensor, "batch tokens"], low: float, high: float
 ) -> Bool[Tensor, "batch tokens"]:
-    """Return, at every token, whether the geometric mean of e^x over its sequence is outside [low, high]."""
-    finite = torch.nan_to_num(log_ratio, nan=0.0, posinf=0.0, neginf=0.0)
-    geometric_mean = masked_mean(finite, mask, dim=-1).exp()
-    return ((geometric_mean < low) | (geometric_mean > high))[:, None].expand_as(log_ratio)
+    """Return, at every token, whether the geometric mean of e^x over its sequence is outside [low, high].
+
+    A sequence is outside if an x of it is NaN or infinite.
+    """
+    log_mean = masked_mean(log_ratio, mask, dim=-1)
+    inside = log_mean.isfinite() & (log_mean.exp() >= low) & (log_mean.exp() <= high)
+    return ~inside[:, None].expand_as(log_ratio)
 
 
 def mean_k3_above(
@@ -272,10 +275,11 @@ def mean_k3_above(
 ) -> Bool[Tensor, "batch tokens"]:
     """Return, at every token, whether the mean of e^x − 1 − x over its sequence is above `high`.
 
-    With x = log π_prev/π_generation it is the k3 estimate of KL(π_generation‖π_prev), see `kl_penalty`.
+    With x = log π_prev/π_generation it is the k3 estimate of KL(π_generation‖π_prev), see `kl_penalty`. The mean is
+    above `high` if an x is NaN or infinite.
     """
-    finite = torch.nan_to_num(log_ratio, nan=0.0, posinf=0.0, neginf=0.0)
-    k3 = kl_penalty(torch.zeros_like(finite), finite, "k3", MAX_LOG_RATIO, output_clamp=None)
+    k3 = kl_penalty(torch.zeros_like(log_ratio), log_ratio, "k3", MAX_LOG_RATIO, output_clamp=None)
+    k3 = torch.where(log_ratio.isfinite(), k3, torch.inf)
     return (masked_mean(k3, mask, dim=-1) > high)[:, None].expand_as(log_ratio)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.logprobs import Sharding, next_token_stats
+from rl_megatron.logprobs import Sharding
 from rl_megatron.logprobs.vocab_parallel import check
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.calling import output_form
@@ -30,8 +30,7 @@ class SequencePackingLossWrapper:
 
     The wrapper is a `LossFunction` like the one that it wraps, and data stays unpacked, [B, S]. Values of the packed
     row outside the sequences have no effect, not even NaN. A loss function that is not a `Loss` must have the
-    input_type LOGPROB. It is called with next_token_logprobs [B, S-1], at temperature 1 and 0 after the end of a
-    sequence.
+    input_type LOGPROB. It is called with next_token_logprobs [B, S-1] at the batch's temperature; masked ones are 0.
 
     Shapes: cu_seqlens_q and cu_seqlens_q_padded are [B+1], counted over all context-parallel ranks. Sequence b of data
     has cu_seqlens_q[b+1] − cu_seqlens_q[b] tokens. They start at cu_seqlens_q_padded[b] of the packed row. The output
@@ -59,7 +58,6 @@ class SequencePackingLossWrapper:
         self.cu_seqlens_q, self.cu_seqlens_q_padded = cu_seqlens_q, cu_seqlens_q_padded
         self.loss_type, self.input_type = loss_fn.loss_type, loss_fn.input_type
         self._loss = as_loss(loss_fn)
-        self._on_packed = self._from_output if isinstance(loss_fn, Loss) else self._from_logprobs
         self.group_size = self._loss.group_size
 
     @property
@@ -86,21 +84,8 @@ class SequencePackingLossWrapper:
             vocab_parallel_group, context_parallel_group, valid_vocab_size, self.cu_seqlens_q, self.cu_seqlens_q_padded
         )
         keywords |= {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
-        return self._on_packed(next_token_logits, data, sharding, vocab_parallel_rank, keywords)
-
-    def _from_output(
-        self, output: Tensor, data: Mapping[str, Any], sharding: Sharding, rank: int | None, keywords: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Call a `Loss` with the packed output."""
-        keywords = output_form(sharding) | {"vocab_parallel_rank": rank} | keywords
-        return self._loss(output, data=data, **keywords)
-
-    def _from_logprobs(
-        self, output: Tensor, data: Mapping[str, Any], sharding: Sharding, rank: int | None, keywords: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Call any other loss function with the logprobs of the packed output."""
-        logprobs = next_token_stats(output, data["input_ids"], sharding).logprobs
-        return self.loss_fn(data=data, next_token_logprobs=logprobs, **keywords)
+        keywords = output_form(sharding) | {"vocab_parallel_rank": vocab_parallel_rank} | keywords
+        return self._loss(next_token_logits, data=data, **keywords)
 
     def _check_that_all_that_counts_is_packed(self, mask: Tensor) -> None:
         """Raise ValueError if a token that counts lies after the end of its sequence."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_megatron.config.losses import PreferenceLossConfig
 from rl_megatron.config.settings import parse_settings
+from rl_megatron.data.score_position import score_positions
 from rl_megatron.logprobs import Sharding
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.base import LogprobLoss, Loss, token_scores
@@ -87,7 +88,7 @@ class PreferenceLoss(Loss):
                 )
             return {"rewards": output.flatten()}
         mask = self.mask(data).including_first.to(output.device)
-        return {"rewards": last_score(token_scores(output, data, sharding, self), mask)}
+        return {"rewards": last_score(token_scores(output, data, sharding, self), data, mask)}
 
     def evaluate(
         self,
@@ -222,12 +223,11 @@ WITH_SFT: Mapping[str, Reduction] = PreferenceLoss.metric_reductions | Reduction
 
 
 def last_score(
-    scores: Float[Tensor, "batch sequence"], mask: Shaped[Tensor, "batch sequence"]
+    scores: Float[Tensor, "batch sequence"], data: Mapping[str, Any], mask: Shaped[Tensor, "batch sequence"]
 ) -> Float[Tensor, " batch"]:
-    """Return the score of each sequence at its last token with mask ≠ 0, [B, S] → [B].
+    """Return the score of each sequence at its `score_positions`, [B, S] → [B].
 
-    Without such a token the result is 0 and has no gradient.
+    The result of a sequence without a token that counts is 0 and has no gradient.
     """
-    position = torch.arange(mask.size(1), device=mask.device)
-    last = torch.where(mask != 0, position, -1).amax(dim=1)
-    return torch.where(last >= 0, scores.gather(1, last.clamp(min=0)[:, None])[:, 0], 0.0)
+    of_sequences = scores.gather(1, score_positions(data).to(scores.device)[:, None])[:, 0]
+    return torch.where((mask != 0).any(dim=1), of_sequences, 0.0)

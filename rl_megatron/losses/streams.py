@@ -14,6 +14,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rl_megatron.data.token_keys import is_token_key
+
 
 def require(data: Mapping[str, Any], key: str, loss: str) -> Any:
     """Return data[key].
@@ -228,8 +230,9 @@ class TokenStreams:
         if value.shape == (batch,):
             value = value[:, None].expand(batch, length)
         if value.shape != (batch, length):
+            hint = "" if is_token_key(key) else "; name it in rl_megatron.declare_token_keys if it is one of tokens"
             raise ValueError(
-                f"{self._loss}: data[{key!r}] {tuple(value.shape)} does not fit token_mask {(batch, length)}"
+                f"{self._loss}: data[{key!r}] {tuple(value.shape)} does not fit token_mask {(batch, length)}{hint}"
             )
         return self.select(f"data[{key!r}]", value[:, :-1] if key in self._next_token_keys else value[:, 1:])
 

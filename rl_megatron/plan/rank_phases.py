@@ -167,7 +167,7 @@ class RankPhases:
         def run(sequences: int) -> Measured:
             batch = self._batch(sequences, keys)
             with self.ledger.phase(name) as result:
-                model.train(batch, loss, gbs=batch.size)
+                model.train(batch, loss, gbs=batch.size, on_policy=True)
             return result[0]
 
         work = self.workload

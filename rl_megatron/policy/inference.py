@@ -20,6 +20,7 @@ from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.score_position import score_positions
 from rl_megatron.execution import FusedHead, Runner
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.sharded_model import ShardedModel
@@ -122,10 +123,9 @@ class Inference:
         return self._per_token(before_each_token, data, batching)
 
     def scores(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
-        """Return scores [B] fp32 of a score head, read after each sequence's last token (`input_lengths`)."""
+        """Return scores [B] fp32 of a score head, read at `score_positions`."""
         scores = self._per_token(self.runner.scores, data, batching, first_column=0)
-        last = data["input_lengths"][:, None] - 1
-        return scores.gather(1, last.to(scores.device))[:, 0]
+        return scores.gather(1, score_positions(data).to(scores.device)[:, None])[:, 0]
 
     def topk_logits(self, data: BatchedDataDict | ShardedBatch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
         """Return (logits [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t.

@@ -196,6 +196,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         mbs: int | None = None,
         sizes: Sequence[int] | None = None,
         teacher: Teacher | None = None,
+        on_policy: bool = False,
     ) -> dict[str, Any]:
         """Take one optimizer step for each `gbs` sequences of `data` in order (the last step may have fewer).
 
@@ -210,6 +211,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
             mbs: The number of sequences per forward pass. The default is that of `batching`.
             sizes: The number of sequences of each optimizer step, instead of `gbs`.
             teacher: The model whose logits the loss reads as `teacher_logits`, sharded like the policy's.
+            on_policy: The policy has not changed since it sampled `data`, so that a policy gradient loss may take
+                `prev_logprobs` from the forward pass of the one step, if the batch does not have them.
 
         Returns:
             The loss's metrics, with `packing_efficiency` (tokens per token slot that the model computed), `grad_norm`
@@ -221,10 +224,11 @@ class MegatronPolicy(ColocatablePolicyInterface):
         Raises:
             NonFiniteLoss: The loss or the gradient norm is not finite, and the step may not be skipped. It is raised on
                 every rank before a weight has changed.
-            ValueError: The sizes would separate sequences that the loss needs together (preference pairs).
+            ValueError: The sizes would separate sequences that the loss needs together (preference pairs), or
+                `prev_logprobs` are missing without `on_policy`, or with more than one step.
         """
         loss, gbs = as_loss(loss_fn), gbs or self._global_batch_size
-        steps = self._steps.planned(data, loss, self._batching(mbs), gbs, sizes, teacher)
+        steps = self._steps.planned(data, loss, self._batching(mbs), gbs, sizes, teacher, on_policy)
         if eval_mode:
             self.finish_training()
             return self._steps.evaluate(steps, loss)

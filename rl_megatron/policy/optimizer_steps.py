@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl_megatron.batching.config import Batching
+from rl_megatron.data.token_keys import declare_token_keys
 from rl_megatron.execution import Runner, over_steps
 from rl_megatron.losses.base import Loss
 from rl_megatron.policy.batches import PlannedStep, StepPlanner
@@ -45,12 +46,16 @@ class OptimizerSteps:
         gbs: int,
         sizes: Sequence[int] | None,
         teacher: Teacher | None = None,
+        on_policy: bool = True,
     ) -> Iterator[PlannedStep]:
         """Return an iterator over the optimizer steps of a batch; the arguments are those of `MegatronPolicy.train`.
 
         Raises:
-            ValueError: The sizes would separate sequences that the loss needs together.
+            ValueError: The sizes would separate sequences that the loss needs together, or the batch lacks logprobs of
+                before the first step.
         """
+        declare_token_keys(*loss.next_token_keys)
+        _require_logprobs(data, loss, on_policy, -(-data.size // gbs) if sizes is None else len(sizes))
         per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
         require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})
         steps = self._planner.steps(data, batching, loss.group_size, gbs, sizes)
@@ -76,3 +81,25 @@ class OptimizerSteps:
     def accumulate(self, step: PlannedStep, loss: Loss) -> dict[str, float]:
         """Return the loss's metrics on one step, and store its gradient in the parameters' `main_grad`."""
         return self.require_optimizer().accumulate(self._runner, step.plan, loss, step.denominators)
+
+
+def _require_logprobs(data: Batch, loss: Loss, on_policy: bool, steps: int) -> None:
+    """Check that a batch has what the loss reads of the time before the first of the steps, unless it may do without.
+
+    Raises:
+        ValueError: It has not.
+    """
+    missing = ", ".join(repr(key) for key in sorted(loss.on_policy_keys) if key not in data)
+    if not missing or not loss.reads_on_policy_keys:
+        return
+    compute = "compute it with policy.get_logprobs(batch)['logprobs'] before the first step"
+    if not on_policy:
+        raise ValueError(
+            f"{loss.display_name} needs {missing}, which the batch does not have: {compute}, or pass on_policy=True if "
+            "this is the first step since the policy sampled the batch"
+        )
+    if steps > 1:
+        raise ValueError(
+            f"{loss.display_name} needs {missing} for {steps} optimizer steps, of which only the first one is "
+            f"on-policy: {compute}"
+        )

@@ -203,12 +203,15 @@ def build_beside(parallel: ParallelConfig, topology: Topology, timeout_minutes: 
     kept, tracker = _megatron_state(), get_cuda_rng_tracker()
     assert tracker is not None  # `build` has made it for the first topology
     generators, state = tracker.get_states(), torch.get_rng_state()
+    of_gpu = torch.cuda.get_rng_state(topology.device) if topology.device.type == "cuda" else None
     try:
         return build(parallel, topology.device, 0, timeout_minutes, topology.store)
     finally:
         _set_megatron_state(kept)
         tracker.set_states(generators)
         torch.set_rng_state(state)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, topology.device)
 
 
 @contextmanager

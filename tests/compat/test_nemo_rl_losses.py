@@ -100,7 +100,21 @@ def test_assigning_a_setting_takes_effect_and_is_checked(nemo):
         loss_fn.ratio_clip_min = -1
 
 
-# ---- truncation without a type
+# ---- truncation
+
+
+@pytest.mark.parametrize(("kind", "weight"), [("tis", 0.5), ("icepop", 0.0)])
+def test_a_weight_that_is_infinite_is_truncated_as_0(nemo, kind, weight):
+    logits, data = policy_case()
+    data["generation_logprobs"] = data["prev_logprobs"].clone()
+    truncation = {"type": kind, "ratio": 2.0, "ratio_min": 0.5}
+    cfg = CORRECTED | {f"truncated_importance_sampling_{key}": value for key, value in truncation.items()}
+    _, before = nemo.call(nemo.ClippedPGLossFn(cfg), logits, data)
+    row, column = (data["token_mask"][:, 1:] * data["sample_mask"][:, None] == 1).nonzero()[0].tolist()
+    data["generation_logprobs"][row, column + 1] = -math.inf
+    _, after = nemo.call(nemo.ClippedPGLossFn(cfg), logits, data)
+    change = (before["sampling_importance_ratio"] - after["sampling_importance_ratio"]) * COUNTS[1]
+    assert float(change) == pytest.approx(1 - weight, abs=1e-4)
 
 
 def test_a_truncation_ratio_without_a_type_is_the_plain_upper_clamp(nemo):

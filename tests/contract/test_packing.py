@@ -205,10 +205,10 @@ class TestCalling:
             loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGPROB
 
             def __call__(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs):
-                mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-                return -(next_token_logprobs * mask).sum() / global_valid_toks, {}
+                return -next_token_logprobs.sum() / global_valid_toks, {}
 
         batch, packed, counts = self.make()
+        batch["temperature"] = torch.full((len(batch["input_ids"]),), 0.5)
         wrapper = SequencePackingLossWrapper(Own(), *self.shape.cu_seqlens)
         want, _ = SequencePackingLossWrapper(NLLLoss(), *self.shape.cu_seqlens)(packed, batch, *counts)
         torch.testing.assert_close(wrapper(packed, batch, *counts)[0], want, rtol=1e-14, atol=0)

@@ -79,3 +79,29 @@ def test_the_gradient_is_that_of_recomputed_logprobs_in_one_process(ranks, world
             for metric in MISMATCH:
                 assert report[metric] == pytest.approx(of_recomputed[metric], rel=1e-3, abs=1e-6), (name, kind, metric)
             assert report["mismatch_max"] > 0.03
+
+
+def trained(settings: dict, options: dict) -> str:
+    """Return what an update without `prev_logprobs` says."""
+    policy = build_policy({})
+    try:
+        policy.train(rollouts(), build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0} | settings), **options)
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "said"),
+    [
+        ({}, {"gbs": 10}, "ClippedPGLossFn needs 'prev_logprobs', which the batch does not have"),
+        ({}, {"gbs": 4, "on_policy": True}, "needs 'prev_logprobs' for 3 optimizer steps"),
+        ({}, {"sizes": [4, 6], "on_policy": True}, "needs 'prev_logprobs' for 2 optimizer steps"),
+        ({}, {"gbs": 10, "on_policy": True}, "trained"),
+        ({"disable_ppo_ratio": True}, {"gbs": 4}, "trained"),
+        ({"force_on_policy_ratio": True}, {"gbs": 4}, "trained"),
+    ],
+    ids=["not said", "several steps", "several sizes", "on-policy", "REINFORCE", "forced"],
+)
+def test_prev_logprobs_are_left_out_only_where_it_is_said_and_for_one_step(ranks, settings, options, said):
+    assert said in ranks.run(1, trained, settings, options)[0]

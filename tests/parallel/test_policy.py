@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from rl_megatron.batching.config import Batching
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -65,6 +66,23 @@ def rates_of_three_steps(total_steps: int | None) -> list[tuple[float, bool]]:
 def test_every_step_trains_if_the_number_of_steps_is_not_given(ranks):
     assert ranks.run(1, rates_of_three_steps, None)[0] == [(1e-2, True)] * 3
     assert [lr for lr, _ in ranks.run(1, rates_of_three_steps, 4)[0]] == pytest.approx([1e-2, 7.5e-3, 5e-3])
+
+
+def refusals_of_no_sequence(parallel: dict) -> list[str]:
+    policy, empty, found = build_policy(parallel), random_batch(4, 16, 0).slice(0, 0), []
+    kinds = {"padded": {"sequences": 2}, "dynamic": {"tokens": 32}, "packed": {"tokens": 32}}
+    for policy.batching in (Batching(kind, **size) for kind, size in kinds.items()):
+        for call in (lambda: policy.train(empty, NLLLoss(), gbs=2), lambda: policy.get_logprobs(empty)):
+            with pytest.raises(ValueError) as refused:
+                call()
+            found.append(str(refused.value))
+    return found
+
+
+@pytest.mark.parametrize("layout", [(1, {}), DATA], ids=str)
+def test_a_batch_without_a_sequence_is_refused_by_name(ranks, layout):
+    for found in ranks.run(layout[0], refusals_of_no_sequence, layout[1]):
+        assert len(found) == 6 and set(found) == {"the batch has no sequence: input_ids has the shape (0, 16)"}
 
 
 class TakesLogits:

@@ -61,6 +61,8 @@ class _TokenLevel(Setting):
 class ClippedPGLossFn(NeedsRank, losses.ClippedPGLossFn):
     """`rl_megatron.losses.ClippedPGLossFn` with NeMo RL's settings."""
 
+    infinite_is_outside = False
+
     def __init__(self, cfg: Any = None) -> None:
         super().__init__(parse_settings(ClippedPGLossConfig, cfg))
 

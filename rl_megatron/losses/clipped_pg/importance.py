@@ -19,26 +19,42 @@ def importance_weights(
     prev_logprobs: Float[Tensor, "batch tokens"],
     generation_logprobs: Float[Tensor, "batch tokens"],
     token_mask: Float[Tensor, "batch tokens"],
+    infinite_is_outside: bool = True,
 ) -> tuple[Float[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
     """Return (π_prev/π_generation after truncation, whether it was outside its bounds) for every token.
 
-    Under GSPO the weight is per sequence: the product over the sequence's tokens.
+    Under GSPO the weight is per sequence: the product over the sequence's tokens. A NaN or infinite weight becomes 0.
 
     Shapes: all tensor arguments and both results are [B, S-1]. `token_mask` does not include the sample's weight.
+
+    Args:
+        cfg: The loss's settings.
+        prev_logprobs: log π_prev.
+        generation_logprobs: log π_generation.
+        token_mask: The tokens that count.
+        infinite_is_outside: Whether a weight that is NaN or infinite is outside every bound. If not, it is truncated
+            as a weight of 0, and counts as 1 in the mean of a sequence, as in NeMo RL.
     """
     log_ratio = prev_logprobs - generation_logprobs
+    log_weight = log_ratio
     if cfg.sequence_level_importance_ratios:
-        weights = F.importance_weight(F.masked_sum(log_ratio, token_mask, dim=-1)[:, None].expand_as(log_ratio))
-    else:
-        weights = F.importance_weight(log_ratio)
+        log_weight = F.masked_sum(log_ratio, token_mask, dim=-1)[:, None].expand_as(log_ratio)
+    weights = F.importance_weight(log_weight)
     high, low = cfg.truncated_importance_sampling_ratio, cfg.truncated_importance_sampling_ratio_min or 0.0
     if cfg.truncation_type is None or high is None:
         return weights, torch.zeros_like(weights, dtype=torch.bool)
+    if not infinite_is_outside:
+        log_ratio = torch.nan_to_num(log_ratio, nan=0.0, posinf=0.0, neginf=0.0)
     if cfg.truncation_type == "tis":
-        return F.truncated_weights(weights, low, high)
-    if cfg.truncation_type == "icepop":
-        return F.icepop_weights(weights, low, high)
-    return F.sequence_masked_weights(weights, log_ratio, token_mask, low, high)
+        truncated, outside = F.truncated_weights(weights, low, high)
+    elif cfg.truncation_type == "icepop":
+        truncated, outside = F.icepop_weights(weights, low, high)
+    else:
+        truncated, outside = F.sequence_masked_weights(weights, log_ratio, token_mask, low, high)
+    if not infinite_is_outside:
+        return truncated, outside
+    infinite = ~torch.isfinite(log_weight.exp())
+    return torch.where(infinite, 0.0, truncated), outside | infinite
 
 
 def rejected(
@@ -83,6 +99,7 @@ def generation_metrics(
         outside: Which weights were outside their bounds, from `importance_weights`.
         means: The averages over the global batch.
     """
+    generation_logprobs = torch.where(generation_logprobs.isnan(), -torch.inf, generation_logprobs)
     metrics = mismatch_metrics(
         prev_logprobs, generation_logprobs, means.streams.mask, means.over_tokens, cfg.reference_policy_kl_type
     )

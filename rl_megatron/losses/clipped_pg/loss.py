@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Shaped
@@ -80,6 +80,7 @@ class ClippedPGLossFn(LogprobLoss):
     """
 
     cfg: ClippedPGLossConfig
+    infinite_is_outside: ClassVar[bool] = True  # see `importance_weights`
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(ClippedPGLossConfig, cfg)
@@ -122,6 +123,13 @@ class ClippedPGLossFn(LogprobLoss):
         return frozenset(() if replaced or self.cfg.uses_covariances else ("prev_logprobs",))
 
     @property
+    def reads_on_policy_keys(self) -> bool:
+        """Return whether the ratio, the weight or the rejection reads prev_logprobs."""
+        cfg = self.cfg
+        corrects = cfg.use_importance_sampling_correction or cfg.sequence_rejection_type is not None
+        return not cfg.force_on_policy_ratio and (not cfg.disable_ppo_ratio or corrects)
+
+    @property
     def needs_entropy(self) -> bool:
         """Return whether the loss has an entropy term."""
         return self.cfg.entropy_coeff != 0
@@ -157,7 +165,7 @@ class ClippedPGLossFn(LogprobLoss):
             cfg, streams["advantages"], ratio, clipped_ratio, logprobs, streams.mask, selected
         )
         if generation is not None:
-            weights, outside = importance_weights(cfg, prev, generation, streams.token_mask)
+            weights, outside = importance_weights(cfg, prev, generation, streams.token_mask, self.infinite_is_outside)
             metrics |= generation_metrics(cfg, logprobs, prev, generation, weights, outside, means)
             if cfg.use_importance_sampling_correction:
                 loss_of_tokens = weights * loss_of_tokens

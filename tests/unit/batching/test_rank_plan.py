@@ -17,6 +17,7 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.batching.rank_plan import GlobalPlan, RankPlan, plan_global_batch, sequence_lengths
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.token_keys import declare_token_keys
 
 LENGTHS = [9, 3, 12, 1, 7, 7, 2]
 WIDTH = 12
@@ -120,12 +121,24 @@ def test_pairs_stay_together_in_order(batching, data):
 
 
 @pytest.mark.parametrize("batching", KINDS[1:], ids=lambda b: b.kind)
-def test_only_tensors_with_one_value_per_token_are_cut(batching):
-    wide = batch() | {"features": torch.arange(7 * 30).view(7, 30), "once": torch.ones(7, 1), "names": list("abcdefg")}
+@pytest.mark.parametrize("features", [5, WIDTH, 30])
+def test_only_tensors_with_one_value_per_token_are_cut(batching, features):
+    """A user's tensor is whole, even if it is as wide as the tokens, unless the user says that it is one of tokens."""
+    declare_token_keys("weights_of_a_test")
+    wide = batch() | {"features": torch.rand(7, features), "weights_of_a_test": torch.rand(7, WIDTH, 2)}
+    wide |= {"advantages": torch.ones(7), "names": list("abcdefg")}
     for microbatch in plan_global_batch(BatchedDataDict(wide), LENGTHS, batching, topology()).microbatches(0):
         found = microbatch.batch
-        assert found["features"].size(1) == 30 and found["once"].size(1) == 1
-        assert found["token_mask"].shape == found["input_ids"].shape == (found.size, found["input_ids"].size(1))
+        assert found["features"].size(1) == features and found["advantages"].dim() == 1
+        for key in ("token_mask", "weights_of_a_test"):
+            assert found[key].shape[:2] == found["input_ids"].shape == (found.size, found["input_ids"].size(1))
+
+
+@pytest.mark.parametrize("batching", KINDS[1:], ids=lambda b: b.kind)
+def test_a_tensor_of_tokens_with_another_width_is_refused_by_name(batching):
+    wrong = BatchedDataDict(batch() | {"advantages": torch.ones(7, WIDTH - 1)})
+    with pytest.raises(ValueError, match=r"'advantages' has a value for each token, and its shape \(7, 11\)"):
+        plan_global_batch(wrong, LENGTHS, batching, topology()).microbatches(0)
 
 
 def test_packed_sequences_are_padded_only_if_a_degree_requires_it():

@@ -11,6 +11,7 @@ from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import (
     REPLACED,
     Damaged,
+    check_head,
     complete_checkpoints,
     publish,
     put_back,
@@ -59,6 +60,16 @@ def published(directory, **manifest):
     (partial / "weights").write_bytes(bytes(range(256)))
     publish(partial, final, {"step": 1, "model": asdict(MODEL), **manifest})
     return final
+
+
+def test_a_score_that_may_have_been_trained_at_another_token_is_said_once(tmp_path, logged):
+    for head, manifest in (("lm", {}), ("score", {"head": "score", "score_position": "end of turn"})):
+        assert check_head(tmp_path, manifest, head, weights_only=True) is False
+    assert not logged
+    for _ in range(2):
+        assert check_head(tmp_path, {"head": "score"}, "score", weights_only=True) is False
+    (message,) = logged
+    assert "does not say at which token its score was trained" in message and str(tmp_path) in message
 
 
 def test_one_changed_byte_is_damage(tmp_path):

@@ -3,7 +3,7 @@ import pickle
 import pytest
 import torch
 
-from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data import BatchedDataDict
 
 
 def batch_of(lengths):

@@ -213,6 +213,25 @@ def test_pairs_are_conversations_with_one_prompt(families, fields):
     assert answers == [["The sum is 5.<|eot_id|>"], ["It is 6.<|eot_id|>"]]
 
 
+@pytest.mark.parametrize(
+    ("family", "marked"), [*((name, False) for name in FAMILIES), ("qwen3", True), ("llama3", True)]
+)
+def test_both_answers_of_a_pair_end_as_a_rollout_does(families, tmp_path, family, marked):
+    """With the token at which generation stops, where a reward model's score is read, and nothing behind it."""
+    tokenizer, theirs = families[family]
+    keys = {}
+    if marked:
+        path = tmp_path / "chat.jinja"
+        path.write_text(get_training_chat_template(theirs) or "", "utf-8")
+        keys = {"chat_template": str(path)}
+    rendered = renderer(tokenizer, PreferenceConfig, **keys)
+    fields = {"prompt": ONE_TURN[:1], "chosen": "The sum is 5.", "rejected": "It is 6."}
+    pair = rendered.pair(Record(fields, "pairs.jsonl:1"))
+    for side in (pair.chosen, pair.rejected):
+        assert (side.ids[-1],) == (rendered.end_of_turn_ids or (tokenizer.eos_id,))
+        assert len(side.ids) == len(side.trained) and side.trained[-1]
+
+
 def test_the_context_of_an_answer_is_not_learned(families):
     tokenizer, _ = families["llama3"]
     context, answer = [*ONE_TURN, user("And 4 + 4?")], "That is 8."

@@ -87,6 +87,16 @@ def test_16_bits_are_rounded_where_the_plain_products_round_and_dw_is_summed_in_
         assert ((found.double() - want).abs() <= 1.01 * half_ulp * want.abs() + 1e-4 * want.abs().max()).all()
 
 
+def test_chunk_tokens_are_block_tokens():
+    hidden, weight, targets = torch.randn(9, 4), torch.randn(11, 4), torch.arange(9)
+    blocks = linear_logprobs(hidden, weight, targets, block_tokens=2)
+    assert torch.equal(linear_logprobs(hidden, weight, targets, chunk_tokens=2).logprobs, blocks.logprobs)
+    with pytest.raises(ValueError, match="block_tokens=0 must be at least 1"):
+        linear_logprobs(hidden, weight, targets, chunk_tokens=0)
+    with pytest.raises(ValueError, match="block_tokens=3 and chunk_tokens=2 are two names of one number"):
+        linear_logprobs(hidden, weight, targets, block_tokens=3, chunk_tokens=2)
+
+
 @pytest.mark.parametrize("block_tokens", [4, None])
 def test_ignored_rows_take_part_in_nothing_even_with_nan(block_tokens):
     hidden, weight, targets, ids, upstream = random_case()

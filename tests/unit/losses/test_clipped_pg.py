@@ -206,6 +206,38 @@ def test_generation_logprobs_without_a_representable_weight_count_as_zero():
         assert math.isfinite(loss) and gradient[row, column - 1] == 0 and torch.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
+@pytest.mark.parametrize("kind", ["tis", "icepop", "seq-mask-tis"])
+def test_a_token_with_infinite_disagreement_is_outside_every_bound(kind, bad):
+    batch, logprobs, _, num_seqs, num_toks = make()
+    row, column = 0, 4
+    cfg = {"use_importance_sampling_correction": True, "reference_policy_kl_penalty": 0.0}
+    cfg |= {"truncated_importance_sampling_type": kind, "truncated_importance_sampling_ratio": 1e6}
+    cfg |= {"truncated_importance_sampling_ratio_min": 1e-6}
+    _, before, usual = run(cfg, batch, logprobs, num_seqs, num_toks)
+    batch["generation_logprobs"][row, column] = bad
+    _, metrics, gradient = run(cfg, batch, logprobs, num_seqs, num_toks)
+    left_out = slice(None) if kind == "seq-mask-tis" else column - 1
+    usual[row, left_out] = 0
+    torch.testing.assert_close(gradient, usual)
+    assert metrics["is_oob_ratio"] > before["is_oob_ratio"] == 0
+    assert metrics["mismatch_max"] == math.inf and metrics["gen_kl_error"] > before["gen_kl_error"]
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
+@pytest.mark.parametrize("kind", [{"sequence_rejection_type": "geometric", "sequence_rejection_min": 1e-6},
+                                  {"sequence_rejection_type": "k3"}])  # fmt: skip
+def test_a_sequence_with_infinite_disagreement_is_rejected(kind, bad):
+    batch, logprobs, _, num_seqs, num_toks = make()
+    cfg = kind | {"sequence_rejection_max": 1e6, "reference_policy_kl_penalty": 0.0}
+    _, before, usual = run(cfg, batch, logprobs, num_seqs, num_toks)
+    batch["generation_logprobs"][0, 4] = bad
+    _, metrics, gradient = run(cfg, batch, logprobs, num_seqs, num_toks)
+    usual[0] = 0
+    torch.testing.assert_close(gradient, usual)
+    assert metrics["rejected_sequences"] > before["rejected_sequences"] == 0
+
+
 def test_the_loss_of_sequences_of_one_token_is_0():
     batch, *_ = make()
     short = {key: value[:, :1] if value.dim() == 2 else value for key, value in batch.items()}

@@ -75,9 +75,9 @@ def made():
     """`made(engine, …)`: the groups that an engine makes; they are closed after the test."""
     closing = []
 
-    def make(engine, worker=completion, scorer=None, waits=False, **rules):
+    def make(engine, worker=completion, scorer=None, waits=False, fails_run=True, **rules):
         ranks = PolicyRanks(0, 1, torch.device("cpu"))
-        runner = RolloutRunner(worker, RolloutRules(NO_LIMITS), Characters(), ranks, 60.0)
+        runner = RolloutRunner(worker, RolloutRules(NO_LIMITS, fails_run=fails_run), Characters(), ranks, 60.0)
         scorer = scorer or Scores()
         all_prompts = prompts(100)
         found = AsyncRollouts(
@@ -175,6 +175,28 @@ def test_a_failure_ends_the_wait(made, where):
     kind, message = (RolloutFailed, "the world has ended") if where == "worker" else (RewardFailed, "no judge")
     with pytest.raises(kind, match=message):
         rollouts.take(restore=lambda: None)
+
+
+def test_dynamic_sampling_drops_a_group_that_differs_only_by_a_failure(made):
+    failures = [OSError("the world has ended")]
+
+    async def fails_once(client, record, sampling):
+        if failures:
+            raise failures.pop()
+        return await completion(client, record, sampling)
+
+    class FromOne(Scores):
+        def score_samples(self, samples):
+            return torch.arange(len(samples)) + 1.0, RewardMetrics()
+
+    engine = Engine()
+    rules = {"max_age": 1, "drops_equal": True, "rounds": 2}
+    rollouts = made(engine, worker=fails_once, scorer=FromOne(), fails_run=False, **rules)
+    rollouts.begin()
+    sync(rollouts, engine, 0)
+    groups = rollouts.take(restore=lambda: None)
+    assert len(groups.used) == 3 and not failures
+    assert all(result.trajectories for group in groups.used for result in group.results)
 
 
 def test_groups_that_are_dropped_are_cancelled(made):

@@ -1,0 +1,52 @@
+"""Which keys of a batch have a value for each token: the field's usual ones, and those that a user declares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor  # plugins declare keys before torch is imported
+
+_token_keys = {
+    "input_ids", "token_mask", "advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs",
+    "logprobs", "reference_logprobs", "values", "returns", "temperature", "covariance_mask", "turn",
+    "token_weight_versions", "routed_experts", "topk_logits", "topk_indices", "teacher_logprobs", "teacher_logits",
+    "teacher_topk_logits", "teacher_topk_indices", "student_logits",
+}  # fmt: skip
+
+
+def declare_token_keys(*keys: str) -> None:
+    """Let tensors under these keys of a batch have a value for each token, [B, S, …].
+
+    All other keys that a batch does not usually have are per sequence: microbatches get them whole. Every rank has to
+    declare the same keys before it uses a batch, as where a plugin is imported.
+    """
+    _token_keys.update(keys)
+
+
+def is_token_key(key: str) -> bool:
+    """Return whether a key is one of the usual or declared ones, whose tensors may have a value for each token."""
+    return key in _token_keys
+
+
+def is_per_token(key: str, value: Tensor, width: int) -> bool:
+    """Return whether a tensor of a batch has a value for each token.
+
+    One of the usual keys that is [B] has a value for each sequence.
+
+    Args:
+        key: Its key.
+        value: [B, …] The tensor.
+        width: S, the width of the token ids.
+
+    Raises:
+        ValueError: It has a value for each token, but not for S tokens.
+    """
+    if not is_token_key(key) or value.dim() < 2:
+        return False
+    if value.size(1) != width:
+        raise ValueError(
+            f"the batch's {key!r} has a value for each token, and its shape {tuple(value.shape)} does not have the "
+            f"{width} tokens of 'input_ids'; make it [B, {width}, …], or [B] for one value per sequence"
+        )
+    return True
