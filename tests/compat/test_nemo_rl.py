@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from rl_megatron.compat.nemo_rl.functions import calculate_kl, calculate_kl_pena
 from rl_megatron.compat.nemo_rl.loss_inputs import PackedLossWrapper, prepare_loss_input
 from rl_megatron.compat.nemo_rl.losses import DPOLossFn
 from rl_megatron.losses import LossInputType, NLLLoss
+from tests.docs.forked import Fork
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("nemo_user_script.py")
@@ -42,20 +44,41 @@ METRICS = {
 }  # fmt: skip
 
 
-def run(program: str, *paths: Path) -> subprocess.CompletedProcess:
-    """`program` in a process of its own, as `nemo_rl` cannot be taken back."""
-    search = f"import sys; sys.path[:0] = {[str(path) for path in (REPOSITORY, *paths)]}\n"
-    return subprocess.run([sys.executable, "-c", search + program], capture_output=True, text=True, timeout=300)
-
-
-def output_of(program: str, *paths: Path) -> str:
-    done = run(program, *paths)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def executed(program: str, search: list[str]) -> tuple[str, str]:
+    """Return what a program prints, and the error that ends it, in a process that imports `nemo_rl` for this only."""
+    sys.path[:0] = search
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(program, {"__name__": "__main__"})
+    except Exception as error:
+        return printed.getvalue(), f"{type(error).__name__}: {error}"
+    return printed.getvalue(), ""
 
 
 @pytest.fixture(scope="module")
-def trainings():
+def run(forks, tmp_path_factory):
+    """`run(program, *paths)`: what it prints, and its error, in a fork, as `nemo_rl` cannot be taken back."""
+
+    def run(program: str, *paths: Path) -> tuple[str, str]:
+        with Fork(forks.context, tmp_path_factory.mktemp("program")) as fork:
+            return fork.call(executed, program, [str(path) for path in (REPOSITORY, *paths)])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def output_of(run):
+    def output_of(program: str, *paths: Path) -> str:
+        printed, error = run(program, *paths)
+        assert not error
+        return printed
+
+    return output_of
+
+
+@pytest.fixture(scope="module")
+def trainings(output_of):
     """Name → what the user's script printed of it."""
     lines = output_of(INSTALL + f"import runpy\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')").splitlines()
     return {training["name"]: training for training in map(json.loads, lines)}
@@ -111,8 +134,7 @@ def test_metrics_have_their_values(trainings):
 # ---- the modules
 
 
-@pytest.mark.change
-def test_every_name_of_the_table_imports():
+def test_every_name_of_the_table_imports(output_of):
     imports = "".join(f"from {module} import {', '.join(names)}\n" for module, names in nemo_rl.MODULES.items())
     assert output_of(INSTALL + imports + "import nemo_rl\nprint(nemo_rl.algorithms.loss.utils.__name__)").split() == [
         "nemo_rl.algorithms.loss.utils"
@@ -133,7 +155,7 @@ MISTAKES = {  # statement → (error, module, what is missing, the nearest there
 
 
 @pytest.fixture(scope="module")
-def messages():
+def messages(output_of):
     program = f"""
 import json
 messages = {{}}
@@ -147,7 +169,6 @@ print(json.dumps(messages))
     return json.loads(output_of(INSTALL + program))
 
 
-@pytest.mark.change
 @pytest.mark.parametrize("statement", MISTAKES)
 def test_what_is_not_in_the_table_is_named_with_what_is(messages, statement):
     error, module, missing, nearest = MISTAKES[statement]
@@ -157,8 +178,7 @@ def test_what_is_not_in_the_table_is_named_with_what_is(messages, statement):
     assert nearest in message.partition(repr(missing))[2]
 
 
-@pytest.mark.change
-def test_code_may_ask_what_there_is():
+def test_code_may_ask_what_there_is(output_of):
     program = """
 import nemo_rl.algorithms.loss as loss
 assert hasattr(loss, "NLLLossFn") and not hasattr(loss, "GRPOLoss") and getattr(loss, "GRPOLoss", 3) == 3
@@ -174,8 +194,7 @@ for unknown in ("nemo_rl.environments.games", "nemo_rl.algorithms.loss.triton"):
     assert output_of(INSTALL + program).strip() == "without"
 
 
-@pytest.mark.change
-def test_installing_twice_changes_nothing():
+def test_installing_twice_changes_nothing(output_of):
     program = "import nemo_rl.algorithms.loss as first\ncompat.install()\nimport nemo_rl.algorithms.loss as second\n"
     assert output_of(INSTALL + program + "print(first is second)").strip() == "True"
 
@@ -188,19 +207,16 @@ def real(tmp_path):
     return tmp_path
 
 
-@pytest.mark.change
-def test_an_installed_nemo_rl_is_not_shadowed_unasked(real):
-    done = run(INSTALL, real)
-    message = done.stderr.strip().splitlines()[-1]
+def test_an_installed_nemo_rl_is_not_shadowed_unasked(run, output_of, real):
+    _, message = run(INSTALL, real)
     assert message.startswith("ImportError: nemo_rl itself is installed") and "install(replace=True)" in message
     program = "import rl_megatron.compat.nemo_rl as compat\ncompat.install(replace=True)\nimport nemo_rl\n"
     assert output_of(program + "print(hasattr(nemo_rl, 'REAL'))", real).strip() == "False"
 
 
-@pytest.mark.change
-def test_an_imported_nemo_rl_is_not_replaced_under_its_users(real):
-    done = run("import nemo_rl, rl_megatron.compat.nemo_rl as compat\ncompat.install(replace=True)", real)
-    assert "ImportError: nemo_rl is already imported" in done.stderr.strip().splitlines()[-1]
+def test_an_imported_nemo_rl_is_not_replaced_under_its_users(run, real):
+    _, error = run("import nemo_rl, rl_megatron.compat.nemo_rl as compat\ncompat.install(replace=True)", real)
+    assert error.startswith("ImportError: nemo_rl is already imported")
 
 
 # ---- settings
