@@ -5,6 +5,7 @@ torch gives every group a device of its own, whose thread wakes up 100 times a s
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -14,15 +15,20 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 def share_gloo_device() -> None:
     """Give every gloo group that torch makes in this process from here on one device.
 
-    Forks call it again, because a device's thread is not there in a fork.
+    As in torch, there is one device for each of the network interfaces that GLOO_SOCKET_IFNAME names. Forks call this
+    again, because a device's thread is not there in a fork.
     """
-    device = ProcessGroupGloo.create_default_device()
     gloo: Any = ProcessGroupGloo  # torch's stub leaves its options out
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    if names:
+        devices = [gloo.create_device(interface=name) for name in names.split(",")]
+    else:
+        devices = [gloo.create_default_device()]
 
     class OneDevice(ProcessGroupGloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
             options = gloo._Options()
-            options._timeout, options._devices = timeout, [device]
+            options._timeout, options._devices = timeout, devices
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = OneDevice
