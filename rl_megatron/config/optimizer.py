@@ -17,7 +17,8 @@ class OptimizerConfig:
     warmup_steps: NonNegative = 0  # optimizer steps of linear warmup; 0: none
     # Optimizer step at which the decay ends; grpo and ppo may take several per rollout step. null: the stage's last.
     decay_steps: Positive | None = None
-    decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "cosine"  # how lr falls after warmup
+    # How lr falls after warmup. A policy that is built in Python without total_steps needs decay_steps for a decay.
+    decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
     weight_decay: NonNegativeFloat = 0.01  # decoupled weight decay; 0: none
     beta1: Fraction = 0.9  # Adam's decay rate of the mean of gradients
     beta2: Fraction = 0.95  # Adam's decay rate of the mean of squared gradients

@@ -92,7 +92,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
         With `peft` it trains adapters, and a score head if it has one; all other weights stay as they are. It skips up
         to `max_skipped_steps` optimizer steps in a row whose loss or gradient norm is not finite. The learning rate
-        decays until `optimizer.decay_steps`, or until `total_steps`; without both it does not decay.
+        decays until `optimizer.decay_steps`, or until `total_steps`; a decay without both is refused.
         """
         self.model = ShardedModel(
             model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head, initialise=initialise,

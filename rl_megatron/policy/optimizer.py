@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from rl_megatron.checkpoint.optimizer_state import allocate_moments, parts
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.execution.megatron_timers import MEGATRON_TIMERS
 from rl_megatron.topology.topology import Topology
@@ -141,13 +142,17 @@ def build_scheduler(
 
     The warmup starts at lr/(warmup_steps + 1) and takes `warmup_steps` steps. "linear" and "cosine" reach `min_lr` at
     `decay_steps`. "inverse-square-root" is lr·√(warmup_steps/step), and `min_lr` after `decay_steps`. "constant" does
-    not decay. If `decay_steps` is not set, it is `total_steps`, or the warmup plus one step if that is longer; without
-    `total_steps` the rate does not decay.
+    not decay. If `decay_steps` is not set, it is `total_steps`, or the warmup plus one step if that is longer.
 
     Raises:
-        ConfigError: The warmup is longer than the decay, or `min_lr` exceeds `lr`.
+        ConfigError: The warmup is longer than the decay, `min_lr` exceeds `lr`, or a decay has no end.
     """
     config.check("optimizer")  # a script may have built the config without load_config
+    if config.decay_style != "constant" and not config.decay_steps and not total_steps:
+        raise ConfigError(
+            f"optimizer.decay_style={config.decay_style} needs the step at which the decay ends: give the policy "
+            "total_steps, or set optimizer.decay_steps; decay_style=constant does not decay"
+        )
     decay_steps = config.decay_steps or max(total_steps or 0, config.warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer,
@@ -156,7 +161,7 @@ def build_scheduler(
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_steps,
         lr_decay_steps=decay_steps,
-        lr_decay_style=config.decay_style if config.decay_steps or total_steps else "constant",
+        lr_decay_style=config.decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=decay_steps,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from megatron.core.optimizer import clip_grads
 
+from rl_megatron import log
 from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -64,6 +65,11 @@ class Trainer:
                 every rank before a weight has changed.
         """
         lr = self.optimizer.param_groups[0]["lr"]
+        if lr == 0:
+            log.once(
+                "the learning rate is 0, so that optimizer steps change no weight: the decay has ended at "
+                f"optimizer.min_lr=0 (step {self.scheduler.num_steps}); set optimizer.decay_steps or min_lr"
+            )
 
         def train() -> dict[str, float]:
             report = self.accumulate(runner, planned, loss, denominators)

@@ -59,7 +59,7 @@ def test_a_loss_of_ones_own(tmp_path, follow):
     of_class, of_function, learned = printed.splitlines()
     assert of_class.removeprefix("class:") == of_function.removeprefix("function:")
     first, tenth = map(float, re.findall(r"\d+\.\d+", learned))
-    assert tenth < first - 0.3
+    assert tenth < first - 2, "the first step alone takes 0.6"
 
 
 def test_a_reward_of_ones_own(tmp_path, follow):

@@ -50,12 +50,10 @@ def test_a_batch_without_a_valid_token_changes_no_weight(ranks, layout):
     assert changed == 0.0 and scheduler_steps == 0
 
 
-def rates_of_three_steps(total_steps: int | None) -> list[tuple[float, bool]]:
+def rates_of_three_steps(style: dict, total_steps: int | None) -> list[tuple[float, bool]]:
     """Return the learning rate of each of three steps, and whether it changed a weight."""
-    policy, found = (
-        build_policy({}, optimizer=OptimizerConfig(lr=1e-2, decay_style="linear"), total_steps=total_steps),
-        [],
-    )
+    found = []
+    policy = build_policy({}, optimizer=OptimizerConfig(lr=1e-2, **style), total_steps=total_steps)
     for step in range(3):
         before = {name: tensor.clone() for name, tensor in weights(policy).items()}
         lr = policy.train(random_batch(4, 12, step), NLLLoss())["lr"]
@@ -64,8 +62,9 @@ def rates_of_three_steps(total_steps: int | None) -> list[tuple[float, bool]]:
 
 
 def test_every_step_trains_if_the_number_of_steps_is_not_given(ranks):
-    assert ranks.run(1, rates_of_three_steps, None)[0] == [(1e-2, True)] * 3
-    assert [lr for lr, _ in ranks.run(1, rates_of_three_steps, 4)[0]] == pytest.approx([1e-2, 7.5e-3, 5e-3])
+    assert ranks.run(1, rates_of_three_steps, {}, None)[0] == [(1e-2, True)] * 3
+    of_linear = ranks.run(1, rates_of_three_steps, {"decay_style": "linear"}, 4)[0]
+    assert [lr for lr, _ in of_linear] == pytest.approx([1e-2, 7.5e-3, 5e-3])
 
 
 def refusals_of_no_sequence(parallel: dict) -> list[str]:

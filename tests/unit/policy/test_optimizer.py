@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl_megatron.checkpoint.optimizer_state import allocate_moments, step_count
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.policy import optimizer as policy_optimizer
 
@@ -62,3 +63,8 @@ def rates(total_steps: int | None, **settings: Any) -> list[float]:
 )
 def test_the_learning_rate_follows_the_warmup_and_the_decay(total_steps, settings, expected):
     assert rates(total_steps, **settings) == pytest.approx(expected)
+
+
+def test_a_decay_without_an_end_is_refused():
+    with pytest.raises(ConfigError, match="decay_style=cosine needs .* total_steps, or set optimizer.decay_steps"):
+        rates(None, decay_style="cosine")
