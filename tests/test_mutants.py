@@ -172,6 +172,10 @@ def test_a_report_counts_by_tier_and_leaves_equivalent_mutants_out(mutants):
     text = write_report(losses, lines, {losses[3].id: "it computes the same"})
     assert "| losses | 4 | 1 | 0 | 1 (33.3%) | 2 (66.7%) | 2 (66.7%) |" in text
     assert losses[2].id in text and losses[0].id not in text
+    lines[2]["up_to"] = "fast"
+    assert "| losses | 4 | 1 | 1 | 1 (33.3%) | 2 (66.7%) | 2 (66.7%) |" in write_report(
+        losses, lines, {losses[3].id: ""}
+    )
     matrix = write_matrix([{"id": "a", "failed": ["t.py::1", "t.py::2"]}, {"id": "b", "failed": ["t.py::1"]}])
     assert "| `t.py` | 2 | 2 |" in matrix and "| `t.py::1` | 2 | 1 |" in matrix
 

@@ -119,6 +119,7 @@ class Campaign:
         tier = next((test.tier for test in tests if by is not None and test.id.startswith(by)), None)
         return {
             "id": mutant.id, "status": status, "test": None if by == "collection" else by, "tier": tier,
+            "up_to": self.tier,
             "seconds": round(time.monotonic() - began, 1), "ran": ran, "offered": len(tests),
             "source": self._source_digest(mutant), "tests": _digest(sorted(test.id for test in tests)),
         } | ({"failed": failed} if self.matrix else {})  # fmt: skip

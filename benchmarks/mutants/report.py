@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mutants.generate import Mutant
+from benchmarks.mutants.plugin import TIERS
 from benchmarks.mutants.source import SUBPACKAGES
 
 SURVIVORS = Path(__file__).with_name("survivors.toml")
@@ -42,7 +43,9 @@ def write_report(mutants: Sequence[Mutant], lines: Sequence[dict[str, Any]], rea
     text += ["## Survivors", ""]
     for mutant in mutants:
         status = results.get(mutant.id, {}).get("status", "not run")
-        if status in ("survived", "unreached", "error") or (mutant.id in reasons and status in _CAUGHT):
+        if _is_open(mutant, results) and mutant.id not in reasons:
+            status = "open"
+        if status not in _CAUGHT or mutant.id in reasons:
             reason = f" Equivalent: {reasons[mutant.id]}" if mutant.id in reasons else ""
             text.append(f"- `{mutant.id}` (line {mutant.line}, {status}): {describe(mutant)}{reason}")
     return "\n".join(text) + "\n"
@@ -55,20 +58,27 @@ def describe(mutant: Mutant) -> str:
 
 
 def _table(mutants: Sequence[Mutant], results: dict[str, Any], reasons: dict[str, str]) -> list[str]:
-    rows = ["| subpackage | mutants | equivalent | not run | killed by fast tests | by the change tier | by all |"]
+    rows = ["| subpackage | mutants | equivalent | open | killed by fast tests | by the change tier | by all |"]
     rows.append("|---|---:|---:|---:|---:|---:|---:|")
     by_part: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in mutants:
         by_part[mutant.subpackage].append(mutant)
     for name, chosen in [*((part, by_part[part]) for part in SUBPACKAGES if by_part[part]), ("all", list(mutants))]:
-        ran = [results[mutant.id] for mutant in chosen if mutant.id in results and mutant.id not in reasons]
+        ran = [results[mutant.id] for mutant in chosen if mutant.id not in reasons and not _is_open(mutant, results)]
         equivalent = sum(mutant.id in reasons for mutant in chosen)
         tiers = Counter(line["tier"] or "fast" for line in ran if line["status"] in _CAUGHT)
         killed = [tiers["fast"], tiers["fast"] + tiers["change"], tiers.total()]
-        shares = [f"{number} ({number / len(ran):.1%})" if ran else "0" for number in killed]
-        missing = len(chosen) - equivalent - len(ran)
+        counted = len(chosen) - equivalent  # an open one has not been killed
+        missing = counted - len(ran)
+        shares = [f"{number} ({number / counted:.1%})" if counted else "0" for number in killed]
         rows.append(f"| {name} | {len(chosen)} | {equivalent} | {missing} | {' | '.join(shares)} |")
     return rows
+
+
+def _is_open(mutant: Mutant, results: dict[str, Any]) -> bool:
+    """Return whether only fast tests have run on a mutant, and none of them has failed."""
+    line = results.get(mutant.id)
+    return line is None or (line["status"] not in _CAUGHT and line.get("up_to") == TIERS[0])
 
 
 def write_matrix(lines: Sequence[dict[str, Any]]) -> str:
