@@ -91,7 +91,12 @@ def described(family: str, layout: str, rank: int) -> dict[str, Any]:
     with FakeCuda(rank, world_size):
         topology = start_topology(stage.parallel, device="plan", seed=0)
         policy = MegatronPolicy(
-            stage.model, topology, vocab_size=VOCABULARY, precision="bf16", optimizer=stage.optimizer
+            stage.model,
+            topology,
+            vocab_size=VOCABULARY,
+            precision="bf16",
+            optimizer=stage.optimizer,
+            total_steps=stage.train.steps,
         )
         optimizer, (chunk,) = policy.optimizer, [unwrap(each) for each in policy.model.model_chunks]
         assert optimizer is not None

@@ -55,7 +55,7 @@ def run(setting: Setting, record: Record) -> None:
     layout = topology.build(ParallelConfig(), start_device(setting.device), 0)
     policy = MegatronPolicy(
         stage.model, layout, vocab_size=vocab_size, precision="bf16", optimizer=stage.optimizer,
-        global_batch_size=_SEQUENCES,
+        total_steps=stage.train.steps, global_batch_size=_SEQUENCES,
     )  # fmt: skip
     engine = build_engine(policy, stage, setting.directory)
     try:
