@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 _token_keys = {
     "input_ids", "token_mask", "advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs",
-    "logprobs", "reference_logprobs", "values", "returns", "temperature", "covariance_mask", "turn",
+    "logprobs", "reference_logprobs", "values", "returns", "temperature", "covariance_mask", "turn", "turn_rewards",
     "token_weight_versions", "routed_experts", "topk_logits", "topk_indices", "teacher_logprobs", "teacher_logits",
     "teacher_topk_logits", "teacher_topk_indices", "student_logits",
 }  # fmt: skip
