@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from rl_megatron.batching.balance import imbalance
 from rl_megatron.batching.blocks import Blocks, blocks_of, deal_to_blocks
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.ownership import PADDING, OwnershipPlanner, plan_ownership
+from rl_megatron.batching.ownership import PADDING, OwnershipPlanner, Shapes, agreed_shapes, plan_ownership
 from rl_megatron.batching.rank_plan import plan_lengths
 from rl_megatron.topology.reductions import ALONE
 
@@ -146,3 +147,12 @@ def test_a_block_gives_what_it_has_too_much():
     given_away = []
     blocks_of(even, homes, blocks, 0, lambda gifts: given_away.append(gifts.tolist()) or gifts)
     assert given_away == [[[2, 2]]]  # 8, 5 and 5 become 6, 5 and 7
+
+
+def test_ranks_agree_on_the_number_of_microbatches_and_on_the_efficiency():
+    """The other rank has one microbatch more, and computes 16 slots for its 12 tokens."""
+    own = Shapes(sequences=[[0, 1]], widths=[4], tokens=6, slots=8)
+    others: Any = SimpleNamespace(max=lambda counts: counts + 1, sum=lambda totals: totals + torch.tensor([[12, 16]]))
+    ((agreed, efficiency),) = agreed_shapes([own], group_size=1, ranks=others)
+    assert agreed.sequences == [[0], [1]]
+    assert efficiency == (6 + 12) / (8 + 16)

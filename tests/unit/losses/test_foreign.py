@@ -73,6 +73,13 @@ class OwnCall(NLLLoss):
         return 10 * loss, metrics | {"calls": 1}
 
 
+def test_a_loss_with_its_own_call_needs_the_keys_of_its_formula():
+    class Needy(OwnCall):
+        required_keys = ("advantages",)
+
+    assert as_loss(Needy()).required_keys == ("advantages",)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_our_losses_are_returned_as_they_are(name):
     loss = build_loss(name)

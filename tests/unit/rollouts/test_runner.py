@@ -21,7 +21,7 @@ from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.batch import component_keys
 from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
 from rl_megatron.rollouts.runner import RolloutFailed
-from rl_megatron.rollouts.scored import ScoredRollouts, Scores
+from rl_megatron.rollouts.scored import ScoredRollouts, Scores, tasks_of
 from rl_megatron.rollouts.trajectory import Segment, TokensDiffer
 from rl_megatron.rollouts.worker import completion, loaded_worker
 from tests.unit.algorithms.fakes import Characters
@@ -263,6 +263,13 @@ def test_a_segment_is_refused_whose_tokens_are_not_the_sampled_ones():
     other = [*segment.ids[:start], segment.ids[start] + 1, *segment.ids[start + 1 :]]
     with pytest.raises(TokensDiffer, match=f"turn 2: token {start + 1} of the segment is {other[start]}"):
         Segment(other, segment.turns)
+
+
+def test_every_task_has_a_seed_of_its_own_that_follows_from_its_number():
+    tasks = tasks_of(prompts(4), seed=7)
+    assert len({task.seed for task in tasks}) == 4
+    assert [task.seed for task in tasks_of(prompts(2), seed=7, first=2)] == [task.seed for task in tasks[2:]]
+    assert {task.seed for task in tasks_of(prompts(4), seed=8)}.isdisjoint(task.seed for task in tasks)
 
 
 def test_another_attempt_draws_other_tokens():
