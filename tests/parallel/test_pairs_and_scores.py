@@ -142,6 +142,7 @@ def rewards_in_training_and_after() -> tuple[dict, list[float], list[float]]:
     return model.train(batch, PreferenceLoss(), gbs=8), scores[0::2].tolist(), scores[1::2].tolist()
 
 
+@pytest.mark.fast
 def test_a_reward_model_is_trained_at_the_token_at_which_it_is_read(ranks):
     report, chosen, rejected = ranks.run(1, rewards_in_training_and_after)[0]
     assert report["rewards_chosen_mean"] == pytest.approx(sum(chosen) / 4, rel=1e-5)

@@ -61,6 +61,7 @@ def rates_of_three_steps(style: dict, total_steps: int | None) -> list[tuple[flo
     return found
 
 
+@pytest.mark.fast
 def test_every_step_trains_if_the_number_of_steps_is_not_given(ranks):
     assert ranks.run(1, rates_of_three_steps, {}, None)[0] == [(1e-2, True)] * 3
     of_linear = ranks.run(1, rates_of_three_steps, {"decay_style": "linear"}, 4)[0]
@@ -82,6 +83,43 @@ def refusals_of_no_sequence(parallel: dict) -> list[str]:
 def test_a_batch_without_a_sequence_is_refused_by_name(ranks, layout):
     for found in ranks.run(layout[0], refusals_of_no_sequence, layout[1]):
         assert len(found) == 6 and set(found) == {"the batch has no sequence: input_ids has the shape (0, 16)"}
+
+
+def slope_and_gradient(micro_batch_size: int) -> tuple[float, float]:
+    """Return how fast the loss grows along its gradient, by two evaluations of it, and the gradient's length."""
+    policy, batch = build_policy({}, micro_batch_size=micro_batch_size), random_batch(8, 16, 0)
+    policy.accumulate_gradients(batch, NLLLoss())
+    parameters = [parameter for chunk in policy.model.model_chunks for parameter in chunk.parameters()]
+    length = sum(parameter.main_grad.double().square().sum().item() for parameter in parameters) ** 0.5
+    directions, step = [parameter.main_grad / length for parameter in parameters], 0.01
+    losses = []
+    for move in (step, -2 * step):
+        with torch.no_grad():
+            for parameter, direction in zip(parameters, directions, strict=True):
+                parameter.add_(direction, alpha=move)
+        policy.model.mark_changed()
+        losses.append(policy.train(batch, NLLLoss(), eval_mode=True)["loss"])
+    return (losses[0] - losses[1]) / (2 * step), length
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("micro_batch_size", [2, 8])
+def test_the_gradient_is_the_slope_of_the_loss(ranks, micro_batch_size):
+    slope, length = ranks.run(1, slope_and_gradient, micro_batch_size)[0]
+    assert slope == pytest.approx(length, rel=0.02)
+
+
+def settings_of_the_optimizer() -> list[tuple[tuple[float, float], float, float]]:
+    settings = OptimizerConfig(beta1=0.8, beta2=0.7, epsilon=1e-5, weight_decay=0.25)
+    groups = build_policy({}, optimizer=settings).optimizer.param_groups
+    return [(tuple(group["betas"]), group["eps"], group["weight_decay"]) for group in groups]
+
+
+@pytest.mark.fast
+def test_the_optimizer_has_the_settings_of_its_section(ranks):
+    groups = ranks.run(1, settings_of_the_optimizer)[0]
+    assert {group[:2] for group in groups} == {((0.8, 0.7), 1e-5)}
+    assert max(group[2] for group in groups) == 0.25
 
 
 class TakesLogits:
