@@ -87,6 +87,18 @@ def test_a_batch_without_a_sequence_is_refused_by_name(ranks, layout):
         assert len(found) == 6 and set(found) == {"the batch has no sequence: input_ids has the shape (0, 16)"}
 
 
+def weights_of_seed(seed: int) -> dict[str, torch.Tensor]:
+    return weights(build_policy({}, seed=seed))
+
+
+@pytest.mark.fast
+def test_the_seed_decides_the_first_weights(ranks):
+    first, again, other = (ranks.run(1, weights_of_seed, seed)[0] for seed in (1, 1, 2))
+    drawn = [name for name, weight in first.items() if weight.std() > 0]
+    assert drawn and all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in drawn)
+
+
 def slope_and_gradient(micro_batch_size: int) -> tuple[float, float]:
     """Return how fast the loss grows along its gradient, by two evaluations of it, and the gradient's length."""
     policy, batch = build_policy({}, micro_batch_size=micro_batch_size), random_batch(8, 16, 0)
