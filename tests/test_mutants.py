@@ -56,6 +56,7 @@ CASES = [
     ("seed", "f(seed=self._seed)", ["f(seed=0)"]),
     ("gradient", "y = x.detach()", ["y = x"]),
     ("bound", "y = x.clamp(min=0)", ["y = x"]),
+    ("bound", "y = torch.nan_to_num(x, nan=0.0)", ["y = x"]),
     ("reduction", "y = (a + b).sum(0)", ["y = (a + b).mean(0)"]),
     ("reduction", "f(op=dist.ReduceOp.MAX)", ["f(op=dist.ReduceOp.SUM)"]),
     ("count", "f(global_normalization_factor=n)", ["f(global_normalization_factor=None)"]),

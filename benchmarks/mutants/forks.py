@@ -203,8 +203,9 @@ def _run_in_fork(
             files = list(dict.fromkeys(test.partition("::")[0] for test in batch))
             stop = ["-x"] if stop_early else []
             arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *stop, *options, *files]
-            if pytest.main(arguments, plugins=[reporter]) > 1 and not reporter.has_failed:
-                reporter.has_failed = True  # nothing could be collected, or none of what was asked for
+            ended = pytest.main(arguments, plugins=[reporter])
+            if ended > 1 and ended != pytest.ExitCode.NO_TESTS_COLLECTED and not reporter.has_failed:
+                reporter.has_failed = True  # nothing could be collected
                 report("failed", files[0])
             if reporter.has_failed and stop_early:
                 break

@@ -285,7 +285,9 @@ def drop_bound(place: Place, source: Source) -> Iterator[Change]:
     node = place.node
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr in ("clamp", "clamp_", "nan_to_num"):
-            yield Change(node, _whole(node.func.value, source), "a bound left out")
+            is_method = source.text(node.func.value) != "torch"
+            value = node.func.value if is_method else node.args[0]
+            yield Change(node, _whole(value, source), "a bound left out")
         if source.text(node.func) in ("torch.maximum", "torch.minimum") and len(node.args) == 2:
             yield Change(node, _whole(node.args[0], source), "a bound left out")
 

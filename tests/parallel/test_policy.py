@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from rl_megatron.algorithms.step_meter import StepMeter
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -85,6 +86,18 @@ def test_a_batch_without_a_sequence_is_refused_by_name(ranks, layout):
         assert len(found) == 6 and set(found) == {"the batch has no sequence: input_ids has the shape (0, 16)"}
 
 
+def weights_of_seed(seed: int) -> dict[str, torch.Tensor]:
+    return weights(build_policy({}, seed=seed))
+
+
+@pytest.mark.fast
+def test_the_seed_decides_the_first_weights(ranks):
+    first, again, other = (ranks.run(1, weights_of_seed, seed)[0] for seed in (1, 1, 2))
+    drawn = [name for name, weight in first.items() if weight.std() > 0]
+    assert drawn and all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in drawn)
+
+
 def slope_and_gradient(micro_batch_size: int) -> tuple[float, float]:
     """Return how fast the loss grows along its gradient, by two evaluations of it, and the gradient's length."""
     policy, batch = build_policy({}, micro_batch_size=micro_batch_size), random_batch(8, 16, 0)
@@ -120,6 +133,25 @@ def test_the_optimizer_has_the_settings_of_its_section(ranks):
     groups = ranks.run(1, settings_of_the_optimizer)[0]
     assert {group[:2] for group in groups} == {((0.8, 0.7), 1e-5)}
     assert max(group[2] for group in groups) == 0.25
+
+
+def costs_of_a_step() -> tuple[dict[str, float], int]:
+    """Return the metrics of a step's costs, and the number of its tokens."""
+    policy, batch = build_policy({}), random_batch(6, 16, 0)
+    meter = StepMeter(policy.topology, "fp32")
+    with meter.timer.phase("train"):
+        policy.train(batch, NLLLoss(), gbs=6)
+        meter.learned_from(policy, batch, is_policy=True)
+    return meter.metrics(), int(batch["input_lengths"].sum())
+
+
+@pytest.mark.fast
+def test_the_costs_of_a_step_are_those_of_its_tokens_and_samples(ranks):
+    costs, tokens = ranks.run(1, costs_of_a_step)[0]
+    assert costs["tokens_per_s_train"] * costs["time_train_s"] == pytest.approx(tokens)
+    assert costs["tokens_per_s_per_rank"] * costs["time_step_s"] == pytest.approx(tokens)
+    assert costs["samples_per_s"] * costs["time_step_s"] == pytest.approx(6)
+    assert 0.01 < costs.get("peak_memory_train_gb", 1.0) < 100  # not every system tells it
 
 
 class TakesLogits:

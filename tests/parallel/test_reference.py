@@ -13,6 +13,7 @@ from rl_megatron import log
 from rl_megatron.losses import NLLLoss
 from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import HostWeights
+from rl_megatron.weight_sync.exporter import weights_digest
 from tests.parallel.layouts import build_policy
 from tests.parallel.test_layouts import random_batch
 
@@ -147,3 +148,21 @@ def models_made(directory: str) -> list[int]:
 
 def test_a_recorded_reference_does_not_copy_the_model(ranks, tmp_path):
     assert ranks.run(1, models_made, str(tmp_path))[0] == [0, 1]
+
+
+def digests_of_swapped_weights() -> list[str]:
+    """Return the digests of a model, with the weights of two layers swapped, and swapped again."""
+    policy = build_policy({})
+    found = [weights_digest(policy.model)]
+    (chunk,) = policy.model.model_chunks
+    first, second = [weight for name, weight in chunk.named_parameters() if name.endswith("mlp.linear_fc2.weight")][:2]
+    for _ in range(2):
+        first.data, second.data = second.data.clone(), first.data.clone()
+        found.append(weights_digest(policy.model))
+    return found
+
+
+@pytest.mark.fast
+def test_the_digest_of_weights_depends_on_which_tensor_has_them(ranks):
+    first, swapped, again = ranks.run(1, digests_of_swapped_weights)[0]
+    assert first == again != swapped

@@ -150,9 +150,9 @@ def test_a_block_gives_what_it_has_too_much():
 
 
 def test_ranks_agree_on_the_number_of_microbatches_and_on_the_efficiency():
-    """The other rank has one microbatch more, and computes 16 slots for its 12 tokens."""
+    """The other rank has one microbatch more, and computes 32 slots for its 12 tokens."""
     own = Shapes(sequences=[[0, 1]], widths=[4], tokens=6, slots=8)
-    others: Any = SimpleNamespace(max=lambda counts: counts + 1, sum=lambda totals: totals + torch.tensor([[12, 16]]))
+    others: Any = SimpleNamespace(max=lambda counts: counts + 1, sum=lambda totals: totals + torch.tensor([[12, 32]]))
     ((agreed, efficiency),) = agreed_shapes([own], group_size=1, ranks=others)
     assert agreed.sequences == [[0], [1]]
-    assert efficiency == (6 + 12) / (8 + 16)
+    assert efficiency == (6 + 12) / (8 + 32)

@@ -68,6 +68,14 @@ def test_any_scale_ends_exactly(scale):
         assert torch.equal(logits >= found[:, None], by_sorting(logits, sampling_filter))
 
 
+@pytest.mark.parametrize("scale", [-1e-30, -1.0, -1e30, 1e30])
+def test_logits_of_one_sign_are_searched_at_any_scale(scale):
+    logits = scale * (1 + torch.rand(4, 60, generator=torch.Generator().manual_seed(1)))
+    active, shard = torch.ones(4, dtype=torch.bool), VocabShard(0, 60, None, None)
+    found = filter_thresholds(logits, SamplingFilter(top_k=20), shard, None, active, num_candidates=8)
+    assert torch.equal(logits >= found[:, None], by_sorting(logits, SamplingFilter(top_k=20)))
+
+
 @pytest.mark.parametrize("sampling_filter", [SamplingFilter(top_k=3), SamplingFilter(top_p=0.5)], ids=str)
 def test_infinities_nan_and_rows_that_do_not_count(sampling_filter):
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2))

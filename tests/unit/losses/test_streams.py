@@ -121,6 +121,11 @@ class TestFirstNaN:
             found = first_nan(batch | {"reference_policy_logprobs": rolled}, {}, (), DPOLossFn.next_token_keys)
             assert found == (f"data['reference_policy_logprobs'][0, {position[1]}]" if named else None)
 
+    def test_tensors_that_are_no_streams_are_passed_over(self):
+        batch = pair_batch(torch.Generator().manual_seed(0))
+        others = {"rates": torch.full((3,), math.nan), "scale": torch.tensor(math.nan), "names": ["a", "b"]}
+        assert first_nan(others | batch, {}, (), frozenset()) is None
+
 
 @pytest.mark.parametrize(
     ("loss_fn", "make_batch", "output", "position", "name"),

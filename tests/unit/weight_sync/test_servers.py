@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import Future
 
@@ -54,6 +55,35 @@ def test_a_request_can_be_for_some_servers_only():
     asked = together(each)
     assert asked.post("/path", to=[True, False, True]) == ("a", "c")
     assert [len(server.heard) for server in each] == [1, 0, 1]
+
+
+class Unjoinable:
+    """A process group that this rank cannot join."""
+
+    def is_over(self, seconds):
+        return True
+
+    def wait(self):
+        raise CollectiveFailed("no peer came")
+
+
+def test_a_group_that_cannot_be_joined_is_no_group():
+    with pytest.raises(CollectiveFailed, match="no peer came"):
+        servers("a").meet(Unjoinable())
+
+
+def test_a_server_may_answer_a_little_after_a_collective_has_failed():
+    late = Answering("late", None)
+    asked, future = together([late], seconds_after_a_break=5.0), Future()
+    late.request = lambda *arguments: future
+
+    def fail():
+        threading.Timer(0.3, lambda: future.set_exception(ServerRefused("the weights do not fit"))).start()
+        raise CollectiveFailed("a peer left")
+
+    with pytest.raises(ServerDied, match="the process group .* failed: a peer left"):
+        asked.post("/path", meanwhile=fail)
+    assert future.done()
 
 
 def test_a_dead_server_is_noticed_while_another_one_is_silent():
