@@ -25,6 +25,7 @@ from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.checkpoint.directory import complete_checkpoints, put_back
 from rl_megatron.checkpoint.lock import OutputLock
 from rl_megatron.checkpoint.rerun import earlier_run, recorded_config, weights_source
+from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.schema import RunConfig, StageConfig
@@ -147,6 +148,8 @@ def _run_locked(
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), layout.device.type, tokenizer.vocab_size)
         for name, stage in config.stages.items():
             log.LOGGER.info("stage %s: %s", name, describe_source(stage))
+            if isinstance(stage.algorithm, RolloutConfig):
+                log.LOGGER.info("stage %s: %s", name, stage.algorithm.describe_step(stage.train))
     run_yaml = on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
     _refuse_failure(run_on_rank0(lambda: begin_output(config, run_yaml, lock, tokenizer)))
     watch.begin_writing()

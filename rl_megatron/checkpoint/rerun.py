@@ -123,7 +123,7 @@ def refuse_changes(config: RunConfig) -> None:
         before = _settings(directory, name)
         changed = {} if before is None else _changed(before, config.stages[name])
         where = f"stages.{name}." if len(config.stages) > 1 else ""
-        refused = [key for key in changed if not _may_change(key, config.stages[name])]
+        refused = [key for key in changed if not _may_change(key, before, config.stages[name])]
         differing += [f"{where}{key}: {changed[key]}" for key in refused]
         differing += _other_weights(config, directory, name)
     if differing:
@@ -241,11 +241,12 @@ def _place(path: Any) -> Any:
     return os.path.realpath(path) if isinstance(path, str) else path
 
 
-def _may_change(key: str, stage: StageConfig) -> bool:
+def _may_change(key: str, before: StageConfig | None, stage: StageConfig) -> bool:
     if key in _SHAPES_MICROBATCHES and stage.model.num_experts is not None and stage.model.router_aux_loss > 0:
         return False  # the load-balancing loss is of each microbatch
-    if key == "data.num_eval_examples" and bad_input_named(lambda: build_source(stage).num_left_out) > 0:
-        return False  # as many of the first records are not trained on
+    if key == "data.num_eval_examples" and before is not None:  # the other records are trained on
+        was, is_ = (bad_input_named(lambda each=each: build_source(each).num_held_out) for each in (before, stage))
+        return was == is_
     allowed = (*_ALLOWED, *(f"algorithm.{key}" for key in stage.algorithm.may_change_on_resume))
     return any(key == each or (each.endswith(".") and key.startswith(each)) for each in allowed)
 

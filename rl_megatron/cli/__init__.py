@@ -88,11 +88,13 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
         from rl_megatron.cli.evaluate import with_weights
 
         parsed.overrides = with_weights(parsed.weights, parsed.overrides)
-    config = load_config(parsed.overrides, parsed.config_dir, parsed.config_name)
     if parsed.command in ("generate", "eval"):
-        from rl_megatron.cli.generate import generation_run
+        from rl_megatron.cli.generate import generation_run, model_at
 
+        config = load_config(parsed.overrides, parsed.config_dir, parsed.config_name, read_model=model_at)
         config = generation_run(config, parsed)
+    else:
+        config = load_config(parsed.overrides, parsed.config_dir, parsed.config_name)
     if parsed.command == "train":
         from rl_megatron.cli.serve import with_server_nodes
 

@@ -61,7 +61,7 @@ def generation_run(config: RunConfig, options: argparse.Namespace) -> RunConfig:
             "directory"
         )
     stage, weights = config.stages[name], Path(config.init_from)
-    model = _model_at(weights)
+    model = model_at(weights)
     kept: dict[str, Any] = {
         field.name: getattr(stage.model, field.name)
         for field in fields(ModelConfig)
@@ -179,7 +179,7 @@ def _refuse_without_effect(override: str, key: str, command: str) -> None:
     raise ConfigError(f"override {override!r} has no effect on {command}; {remedy}")
 
 
-def _model_at(weights: Path) -> ModelConfig:
+def model_at(weights: Path) -> ModelConfig:
     """Return the model section of a checkpoint or of a Hugging Face directory."""
     if not (weights / MANIFEST).is_file() and (weights / "config.json").is_file():
         return read_directory(weights)[1]

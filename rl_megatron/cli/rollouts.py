@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.extras import require_extra
 
 _WIDTH = 160
 _COLUMNS = (
@@ -66,9 +67,9 @@ def _files(path: Path, stage: str | None, step: int | None) -> list[Path]:
 
 
 def _chosen(files: list[Path], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from rl_megatron.rollouts.files import read_rows, require_parquet
+    from rl_megatron.rollouts.files import read_rows
 
-    require_parquet("rl-megatron rollouts")
+    require_extra("rl-megatron rollouts", "data", "pyarrow")
     for file in files:
         for row in read_rows(file, None if options.json else _COLUMNS):
             low = options.min_reward is not None and row["reward"] < options.min_reward

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 from dataclasses import field
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Annotated
 from pydantic import Field
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.extras import require_extra
 from rl_megatron.config.field_types import Number, Positive, PositiveFloat, section
 
 AGENT = "agent"  # the value of rollout.worker that runs the command
-PACKAGES = ("starlette", "uvicorn")  # of the extra `gateway`
+GATEWAY = ("gateway", "starlette", "uvicorn")  # the extra, and its packages
 _GIVEN = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "RL_MEGATRON_RECORD", "RL_MEGATRON_RESULT")  # by the worker itself
 
 
@@ -68,20 +68,4 @@ class AgentConfig:
         taken = sorted(set(self.environment) & set(_GIVEN))
         if taken:
             raise ConfigError(f"rollout.agent.environment sets {taken[0]}, which the run sets itself; leave it out")
-        check_gateway("rollout.worker=agent")
-
-
-def check_gateway(where: str) -> None:
-    """Check that the extra `gateway` is installed.
-
-    Args:
-        where: The key that needs it, with its value, for the message.
-
-    Raises:
-        ConfigError: A package of it is missing.
-    """
-    missing = next((name for name in PACKAGES if importlib.util.find_spec(name) is None), None)
-    if missing is not None:
-        raise ConfigError(
-            f"{where} needs the Python package {missing}, which is not installed; pip install 'rl_megatron[gateway]'"
-        )
+        require_extra("rollout.worker=agent", *GATEWAY)

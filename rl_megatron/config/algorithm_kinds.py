@@ -7,7 +7,8 @@ The package's algorithms are in config/algorithms.py. A plugin's declares its se
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from rl_megatron.config.data_kinds import PAIRS, PROBLEMS
 from rl_megatron.config.errors import ConfigError
@@ -66,6 +67,19 @@ class RolloutConfig(AlgorithmConfig):
     prompts_per_step: Positive = 32  # prompts per rollout step
     samples_per_prompt: Positive = 8  # completions per prompt, which form a group
 
+    @classmethod
+    def usual_batch_size(cls, section: Mapping[str, Any]) -> int:
+        """Return how many completions a rollout step learns from, so that the policy takes one optimizer step on it."""
+        prompts, samples = (section.get(key, getattr(cls, key)) for key in ("prompts_per_step", "samples_per_prompt"))
+        if not (isinstance(prompts, int) and isinstance(samples, int)):
+            return super().usual_batch_size(section)  # whose type is refused when the section is checked
+        return prompts * cls.learned_per_prompt(samples)
+
+    @classmethod
+    def learned_per_prompt(cls, samples: int) -> int:
+        """Return how many of a prompt's `samples` completions are learned from."""
+        return samples
+
     @property
     def rounds_per_step(self) -> int:
         """Return how many times a step may draw `prompts_per_step` prompts."""
@@ -93,8 +107,16 @@ class RolloutConfig(AlgorithmConfig):
             rollouts: The number of rollout steps.
             passes: How many times each of their batches is learned from.
         """
-        samples = self.prompts_per_step * self.samples_per_prompt
-        return rollouts * passes * math.ceil(samples / train.global_batch_size)
+        learned = self.prompts_per_step * self.learned_per_prompt(self.samples_per_prompt)
+        return rollouts * passes * math.ceil(learned / train.global_batch_size)
+
+    def describe_step(self, train: TrainConfig) -> str:
+        """Say how many completions a rollout step learns from, and in how many optimizer steps."""
+        learned = self.prompts_per_step * self.learned_per_prompt(self.samples_per_prompt)
+        size = min(train.global_batch_size, learned)
+        steps, rest = math.ceil(learned / size), learned % size
+        text = f"{learned} completions a rollout step, {steps} optimizer step{'s' * (steps > 1)} of {size}"
+        return f"{text}, the last of {rest}" if rest else text
 
     def check(self, stage: StageConfig) -> None:
         """Check that the samples of a prompt can differ.

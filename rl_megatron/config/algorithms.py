@@ -6,7 +6,6 @@ config/algorithm_kinds.py.
 
 from __future__ import annotations
 
-import math
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
@@ -144,9 +143,14 @@ class OnlineDPOConfig(RolloutConfig):
     prompts_per_step: Positive = 32  # prompts per rollout step, each of which becomes a pair
     samples_per_prompt: Annotated[int, Field(ge=2), Number] = 2  # completions per prompt: the best and worst are used
 
+    @classmethod
+    def learned_per_prompt(cls, samples: int) -> int:
+        """Return 2: the best of a prompt's completions and the worst."""
+        return 2
+
     def optimizer_steps(self, train: TrainConfig) -> int:
         """Return how many optimizer steps the policy takes."""
-        return train.steps * math.ceil(2 * self.prompts_per_step / train.global_batch_size)
+        return self.optimizer_steps_of_rollouts(train, train.steps, passes=1)
 
     def check(self, stage: StageConfig) -> None:
         """Check that batches hold whole pairs, and that completions are sampled between the steps.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.extras import require_extra
 from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.config.schema import StageConfig
 
@@ -40,11 +39,7 @@ def check_asynchronous(stage: StageConfig, where: str) -> None:
             f"{where}.partial=false has no effect with {where}.over_sampling=1, with which every step waits for all of "
             "its trajectories; set over_sampling above 1, or leave partial out"
         )
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(
-            f"{where}.async_enabled=true writes all trajectories to files, which needs pyarrow: "
-            "pip install 'rl_megatron[data]'"
-        )
+    require_extra(f"{where}.async_enabled=true, which writes all trajectories to files,", "data", "pyarrow")
     if rollout.is_asynchronous:
         _check_engine(stage, where)
         _check_data(stage, where)

@@ -23,20 +23,30 @@ _LISTED = 6  # checkpoints that a message lists
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer's directory has one of these
 
 
-def model_key(key: str, init_from: str | None) -> Any:
+ReadModel = Callable[[Path], ModelConfig]  # reads the model section of a directory with a config.json
+
+
+def model_key(key: str, init_from: str | None, read: ReadModel | None = None) -> Any:
     """Return the value of `key` in the model section of the checkpoint `init_from`.
+
+    Args:
+        key: The key.
+        init_from: The checkpoint.
+        read: Reads a Hugging Face directory, for commands that take one in the place of a checkpoint.
 
     Raises:
         ConfigError: `init_from` is not set, is not a checkpoint, or cannot be read.
     """
     if not init_from:
         raise ConfigError("model=init_from takes the model section of a checkpoint: add init_from=CHECKPOINT")
-    return _model_section(Path(init_from))[key]
+    return _model_section(Path(init_from), read)[key]
 
 
 @lru_cache(maxsize=1)
-def _model_section(checkpoint: Path) -> dict[str, Any]:
+def _model_section(checkpoint: Path, read: ReadModel | None) -> dict[str, Any]:
     path = checkpoint / MANIFEST
+    if read is not None and not path.is_file() and (checkpoint / "config.json").is_file():
+        return asdict(read(checkpoint))
     try:
         section = dict(json.loads(path.read_text("utf-8"))["model"])
     except FileNotFoundError as error:

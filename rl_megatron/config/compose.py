@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -68,8 +69,12 @@ class _ReadOnce(ConfigRepository):
 
 
 @contextmanager
-def hydra_session(config_dir: str | None) -> Iterator[Hydra]:
+def hydra_session(config_dir: str | None, read_model: checkpoint_metadata.ReadModel | None = None) -> Iterator[Hydra]:
     """Yield Hydra with the shipped YAML files on its search path, and after them those of `config_dir`.
+
+    Args:
+        config_dir: The user's own directory, or None.
+        read_model: As for `composed`.
 
     Raises:
         ConfigError: `config_dir` is not a directory.
@@ -77,7 +82,8 @@ def hydra_session(config_dir: str | None) -> Iterator[Hydra]:
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir {config_dir} is not a directory")
     # For configs/model/init_from.yaml.
-    OmegaConf.register_new_resolver("of_checkpoint", checkpoint_metadata.model_key, replace=True)
+    model_key = partial(checkpoint_metadata.model_key, read=read_model)
+    OmegaConf.register_new_resolver("of_checkpoint", model_key, replace=True)
     search_path = create_config_search_path(str(config_directory()))
     if config_dir is not None:
         before_schema = SearchPathQuery(provider="schema")  # Hydra needs the schema to come last
@@ -98,8 +104,19 @@ def config_directory() -> Path:
     return installed if installed.is_dir() else Path(__file__).resolve().parents[2] / "configs"
 
 
-def composed(overrides: list[str], config_dir: str | None, config_name: str = PRIMARY) -> Composed:
+def composed(
+    overrides: list[str],
+    config_dir: str | None,
+    config_name: str = PRIMARY,
+    read_model: checkpoint_metadata.ReadModel | None = None,
+) -> Composed:
     """Return Hydra's composition of the primary configuration `config_name` with `overrides`.
+
+    Args:
+        overrides: The overrides.
+        config_dir: The user's own directory, or None.
+        config_name: The name of the primary configuration.
+        read_model: Reads the model section of a Hugging Face directory for `model=init_from`; None: it is refused.
 
     Raises:
         ConfigError: An override or a file is wrong; the message names it.
@@ -109,7 +126,7 @@ def composed(overrides: list[str], config_dir: str | None, config_name: str = PR
     if _chooses_own_loss(overrides) and not any(key_of(override) == "loss" for override in overrides):
         overrides = [*overrides, "loss=own"]  # the keys of the default loss are not those of the user's
     _refuse_several_experiments(overrides)
-    with hydra_session(config_dir):
+    with hydra_session(config_dir, read_model):
         try:
             _refuse_unknown_stages(overrides, config_name)
             found = compose(config_name, overrides=as_additions(overrides), return_hydra_config=True)

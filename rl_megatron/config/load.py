@@ -29,6 +29,7 @@ def load_config(
     config_dir: str | None = None,
     config_name: str = PRIMARY,
     settings: Mapping[str, Any] | None = None,
+    read_model: checkpoint_metadata.ReadModel | None = None,
 ) -> schema.RunConfig:
     """Return the run that `overrides` describe, after importing its plugins.
 
@@ -38,13 +39,14 @@ def load_config(
             `experiment/mine.yaml`), and its Python modules can be plugins.
         config_name: The primary configuration, which may be a file of `config_dir`.
         settings: Values of keys as nested mappings, which replace those that the overrides give.
+        read_model: Reads the model section of a Hugging Face directory for `model=init_from`; None: it is refused.
 
     Raises:
         ConfigError: A key or value is wrong. The message names the key, the value, the rule and, for a mistyped key,
             the nearest one.
     """
     overrides = with_line_breaks(rename_overrides(overrides))
-    found = composed(overrides, config_dir, config_name)
+    found = composed(overrides, config_dir, config_name, read_model)
     tree = rename_tree(merged(found.tree, settings or {}), older_wins=True)
     tree.pop("experiment", None)
     import_plugins(listed_plugins(tree.get("plugins")), None if config_dir is None else Path(config_dir))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import field, fields
 from typing import Any, ClassVar, Literal
 
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.extras import require_extra
 from rl_megatron.config.field_types import NonNegative, section
 
 
@@ -129,8 +128,4 @@ def check_loggers(config: LoggerConfig) -> None:
         ConfigError: A package is missing; the message names the extra that installs it.
     """
     for name, settings in config.chosen():
-        if importlib.util.find_spec(settings.package) is None:
-            raise ConfigError(
-                f"logger.{name} needs the Python package {settings.package}, which is not installed; "
-                f"pip install 'rl_megatron[{name}]', or set logger.{name}=null"
-            )
+        require_extra(f"logger.{name}", name, settings.package, otherwise=f"set logger.{name}=null")

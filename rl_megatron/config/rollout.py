@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rl_megatron.config.agent import AgentConfig, check_gateway
+from rl_megatron.config.agent import GATEWAY, AgentConfig
 from rl_megatron.config.environment import EnvironmentConfig
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.extras import require_extra
 from rl_megatron.config.field_types import NonNegative, NonNegativeFloat, Number, Positive, PositiveFloat, section
 from rl_megatron.config.tools import ToolsConfig
 
@@ -157,7 +158,10 @@ class TrajectoryConfig:
                     f"{where}.worker={VERIFIERS} needs {where}.environment.name, the name of an environment of this "
                     "library; set it"
                 )
-            check_gateway(f"{where}.worker={VERIFIERS}")
+            require_extra(f"{where}.worker={VERIFIERS}", *GATEWAY)
+        if self.save_every:
+            key = f"{where}.save_every"
+            require_extra(f"{key}={self.save_every}", "data", "pyarrow", otherwise=f"set {key}=0, which writes nothing")
         if any(turn.stop for turn in self.turn_sampling) and not stops_at_strings:
             raise ConfigError(
                 f"{where}.turn_sampling has stop, and the engine of generation.engine does not stop at texts; choose "

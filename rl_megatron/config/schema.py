@@ -10,6 +10,7 @@ the world size are in `topology`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -61,6 +62,15 @@ class AlgorithmConfig:
     usual_batching: ClassVar[str] = "padded"
 
     name: str  # name of a registered algorithm: pretrain, sft, dpo, kto, online_dpo, distillation, grpo, ppo…
+
+    @classmethod
+    def usual_batch_size(cls, section: Mapping[str, Any]) -> int:
+        """Return what `train.global_batch_size=null` stands for.
+
+        Args:
+            section: The algorithm's section, which has not been checked.
+        """
+        return TrainConfig.global_batch_size
 
     def check(self, stage: StageConfig) -> None:
         """Check the requirements of the algorithm on the other sections of its stage.
@@ -148,7 +158,8 @@ class DataConfig:
     # generation.max_new_tokens. error: stop the run. truncate: cut the end of a sequence, and the beginning of a prompt
     # for generation. drop: leave it out, and a preference pair as a whole.
     too_long: Literal["error", "truncate", "drop"] = "error"
-    # Held-out sequences, or problems, per evaluation; a pair is two sequences. null: 256, or all if fewer are held out.
+    # Held-out sequences, or problems, per evaluation; a pair is two sequences. As many records are held out where
+    # heldout_fraction would hold out fewer. null: 256, or all if fewer are held out.
     num_eval_examples: Positive | None = None
     task: dict[str, Any] = field(default_factory=dict)  # name and options of a registered task, for source=task
     num_documents: Positive = 20_000  # pretraining documents that a task generates

@@ -44,7 +44,7 @@ def build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any]) 
     merged["data"] = _with_source(merged["data"], merged["algorithm"])
     where = where if changes else ""
     own = changes.get("train", {}) if changes else base.get("train")
-    merged["train"] = _with_batching(merged["train"], merged["algorithm"], own, where)
+    merged["train"] = _with_usual_batches(merged["train"], merged["algorithm"], own, where)
     return validated(schema.StageConfig, merged, where)
 
 
@@ -224,8 +224,8 @@ def _with_source(data: Any, algorithm: Any) -> Any:
     return {**data, "source": data_sources.choose_source(data, algorithm["name"])}
 
 
-def _with_batching(train: Any, algorithm: Any, own: Any, where: str) -> Any:
-    """Return a stage's train section with the batching that is usual for its algorithm if it names none.
+def _with_usual_batches(train: Any, algorithm: Any, own: Any, where: str) -> Any:
+    """Return a stage's train section with the batches that are usual for its algorithm if it does not set them.
 
     Args:
         train: The section.
@@ -237,7 +237,11 @@ def _with_batching(train: Any, algorithm: Any, own: Any, where: str) -> Any:
         ConfigError: The stage sets `micro_batch_size`, which has no effect on the usual batching.
     """
     chosen = chosen_class("algorithm", algorithm)
-    if not isinstance(train, Mapping) or train.get("batching") is not None or chosen is None:
+    if not isinstance(train, Mapping) or chosen is None:
+        return train
+    if train.get("global_batch_size") is None:
+        train = {**train, "global_batch_size": chosen.usual_batch_size(algorithm)}
+    if train.get("batching") is not None:
         return train
     usual, size = chosen.usual_batching, own.get("micro_batch_size") if isinstance(own, Mapping) else None
     if usual != "padded" and size not in (None, TrainConfig.micro_batch_size):

@@ -67,7 +67,9 @@ class TrainConfig:
     """How a stage trains: its length, its batches, its evaluations and its checkpoints."""
 
     steps: Positive = 100  # optimizer steps of the stage; for grpo and ppo, rollout steps
-    global_batch_size: Positive = 32  # sequences per optimizer step over all ranks; a preference pair is two sequences
+    # Sequences per optimizer step over all ranks; a preference pair is two sequences. null: all that a rollout step
+    # learns from, so that the policy takes one optimizer step on it, and 32 for algorithms that read data sets.
+    global_batch_size: Positive = 32
     # How sequences form the microbatches of one forward pass. padded: micro_batch_size sequences, padded to the longest
     # of the batch. dynamic: sequences of similar length, padded to their longest, up to micro_batch_tokens. packed:
     # sequences one after the other without padding, up to micro_batch_tokens. null: packed for algorithms that sample

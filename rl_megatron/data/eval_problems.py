@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 from rl_megatron.config.data_sources import PromptsConfig, TaskConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.eval_sets import EvalSetConfig
+from rl_megatron.config.extras import require_extra
 from rl_megatron.config.schema import DataConfig, StageConfig
 from rl_megatron.data.sources.registry import build_source
 from rl_megatron.data.tasks.registry import task_options
@@ -77,8 +77,8 @@ def check_set_files(stage: StageConfig, tokenizer: Tokenizer | None) -> None:
     Raises:
         ConfigError: A file is wrong, or pyarrow is not installed.
     """
-    if stage.eval.sets and importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError("eval.sets needs pyarrow for its results: pip install 'rl_megatron[data]', or leave it out")
+    if stage.eval.sets:
+        require_extra("eval.sets, whose results are tables,", "data", "pyarrow", otherwise="leave it out")
     for each in stage.eval.sets:
         _named(each, lambda each=each: build_source(stage_of_set(stage, each)).check_files(tokenizer))
 

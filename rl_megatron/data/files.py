@@ -5,10 +5,11 @@ Files of records become records, which keep their place for messages; plain text
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from rl_megatron import log
 from rl_megatron.data.order import epoch_order
 from rl_megatron.data.readers.lines import TextLines
 from rl_megatron.data.readers.places import Place, find_files, reader_of
@@ -64,24 +65,44 @@ def load_text(file: Path, heldout_fraction: float = 0.05) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def split_heldout(items: Sequence[ItemT], heldout_fraction: float) -> tuple[list[ItemT], list[ItemT]]:
+def split_heldout(
+    items: Sequence[ItemT], heldout_fraction: float, wanted: int = 0, size: Callable[[ItemT], int] = lambda item: 1
+) -> tuple[list[ItemT], list[ItemT]]:
     """Return the (training, held-out) items, both in their original order.
 
-    The held-out items are a fixed random choice of `heldout_fraction`, at least one. A fraction of 0 holds nothing out.
+    The held-out items are the first of a fixed random order: `heldout_fraction` of them, at least one, and as many more
+    as hold `wanted` records. A fraction of 0 holds nothing out.
+
+    Args:
+        items: The items.
+        heldout_fraction: The share of the items that is held out.
+        wanted: How many records evaluation asks for, `data.num_eval_examples`; 0: as many as there are.
+        size: How many records an item holds.
 
     Raises:
-        ValueError: The fraction is outside [0, 1), or it leaves nothing to train on.
+        ValueError: The fraction is outside [0, 1), or what is held out leaves nothing to train on.
     """
     check_fraction(heldout_fraction)
     if heldout_fraction == 0:
         return list(items), []
-    num_heldout = max(1, round(len(items) * heldout_fraction))
+    by_fraction = num_heldout = max(1, round(len(items) * heldout_fraction))
+    order = epoch_order(len(items), _SPLIT_SEED, epoch=0).tolist()
+    held = sum(size(items[number]) for number in order[:num_heldout])
+    while held < wanted and num_heldout < len(items):
+        held += size(items[order[num_heldout]])
+        num_heldout += 1
     if num_heldout >= len(items):
+        remedy = "lower the fraction" if num_heldout == by_fraction else "lower data.num_eval_examples"
         raise ValueError(
             f"holding {num_heldout} of {len(items)} items out (fraction {heldout_fraction}) leaves nothing to train "
-            f"on: lower the fraction, or provide more data."
+            f"on: {remedy}, or provide more data."
         )
-    heldout = set(epoch_order(len(items), _SPLIT_SEED, epoch=0)[:num_heldout].tolist())
+    if num_heldout > by_fraction:
+        log.once(
+            f"data.num_eval_examples holds {num_heldout} of {len(items)} items out of training; "
+            f"data.heldout_fraction={heldout_fraction} would have held out {by_fraction}"
+        )
+    heldout = set(order[:num_heldout])
     return (
         [item for number, item in enumerate(items) if number not in heldout],
         [item for number, item in enumerate(items) if number in heldout],

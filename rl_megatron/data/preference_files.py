@@ -27,12 +27,12 @@ _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
 
 
 def split_by_prompt(
-    records: Sequence[Record], heldout_fraction: float, prompt_template: str | None
+    records: Sequence[Record], heldout_fraction: float, prompt_template: str | None, wanted: int = 0
 ) -> tuple[list[Record], list[Record]]:
     """Return the (training, held-out) records, which are pairs or single answers. All of a prompt are on the same side.
 
-    `heldout_fraction` of the prompts is held out: always the same prompts of the same records, independent of the run's
-    seed.
+    `heldout_fraction` of the prompts is held out, and more if they have fewer than `wanted` records: always the same
+    prompts of the same records, independent of the run's seed.
 
     Raises:
         ValueError: A record lacks a field of `prompt_template`, or `split_heldout` raises it.
@@ -41,7 +41,7 @@ def split_by_prompt(
     by_prompt: dict[str, list[Record]] = {}
     for record in records:
         by_prompt.setdefault(_prompt_of(record, texts), []).append(record)
-    train, heldout = split_heldout(list(by_prompt.values()), heldout_fraction)
+    train, heldout = split_heldout(list(by_prompt.values()), heldout_fraction, wanted, len)
     return [record for group in train for record in group], [record for group in heldout for record in group]
 
 

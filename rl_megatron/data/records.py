@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,30 @@ class Record:
 
     values: Mapping[str, Any]
     location: str
+
+
+def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record without those that are null or NaN, and without such keys of messages and tools.
+
+    A null means that the record does not have the field: tables have a value in every row, and writers of JSON follow
+    them. The same holds for messages and tools, which are lists of mappings. Other mappings, such as verl's
+    `extra_info`, keep their nulls.
+    """
+    return {
+        key: _without_null_keys(value) if isinstance(value, list) else value
+        for key, value in values.items()
+        if not _is_null(value)
+    }
+
+
+def _without_null_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null_keys(each) for key, each in value.items() if not _is_null(each)}
+    return [_without_null_keys(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 class Reader(ABC):

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from rl_megatron.config.data_kinds import PROBLEMS
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.import_strings import is_import_string
 from rl_megatron.config.reward_models import on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.eval_problems import problems_of_set
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.rewards import functions
@@ -70,8 +72,13 @@ def check_rewards(stage: StageConfig, loads: bool) -> None:
     if not stage.scores_completions:
         return
     configured_functions(stage.reward)
-    if loads and stage.reward.functions:
+    if not (loads and stage.reward.functions):
+        return
+    if PROBLEMS in (stage.algorithm.learns_from, stage.data.heldout_kind):
         check_functions(stage.reward, build_source(stage).problems(1))
+    for each in stage.eval.sets:
+        if each.task is None:
+            check_functions(stage.reward, problems_of_set(stage, each).problems[:1])
 
 
 def check_functions(settings: RewardConfig, problems: Iterable[Problem]) -> None:

@@ -78,26 +78,31 @@ class Conversation:
         """
         chat = client.prompt.chat()
         tools = None if self._tools is None else self._tools(None if chat is None else chat[0])
+        schemas = None if tools is None or chat is None else tools.schemas  # plain text describes tools by its prompt
         if self._environments is None:
-            return [await self._talk(client, client.history(tools=_schemas(tools)), None, tools, {}, sampling)]
+            return [await self._talk(client, client.history(tools=schemas), None, tools, {}, sampling)]
         environment = await self._environments.make()
         try:
-            history, metadata = await self._begin(client, record, environment, tools)
+            history, metadata = await self._begin(client, record, environment, schemas)
             return [await self._talk(client, history, environment, tools, metadata, sampling)]
         finally:
             await environment.close()
 
     async def _begin(
-        self, client: RolloutClient, record: Mapping[str, Any], environment: Environment, tools: Tools | None
+        self,
+        client: RolloutClient,
+        record: Mapping[str, Any],
+        environment: Environment,
+        schemas: Sequence[Mapping[str, Any]] | None,
     ) -> tuple[History, dict[str, Any]]:
         """Reset the environment; return the history with its first messages, and its metadata."""
-        history = client.history(tools=_schemas(tools))
+        history = client.history(tools=schemas)
         messages, metadata = await environment.reset(record, history.messages)
         if messages is not None:
             first = history.messages[:1]
             if first and first[0]["role"] == "system" and messages[:1] and messages[0]["role"] != "system":
                 messages = [*first, *messages]
-            history = client.history(messages, _schemas(tools))
+            history = client.history(messages, schemas)
         return history, metadata
 
     async def _talk(
@@ -164,7 +169,3 @@ class Conversation:
         known = () if sampling.stop_strings is None else sampling.stop_strings.texts
         stop_strings = StopStrings(tuple(dict.fromkeys((*known, *texts))), client.tokenizer.definition)
         return replace(sampling, stop_strings=stop_strings)
-
-
-def _schemas(tools: Tools | None) -> Sequence[Mapping[str, Any]] | None:
-    return None if tools is None else tools.schemas

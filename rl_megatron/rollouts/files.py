@@ -7,7 +7,6 @@ training reads is kept to the bit, so that a run can learn from the files as it 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -157,16 +156,6 @@ def write_rows(path: Path, written: Sequence[Mapping[str, Any]]) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-
-
-def require_parquet(key: str) -> None:
-    """Refuse what needs pyarrow if that is missing.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-    """
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(f"{key} needs pyarrow: pip install 'rl_megatron[data]'")
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:

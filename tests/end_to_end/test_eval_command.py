@@ -89,3 +89,41 @@ def test_results_of_other_weights_are_refused(home, alone, tmp_path, forks):
     command = ("eval", str(home / "exported"), *SAMPLING, "--output", str(alone / "results"))
     refused = forks.run(tmp_path, *command)
     assert refused.status == 2 and "has completions of other settings (weights" in refused.err
+
+
+EXPERIMENT = """# @package _global_
+defaults:
+  - override /model: init_from
+eval:
+  sets: [{name: own, path: own.jsonl}]
+reward:
+  functions: ["my_reward.py:length"]
+"""
+
+
+@pytest.mark.change
+def test_an_own_reward_scores_own_prompts_answered_by_a_hugging_face_directory(home, tmp_path, forks):
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(EXPERIMENT)
+    (tmp_path / "own.jsonl").write_text('{"prompt": "1+2="}\n{"prompt": "3+4="}\n')
+    (tmp_path / "my_reward.py").write_text(
+        "def length(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n"
+    )
+    chosen = ("experiment=mine", "--config-dir", "conf", "generation.max_new_tokens=4")
+    run = forks.run(tmp_path, "eval", str(home / "exported"), *chosen, "--output", "results")
+    assert run.status == 0, run.err
+    lines = [json.loads(line) for line in (tmp_path / "results" / "own.jsonl").read_text().splitlines()]
+    scored = [line for line in lines if "reward" in line]
+    assert len(scored) == 2 and all(line["reward"] == len(line["text"]) > 0 for line in scored)
+    shown = forks.run(
+        tmp_path,
+        "generate",
+        f"init_from={home}/exported",
+        *chosen,
+        "--prompts",
+        "own.jsonl",
+        "--output",
+        "x.jsonl",
+        "--print-config",
+    )
+    assert shown.status == 0 and "hidden_size: 16" in shown.out, shown.err

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
-from rl_megatron.data.records import Position, Reader, Record
+from rl_megatron.data.records import Position, Reader, Record, without_nulls
 
 
 class TextLine(Record):
@@ -17,7 +18,10 @@ class TextLine(Record):
 
 
 class Lines(Reader):
-    """The lines of a UTF-8 file. A position is the offset in bytes, uncompressed, and the number of lines before."""
+    """The lines of a UTF-8 file. A position is the offset in bytes, uncompressed, and the number of lines before.
+
+    A byte order mark at the beginning, which editors on Windows write, is not a part of the text.
+    """
 
     def __init__(self, file: Path):
         self.file, self.name = file, str(file)
@@ -31,7 +35,7 @@ class Lines(Reader):
                 for line in file:
                     number += 1
                     offset += len(line)
-                    record = self._record(line, number)
+                    record = self._record(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, number)
                     if record is not None:
                         yield record, (offset, number)
         except (gzip.BadGzipFile, EOFError) as error:
@@ -65,7 +69,21 @@ class JsonLines(Lines):
             raise ValueError(f"{self.file}:{number} is not JSON ({error.msg}, column {error.colno}){whole}.") from error
         if not isinstance(values, dict):
             raise ValueError(f"{self.file}:{number} is a {type(values).__name__}; each line must be a JSON object.")
-        return Record(values, f"{self.file}:{number}")
+        if "\\u" in text:
+            _check_characters(values, f"{self.file}:{number}")
+        return Record(without_nulls(values), f"{self.file}:{number}")
+
+
+def _check_characters(values: dict[str, Any], location: str) -> None:
+    """Check that the escapes of a line are characters: half of a surrogate pair is none, and no tokenizer takes it."""
+    for key, value in values.items():
+        try:
+            json.dumps([key, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{location}: field {key!a} has half of a surrogate pair, \\u{ord(error.object[error.start]):04x}; "
+                "write the whole pair, or leave it out."
+            ) from error
 
 
 class TextLines(Lines):

@@ -1,8 +1,4 @@
-"""Read Parquet files, Hugging Face data sets in a directory, and data sets of the Hugging Face Hub.
-
-A null in a table means that the record does not have the field: columns have a value in every row. The same holds for
-messages and tools, which are lists of mappings. Other mappings, such as verl's `extra_info`, keep their nulls.
-"""
+"""Read Parquet files, Hugging Face data sets in a directory, and data sets of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.data.records import Position, Reader, Record
+from rl_megatron.data.records import Position, Reader, Record, without_nulls
 
 _ROWS = 1024  # that are converted to Python objects together
 _SECONDS_FOR_THE_HUB = 3.0  # to answer at all
@@ -130,21 +126,6 @@ def hub_splits(name: str, subset: str | None) -> list[str]:
     except Exception as error:  # as above
         offline = "; without a network, set data.path to local files" if _is_of_network(error) else ""
         raise ConfigError(f"{_named(name, subset)} cannot be found: {_line(error)}{offline}") from error
-
-
-def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of a table without the fields that are null, and without the null keys of messages and tools."""
-    return {
-        key: _without_null_keys(value) if isinstance(value, list) else value
-        for key, value in row.items()
-        if value is not None
-    }
-
-
-def _without_null_keys(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_null_keys(each) for key, each in value.items() if each is not None}
-    return [_without_null_keys(each) for each in value] if isinstance(value, list) else value
 
 
 def _behind(rows: Any, skipped: int) -> Any:

@@ -30,7 +30,7 @@ class LabelledSource(AnswerSource[LabelledConfig]):
         """Return the (training, held-out) records. All answers to a prompt are on the same side."""
         if heldout is not None:
             return train, heldout
-        return split_by_prompt(train, self.data.heldout_fraction, self.data.prompt_template)
+        return split_by_prompt(train, self.data.heldout_fraction, self.data.prompt_template, self.num_asked_for)
 
     def _dataset_class(self) -> type[LabelledDataset]:
         from rl_megatron.data.labelled import LabelledDataset  # here, because it imports torch

@@ -55,6 +55,11 @@ class MixedSource(DataSource[DataConfig]):
         """Return how many of the first training records of all data sets are not trained on."""
         return sum(source.num_left_out for source in self.sources)
 
+    @property
+    def num_held_out(self) -> int:
+        """Return how many training records of all data sets are held out of them."""
+        return sum(source.num_held_out for source in self.sources)
+
     def first_record(self) -> Record | None:
         """Return the first training record of the first data set."""
         return self.sources[0].first_record()

@@ -52,7 +52,13 @@ class PreferenceSource(RecordSource[PreferenceConfig]):
         """Return the (training, held-out) pairs. All pairs of a prompt are on the same side."""
         if heldout is not None:
             return pairs_of(train), pairs_of(heldout)
-        return split_by_prompt(pairs_of(train), self.data.heldout_fraction, self.data.prompt_template)
+        pairs = pairs_of(train)
+        return split_by_prompt(pairs, self.data.heldout_fraction, self.data.prompt_template, self.num_asked_for)
+
+    @property
+    def num_asked_for(self) -> int:
+        """Return how many pairs evaluation asks for; a pair is two sequences."""
+        return -(-super().num_asked_for // 2)
 
     def _dataset(self, records: list[Record], tokenizer: Tokenizer) -> PreferenceDataset:
         from rl_megatron.data.preferences import PreferenceDataset

@@ -59,6 +59,13 @@ class RecordSource(DataSource[ConfigT]):
             return 0
         return self._num_heldout if find_parts(self.data, self.plain, self.alone).heldout is None else 0
 
+    @property
+    def num_held_out(self) -> int:
+        """Return how many records are held out of the training records themselves."""
+        if self.data.streaming:
+            return self.num_left_out
+        return len(self.parts()[1]) if find_parts(self.data, self.plain, self.alone).heldout is None else 0
+
     def check_files(self, tokenizer: Tokenizer | None) -> None:
         """Check the files, and the first records of each part."""
         found = find_parts(self.data, self.plain, self.alone)
@@ -102,7 +109,14 @@ class RecordSource(DataSource[ConfigT]):
 
     def split(self, train: list[Record], heldout: list[Record] | None) -> tuple[list[Record], list[Record]]:
         """Return the (training, held-out) records; if `heldout` is None, a fixed part of `train` is held out."""
-        return split_heldout(train, self.data.heldout_fraction) if heldout is None else (train, heldout)
+        if heldout is not None:
+            return train, heldout
+        return split_heldout(train, self.data.heldout_fraction, self.num_asked_for)
+
+    @property
+    def num_asked_for(self) -> int:
+        """Return how many held-out records evaluation asks for, or 0 if it takes what there is."""
+        return self.data.num_eval_examples or 0
 
     @property
     def _num_heldout(self) -> int:

@@ -70,6 +70,11 @@ class DataSource(Generic[ConfigT]):
         """Return how many of the first training records are not trained on, because they are held out."""
         return 0
 
+    @property
+    def num_held_out(self) -> int:
+        """Return how many training records are not trained on, as far as `data.num_eval_examples` may decide it."""
+        return 0
+
     def first_record(self) -> Record | None:
         """Return the first training record, with which stages are compared, or None if the source has no records."""
         return None

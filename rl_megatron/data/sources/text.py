@@ -52,6 +52,11 @@ class TextSource(RecordSource[TextConfig]):
         batch = windows.batch(range(number))
         return HeldoutBatch(batch, windows.num_predicted_tokens / windows.num_characters)
 
+    @property
+    def num_asked_for(self) -> int:
+        """Return 0: how many windows a document has depends on its length."""
+        return 0
+
     def _windows(self, documents: list[str], tokenizer: Tokenizer) -> TextDataset:
         from rl_megatron.data.datasets import TextDataset
 

@@ -292,8 +292,9 @@ def _format(settings: ToolsConfig, template: ChatTemplate | None) -> str:
         )
     else:
         found = format_of(template.text_with_tools)
-    if template is not None and "tools" not in template.text_with_tools:
-        log.once("the chat template does not describe tools, so that the model knows of them only by its prompt")
+    if template is None or "tools" not in template.text_with_tools:
+        where = "prompts are plain text, which does" if template is None else "the chat template does"
+        log.once(f"{where} not describe tools, so that the model knows of them only by its prompt")
     return found
 
 

@@ -49,6 +49,17 @@ def test_pairs_are_split_by_question(configured):
     assert all(text.startswith("Question: ") and "\nAnswer: There are" in text for text in texts[0])
 
 
+def test_more_is_held_out_if_evaluation_asks_for_more(configured, caplog):
+    stage = configured("data.num_eval_examples=18").first
+    tokenizer = build_tokenizer(stage)
+    with caplog.at_level("INFO", "rl_megatron"):
+        batch = build_evaluation(stage, tokenizer).batch
+    train = training_dataset(stage, tokenizer)
+    assert (len(train), batch.size) == (30, 18), "of 5 questions instead of 4"
+    assert not set(decoded(tokenizer, batch)) & set(decoded(tokenizer, train.batch(range(len(train)))))
+    assert "data.num_eval_examples holds 5 of 20 items out of training" in caplog.text
+
+
 @pytest.mark.parametrize(("limit", "rows"), [(2, 2), (6, 6), ("null", 16)])
 def test_every_evaluation_uses_the_same_heldout_pairs(configured, limit, rows):
     stage = configured(f"data.num_eval_examples={limit}").first
@@ -72,7 +83,11 @@ def test_the_tokenizer_learns_prompts_and_both_answers_of_the_training_questions
     [
         (["train.global_batch_size=66"], ["train.global_batch_size=66 is 33 pairs", "has 32"]),
         (["data.heldout_fraction=0"], ["data.heldout_fraction=0.0 leaves nothing"]),
-        (["data.num_eval_examples=18"], ["data.num_eval_examples=18 exceeds the number of held-out sequences, 16"]),
+        (["data.num_eval_examples=80"], ["leaves nothing to train on: lower data.num_eval_examples"]),
+        (
+            ["data.num_eval_examples=162", "data.eval_path=${data.path}"],
+            ["data.num_eval_examples=162 exceeds the number of held-out sequences, 80"],
+        ),
         (["data.path=absent.jsonl"], ["data.path: there is nothing at"]),
         (["data.prompt_template='{qestion}'"], ["solutions.jsonl:1", "'qestion'; did you mean 'question'"]),
         (["data.answer_template='{anwer}'"], ["data.answer_template='{anwer}' has no {answer}"]),

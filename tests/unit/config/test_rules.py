@@ -313,6 +313,25 @@ def test_the_prompt_template_of_a_task_is_that_of_its_data_section():
     assert old.prompt_template == "Q: {question}" and old.task == {"name": "gsm8k"}
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "size", "said"),
+    [
+        ("grpo", 256, "256 completions a rollout step, 1 optimizer step of 256"),
+        ("ppo", 128, "128 completions a rollout step, 1 optimizer step of 128"),
+        ("online_dpo", 64, "64 completions a rollout step, 1 optimizer step of 64"),
+    ],
+)
+def test_the_policy_takes_one_step_on_a_rollout_unless_the_user_says_otherwise(algorithm, size, said):
+    chosen = [f"algorithm={algorithm}", "data=arithmetic", *(["loss=dpo"] if algorithm == "online_dpo" else [])]
+    stage = load_config(chosen).first
+    assert stage.train.global_batch_size == size and stage.algorithm.describe_step(stage.train) == said
+    assert stage.algorithm.optimizer_steps(stage.train) == stage.train.steps
+    fewer = load_config([*chosen, f"train.global_batch_size={size // 2 - 2}"]).first
+    assert fewer.algorithm.describe_step(fewer.train).endswith(f", 3 optimizer steps of {size // 2 - 2}, the last of 4")
+    assert load_config([*chosen, "algorithm.prompts_per_step=3"]).first.train.global_batch_size == size * 3 // 32
+    assert load_config(["algorithm=sft", "data=arithmetic"]).first.train.global_batch_size == 32
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_rollouts_are_packed_unless_the_user_says_otherwise(refused, algorithm):
     chosen = [f"algorithm={algorithm}"]

@@ -142,8 +142,9 @@ def test_the_yaml_defaults_are_those_of_the_schema(name):
     given = yaml.safe_load(options[0].read_text()) if options else read("config.yaml")[name]
     declared = {field.name: plain(default_of(field)) for field in fields(SECTIONS[name])}
     if name == "train":
-        assert given.pop("batching") is None, "each algorithm has its usual one"
-        del declared["batching"]
+        for key in ("batching", "global_batch_size"):
+            assert given.pop(key) is None, "each algorithm has its usual one"
+            del declared[key]
     if name == "optimizer":
         declared |= DECAYS
     assert given == declared

@@ -27,6 +27,7 @@ def test_a_record_knows_its_line(tmp_path):
         (b'{"q": 1}\n{"q": \n', r"data.jsonl:2 is not JSON \("),
         (b'{"q": 1}\n[1]\n', "data.jsonl:2 is a list"),
         (b'{"q": 1}\n{"q": "\xff"}\n', "data.jsonl:2 is not UTF-8"),
+        (rb'{"q": "a", "b": ["\ud83d"]}', r"data.jsonl:1: field 'b' has half of a surrogate pair, \\ud83d; write"),
         (b"\n\n", "has no records"),
     ],
 )
@@ -35,6 +36,19 @@ def test_errors_in_a_file_name_the_line(tmp_path, content, message):
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         JsonLines(file).all()
+
+
+def test_null_and_nan_are_missing_fields_and_a_byte_order_mark_is_no_text(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(
+        b'\xef\xbb\xbf{"q": "\\ud83d\\ude00", "a": null, "b": NaN, "m": [{"role": "user", "content": null}]}\n'
+        b'{"q": "\xef\xbb\xbf", "extra_info": {"a": null}}\n'
+    )
+    first, second = (record.values for record in JsonLines(file).all())
+    assert first == {"q": "\U0001f600", "m": [{"role": "user"}]}
+    assert second == {"q": "\ufeff", "extra_info": {"a": None}}, "only the beginning of a file has such a mark"
+    file.write_bytes(b"\xef\xbb\xbffirst\nsecond\n")
+    assert load_text(file, 0.0)[0] == "first\nsecond\n"
 
 
 def test_a_missing_path_names_its_key(tmp_path):
@@ -61,8 +75,14 @@ def test_a_fixed_fraction_of_a_single_file_is_held_out(tmp_path):
 def test_splits_have_two_sides():
     assert split_heldout([1, 2], 0) == ([1, 2], [])
     assert len(split_heldout(list(range(100)), 0.001)[1]) == 1
-    with pytest.raises(ValueError, match="nothing to train on"):
+    with pytest.raises(ValueError, match="nothing to train on: lower the fraction"):
         split_heldout([1], 0.5)
+    groups = [[n] * (1 + n % 3) for n in range(40)]
+    few, more = (split_heldout(groups, 0.1, wanted, len)[1] for wanted in (0, 20))
+    assert len(few) == 4 and 20 <= sum(map(len, more)) <= 22 and all(group in more for group in few)
+    assert split_heldout(groups, 0.1, 4, len)[1] == few, "the fraction gives enough"
+    with pytest.raises(ValueError, match="lower data.num_eval_examples,"):
+        split_heldout(groups, 0.1, 90, len)
     for fraction in (-0.1, 1.0):
         with pytest.raises(ValueError, match="heldout_fraction"):
             split_heldout([1, 2], fraction)

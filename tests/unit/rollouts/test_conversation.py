@@ -139,9 +139,9 @@ def test_a_greedy_evaluation_stays_greedy():
 
 
 class Doubles:
-    """Tools that answer turns with a number in brackets; 0 ends the trajectory."""
+    """Tools that answer turns with a number in brackets; 0 ends the trajectory. Plain text does not describe them."""
 
-    schemas = ()
+    schemas = ({"type": "function", "function": {"name": "double"}},)
 
     def __init__(self, template):
         self.counts = {"tool_calls": 0}
