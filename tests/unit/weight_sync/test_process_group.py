@@ -41,6 +41,7 @@ def test_words_of_all_ranks_are_summed_as_integers():
     assert words[0].tolist() == words[1].tolist() == [-(2**63), 5, -7]
 
 
+@pytest.mark.change
 def test_a_peer_that_does_not_answer_raises_within_the_timeout_and_ends_the_group():
     groups, began = two_ranks(2), time.monotonic()
     with pytest.raises(CollectiveFailed, match="rank 0 of the 2 .* a peer left the group or did not answer within 2 s"):
