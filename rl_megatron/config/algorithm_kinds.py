@@ -111,7 +111,7 @@ class RolloutConfig(AlgorithmConfig):
         return rollouts * passes * math.ceil(learned / train.global_batch_size)
 
     def describe_step(self, train: TrainConfig) -> str:
-        """Say how many completions a rollout step learns from, and in how many optimizer steps."""
+        """Return how many completions a rollout step learns from, and in how many optimizer steps, as a text."""
         learned = self.prompts_per_step * self.learned_per_prompt(self.samples_per_prompt)
         size = min(train.global_batch_size, learned)
         steps, rest = math.ceil(learned / size), learned % size

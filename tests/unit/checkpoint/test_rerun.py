@@ -136,7 +136,13 @@ def test_microbatches_may_not_change_if_the_load_balancing_loss_depends_on_them(
     saved(tmp_path / "run" / "checkpoints" / "sft", 3, to_yaml(loaded(*experts)))
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(loaded(*experts)))
     assert "train.micro_batch_size: 8 → 4" in refusal(loaded(*experts, "train.micro_batch_size=4"))
-    refuse_changes(loaded(*experts, "parallel.tensor=2"))
+    assert "parallel.tensor: 1 → 2" in refusal(loaded(*experts, "parallel.tensor=2"))
+
+
+def test_microbatches_and_layouts_may_change_if_the_balance_is_that_of_the_whole_batch(tmp_path, loaded):
+    experts = ("model=nano_moe", "model.router_aux_loss=0.01", "model.router_aux_loss_scope=global")
+    saved(tmp_path / "run" / "checkpoints" / "sft", 3, to_yaml(loaded(*experts)))
+    refuse_changes(loaded(*experts, "parallel.tensor=2", "train.micro_batch_size=4"))
 
 
 def test_a_path_may_be_written_in_another_way(tmp_path, monkeypatch, loaded):

@@ -185,7 +185,7 @@ class TestPairs:
             ({"chosen": ..., "chsen": "yes"}, "pairs.jsonl:2: the pair has no 'chosen'; did you mean 'chsen'"),
             ({"chosen": ["yes"]}, "pairs.jsonl:2: 'chosen', message 1 is 'yes'; it must be a mapping"),
             ({"chosen": 3}, "pairs.jsonl:2: 'chosen' is a int; it must be a string"),
-            ({"rejected": None}, "pairs.jsonl:2: 'rejected' is a NoneType"),
+            ({"rejected": None}, "pairs.jsonl:2: the pair has no 'rejected'"),
             ({"rejected": ""}, "pairs.jsonl:2: 'rejected' is empty"),
             ({"rejected": " \n"}, "pairs.jsonl:2: 'rejected' is empty"),
             ({"rejected": "yes"}, "pairs.jsonl:2: 'chosen' and 'rejected' are equal"),
