@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DISABLE_MLFLOW_INTEGRATION", "TRUE")  # with which TRL imports it, for three seconds
 
 import pytest
 import torch
@@ -108,6 +109,20 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 def collected(request):
     """Return the tests that pytest found, also those of dearer tiers and of other shards, which it does not run."""
     return request.config.stash[COLLECTED]
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out files that have no test of the tier, because importing all files takes as long as hundreds of tests."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    tier, file = config.getoption("--tier"), collection_path.relative_to(config.rootpath).as_posix()
+    if tier != "nightly" and NIGHTLY.takes_all_of(file):
+        return True
+    if tier != "fast":
+        return None
+    source = collection_path.read_text()
+    is_dear = any(collection_path.is_relative_to(directory) for directory in DEAR_DIRECTORIES)
+    return "\npytestmark = pytest.mark.change\n" in source or (is_dear and "mark.fast" not in source) or None
 
 
 def pytest_collection_modifyitems(config, items):

@@ -74,6 +74,10 @@ class NightlyTests:
         self._read = [NightlyEntry(pattern, kept) for pattern, kept in self.entries]
         self._by_file: dict[str, list[NightlyEntry]] = {}
 
+    def takes_all_of(self, file: str) -> bool:
+        """Return whether an entry takes all tests of a file."""
+        return any(kept == [] and fnmatch.fnmatchcase(file, pattern) for pattern, kept in self.entries)
+
     def __contains__(self, test: str) -> bool:
         """Return whether an entry takes a test. Each is asked about once, in the order of its file."""
         file = test.partition("::")[0]

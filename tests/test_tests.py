@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,11 @@ def private_definitions(source: str) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-OF_PACKAGE = {name for path in (ROOT / "rl_megatron").rglob("*.py") for name in private_definitions(path.read_text())}
+@lru_cache(maxsize=1)
+def of_package() -> frozenset[str]:
+    """Return the private names of the package."""
+    files = (ROOT / "rl_megatron").rglob("*.py")
+    return frozenset(name for path in files for name in private_definitions(path.read_text()))
 
 
 def parts_of_texts(tree: ast.AST) -> Iterator[ast.AST]:
@@ -63,12 +68,12 @@ def parts_of_texts(tree: ast.AST) -> Iterator[ast.AST]:
                 yield from parts
 
 
-def private_uses(source: str, of_package: Collection[str] = OF_PACKAGE) -> Iterator[tuple[int, str]]:
+def private_uses(source: str, of: Collection[str] | None = None) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of every use of a private name of the package, also in strings that hold a name or a program.
 
     A name that the source itself defines is its own.
     """
-    names, tree = set(of_package) - private_definitions(source), ast.parse(source)
+    names, tree = set(of_package() if of is None else of) - private_definitions(source), ast.parse(source)
     texts = set(parts_of_texts(tree))
     for node in ast.walk(tree):
         match node:

@@ -25,6 +25,7 @@ from rl_megatron.losses.functional import kl_penalty, truncated_weights
 from tests.contract.loss_cases import VOCAB
 from tests.contract.trl_trainers import EXACT, assert_equal, make_rollouts, mask_of, one_process
 
+pytestmark = pytest.mark.change
 NO_KL = {"reference_policy_kl_penalty": 0.0}
 PER_SEQUENCE = {"token_level_loss": False}
 GSPO = {"token_level_loss": False, "sequence_level_importance_ratios": True}

@@ -19,6 +19,8 @@ from trl.trainer.reward_trainer import RewardTrainer
 from rl_megatron.losses import build_loss
 from tests.contract.trl_trainers import EXACT, assert_equal, make_rollouts, mask_of, one_process
 
+pytestmark = pytest.mark.change
+
 
 class AnsweringModel:
     """A model that gives the same answer to everything."""

@@ -20,7 +20,6 @@ from rl_megatron.generation.ongoing import Ongoing
 from tests.parallel.layouts import EXPERTS, MODEL, build_policy
 from tests.parallel.test_generation import prompts
 
-pytestmark = pytest.mark.fast
 LENGTHS = [12, 3, 40, 1, 7, 12, 5, 33, 2, 9, 12]
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero")
 
