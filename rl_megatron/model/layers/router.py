@@ -83,7 +83,7 @@ class BalancedRouter(TopKRouter):
         tokens = (counts.sum() / self.topk).clamp(min=1.0)
         # The part of this rank's tokens: f_i = counts/tokens, which has no gradient, and T_m·P_i = Σ scores.
         balance = (counts * scores_for_aux_loss.sum(dim=0)).sum() / tokens
-        coefficient = self.config.moe_aux_loss_coeff * routing_map.size(1) / self.topk
+        coefficient = sum(map(self.get_aux_loss_coeff, SCOPES.values())) * routing_map.size(1) / self.topk
         loss = coefficient * balance / self.step_tokens
         self.reported = self.reported + loss.detach()
         return _AlsoMinimised.apply(probs, loss)
