@@ -1,8 +1,8 @@
 """Saving and restoring the random number generators of one rank: torch's, the GPU's and megatron-core's.
 
 Initial weights, data order and samples are functions of seeds and step numbers, and do not use these generators. They
-matter only to user code that draws from them, such as dropout in a model or a reward that samples. They are not
-restored under another layout, and only torch's are restored on another kind of device.
+matter only to user code that draws from them, such as a reward that samples. They are not restored under another
+layout, and only torch's are restored on another kind of device.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ context-parallel ranks (each backpropagates its own tokens).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,8 +42,12 @@ from rl_megatron.model.layers.router import (
     replaced_share,
 )
 from rl_megatron.model.layers.router_replay import expert_layers, replaying
+from rl_megatron.model.lora.dropout import seed_microbatch
 from rl_megatron.topology.topology import Topology, keep_generators
 from rl_megatron.topology.transfer import send
+
+# A microbatch, what the model gets of it, and the seed of its dropout, or None if nothing is dropped.
+_Given = tuple[Microbatch, ModelInput, int | None]
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Runner:
         vocab_size: Tokens of the tokenizer. The padded vocabulary beyond it never enters a softmax.
         backend: The backend of the layers, as `choose_backend` returns it.
         fused_head: How losses read logits block by block; None if they read whole logits.
+        has_dropout: Whether adapters drop numbers of their inputs while they train.
     """
 
     model_chunks: list[torch.nn.Module]
@@ -75,6 +81,7 @@ class Runner:
     vocab_size: int
     backend: str
     fused_head: FusedHead | None = None
+    has_dropout: bool = False
 
     def train_step(
         self,
@@ -82,6 +89,7 @@ class Runner:
         loss_fn: Loss,
         denominators: Denominators,
         forward_only: bool = False,
+        number: int = 0,
     ) -> dict[str, float]:
         """Add the gradient of the loss, summed over all microbatches of all ranks, to the main gradients.
 
@@ -90,6 +98,8 @@ class Runner:
             loss_fn: The loss.
             denominators: The global counts that the loss divides by.
             forward_only: Compute the loss and its metrics, but no gradient.
+            number: The number of the optimizer step, which decides with the tokens of a microbatch what dropout drops:
+                the same in every layout but that of context parallelism, and in a run that was resumed.
 
         Returns:
             Every metric, reduced as it is declared, the same on all ranks. "loss" is the value of `loss_fn` alone. With
@@ -99,21 +109,23 @@ class Runner:
         Raises:
             NonFiniteLoss: On every rank, if the loss is NaN or infinite. The message names the microbatch and metrics.
         """
+        seeds = [] if forward_only else self._dropout_seeds(microbatches, number)
         prepared, counts = send((self._prepare(microbatches, forward_only), denominators), self.topology.device)
         step = partial(self._loss_of, loss_fn=loss_fn, denominators=counts)
         if not forward_only:
             if self._has_experts and balances_globally(get_model_config(self.model_chunks[0])):
-                self._count_routed(prepared)
+                self._count_routed(prepared, seeds)
             begin_step(self.model_chunks, counts.positions)
         head = self._head() if loss_fn.reads_deferred_logits else None
         if self.fused_head is not None and not loss_fn.reads_deferred_logits:
             once(f"{loss_fn.display_name} needs whole logits, so the fused head is off for this loss")
-        reports = self._run(prepared, step, forward_only, head)[: len(microbatches)]
+        with keep_generators(self.topology.device) if seeds else nullcontext():
+            reports = self._run(prepared, step, forward_only, head, seeds=seeds)[: len(microbatches)]
         batches = [microbatch.batch for microbatch in microbatches]
         of_routers = {} if forward_only else self._router_metrics(ROUTED_EXPERTS in batches[0])
         return reduce_metrics(reports, loss_fn, batches, self.topology, of_routers)
 
-    def _count_routed(self, prepared: PreparedStep) -> None:
+    def _count_routed(self, prepared: PreparedStep, seeds: list[int]) -> None:
         """Let the routers count the tokens of each expert in the global batch, in a forward pass of its own."""
         with (
             counting(self.model_chunks, self.topology.groups.tp_dp_cp),
@@ -122,7 +134,7 @@ class Runner:
         ):
             # Logits that nobody reads are not computed.
             head = DeferredHead.of(self.model_chunks, None)
-            self._run(prepared, lambda *output: None, forward_only=True, head=head, collect=True)
+            self._run(prepared, lambda *output: None, forward_only=True, head=head, collect=True, seeds=seeds)
 
     def _router_metrics(self, replays: bool) -> dict[str, Tensor]:
         """Return the metrics of the step's routers, summed over all ranks, on the device. Collective."""
@@ -203,7 +215,7 @@ class Runner:
 
     def _run(
         self, prepared: PreparedStep, on_output: Callable, forward_only: bool,
-        head: DeferredHead | UncopiedHead | None, collect: bool = False,
+        head: DeferredHead | UncopiedHead | None, collect: bool = False, seeds: Sequence[int] = (),
     ) -> list:  # fmt: skip
         """Return `on_output(batch, output, sharding)` of every microbatch, on the last stage.
 
@@ -212,10 +224,12 @@ class Runner:
         topology, config, shapes = self.topology, get_model_config(self.model_chunks[0]), prepared.shapes
         config.variable_seq_lengths = len(set(shapes)) > 1
         config.timers = MEGATRON_TIMERS
-        given_each = list(zip(prepared.microbatches, prepared.given, strict=True))
+        given_each = list(zip(prepared.microbatches, prepared.given, seeds or [None] * len(shapes), strict=True))
 
-        def forward_step(iterator: Iterator[tuple[Microbatch, ModelInput]], model_chunk: torch.nn.Module):
-            microbatch, given = next(iterator)
+        def forward_step(iterator: Iterator[_Given], model_chunk: torch.nn.Module):
+            microbatch, given, seed = next(iterator)
+            if seed is not None:
+                seed_microbatch(seed, topology.device)
             masked = {} if given.padding is None else {"padding_mask": given.padding_of(model_chunk, topology)}
             output = model_chunk(given.tokens, None, None, packed_seq_params=given.packing, **masked)
             return output, lambda output, non_loss_data=False: on_output(
@@ -262,6 +276,13 @@ class Runner:
             self._filled_up(microbatches), self.topology, self.vocab_size, self.backend, counts_experts, replayed
         )
 
+    def _dropout_seeds(self, microbatches: list[Microbatch], number: int) -> list[int]:
+        """Return the seed of each microbatch's dropout, or an empty list if nothing is dropped."""
+        if not self.has_dropout:
+            return []
+        tokens = [microbatch.batch["input_ids"].contiguous().numpy() for microbatch in self._filled_up(microbatches)]
+        return [zlib.crc32(ids.tobytes(), number) for ids in tokens]
+
     def _filled_up(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """Return as many microbatches as the schedule needs: the interleaved one takes multiples of the stages.
 
@@ -295,7 +316,7 @@ def _in_double(value: Tensor | float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
-def _reported(given: list[tuple[Microbatch, ModelInput]]) -> Iterator[tuple[Microbatch, ModelInput]]:
+def _reported(given: list[_Given]) -> Iterator[_Given]:
     """Yield the microbatches, and report before each how many were begun."""
     for begun, item in enumerate(given):
         report_progress(begun, len(given), "microbatches")

@@ -181,12 +181,6 @@ def build_model(
     validate_model(model, topology)
     check_vocabulary(model, vocab_size)
     linears = {} if lora is None else adapted_linears(lora, model, model.vocab_size or vocab_size)
-    if lora is not None and lora.lora_dropout and topology.tensor > 1 and not topology.sequence:
-        # The ranks have the same tokens then, and would drop different numbers of them.
-        raise ConfigError(
-            f"peft.lora_dropout={lora.lora_dropout} with parallel.tensor={topology.tensor} needs "
-            "parallel.sequence=true; set it, or set peft.lora_dropout=0"
-        )
     if lora is not None and lora.lora_dropout and topology.expert_tensor > 1 and any(map(is_of_expert, linears)):
         raise ConfigError(
             f"peft.lora_dropout={lora.lora_dropout} is not supported for adapters of experts with parallel."

@@ -35,7 +35,12 @@ def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
     backend = choose_backend(model.config, model.topology, model.precision)
     # A score head does not compute logits, so it has nothing to fuse.
     return Runner(
-        model.model_chunks, model.topology, model.vocab_size, backend, fused_head if model.head == "lm" else None
+        model.model_chunks,
+        model.topology,
+        model.vocab_size,
+        backend,
+        fused_head if model.head == "lm" else None,
+        has_dropout=model.lora is not None and model.lora.lora_dropout > 0,
     )
 
 

@@ -51,7 +51,7 @@ class Trainer:
         for model_chunk in self._model.wrapped_model_chunks:
             model_chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        report = runner.train_step(planned.microbatches, loss, denominators)
+        report = runner.train_step(planned.microbatches, loss, denominators, number=self.scheduler.num_steps)
         self._model.mark_gathered()
         return report
 

@@ -99,14 +99,14 @@ def test_a_row_of_zeros_keeps_its_factor():
     assert factors.tolist() == [1.0, 1.5] and magnitudes.grad.tolist() == [0.0, 0.5]
 
 
-def dropped(x: torch.Tensor, p: float, *options: bool) -> torch.Tensor:
+def dropped(x: torch.Tensor, p: float, *options: int) -> torch.Tensor:
     """Drop every other feature."""
     return x * (torch.arange(x.size(-1)) % 2) / (1 - p)
 
 
 def loss_while_training(parallel: dict, base: str, directory: str) -> tuple[Path, float]:
     """Return an adapter's checkpoint after a step, and the loss with dropout then."""
-    layers.dropout = dropped
+    kept, layers.dropout = layers.dropout, dropped
     options = {"parallel": ParallelConfig(**parallel), "device": "cpu", "weights_only": True}
     policy = MegatronPolicy.from_checkpoint(
         base, peft=replace(DORA, lora_dropout=0.5), optimizer=OPTIMIZER, **options
@@ -114,7 +114,7 @@ def loss_while_training(parallel: dict, base: str, directory: str) -> tuple[Path
     batch = of_equal_weight()
     policy.train(batch, NLLLoss(), gbs=4)
     loss = policy.accumulate_gradients(batch, NLLLoss())["loss"]
-    layers.dropout = torch.nn.functional.dropout
+    layers.dropout = kept
     return policy.save_checkpoint(directory, 1), loss
 
 

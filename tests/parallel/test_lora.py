@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import compare, run_workload
 from rl_megatron.certify.single_process import run_in_one_process
 from rl_megatron.certify.workload import Objective, small_batching
@@ -27,7 +28,7 @@ from rl_megatron.topology.device import start_device
 from rl_megatron.weight_sync.exporter import weights_digest
 from tests.parallel.family_cases import SHAPE, assert_same_tensors, hf_model, save, tensors
 from tests.parallel.grid import Layout
-from tests.parallel.layouts import EXPERTS, MODEL, OPTIMIZER, build_policy
+from tests.parallel.layouts import EXPERTS, MODEL, OPTIMIZER, build_policy, gradients, worst_relative_error
 from tests.parallel.test_grid import FEW
 from tests.parallel.test_layouts import random_batch
 from tests.parallel.test_transformers_engine import LLAMA
@@ -249,22 +250,59 @@ def test_the_reference_is_the_model_with_the_adapters_of_the_start(ranks, layout
     assert (found["trained base"] - found["trained"][0]).abs().max() > 1e-3
 
 
+def gradients_with_dropout(parallel: dict, recompute: str = "none", steps: int = 0) -> dict[str, torch.Tensor]:
+    """Return the gradients of a batch of microbatches of one sequence, after some steps on others."""
+    model = replace(MODEL, recompute=recompute)
+    policy = build_policy(
+        parallel, model=model, peft=replace(LORA, lora_dropout=0.5), batching=Batching("padded", 1)
+    )  # fmt: skip
+    for step in range(steps):
+        policy.train(random_batch(4, 16, step + 1), NLLLoss(), gbs=4)
+    policy.accumulate_gradients(random_batch(4, 16, 0), NLLLoss())
+    return gradients(policy)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "recompute"),
+    [
+        ({}, "full"),
+        ({"tensor": 2}, "none"),
+        ({"tensor": 2, "sequence": True}, "full"),
+        ({"pipeline": 2}, "full"),
+        ({"pipeline": 2, "virtual_pipeline": 2}, "none"),
+    ],
+    ids=str,
+)
+def test_every_layout_drops_what_one_process_drops(ranks, parallel, recompute):
+    """With the same microbatches; here on two ranks, which are data-parallel if nothing else is."""
+    (wanted,) = ranks.run(1, gradients_with_dropout, {})
+    error, name = worst_relative_error(ranks.run(2, gradients_with_dropout, parallel, recompute)[0], wanted)
+    assert error <= 1e-4, name
+
+
+def test_context_parallel_ranks_and_steps_drop_other_numbers(ranks):
+    (wanted,) = ranks.run(1, gradients_with_dropout, {})
+    for found in (
+        ranks.run(2, gradients_with_dropout, {"context": 2})[0],
+        ranks.run(1, gradients_with_dropout, {}, "none", 1)[0],
+    ):
+        assert worst_relative_error(found, wanted)[0] > 0.1
+
+
 def losses_with_dropout(parallel: dict) -> dict[str, list[float]]:
-    """Return the loss of two backward passes and of an evaluation, without dropout and with it."""
+    """Return the loss of a backward pass and of an evaluation, without dropout and with it."""
     found = {}
     for name, dropout in (("without", 0.0), ("with", 0.5)):
         policy, batch = build_policy(parallel, peft=replace(LORA, lora_dropout=dropout)), random_batch(4, 12, 0)
-        trained = [policy.accumulate_gradients(batch, NLLLoss())["loss"] for _ in range(2)]
-        found[name] = [*trained, policy.train(batch, NLLLoss(), gbs=4, eval_mode=True)["loss"]]
+        trained = policy.accumulate_gradients(batch, NLLLoss())["loss"]
+        found[name] = [trained, policy.train(batch, NLLLoss(), gbs=4, eval_mode=True)["loss"]]
     return found
 
 
 def test_dropout_acts_while_training_only(ranks):
     (found,) = ranks.run(1, losses_with_dropout, {})
-    assert len({*found["without"], found["with"][2]}) == 1
-    assert len({*found["with"]}) == 3
-    for message in ranks.run(2, dropout_without_sequence_parallelism):
-        assert "peft.lora_dropout=0.5 with parallel.tensor=2 needs parallel.sequence=true" in message
+    assert len({*found["without"], found["with"][1]}) == 1
+    assert len({*found["with"]}) == 2
 
 
 def fused_gate_and_up(tensor: int) -> str:
@@ -278,12 +316,6 @@ def test_an_adapter_of_fused_gate_and_up_is_refused_under_tensor_parallelism(ran
     for message in ranks.run(2, fused_gate_and_up, 2):
         assert "gate_up_proj is one module for gate and up, whose rows parallel.tensor=2 splits" in message
         assert "peft.exclude_modules=[gate_up_proj]" in message
-
-
-def dropout_without_sequence_parallelism() -> str:
-    with pytest.raises(ConfigError) as error:
-        build_policy({"tensor": 2}, peft=replace(LORA, lora_dropout=0.5))
-    return str(error.value)
 
 
 def refusals(directory: str) -> dict[str, str]:

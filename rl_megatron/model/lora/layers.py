@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,9 +35,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import linear
 
 from rl_megatron.config.peft import DEFAULT_ADAPTER, LoraConfig
+from rl_megatron.model.lora.dropout import dropout, microbatch_seed
 from rl_megatron.model.lora.targets import Part, tensor_name
 from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.topology.topology import Topology
@@ -69,7 +71,7 @@ class LinearAdapter(torch.nn.Module):
         super().__init__()
         self.parts, self.scaling = tuple(parts), config.scaling
         self.is_on, self.is_frozen = True, False
-        self._dropout = config.lora_dropout
+        self._dropout, self._seed = config.lora_dropout, seed
         self._is_expert = bool(getattr(module, "is_expert", False))
         self._kind = _kind_of(module)
         self.sequence_parallel = megatron.sequence_parallel and not self._is_expert
@@ -99,7 +101,21 @@ class LinearAdapter(torch.nn.Module):
         return output + self(self._dropped(x))
 
     def _dropped(self, x: Tensor) -> Tensor:
-        return dropout(x, self._dropout) if self._dropout and self.training else x
+        if not (self._dropout and self.training):
+            return x
+        if is_planned():
+            return torch.nn.functional.dropout(x, self._dropout)
+        names = ",".join(part.key for part in self.parts)
+        # Context-parallel ranks have different tokens.
+        seed = f"{self._seed} {names} {microbatch_seed(x.device)} {self._topology.groups.cp.rank()}"
+        return dropout(x, self._dropout, zlib.crc32(seed.encode()), *self._share_of_input())
+
+    def _share_of_input(self) -> tuple[int, int, int]:
+        """Return (axis, number of shards, this rank's shard) of the linear's input over tensor-parallel ranks."""
+        if self._kind == _ROW:
+            return -1, self._group.size(), self._group.rank()
+        group = self._topology.groups.tp
+        return (0, group.size(), group.rank()) if self.sequence_parallel else (0, 1, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return s·B·A·x in the layout of the linear's output. `x` is an input of the linear on this rank."""

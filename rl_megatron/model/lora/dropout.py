@@ -1,0 +1,51 @@
+"""Dropout of adapters, as a function of a seed instead of the random numbers drawn before.
+
+So a layout drops what one process drops. The seed of a microbatch is a state of megatron-core's tracker of random
+number generators, because the recomputation of activations restores these, in whatever order a pipeline runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+
+_STATE = "adapter-dropout"
+
+
+def seed_microbatch(seed: int, device: torch.device) -> None:
+    """Set the seed of the microbatch whose forward pass begins."""
+    tracker = _tracker()
+    tracker.set_states(tracker.get_states() | {_STATE: torch.Generator(device).manual_seed(seed).get_state()})
+
+
+def microbatch_seed(device: torch.device) -> int:
+    """Return the seed of the microbatch whose forward pass, or its recomputation, is running."""
+    generator = torch.Generator(device)
+    generator.set_state(_tracker().get_states()[_STATE])
+    return generator.initial_seed()
+
+
+def _tracker() -> Any:
+    """Return megatron-core's tracker, whose class is megatron-core's or Transformer Engine's."""
+    return get_cuda_rng_tracker()
+
+
+def dropout(x: Tensor, p: float, seed: int, axis: int = 0, shards: int = 1, shard: int = 0) -> Tensor:
+    """Return x with numbers of a share `p` set to 0, and the others divided by 1 − p.
+
+    Args:
+        x: One of `shards` equal parts of a tensor along `axis`, the one with the number `shard`.
+        p: The share.
+        seed: Decides, with the shape of the whole tensor, which of its numbers are dropped.
+        axis: The axis.
+        shards: The number of parts.
+        shard: The number of this part, from 0.
+    """
+    shape, size = list(x.shape), x.size(axis)
+    shape[axis] = shards * size
+    generator = torch.Generator(x.device).manual_seed(seed)
+    kept = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p, generator=generator)
+    return x * kept.narrow(axis, shard * size, size) / (1 - p)
