@@ -1,10 +1,15 @@
 """Buckets as SGLang reads them, and what its checksums say about a weight sync."""
 
+from concurrent.futures import Future
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from rl_megatron.weight_sync.plan import Bucket, TensorSpec, WeightsRefused
-from rl_megatron.weight_sync.sglang import ChecksumHistory, flat_order, flattened, sources_of
+from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec, WeightsRefused
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
+from rl_megatron.weight_sync.sglang import ChecksumHistory, SglangSync, flat_order, flattened, sources_of
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
 QKV, NORM, EMBEDDING = "model.layers.0.self_attn.qkv_proj.weight", "model.norm.weight", "model.embed_tokens.weight"
@@ -90,3 +95,21 @@ def test_servers_with_different_weights_are_refused_even_if_dtypes_differ():
     history.check([answer(FIRST), answer(FIRST)], {**SENT, NORM: 9})  # perhaps too small a change for the dtype
     with pytest.raises(WeightsRefused, match=f"server 1 has other weights than server 0 in {NORM}"):
         history.check([answer(FIRST), answer({**FIRST, NORM: "B"})], SENT)
+
+
+def test_a_server_of_another_model_is_refused_before_it_is_asked_to_join():
+    asked, cpu = [], torch.device("cpu")
+
+    def request(method, path, body=None, timeout_seconds=None):
+        asked.append(path)
+        future = Future()
+        future.set_result({"tp_size": 1, "dtype": "bfloat16", "architectures": ["GemmaForCausalLM"]})
+        return future
+
+    server = SimpleNamespace(name="SGLang server 0", request=request)
+    servers = WeightServers([server], PolicyRanks(0, 1, cpu), timeout_seconds=5, seconds_after_a_break=0.1)
+    weights = SimpleNamespace(plan=RefitPlan({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}, 10, ()))
+    sync = SglangSync(servers, weights, SimpleNamespace(is_cuda=False, device=cpu), timeout_seconds=1.0)
+    with pytest.raises(ServerRefused, match="server 0 serves GemmaForCausalLM, and the policy is LlamaForCausalLM"):
+        sync.connect()
+    assert asked == ["/server_info", "/model_info"]
