@@ -190,3 +190,19 @@ def test_values_come_back_to_the_ranks_that_have_produced_their_sequences(ranks,
     assert sum(len(before) for _, before in found) == whole_batch().size
     for back, before in found:
         assert not before or back == before
+
+
+def numbers_of_trajectories() -> list[int]:
+    """Return the numbers over all ranks, if rank 0 has a trajectory of two sequences, and rank 1 one of a sequence."""
+    topology = build_policy({}).topology
+    size = 2 - topology.data_rank
+    own = BatchedDataDict(
+        input_ids=torch.ones(size, 4).long(), input_lengths=torch.full((size,), 4), trajectory=torch.zeros(size).long()
+    )
+    batch = produced(own, topology)
+    assert batch["trajectory"].tolist() == [topology.data_rank] * size
+    return batch.facts["trajectory"].tolist()
+
+
+def test_trajectories_of_two_ranks_have_numbers_of_their_own(ranks):
+    assert ranks.run(2, numbers_of_trajectories) == [[0, 0, 1]] * 2
