@@ -90,7 +90,13 @@ def test_groups_have_the_prompts_and_the_seeds_of_a_synchronous_run(made):
     """All rewards are equal, so that a step makes the groups of all its rounds."""
     rounds = ("algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=3")
     synchronous, _, wanted = made(Sampler, *rounds)
-    first_step = [synchronous.draw(1, round_) and set(wanted.asked) for round_ in range(3)][-1]
+    synchronous.draw(1)
+    first_round = set(wanted.asked)
+    synchronous.draw(1, 0)
+    assert wanted.asked == first_round and len(first_round) == PER_STEP * SIZE
+    for round_ in (1, 2):
+        synchronous.draw(1, round_)
+    first_step = set(wanted.asked)
     for step in (2, 3):
         for round_ in range(3):
             synchronous.draw(step, round_)

@@ -353,3 +353,10 @@ def test_a_warning_names_the_records_that_its_step_has_learned_from(make, caplog
     stage.record(2, stage.train(2, batch, NLLLoss()))
     assert "all rewards are 1 in 1 steps in a row" in caplog.text
     assert "sequences 0 (a.jsonl:3): 'a', 1 (a.jsonl:4): 'b'" in caplog.text
+
+
+def test_parts_that_end_with_a_stage_are_known_in_their_order(make):
+    stage, parts = make([]), [SimpleNamespace(close=lambda: None) for _ in range(2)]
+    for part in parts:
+        stage.close_at_end(part)
+    assert stage.closing == parts
