@@ -1,7 +1,6 @@
 import gc
 import logging
 import os
-import tomllib
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,7 +13,6 @@ if not torch.cuda.is_available():
 
 from rl_megatron import log
 from tests import costs, shape_checks
-from tests.costs import only_nightly
 from tests.end_to_end.launch import Forks
 from tests.fresh_process import FreshProcess
 from tests.worker_pool import WorkerPool
@@ -25,11 +23,7 @@ shape_checks.install()  # before anything imports the modules that it checks
 DEAR_DIRECTORIES = [Path(__file__).parent / name for name in ("parallel", "end_to_end")]
 
 
-NIGHTLY = [
-    only_nightly(pattern, kept)
-    for reason in tomllib.loads((Path(__file__).parent / "nightly.toml").read_text()).values()
-    for pattern, kept in reason["tests"].items()
-]
+NIGHTLY = costs.NightlyTests()
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +129,7 @@ def pytest_collection_finish():
 
 def pytest_itemcollected(item):
     """Mark what nightly.toml lists `nightly`, and what is in a dear directory `change`, unless it is marked `fast`."""
-    if any(expression.fullmatch(item.nodeid) for expression in NIGHTLY):
+    if item.nodeid in NIGHTLY:
         item.add_marker(pytest.mark.nightly)
     is_dear = any(item.path.is_relative_to(directory) for directory in DEAR_DIRECTORIES)
     if is_dear and item.get_closest_marker("fast") is None:

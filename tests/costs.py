@@ -9,11 +9,13 @@ them. Its CPU seconds are those of the pytest process and of all processes below
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import re
+import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -21,6 +23,7 @@ import pytest
 TICKS = os.sysconf("SC_CLK_TCK")
 MARK = "<!-- what the tests cost: python -m tests.costs -->"
 TIERS = ("fast", "change", "nightly")
+NIGHTLY = Path(__file__).with_name("nightly.toml")
 
 
 def tier_of(item: pytest.Item) -> str:
@@ -28,16 +31,55 @@ def tier_of(item: pytest.Item) -> str:
     return next((tier for tier in ("nightly", "change") if item.get_closest_marker(tier)), "fast")
 
 
-def only_nightly(pattern: str, kept: Iterable[str]) -> re.Pattern[str]:
-    """Return what matches the ids of the tests that an entry of nightly.toml takes from the change tier.
+class NightlyEntry:
+    """An entry of nightly.toml: tests that it takes from the change tier.
 
-    Args:
-        pattern: A file of tests or a test; `*` stands for any text without `[` and `:`.
-        kept: The tests of the file, or the cases of the test, that stay; `*` stands for any text.
+    Attributes:
+        files: The files of tests that it is about; `*` stands for any text.
     """
-    taken = "[^[:]*".join(map(re.escape, pattern.split("*")))
-    stays = "|".join(".*".join(map(re.escape, name.split("*"))) for name in kept) or "(?!)"
-    return re.compile(rf"{taken}((::|\[)(?!({stays})]?$).*)?")
+
+    def __init__(self, pattern: str, kept: Sequence[str] | int):
+        """Read an entry.
+
+        Args:
+            pattern: A file of tests or a test; `*` stands for any text without `[` and `:`.
+            kept: The tests of the file, or the cases of the test, that stay; `*` stands for any text. A number keeps so
+                many cases of each test, the first ones.
+        """
+        self.files = pattern.partition("::")[0]
+        self._num_kept, self._asked = (kept, Counter[str]()) if isinstance(kept, int) else (None, None)
+        names = () if isinstance(kept, int) else kept
+        taken = "[^[:]*".join(map(re.escape, pattern.split("*")))
+        stays = "|".join(".*".join(map(re.escape, name.split("*"))) for name in names) or "(?!)"
+        self._expression = re.compile(rf"{taken}((::|\[)(?!({stays})]?$).*)?")
+
+    def takes(self, test: str) -> bool:
+        """Return whether it takes a test. Each is asked about once, in the order of its file."""
+        if self._expression.fullmatch(test) is None:
+            return False
+        if self._num_kept is None or self._asked is None:
+            return True
+        name = test.partition("[")[0]
+        self._asked[name] += 1
+        return self._asked[name] > self._num_kept
+
+
+class NightlyTests:
+    """All entries of nightly.toml."""
+
+    def __init__(self) -> None:
+        """Read the file."""
+        reasons = tomllib.loads(NIGHTLY.read_text()).values()
+        self.entries = [entry for reason in reasons for entry in reason["tests"].items()]
+        self._read = [NightlyEntry(pattern, kept) for pattern, kept in self.entries]
+        self._by_file: dict[str, list[NightlyEntry]] = {}
+
+    def __contains__(self, test: str) -> bool:
+        """Return whether an entry takes a test. Each is asked about once, in the order of its file."""
+        file = test.partition("::")[0]
+        if file not in self._by_file:
+            self._by_file[file] = [entry for entry in self._read if fnmatch.fnmatchcase(file, entry.files)]
+        return any([entry.takes(test) for entry in self._by_file[file]])
 
 
 def pytest_addoption(parser):

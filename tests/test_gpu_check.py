@@ -350,6 +350,7 @@ def _sleepers() -> int:
     return found
 
 
+@pytest.mark.change
 def test_all_results_are_kept_if_parts_fail_hang_or_are_skipped(scripts, tmp_path):
     began, sleepers, output = time.monotonic(), _sleepers(), tmp_path / "output"
     assert not scripts(["environment", "tests", "smoke", "syncs", "memory"], output)
@@ -382,6 +383,7 @@ def test_a_part_that_runs_again_replaces_its_result_and_no_other(scripts, tmp_pa
     assert found == {"environment": "passed", "tests": "passed"}
 
 
+@pytest.mark.change
 def test_parts_end_with_the_time_of_all_parts(scripts, tmp_path):
     output = tmp_path / "output"
     assert not scripts(["decode", "grpo"], output, seconds=2.0)
@@ -394,6 +396,7 @@ def test_parts_are_forks_that_have_not_used_a_gpu(scripts, tmp_path):
     assert _results(tmp_path / "output")["grpo"]["facts"] == {"started": "False"}
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_results_are_complete_if_the_command_is_ended_half_way(number, scripts, tmp_path, monkeypatch):
     output, sleepers = tmp_path / "output", _sleepers()

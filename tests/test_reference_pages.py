@@ -118,6 +118,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.change
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda value: value.stem if isinstance(value, Path) else "")
 def test_every_command_is_valid(page, command, tmp_path, monkeypatch):
     words = shlex.split(command)

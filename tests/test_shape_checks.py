@@ -56,6 +56,7 @@ def test_installing_after_an_import_is_refused():
         shape_checks.install.__wrapped__()
 
 
+@pytest.mark.change
 def test_nothing_is_checked_outside_the_tests():
     program = (
         "import sys, torch\n"

@@ -80,6 +80,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout[:2]))
 @pytest.mark.parametrize(("precision", "distributed"), [("bf16", True), ("fp32", True), ("bf16", False)])
 def test_the_formulas_give_the_bytes_of_a_built_policy(ranks, layout, precision, distributed):

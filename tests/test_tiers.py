@@ -4,7 +4,6 @@ import fnmatch
 import json
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -117,6 +116,7 @@ def recorded(request, tmp_path):
     return {each["test"].partition("::test_")[2]: each for each in costs.read(file)}, file
 
 
+@pytest.mark.change
 def test_what_every_test_costs_is_recorded(recorded):
     tests, _ = recorded
     busy, waiting, failed = (tests[name] for name in ("in_another_process", "waits_in_a_fixture", "fails"))
@@ -189,28 +189,30 @@ def test_shards_divide_the_files_of_tests():
         ("tests/a.py::y", ("1-*",), {"tests/a.py::y[2-b]"}),
         ("tests/a*::K", (), {"tests/a.py::K::y[1-b]", "tests/ab.py::K"}),
         ("tests/a.py::*[2-b]", (), {"tests/a.py::y[2-b]"}),
+        ("tests/a.py", 1, {"tests/a.py::y[2-b]"}),
+        ("tests/a.py::y", 0, {"tests/a.py::y[1-b]", "tests/a.py::y[2-b]"}),
     ],
 )
 def test_an_entry_takes_all_but_what_it_keeps(pattern, kept, taken):
     a = ("tests/a.py::x", "tests/a.py::y[1-b]", "tests/a.py::y[2-b]", "tests/a.py::K::y[1-b]")
-    expression = costs.only_nightly(pattern, kept)
-    assert {test for test in (*a, "tests/ab.py::K") if expression.fullmatch(test)} == taken
+    entry = costs.NightlyEntry(pattern, kept)
+    assert {test for test in (*a, "tests/ab.py::K") if entry.takes(test)} == taken
 
 
 def test_every_entry_of_nightly_toml_takes_and_keeps_tests(collected):
     """Of the files that were collected: an editor may run this test alone."""
-    ids = {item.nodeid: costs.tier_of(item) for item in collected}
-    entries = [
-        entry
-        for reason in tomllib.loads((ROOT / "tests" / "nightly.toml").read_text()).values()
-        for entry in reason["tests"].items()
-        if any(fnmatch.fnmatchcase(test.partition("::")[0], entry[0].partition("::")[0]) for test in ids)
-    ]
-    for pattern, kept in entries:
-        taken = {test for test in ids if costs.only_nightly(pattern, kept).fullmatch(test)}
+    by_file: dict[str, dict[str, str]] = {}
+    for item in collected:
+        by_file.setdefault(item.nodeid.partition("::")[0], {})[item.nodeid] = costs.tier_of(item)
+    for pattern, kept in costs.NightlyTests().entries:
+        files = fnmatch.filter(by_file, pattern.partition("::")[0])
+        ids = {test: tier for file in files for test, tier in by_file[file].items()}
+        if not ids:
+            continue
+        taken = {test for test in ids if costs.NightlyEntry(pattern, kept).takes(test)}
         assert taken, f"{pattern} takes no test"
-        for name in kept:
-            others = costs.only_nightly(pattern, [other for other in kept if other != name])
-            stay = [test for test in ids if others.fullmatch(test) and test not in taken]
+        for name in () if isinstance(kept, int) else kept:
+            others = costs.NightlyEntry(pattern, [other for other in kept if other != name])
+            stay = [test for test in ids if others.takes(test) and test not in taken]
             assert stay, f"{name!r} keeps no test of {pattern}"
             assert {ids[test] for test in stay} != {"nightly"}, f"another entry takes what {name!r} of {pattern} keeps"

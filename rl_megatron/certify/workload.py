@@ -232,7 +232,7 @@ def _few_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]
         "num_experts": num_experts if model.router_groups is not None else min(model.num_experts, num_experts),
         "experts_per_token": chosen,
         "first_dense_layers": min(model.first_dense_layers, 1),
-        "router_aux_loss": 0.0,
+        "router_aux_loss": model.router_aux_loss if model.router_aux_loss_scope == "global" else 0.0,
         "expert_ffn_hidden_size": 32 * parallel.expert_tensor,
         **_where_set(
             model,

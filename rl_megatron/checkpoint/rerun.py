@@ -242,7 +242,8 @@ def _place(path: Any) -> Any:
 
 
 def _may_change(key: str, before: StageConfig | None, stage: StageConfig) -> bool:
-    if key in _SHAPES_MICROBATCHES and stage.model.num_experts is not None and stage.model.router_aux_loss > 0:
+    shapes_microbatches = key in _SHAPES_MICROBATCHES or key.startswith("parallel.")  # data parallelism divides them
+    if shapes_microbatches and stage.model.router_aux_loss > 0 and stage.model.router_aux_loss_scope == "microbatch":
         return False  # the load-balancing loss is of each microbatch
     if key == "data.num_eval_examples" and before is not None:  # the other records are trained on
         was, is_ = (bad_input_named(lambda each=each: build_source(each).num_held_out) for each in (before, stage))

@@ -111,7 +111,10 @@ class ModelConfig:
     shared_expert_ffn_hidden_size: Positive | None = None  # width of an expert for all tokens (Qwen2-MoE); null: none
     shared_expert_gate: bool = False  # multiply the shared expert's output by a learned gate (Qwen2-MoE)
     normalize_expert_weights: bool = True  # scale the weights of a token's experts to add up to 1 (Qwen2-MoE: false)
-    router_aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss of each microbatch; 0: off
+    router_aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss of experts; 0: off
+    # The tokens whose even use of the experts it wants. microbatch: those of each microbatch, so that gradients depend
+    # on which sequences share one. global: those of the global batch, at the price of a forward pass.
+    router_aux_loss_scope: Literal["microbatch", "global"] = "microbatch"
     first_dense_layers: NonNegative = 0  # leading layers with a dense MLP instead of experts (DeepSeek-V3, GLM-4.5)
     router_score: Literal["softmax", "sigmoid"] = "softmax"  # turns router logits into scores (DeepSeek-V3: sigmoid)
     # Add a bias to each expert's score to choose experts, but not to weight them (DeepSeek-V3). The bias is saved with

@@ -176,6 +176,7 @@ _OF_EXPERTS = (
     "shared_expert_gate",
     "normalize_expert_weights",
     "router_aux_loss",
+    "router_aux_loss_scope",
     "first_dense_layers",
     "router_score",
     "router_bias",
@@ -196,6 +197,11 @@ def _check_experts(model: ModelConfig) -> None:
                     f"model.{key}={str(value).lower()} does nothing: model.num_experts=null is a dense model; set "
                     f"model.num_experts, or leave model.{key} out"
                 )
+    elif model.router_aux_loss == 0 and model.router_aux_loss_scope != _DEFAULT.router_aux_loss_scope:
+        raise ConfigError(
+            f"model.router_aux_loss_scope={model.router_aux_loss_scope} has no effect: model.router_aux_loss=0 turns "
+            "the balancing loss off; set it above 0, or leave model.router_aux_loss_scope out"
+        )
     elif model.experts_per_token > model.num_experts:
         raise ConfigError(
             f"model.experts_per_token={model.experts_per_token} exceeds model.num_experts={model.num_experts}; lower it"

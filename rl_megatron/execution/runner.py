@@ -31,15 +31,17 @@ from rl_megatron.losses.base import Loss
 from rl_megatron.model.heads.deferred import DeferredHead, UncopiedHead
 from rl_megatron.model.layers.attention import BIASES
 from rl_megatron.model.layers.router import (
+    balances_globally,
     balancing_loss,
     balancing_routers,
     begin_step,
+    counting,
     expert_load,
     forget_graphs,
     replaced_share,
 )
 from rl_megatron.model.layers.router_replay import expert_layers, replaying
-from rl_megatron.topology.topology import Topology
+from rl_megatron.topology.topology import Topology, keep_generators
 from rl_megatron.topology.transfer import send
 
 
@@ -100,6 +102,8 @@ class Runner:
         prepared, counts = send((self._prepare(microbatches, forward_only), denominators), self.topology.device)
         step = partial(self._loss_of, loss_fn=loss_fn, denominators=counts)
         if not forward_only:
+            if self._has_experts and balances_globally(get_model_config(self.model_chunks[0])):
+                self._count_routed(prepared)
             begin_step(self.model_chunks, counts.positions)
         head = self._head() if loss_fn.reads_deferred_logits else None
         if self.fused_head is not None and not loss_fn.reads_deferred_logits:
@@ -108,6 +112,17 @@ class Runner:
         batches = [microbatch.batch for microbatch in microbatches]
         of_routers = {} if forward_only else self._router_metrics(ROUTED_EXPERTS in batches[0])
         return reduce_metrics(reports, loss_fn, batches, self.topology, of_routers)
+
+    def _count_routed(self, prepared: PreparedStep) -> None:
+        """Let the routers count the tokens of each expert in the global batch, in a forward pass of its own."""
+        with (
+            counting(self.model_chunks, self.topology.groups.tp_dp_cp),
+            keep_generators(self.topology.device),
+            torch.no_grad(),
+        ):
+            # Logits that nobody reads are not computed.
+            head = DeferredHead.of(self.model_chunks, None)
+            self._run(prepared, lambda *output: None, forward_only=True, head=head, collect=True)
 
     def _router_metrics(self, replays: bool) -> dict[str, Tensor]:
         """Return the metrics of the step's routers, summed over all ranks, on the device. Collective."""

@@ -26,6 +26,7 @@ from rl_megatron.model.layers.expert_gather import gather_unequal_numbers
 from rl_megatron.model.layers.expert_permutation import permute_without_waiting
 from rl_megatron.model.layers.gated_activation import ACTIVATIONS
 from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
+from rl_megatron.model.layers.router import SCOPES
 from rl_megatron.model.layers.weight_gradient import fuse_weight_gradients
 from rl_megatron.model.lora.attach import attach_adapters, attach_frozen, dora_adapters_of
 from rl_megatron.model.lora.modules import whole_tensors
@@ -125,7 +126,7 @@ def _experts(model: ModelConfig) -> dict:
         "moe_shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size,
         "moe_shared_expert_gate": model.shared_expert_gate,
         "moe_router_pre_softmax": not model.normalize_expert_weights,
-        "moe_router_load_balancing_type": "aux_loss" if model.router_aux_loss > 0 else "none",
+        "moe_router_load_balancing_type": SCOPES[model.router_aux_loss_scope] if model.router_aux_loss > 0 else "none",
         "moe_aux_loss_coeff": model.router_aux_loss,
         "moe_layer_freq": [int(layer >= model.first_dense_layers) for layer in range(model.num_layers)],
         "moe_router_score_function": model.router_score,

@@ -200,18 +200,28 @@ def build_beside(parallel: ParallelConfig, topology: Topology, timeout_minutes: 
     Raises:
         ConfigError: The degrees do not fit the world size.
     """
-    kept, tracker = _megatron_state(), get_cuda_rng_tracker()
-    assert tracker is not None  # `build` has made it for the first topology
+    kept = _megatron_state()
+    with keep_generators(topology.device):
+        try:
+            return build(parallel, topology.device, 0, timeout_minutes, topology.store)
+        finally:
+            _set_megatron_state(kept)
+
+
+@contextmanager
+def keep_generators(device: torch.device) -> Iterator[None]:
+    """Leave this rank's random number generators, torch's and megatron-core's, as they were before the block."""
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None  # `build` has made it
     generators, state = tracker.get_states(), torch.get_rng_state()
-    of_gpu = torch.cuda.get_rng_state(topology.device) if topology.device.type == "cuda" else None
+    of_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
-        return build(parallel, topology.device, 0, timeout_minutes, topology.store)
+        yield
     finally:
-        _set_megatron_state(kept)
         tracker.set_states(generators)
         torch.set_rng_state(state)
         if of_gpu is not None:
-            torch.cuda.set_rng_state(of_gpu, topology.device)
+            torch.cuda.set_rng_state(of_gpu, device)
 
 
 @contextmanager

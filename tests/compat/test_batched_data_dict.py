@@ -273,6 +273,7 @@ def gather_on_rank(scale):
         return plain, str(error)
 
 
+@pytest.mark.change
 def test_all_gather_joins_uneven_ranks(ranks):
     """Rank r brings r sequences of width 2 + r; rank 0 brings none."""
     results = ranks.run(3, gather_on_rank, 0.5)

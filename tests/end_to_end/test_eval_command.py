@@ -126,4 +126,4 @@ def test_an_own_reward_scores_own_prompts_answered_by_a_hugging_face_directory(h
         "x.jsonl",
         "--print-config",
     )
-    assert shown.status == 0 and "hidden_size: 16" in shown.out, shown.err
+    assert shown.status == 0 and "num_layers: 1\n" in shown.out, shown.err

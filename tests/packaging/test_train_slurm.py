@@ -46,6 +46,7 @@ def test_signals_reach_ranks_also_if_slurm_sends_them_to_the_first_process_of_a_
     assert running.wait(20) == 75
 
 
+@pytest.mark.change
 @pytest.mark.parametrize(
     ("variables", "trainers", "engines"),
     [
@@ -74,6 +75,7 @@ def test_some_nodes_serve_and_the_others_train_with_their_addresses(tmp_path, va
     assert sorted((tmp_path / "trained").read_text().splitlines()) == wanted
 
 
+@pytest.mark.change
 @pytest.mark.parametrize(
     ("division", "options"), [("auto", ""), ("auto:1", " --engine-nodes 1")], ids=["measured", "with a first choice"]
 )
@@ -93,6 +95,7 @@ def test_a_choice_that_the_run_refuses_ends_the_job(tmp_path):
     assert done.returncode == 2 and not (tmp_path / "requeued").exists()
 
 
+@pytest.mark.change
 @pytest.mark.parametrize(("ranks", "status", "is_queued"), [(75, 75, True), (1, 1, False)], ids=["saved", "failed"])
 def test_the_status_of_the_training_is_that_of_a_job_with_servers(tmp_path, ranks, status, is_queued):
     done = job(tmp_path, sides(tmp_path, f"{TRAINS}; exit {ranks}"), ENGINE_NODES="1")
@@ -100,6 +103,7 @@ def test_the_status_of_the_training_is_that_of_a_job_with_servers(tmp_path, rank
     assert is_queued == (tmp_path / "requeued").exists()
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("status", [0, 1, 2])
 def test_training_is_asked_to_save_and_the_job_fails_if_the_servers_end_before_it(tmp_path, status):
     ranks = "trap 'touch $TMPDIR/asked; exit 75' TERM; touch $TMPDIR/ready; while :; do sleep 0.05; done"

@@ -36,6 +36,7 @@ MODEL = ModelConfig(
 )
 EXPERTS = {
     "num_experts": 4, "expert_ffn_hidden_size": 32, "shared_expert_ffn_hidden_size": 32, "shared_expert_gate": True,
+    "router_aux_loss": 0.1, "router_aux_loss_scope": "global",
 }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc):
         layouts = whole_grid() if metafunc.config.getoption("--tier") == "nightly" else FEW
         metafunc.parametrize(
             "layout",
-            [pytest.param(layout, marks=pytest.mark.fast if layout in QUICK else ()) for layout in layouts],
+            [pytest.param(layout, marks=() if layout in QUICK else pytest.mark.nightly) for layout in layouts],
             ids=lambda layout: layout.name.replace(" ", "-"),
         )
 

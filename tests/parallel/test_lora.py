@@ -28,7 +28,7 @@ from rl_megatron.weight_sync.exporter import weights_digest
 from tests.parallel.family_cases import SHAPE, assert_same_tensors, hf_model, save, tensors
 from tests.parallel.grid import Layout
 from tests.parallel.layouts import EXPERTS, MODEL, OPTIMIZER, build_policy
-from tests.parallel.test_grid import FEW, QUICK
+from tests.parallel.test_grid import FEW
 from tests.parallel.test_layouts import random_batch
 from tests.parallel.test_transformers_engine import LLAMA
 from tests.unit.model.test_sharded_shape import DELTA, allocated
@@ -50,11 +50,7 @@ def measured(layout: Layout, lora: LoraConfig = LORA):
     return run_workload(workload, where, batching)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(layout, marks=pytest.mark.fast if layout == QUICK[0] else ()) for layout in FEW],
-    ids=lambda layout: layout.name.replace(" ", "-"),
-)
+@pytest.mark.parametrize("layout", FEW, ids=lambda layout: layout.name.replace(" ", "-"))
 def test_a_layout_gives_the_adapters_gradients_of_one_process(ranks, layout):
     """Logprobs, the gradients of A and B, the weights after a step and the metrics are those of one process."""
     assert_gradients_of_one_process(ranks, layout, LORA)

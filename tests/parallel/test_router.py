@@ -1,4 +1,7 @@
-"""The balancing loss of experts: its gradient is correct, and equal in all layouts with the same microbatches."""
+"""The balancing loss of experts: its gradient is correct, and equal in all layouts with the same microbatches.
+
+With the scope "global", it is equal in all layouts with any microbatches.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from rl_megatron.losses import NLLLoss
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy, gradients, worst_relative_error
 
 EXPERTS = dataclasses.replace(MODEL, num_experts=4, expert_ffn_hidden_size=32, router_aux_loss=0.5)
+GLOBAL = dataclasses.replace(EXPERTS, router_aux_loss_scope="global")
 WHOLE = Batching("padded", NUM_SEQUENCES)
 
 
@@ -70,6 +74,23 @@ def test_microbatches_without_a_token_are_finite(ranks):
     thirds = Batching("padded", NUM_SEQUENCES // 3)
     wanted = ranks.run(1, one_step, {}, thirds)[0]
     assert_same(ranks.run(2, one_step, {"pipeline": 2, "virtual_pipeline": 2}, thirds)[0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "batching", "recompute"),
+    [
+        ({}, 1, Batching("padded", 1), "none"),
+        ({}, 2, Batching("packed", tokens=48), "full"),
+        ({"pipeline": 2}, 4, Batching("padded", 2), "none"),
+        ({"pipeline": 2, "virtual_pipeline": 2}, 2, Batching("padded", NUM_SEQUENCES // 3), "full"),
+        ({"tensor": 2, "sequence": True, "context": 2, "expert": 2}, 4, Batching("packed", tokens=64), "none"),
+    ],
+    ids=str,
+)
+def test_the_global_scope_depends_on_no_microbatches(ranks, one_process, parallel, world_size, batching, recompute):
+    """One microbatch of the whole batch is the definition of both scopes."""
+    model = dataclasses.replace(GLOBAL, recompute=recompute)
+    assert_same(ranks.run(world_size, one_step, parallel, batching, model)[0], one_process)
 
 
 def slope_and_gradient() -> tuple[float, float]:

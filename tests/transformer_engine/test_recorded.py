@@ -59,6 +59,7 @@ def test_portable_layers_have_the_same_tensors_checkpoints_and_exports(fresh_pro
             assert ours["pieces"] == theirs["pieces"], layout
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("family", cases.FAMILIES)
 def test_the_weight_table_has_the_tensors_of_the_layers(family):
     for layout, recorded in FAMILIES[family].items():

@@ -44,6 +44,7 @@ NOT_OF_THE_WEIGHTS = frozenset(
         "init_std",
         "max_sequence_length",
         "router_aux_loss",
+        "router_aux_loss_scope",
         "router_bias_update",
     }
 )

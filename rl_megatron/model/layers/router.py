@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+# Values of megatron-core's `moe_router_load_balancing_type`, by `model.router_aux_loss_scope`.
+GLOBAL = "global_aux_loss"
+SCOPES = {"microbatch": "aux_loss", "global": GLOBAL}
 
 
 class BalancedRouter(TopKRouter):
     """megatron-core's top-k router with a different balancing loss. It is on if `model.router_aux_loss` c is above 0.
 
         L_aux = c · Σ_layers Σ_m (T_m / T) · (E / k) · Σ_i f_i·P_i
-        f_i = share of microbatch m's T_m tokens that go to expert i      P_i = mean probability of expert i over them
+        f_i = share of tokens that go to expert i      P_i = mean probability of expert i over microbatch m's T_m tokens
 
     If experts are used evenly, each layer adds c. The loss is a mean over the T tokens of the global batch. Like the
     losses' denominators, T is counted before the first forward. Padding and sequences with zero loss weight do not
-    count. The tokens of a microbatch are those of all tensor- and context-parallel ranks. Every microbatch of every
+    count. The tokens of a microbatch are those of all tensor- and context-parallel ranks. With router replay, f_i still
+    counts the experts that the router itself would choose, because these are what the loss can balance. The bias, in
+    contrast, follows the experts that compute the tokens.
+
+    `model.router_aux_loss_scope` says over which tokens f_i is the share. With "microbatch", every microbatch of every
     data-parallel rank is balanced separately, so L_aux depends on which sequences share a microbatch, but on no other
-    part of the layout. With router replay, f_i still counts the experts that the router itself would choose, because
-    these are what the loss can balance. The bias, in contrast, follows the experts that compute the tokens.
+    part of the layout. With "global", f_i is the share of the global batch, which `counting` finds before the first
+    backward pass, and L_aux depends on no part of the layout.
 
     megatron-core's own balancing loss is not used for three reasons. It is multiplied by the number of tokens, by which
     megatron-core divides in its optimizer step and this package does not. It counts padding. And it is NaN for a
@@ -35,6 +46,8 @@ class BalancedRouter(TopKRouter):
         reported: This rank's part of L_aux in the current step.
         expert_bias: megatron-core's buffer, or None if the router has no bias.
         visits: [experts] The tokens of this rank per expert in the current step. None outside a step.
+        counted: [experts] With the scope "global", the tokens of the global batch per expert in the current step.
+        counts: Whether forward passes add to `counted`, as within `counting`.
         replayed: [2] Of this rank's tokens in the current step that were routed to recorded experts: how many the
             router would have routed to others, and how many there are. None outside a step.
     """
@@ -43,22 +56,43 @@ class BalancedRouter(TopKRouter):
     reported: Tensor | None = None
     expert_bias: Tensor | None
     visits: Tensor | None = None
+    counted: Tensor | None = None
+    counts: bool = False
     replayed: Tensor | None = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the weights and the experts of each token. Within `counting`, count what balances."""
+        if self.counts and self.counted is not None:
+            padding = None if padding_mask is None else padding_mask.reshape(-1)
+            routing_map, _ = compute_routing_scores_for_aux_loss(
+                logits.view(-1, logits.size(-1)), self.topk, self.score_function, padding_mask=padding
+            )
+            self.counted += routing_map.sum(dim=0)
+        return super().routing(logits, padding_mask=padding_mask)
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
         if self.step_tokens is None or self.reported is None:
             raise RuntimeError("the router's balancing loss needs the step's number of tokens; call begin_step first")
-        counts = routing_map.sum(dim=0).to(scores_for_aux_loss.dtype)
-        dist.all_reduce(counts, group=self.tp_cp_group)
+        if self.counted is None:
+            counts = routing_map.sum(dim=0).to(scores_for_aux_loss.dtype)
+            dist.all_reduce(counts, group=self.tp_cp_group)
+        else:
+            counts = self.counted
         tokens = (counts.sum() / self.topk).clamp(min=1.0)
-        # The part of this rank's tokens: T_m·f_i = counts, which has no gradient, and T_m·P_i = Σ scores.
+        # The part of this rank's tokens: f_i = counts/tokens, which has no gradient, and T_m·P_i = Σ scores.
         balance = (counts * scores_for_aux_loss.sum(dim=0)).sum() / tokens
-        coefficient = self.get_aux_loss_coeff("aux_loss") * routing_map.size(1) / self.topk
+        coefficient = self.config.moe_aux_loss_coeff * routing_map.size(1) / self.topk
         loss = coefficient * balance / self.step_tokens
         self.reported = self.reported + loss.detach()
         return _AlsoMinimised.apply(probs, loss)
+
+    def _apply_global_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """Return `probs`: `_apply_aux_loss` has both scopes. megatron-core's mean is over the microbatches so far."""
+        return probs
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert, without padding and sequences with zero loss weight.
@@ -114,6 +148,26 @@ def _routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
     return [
         module for model_chunk in model_chunks for module in model_chunk.modules() if isinstance(module, BalancedRouter)
     ]
+
+
+def balances_globally(config: TransformerConfig) -> bool:
+    """Return whether the balancing loss compares with the experts' shares of the global batch."""
+    return config.moe_router_load_balancing_type == GLOBAL
+
+
+@contextmanager
+def counting(model_chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup) -> Iterator[None]:
+    """Count the tokens per expert that the balancing losses compare with, in the forward passes within the context.
+
+    Collective over `group`, the ranks of a pipeline stage, at its end.
+    """
+    routers = balancing_routers(model_chunks)
+    for router in routers:
+        router.counts, router.counted = True, torch.zeros(router.weight.size(0), device=router.weight.device)
+    yield
+    for router in routers:
+        router.counts = False
+        dist.all_reduce(router.counted, group=group)
 
 
 def begin_step(model_chunks: Iterable[torch.nn.Module], tokens: Tensor) -> None:

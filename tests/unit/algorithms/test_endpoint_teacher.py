@@ -125,6 +125,7 @@ def test_the_whole_vocabulary_as_the_top_k_gives_the_kl_of_both_distributions():
     torch.testing.assert_close(loss, (kl * mask[:, 1:]).sum() / mask[:, 1:].sum())
 
 
+@pytest.mark.change
 @pytest.mark.parametrize(
     ("faults", "message"),
     [

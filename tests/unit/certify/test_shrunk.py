@@ -23,6 +23,7 @@ DEGREES = [
 ]
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_shrunk_model_is_of_its_family_and_fits(preset, degrees):

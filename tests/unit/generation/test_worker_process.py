@@ -106,6 +106,7 @@ def test_hurried_engines_have_less_time_and_an_error_has_priority_over_a_timeout
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.change
 def test_an_engine_that_does_not_read_counts_as_dead(start):
     workers = start(timeout_seconds=1.0)
     os.kill(pids()[0], signal.SIGSTOP)

@@ -181,6 +181,7 @@ def test_the_students_buffer_becomes_the_gradient_once(direction):
         value.sum().backward()
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_nothing_of_the_logits_size_is_allocated(monkeypatch, direction):
     rows, vocab = 512, 1024

@@ -150,6 +150,7 @@ def test_rows_without_upstream_gradient_are_zeros_and_not_read(logprobs_of):
     assert (got[[2, 4]] == 0).all() and torch.isfinite(got).all() and (got[[0, 1, 3, 5]] != 0).any(-1).all()
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("wanted", [w for n in (1, 2, 3) for w in itertools.combinations(OUTPUTS, n)], ids="+".join)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gradcheck_of_every_combination_of_outputs(wanted, temperature):

@@ -64,6 +64,7 @@ def _scaled(x, angles, scale):
     return _apply_rotary_pos_emb_bshd(x, torch.cat([angles, angles], dim=-1), mscale=scale)
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 def test_a_part_of_each_head_is_rotated_as_megatron_core_does(dtype, assert_same, interleaved):
     angles = 3 * torch.randn(S, 1, 1, D // 4)

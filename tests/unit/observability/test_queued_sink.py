@@ -170,6 +170,7 @@ def test_a_message_hides_the_password_of_an_address(warnings):
     assert "https://***@host refused" in warnings[0]
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("service", ["blocks", "raises"])
 def test_a_bad_service_leaves_metrics_jsonl_as_it_is_without_one(service, block, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("rl_megatron.observability.queued_sink.CLOSE_SECONDS", 0.05)

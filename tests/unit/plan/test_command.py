@@ -207,6 +207,7 @@ def test_a_picture_is_written(tmp_path):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.change
 def test_a_search_prints_reasons_and_a_command_line(capsys):
     assert main([*LLAMA, "train.global_batch_size=64", "--gpu", "h200", *SEARCH]) == 0
     printed = capsys.readouterr().out
@@ -288,6 +289,7 @@ def test_a_phase_that_cannot_be_planned_is_named_with_its_rank_and_the_cause(fre
     assert fresh_process.run(errors_of, [*arguments, "--closed-forms"])[0] == 0
 
 
+@pytest.mark.change
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -291,6 +291,7 @@ def _with_cudnn():
     return [measured(1, 0, ("train.batching=padded", *more), ("train",))["train"].use().flops for more in both]
 
 
+@pytest.mark.change
 def test_the_flops_of_cudnn_are_counted(fresh_process):
     of_flash, of_cudnn = fresh_process.run(_with_cudnn)
     assert of_flash == of_cudnn > 0
@@ -340,6 +341,7 @@ def _refused(*operands, **options):
     raise TypeError("unsupported operand type(s) for *: 'torch.dtype' and 'Tensor'")
 
 
+@pytest.mark.change
 def test_a_plan_is_the_same_with_torch_releases_that_know_fewer_operators(fresh_process):
     here = fresh_process.run(measured, 1, 0, ("train.batching=padded",), ("train",))["train"].use().flops
     assert fresh_process.run(_of_older_torch) == here > 0

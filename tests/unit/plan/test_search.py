@@ -78,6 +78,7 @@ def test_a_model_that_is_too_large_has_no_layout_and_the_reason_is_named():
     assert found.rejected[searching.REASONS["state"]] > 0
 
 
+@pytest.mark.change
 def test_a_tenth_of_the_memory_changes_what_fits():
     overrides = ["model=llama3_1_8b", "model.vocab_size=128256", "precision=bf16", *PAIRS]
     large, _ = searched(overrides, 1, "h200")

@@ -117,6 +117,7 @@ TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 ECHO = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7\n"]}
 
 
+@pytest.mark.change
 @pytest.mark.parametrize(
     ("completion", "tests", "share"),
     [

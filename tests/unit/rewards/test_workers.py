@@ -183,6 +183,7 @@ def test_a_registered_function_of_a_notebook_is_sent_with_its_code(workers_of):
         del REWARDS["of_a_cell"]
 
 
+@pytest.mark.change
 @pytest.mark.parametrize(
     ("function", "words"),
     [

@@ -22,6 +22,7 @@ print({tensor.device.type for tensor in made})
 """
 
 
+@pytest.mark.change
 def test_a_device_context_still_says_where_tensors_are_made():
     """transformers loads models in such a context. The test needs a new process, in which nothing has used one."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)

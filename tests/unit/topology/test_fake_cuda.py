@@ -200,6 +200,7 @@ def _one_of_16384():
         return topology.describe(), topology.pipeline_rank, notes.collectives
 
 
+@pytest.mark.change
 def test_one_rank_of_16384_has_all_its_process_groups(fresh_process):
     description, stage, collectives = fresh_process.run(_one_of_16384)
     assert description.startswith("16384 rank(s): tensor 8 × pipeline 16 × context 2 × data 64")

@@ -52,6 +52,7 @@ def test_a_broadcast_is_over_when_rank_0_has_sent_it_and_not_before():
     assert received.tolist() == [3, 4]
 
 
+@pytest.mark.change
 def test_a_peer_that_does_not_answer_raises_within_the_timeout_and_ends_the_group():
     groups, began = two_ranks(2), time.monotonic()
     with pytest.raises(CollectiveFailed, match="rank 0 of the 2 .* a peer left the group or did not answer within 2 s"):

@@ -206,6 +206,7 @@ def test_a_server_of_another_version_ends_the_run(engines):
         engine.update_weights()
 
 
+@pytest.mark.change
 def test_a_dead_server_that_answers_again_gets_the_weights_and_the_open_requests(engines, logged):
     calls = []
     engine, fake = engines(fakes=1, sync_log=calls, settings={"max_requests_in_flight": 1})
