@@ -97,19 +97,45 @@ def test_servers_with_different_weights_are_refused_even_if_dtypes_differ():
         history.check([answer(FIRST), answer({**FIRST, NORM: "B"})], SENT)
 
 
-def test_a_server_of_another_model_is_refused_before_it_is_asked_to_join():
-    asked, cpu = [], torch.device("cpu")
+class Server:
+    """Stands in for an SGLang server of a Llama model, and keeps which paths it is asked for."""
 
-    def request(method, path, body=None, timeout_seconds=None):
-        asked.append(path)
+    name = "SGLang server 0"
+
+    def __init__(self, architecture="LlamaForCausalLM", is_open=False):
+        self.asked, self._is_open = [], is_open
+        self._answer = {"tp_size": 1, "dtype": "bfloat16", "architectures": [architecture], "weight_version": "7"}
+
+    def request(self, method, path, body=None, timeout_seconds=None):
+        self.asked.append(path)
         future = Future()
-        future.set_result({"tp_size": 1, "dtype": "bfloat16", "architectures": ["GemmaForCausalLM"]})
+        if path == "/begin_weight_update" and self._is_open:
+            future.set_exception(ServerRefused("400: a weight update is already open"))
+        else:
+            future.set_result(self._answer | answer(FIRST))
+        self._is_open = self._is_open and path != "/end_weight_update"
         return future
 
-    server = SimpleNamespace(name="SGLang server 0", request=request)
+
+def sync_with(server):
+    cpu = torch.device("cpu")
     servers = WeightServers([server], PolicyRanks(0, 1, cpu), timeout_seconds=5, seconds_after_a_break=0.1)
-    weights = SimpleNamespace(plan=RefitPlan({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}, 10, ()))
-    sync = SglangSync(servers, weights, SimpleNamespace(is_cuda=False, device=cpu), timeout_seconds=1.0)
+    plan = RefitPlan({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}, 10, ())
+    exporter = SimpleNamespace(plan=plan, whole_buckets=lambda: [])
+    weights = SimpleNamespace(plan=plan, exporter=lambda: exporter)
+    return SglangSync(servers, weights, SimpleNamespace(is_cuda=False, device=cpu), timeout_seconds=1.0)
+
+
+def test_a_server_of_another_model_is_refused_before_it_is_asked_to_join():
+    server = Server("GemmaForCausalLM")
     with pytest.raises(ServerRefused, match="server 0 serves GemmaForCausalLM, and the policy is LlamaForCausalLM"):
-        sync.connect()
-    assert asked == ["/server_info", "/model_info"]
+        sync_with(server).connect()
+    assert server.asked == ["/server_info", "/model_info"]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_an_update_that_a_failed_sync_left_open_is_closed_first(is_open):
+    server = Server(is_open=is_open)
+    sync_with(server).send(7)
+    begin, end = "/begin_weight_update", "/end_weight_update"
+    assert server.asked == [*([begin, end] * is_open), begin, end, "/model_info", "/weights_checker"]
