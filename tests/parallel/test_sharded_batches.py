@@ -192,6 +192,19 @@ def test_values_come_back_to_the_ranks_that_have_produced_their_sequences(ranks,
         assert not before or back == before
 
 
+def largest_difference_of_logprobs() -> float:
+    """Return by how much logprobs of a batch whose sequences have owners differ from those of the whole batch."""
+    policy, batch = build_policy({"pipeline": 2}, batching=PADDED), whole_batch()
+    wanted = policy.get_logprobs(batch)["logprobs"]
+    owned = policy.distribute(as_produced(batch, policy, False))
+    found = policy.get_logprobs(owned)["logprobs"]
+    return (found - wanted[torch.from_numpy(owned.numbers)]).abs().max().item()
+
+
+def test_all_stages_of_a_pipeline_get_the_logprobs_of_their_sequences(ranks):
+    assert max(ranks.run(2, largest_difference_of_logprobs)) <= LOGPROB_TOLERANCE
+
+
 def numbers_of_trajectories() -> list[int]:
     """Return the numbers over all ranks, if rank 0 has a trajectory of two sequences, and rank 1 one of a sequence."""
     topology = build_policy({}).topology
