@@ -156,7 +156,6 @@ class AsyncSampler:
         self._stage.policy.model.version = state["weight_version"]  # the log goes on with the same numbers
         queue = self._rollouts.queue
         queue.load_state_dict(state["queue"])
-        self._logged = {step: logged for step, logged in self._logged.items() if step >= queue.next_step}
         skipped = self._stage.roll_back.batches_skipped - state["batches_skipped"]
         if skipped:
             self._logged = {}

@@ -151,7 +151,7 @@ class Sampler:
             whole[ORDER] = rollouts.facts[ORDER]
         return whole
 
-    def produce(self, step: int, round_: int = 0) -> ShardedBatch:
+    def produce(self, step: int, round_: int) -> ShardedBatch:
         """Return the completions of `draw` on the rank that has produced them, which is rank 0. Collective."""
         number = self._stage.batch_number(step)
         prompts = [prompt for prompt in self._prompts.at(number, round_) for _ in range(self._per_prompt)]

@@ -11,6 +11,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from rl_megatron.batching.packing import Packs, pack_sequences, require_fitting, split_packs
 
@@ -179,20 +180,19 @@ def _even_shards(groups: Groups, shards: list[Packs]) -> list[Packs]:
 
 def _trade_once(groups: Groups, costly: Packs, cheap: Packs, gap: float) -> bool:
     """Make the trade that brings two shards, `gap` apart, nearest to each other; return False if none does."""
-    best_error, best_place, best_trade = gap / 2, None, None
+    trades: list[tuple[float, int, tuple[int, int] | None]] = []
     for place, (ours, theirs) in enumerate(zip(costly, cheap, strict=True)):
-        error = abs(groups.cost(ours) - groups.cost(theirs) - gap / 2)
-        if error < best_error:
-            best_error, best_place, best_trade = error, place, None
-        error, trade = _best_trade(groups, ours, theirs, gap)
-        if trade is not None and error < best_error:
-            best_error, best_place, best_trade = error, place, trade
-    if best_place is None:
+        trades.append((abs(groups.cost(ours) - groups.cost(theirs) - gap / 2), place, None))
+        error, exchange = _best_trade(groups, ours, theirs, gap)
+        if exchange is not None:
+            trades.append((error, place, exchange))
+    error, place, exchange = min(trades, key=itemgetter(0))
+    if error >= gap / 2:
         return False
-    if best_trade is None:
-        costly[best_place], cheap[best_place] = cheap[best_place], costly[best_place]
+    if exchange is None:
+        costly[place], cheap[place] = cheap[place], costly[place]
     else:
-        _exchange(costly[best_place], cheap[best_place], *best_trade)
+        _exchange(costly[place], cheap[place], *exchange)
     return True
 
 

@@ -105,14 +105,11 @@ class AgentWorker:
         limit, began = self._settings.timeout_seconds, time.monotonic()
         of_engine = client.seconds_of_engine
         ended = asyncio.ensure_future(process.wait())
-        try:
-            while not ended.done():
-                used = time.monotonic() - began - (client.seconds_of_engine - of_engine)
-                if limit is not None and used >= limit:
-                    raise AgentFailed(f"{self._shown} took longer than rollout.agent.timeout_seconds={limit:g}")
-                await asyncio.wait({ended}, timeout=None if limit is None else limit - used)
-        finally:
-            ended.cancel()
+        while not ended.done():
+            used = time.monotonic() - began - (client.seconds_of_engine - of_engine)
+            if limit is not None and used >= limit:
+                raise AgentFailed(f"{self._shown} took longer than rollout.agent.timeout_seconds={limit:g}")
+            await asyncio.wait({ended}, timeout=None if limit is None else limit - used)
 
     @property
     def _shown(self) -> str:

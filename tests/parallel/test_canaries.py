@@ -20,6 +20,7 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.build import unwrap
+from rl_megatron.policy.gradient_norms import GradientNorms
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
@@ -303,12 +304,13 @@ def test_recomputed_activations_give_the_gradient_of_stored_ones(ranks, one_proc
 # --- the optimizer ---
 
 
-def gradient_norm(parallel: dict, optimizer: OptimizerConfig) -> float:
-    """Return the gradient norm that clipping uses."""
+def gradient_norms(parallel: dict, optimizer: OptimizerConfig) -> tuple[float, float]:
+    """Return the gradient norm that clipping uses, and the one that is reported."""
     policy = build_policy(parallel, optimizer=optimizer)
     policy.accumulate_gradients(batch(), NLLLoss())
     policy.optimizer.prepare_grads()
-    return float(policy.optimizer.get_grad_norm())
+    reported = GradientNorms(policy.optimizer, policy.model.model_chunks).norms()
+    return float(policy.optimizer.get_grad_norm()), reported["grad_norm"]
 
 
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, DISTRIBUTED_OPTIMIZER], ids=["plain", "distributed"])
@@ -320,8 +322,8 @@ def test_gradient_norm_counts_every_parameter_once(ranks, one_process, parallel,
     shard counted on every rank (NVIDIA/Megatron-LM pull requests 5916 and 7530, issue 7452 finding 8).
     """
     wanted = torch.stack([gradient.norm() for gradient in one_process[1].values()]).norm().item()
-    for norm in ranks.run(2, gradient_norm, parallel, optimizer):
-        assert norm == pytest.approx(wanted, rel=TOLERANCE)
+    for norms in ranks.run(2, gradient_norms, parallel, optimizer):
+        assert norms == pytest.approx((wanted, wanted), rel=TOLERANCE)
 
 
 def save(directory: str) -> dict[str, torch.Tensor]:

@@ -15,12 +15,14 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import NonFiniteLoss, over_steps
+from rl_megatron.execution.phase_timer import StepTimes
 from rl_megatron.losses import LogprobLoss, LossInputType, LossType, NLLLoss, Reduction
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
     EXPERTS,
     MODEL,
     OPTIMIZER,
+    VOCAB_SIZE,
     build_policy,
     gradients,
     weights,
@@ -152,6 +154,35 @@ def test_the_costs_of_a_step_are_those_of_its_tokens_and_samples(ranks):
     assert costs["tokens_per_s_per_rank"] * costs["time_step_s"] == pytest.approx(tokens)
     assert costs["samples_per_s"] * costs["time_step_s"] == pytest.approx(6)
     assert 0.01 < costs.get("peak_memory_train_gb", 1.0) < 100  # not every system tells it
+
+
+def logprobs_and_their_definition() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logprobs of sequences at several temperatures, and those that follow from all logits."""
+    policy, batch = build_policy({}), random_batch(6, 14, 2)
+    batch["temperature"] = torch.linspace(0.5, 1.5, 6)
+    logits, ids = policy.get_topk_logits(batch, VOCAB_SIZE).values()
+    scaled = torch.zeros(*ids.shape).scatter(-1, ids, logits) / batch["temperature"][:, None, None]
+    wanted = scaled[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    counted = torch.arange(1, 14) < batch["input_lengths"][:, None]
+    return policy.get_logprobs(batch)["logprobs"][:, 1:][counted], wanted[counted]
+
+
+@pytest.mark.fast
+def test_logprobs_are_of_the_temperature_of_their_sequence(ranks):
+    torch.testing.assert_close(*ranks.run(1, logprobs_and_their_definition)[0], rtol=1e-5, atol=1e-5)
+
+
+def bubble_of_two_stages() -> float:
+    """Return the reported share of pipeline bubbles, if rank 0 waits for 1 of 8 seconds, and rank 1 for 4."""
+    topology = build_policy({"pipeline": 2}).topology
+    meter, waits = StepMeter(topology, "fp32"), 1.0 if topology.rank == 0 else 4.0
+    times = StepTimes({("train", "pipeline_wait"): waits, ("train", "forward"): 8.0 - waits})
+    meter.timer.collect = lambda: times
+    return meter.metrics()["pipeline_bubble"]
+
+
+def test_the_share_of_pipeline_bubbles_is_the_mean_of_the_ranks(ranks):
+    assert ranks.run(2, bubble_of_two_stages) == [pytest.approx((1 / 8 + 4 / 8) / 2)] * 2
 
 
 class TakesLogits:

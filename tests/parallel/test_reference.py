@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron import log
+from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
 from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import HostWeights
@@ -58,6 +59,7 @@ def recorded(parallel: dict, directory: str, seed: int = 1) -> dict:
     """
     policy, path = build_policy(parallel, seed=seed), Path(directory) / "reference.safetensors"
     batches = [random_batch(4, 12, 0), random_batch(4, 14, 1)]
+    del batches[0]["temperature"]  # which is 1 then
     batches[1]["temperature"] = torch.full((4,), 0.7)
     wanted = [policy.get_logprobs(batch)["logprobs"] for batch in batches]
     computed, get_logprobs = [], policy.get_logprobs
@@ -66,8 +68,10 @@ def recorded(parallel: dict, directory: str, seed: int = 1) -> dict:
     policy.train(batches[0], NLLLoss(), gbs=4)
     found = [policy.get_reference_policy_logprobs(batch)["reference_logprobs"] for batch in batches]
     mixed = policy.get_reference_policy_logprobs(batches[0].select_indices([3, 1]))["reference_logprobs"]
-    with pytest.raises(RuntimeError, match="sequence 0 of the batch is not among the 8 recorded"):
-        policy.get_reference_policy_logprobs(random_batch(3, 12, 5))
+    at_another_temperature = BatchedDataDict(batches[1] | {"temperature": torch.full((4,), 0.8)})
+    for unknown in (random_batch(3, 12, 5), at_another_temperature):
+        with pytest.raises(RuntimeError, match="sequence 0 of the batch is not among the 8 recorded"):
+            policy.get_reference_policy_logprobs(unknown)
     assert policy.reference is not None
     return {"wanted": wanted, "found": found, "mixed": mixed, "computed": computed}
 

@@ -74,17 +74,18 @@ def limit_files(largest: int) -> None:
 
 
 def fill_the_disk(directory: str) -> list[str]:
-    """Return the messages of a save that fails in rank 1's part, and of one that fails in rank 0's metadata."""
+    """Return the messages of saves that fail in rank 1's part, in rank 0's tensors, and in rank 0's metadata."""
     policy, where, messages = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER), Path(directory), []
     rank = torch.distributed.get_rank()
     first = policy.save_checkpoint(where, 1)
     train(policy, 0)
     try:
-        limit_files(1000 if rank == 1 else resource.RLIM_INFINITY)
-        with pytest.raises(SaveFailed) as error:
-            policy.begin_checkpoint(where, 2).finish()
-        messages.append(str(error.value))
-        limit_files(resource.RLIM_INFINITY)
+        for limited, limit in ((1, 1000), (0, 50_000)):
+            limit_files(limit if rank == limited else resource.RLIM_INFINITY)
+            with pytest.raises(SaveFailed) as error:
+                policy.begin_checkpoint(where, 2).finish()
+            messages.append(str(error.value))
+            limit_files(resource.RLIM_INFINITY)
         save = policy.begin_checkpoint(where, 2)
         while not save.is_written():
             pass
@@ -105,8 +106,8 @@ def test_a_full_disk_fails_the_save_on_every_rank_and_keeps_the_last_checkpoint(
     """Rank 1 is a replica and writes no tensor here; its random states alone exceed the limit."""
     by_rank = ranks.run(2, fill_the_disk, str(tmp_path))
     assert by_rank[0] == by_rank[1]
-    in_a_part, in_the_metadata = by_rank[0]
-    for message in (in_a_part, in_the_metadata):
+    in_a_part, in_the_tensors, in_the_metadata = by_rank[0]
+    for message in (in_a_part, in_the_tensors, in_the_metadata):
         assert "step-000002 could not be saved: OSError: [Errno 27] File too large" in message
         assert "bytes free of" in message
     assert "(on rank 1)" in in_a_part and "(on rank" not in in_the_metadata

@@ -190,3 +190,32 @@ def test_values_come_back_to_the_ranks_that_have_produced_their_sequences(ranks,
     assert sum(len(before) for _, before in found) == whole_batch().size
     for back, before in found:
         assert not before or back == before
+
+
+def largest_difference_of_logprobs() -> float:
+    """Return by how much logprobs of a batch whose sequences have owners differ from those of the whole batch."""
+    policy, batch = build_policy({"pipeline": 2}, batching=PADDED), whole_batch()
+    wanted = policy.get_logprobs(batch)["logprobs"]
+    owned = policy.distribute(as_produced(batch, policy, False))
+    found = policy.get_logprobs(owned)["logprobs"]
+    return (found - wanted[torch.from_numpy(owned.numbers)]).abs().max().item()
+
+
+def test_all_stages_of_a_pipeline_get_the_logprobs_of_their_sequences(ranks):
+    assert max(ranks.run(2, largest_difference_of_logprobs)) <= LOGPROB_TOLERANCE
+
+
+def numbers_of_trajectories() -> list[int]:
+    """Return the numbers over all ranks, if rank 0 has a trajectory of two sequences, and rank 1 one of a sequence."""
+    topology = build_policy({}).topology
+    size = 2 - topology.data_rank
+    own = BatchedDataDict(
+        input_ids=torch.ones(size, 4).long(), input_lengths=torch.full((size,), 4), trajectory=torch.zeros(size).long()
+    )
+    batch = produced(own, topology)
+    assert batch["trajectory"].tolist() == [topology.data_rank] * size
+    return batch.facts["trajectory"].tolist()
+
+
+def test_trajectories_of_two_ranks_have_numbers_of_their_own(ranks):
+    assert ranks.run(2, numbers_of_trajectories) == [[0, 0, 1]] * 2

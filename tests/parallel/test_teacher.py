@@ -17,6 +17,8 @@ from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.teacher import Teacher, load_teacher
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy, gradients, worst_relative_error
 from tests.parallel.test_layouts import random_batch
+from tests.unit.algorithms.test_endpoint_teacher import batch as endpoint_batch
+from tests.unit.algorithms.test_endpoint_teacher import served
 
 TEACHER = replace(MODEL, hidden_size=48, num_layers=2, init_std=0.15)
 PACKED = Batching("packed", tokens=64)
@@ -165,3 +167,32 @@ def test_an_adapters_checkpoint_is_a_teacher_together_with_its_base(ranks, tmp_p
     want, found, of_base = ranks.run(1, logprobs_of_an_adapter, str(tmp_path))[0]
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
     assert (want - of_base).abs().max() > 1e-3
+
+
+def logprobs_of_a_teacher_with_dropout() -> list[torch.Tensor]:
+    """Return the logprobs of a teacher, twice, whose adapter has dropout while it learns."""
+    policy = build_policy({}, model=TEACHER, batching=PADDED, peft=LoraConfig(r=4, lora_dropout=0.5))
+    batch = random_batch(6, 14, 2)
+    for _ in range(2):
+        policy.train(batch, build_loss("nll"), gbs=6)
+    policy.prepare_for_training()
+    teacher = Teacher(policy.model)
+    return [teacher.logprobs(batch, PADDED) for _ in range(2)]
+
+
+def test_a_teacher_answers_without_dropout(ranks):
+    first, second = ranks.run(1, logprobs_of_a_teacher_with_dropout)[0]
+    assert torch.equal(first, second)
+
+
+def answers_of_an_endpoint() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logprobs of tokens from a teacher behind a server that only rank 0 reaches, and its top-k."""
+    topology = build_policy({}).topology
+    faults = {} if topology.rank == 0 else {"no logprobs": True}
+    with served(**faults) as (teacher, _):
+        return teacher.logprobs(endpoint_batch(), PADDED), teacher.topk_logits(endpoint_batch(), 3, PADDED)[0]
+
+
+def test_all_ranks_get_the_answers_of_an_endpoint(ranks):
+    first, second = ranks.run(2, answers_of_an_endpoint)
+    assert all(torch.equal(*answers) and answers[0].any() for answers in zip(first, second, strict=True))

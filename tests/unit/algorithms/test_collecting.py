@@ -6,7 +6,9 @@ import pytest
 
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages
 from rl_megatron.algorithms.grpo import grpo
+from rl_megatron.algorithms.on_policy_distillation import on_policy_distillation
 from rl_megatron.algorithms.rollout import Sampler
+from rl_megatron.algorithms.teachers import Teachers
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.load import load_config
 from rl_megatron.data import stage_loader, training_data
@@ -131,24 +133,28 @@ def test_steps_do_not_share_rounds(collecting):
     ]
 
 
+def policy_with_a_reference():
+    """Return a policy that gives every sampled token e^-1, and whose reference gives it e^-1.5."""
+    return SimpleNamespace(
+        weight_version=1,
+        freeze_reference=lambda: None,
+        get_logprobs=lambda batch: {"logprobs": -1.0 * batch["token_mask"]},
+        get_reference_policy_logprobs=lambda batch: {"reference_logprobs": -1.5 * batch["token_mask"]},
+    )
+
+
 def test_the_kl_in_the_reward_is_recorded(monkeypatch):
     overrides = ["algorithm=grpo", "algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=2"]
     overrides += ["algorithm.advantage_estimator=reinforce_plus_plus", "loss.use_kl_in_reward=true"]
     for module in (training_data, stage_loader):
         monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
     records = []
-    policy = SimpleNamespace(
-        weight_version=1,
-        freeze_reference=lambda: None,
-        get_logprobs=lambda batch: {"logprobs": -1.0 * batch["token_mask"]},
-        get_reference_policy_logprobs=lambda batch: {"reference_logprobs": -1.5 * batch["token_mask"]},
-    )
     stage = stage_of_a_sampler(
         config=load_config([*overrides, "loss.reference_policy_kl_type=k1"]).first,
         tokenizer=Characters(),
         engine=Scripted({prompt: DIFFER * 2 for prompt in "abcd"}),
         scorer=ScoredHere(Echo()),
-        policy=policy,
+        policy=policy_with_a_reference(),
         steps=lambda: [1],
         train=lambda step, rollouts, loss_fn: {"loss": 1.0},
         record=lambda step, report: records.append(report),
@@ -159,3 +165,28 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
     assert records[0]["reward_kl"] == 0.5
     phases = [path[0] for path in stage.timer.collect().seconds if path]
     assert phases == ["environment", "reward", "logprobs", "reference", "advantages"]
+
+
+@pytest.mark.parametrize("name", ["grpo", "on_policy_distillation"])
+def test_the_engine_releases_its_memory_before_the_policy_learns(monkeypatch, name):
+    for module in (training_data, stage_loader):
+        monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
+    teachers = SimpleNamespace(reads_whole=lambda loss_fn: None, with_topk=lambda batch, loss_fn: batch)
+    monkeypatch.setattr(Teachers, "of", lambda *arguments: teachers)
+    done, sizes = [], ["algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}"]
+    more = ["loss=distillation", "algorithm.teachers=[{path: teacher}]"] if name == "on_policy_distillation" else []
+    engine = Scripted(always(DIFFER))
+    monkeypatch.setattr(engine, "sleep", lambda: done.append("sleep"), raising=False)
+    stage = stage_of_a_sampler(
+        config=load_config([f"algorithm={name}", *sizes, *more]).first,
+        tokenizer=Characters(),
+        engine=engine,
+        scorer=ScoredHere(Echo()),
+        policy=policy_with_a_reference(),
+        timer=PhaseTimer(),
+        steps=lambda: [1, 2],
+        train=lambda step, rollouts, loss_fn, **options: done.append("train") or {"loss": 1.0},
+        record=lambda step, report: None,
+    )
+    {"grpo": grpo, "on_policy_distillation": on_policy_distillation}[name](stage, stage.config.algorithm)
+    assert done == ["sleep", "train"] * 2

@@ -1,5 +1,6 @@
 """The comparison of an engine with the trainer, and the engine that generates only after it."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from rl_megatron.algorithms.logprob_check import EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.generation.interfaces import EngineFailed, Sampling, Served
-from tests.unit.algorithms.fakes import Characters, Scripted
+from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling, Served
+from tests.unit.algorithms.fakes import Characters, Scripted, completed
 
 RUN = Sampling(max_new_tokens=100, temperature=0.7)
 
@@ -94,6 +95,19 @@ def test_completions_without_routed_experts_are_refused_if_they_are_to_be_replay
     wrapped = SyncedEngine(Engine({"a": list("123456")}), check_of(Trainer()), lambda metrics: None, needs_routing=True)
     with pytest.raises(EngineFailed, match="no routed experts came with the completions"):
         wrapped.generate([[97]], RUN, seed=5)
+
+
+def test_a_single_request_keeps_its_prompt_its_sampling_and_its_seed():
+    asked = []
+
+    class TakesRequests(Engine):
+        async def complete(self, prompt, sampling, request_id, *, seed):
+            asked.append(Request(request_id, tuple(prompt), sampling, seed))
+            return completed(asked[-1], [97])
+
+    request = Request("7-0", (97, 98), RUN, 1234)
+    found = asyncio.run(synced(TakesRequests({}), Trainer(), []).complete(request))
+    assert asked == [request] and found.ids == (97,)
 
 
 def calls_of(engine):

@@ -46,6 +46,16 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     assert done == ["complete", "shutdown", "close", "close"], "the engine, the rollout worker and the scorer"
 
 
+@pytest.mark.parametrize(("error", "status"), [(ConfigError("a bad key"), 2), (RewardFailed("no judge"), 1)])
+def test_the_exit_status_says_whether_the_input_was_bad(monkeypatch, error, status):
+    def fail(config):
+        raise error
+
+    monkeypatch.setattr(run, "run_stages", fail)
+    monkeypatch.setattr(run, "leave_together", lambda: None)
+    assert run.run(load_config([])) == status
+
+
 def test_every_collective_of_a_run_has_the_timeout_of_the_run(monkeypatch):
     class Built(Exception):
         pass

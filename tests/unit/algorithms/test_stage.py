@@ -341,3 +341,22 @@ def test_pairs_are_compared_as_the_loss_compares_them(average, per_token):
     config = load_config(["algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=x",
                    f"loss.preference_average_log_probs={average}"]).first  # fmt: skip
     assert HeldoutPairs.of_stage(config, HeldoutBatch(BatchedDataDict()), Characters()).per_token is per_token
+
+
+def test_a_warning_names_the_records_that_its_step_has_learned_from(make, caplog):
+    stage = make([], equal_rewards_steps=1)
+    lines = lambda number: [f"a.jsonl:{2 * number + item}" for item in (1, 2)]  # noqa: E731
+    stage.use_loader(SimpleNamespace(is_streamed=False, locations=lines))
+    batch = BatchedDataDict(
+        input_ids=torch.tensor([[97], [98]]), input_lengths=torch.ones(2).long(), rewards=torch.ones(2)
+    )
+    stage.record(2, stage.train(2, batch, NLLLoss()))
+    assert "all rewards are 1 in 1 steps in a row" in caplog.text
+    assert "sequences 0 (a.jsonl:3): 'a', 1 (a.jsonl:4): 'b'" in caplog.text
+
+
+def test_parts_that_end_with_a_stage_are_known_in_their_order(make):
+    stage, parts = make([]), [SimpleNamespace(close=lambda: None) for _ in range(2)]
+    for part in parts:
+        stage.close_at_end(part)
+    assert stage.closing == parts

@@ -19,7 +19,16 @@ from rl_megatron.batching.balance import imbalance
 from rl_megatron.batching.blocks import Blocks, blocks_of, deal_to_blocks
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.ownership import PADDING, OwnershipPlanner, Shapes, agreed_shapes, plan_ownership
+from rl_megatron.batching.owned_plan import owned_microbatches
+from rl_megatron.batching.ownership import (
+    PADDING,
+    OwnedStep,
+    OwnershipPlanner,
+    Shapes,
+    agreed_shapes,
+    plan_ownership,
+)
+from rl_megatron.batching.produced import whole
 from rl_megatron.batching.rank_plan import plan_lengths
 from rl_megatron.topology.reductions import ALONE
 
@@ -126,6 +135,15 @@ def test_one_block_plans_as_a_whole_batch_is_planned(batching):
             [start + each if each < len(part) else PADDING for each in chosen] for chosen in planned.plan.sequences[2]
         ]
         assert step.shapes.sequences == wanted and step.efficiency == pytest.approx(planned.efficiency)
+
+
+def test_a_padding_sequence_of_a_packed_microbatch_is_one_token_long():
+    lengths = torch.tensor([5, 3, 7])
+    batch = whole({"input_ids": torch.ones(3, 8).long(), "input_lengths": lengths, "sample_mask": torch.ones(3)})
+    shapes = Shapes([[0, 2], [1, PADDING]], [8, 8], 15, 16)
+    plan = owned_microbatches(batch, OwnedStep(0, 3, KINDS[0], 1, shapes, 1.0))
+    assert [microbatch.lengths for microbatch in plan.microbatches] == [(5, 7), (3, 1)]
+    assert plan.microbatches[1].batch["sample_mask"].tolist() == [1, 0]
 
 
 def test_each_optimizer_step_is_spread_over_all_ranks():

@@ -17,6 +17,7 @@ import torch
 from rl_megatron.config.agent import AgentConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rollout import TrajectoryConfig
+from rl_megatron.rollouts import agent
 from rl_megatron.rollouts.agent import AgentFailed, AgentWorker, read_result
 from rl_megatron.rollouts.build import rollout_rules
 from rl_megatron.rollouts.gateway.server import Gateway
@@ -108,6 +109,25 @@ def test_a_program_that_fails_is_a_failed_attempt(tmp_path, program, message):
     assert result.trajectories == ()
     assert re.search(message, result.failure), result.failure
     assert "trajectory 7-0 (x:0)" in result.failure and time.monotonic() - began < 15
+
+
+@pytest.mark.change
+def test_the_time_of_the_engine_does_not_count_and_a_program_gets_no_more_than_is_left(tmp_path, monkeypatch):
+    waits = []
+
+    class Slow(RandomTokens):
+        def complete_all(self, requests):
+            time.sleep(0.5)
+            return super().complete_all(requests)
+
+    async def wait(tasks, timeout):
+        waits.append(timeout)
+        return await asyncio.wait(tasks, timeout=timeout)
+
+    monkeypatch.setattr(agent, "asyncio", SimpleNamespace(**vars(asyncio) | {"wait": wait}))
+    (result,) = run(tmp_path, "ask('a'); import time; time.sleep(60)", timeout_seconds=3.0, engine=Slow(range(48, 58)))
+    assert "took longer than rollout.agent.timeout_seconds=3" in result.failure
+    assert len(waits) > 1 and sum(waits) > 3.4 and max(waits) <= 3
 
 
 @pytest.mark.parametrize(

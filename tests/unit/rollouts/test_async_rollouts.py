@@ -12,7 +12,7 @@ from rl_megatron.generation.interfaces import Completion, EngineLost, WeightSpan
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts
-from rl_megatron.rollouts.group_queue import QueueRules
+from rl_megatron.rollouts.group_queue import TOO_OLD, QueueRules
 from rl_megatron.rollouts.runner import RolloutFailed, RolloutRules, RolloutRunner
 from rl_megatron.rollouts.scored import ScoredRollouts, tasks_of
 from rl_megatron.rollouts.worker import completion
@@ -132,6 +132,23 @@ def test_a_completion_may_end_with_new_weights_before_the_sync_returns(made):
     groups = rollouts.take(restore=lambda: None)
     assert sum(group.num_partial for group in groups.used) == 3 * GROUP
     assert {age for group in groups.used for age in group.ages} == {1}
+
+
+def test_a_group_is_as_old_as_its_oldest_token(made):
+    """Those that have tokens of steps 1 and 2, and that step 2 does not take, are too old for step 3."""
+    engine = Engine(slow=3 * GROUP)
+    rollouts = made(engine, max_age=1, over_sampling=2.0)
+    rollouts.begin()
+    sync(rollouts, engine, 0)
+    rollouts.take(restore=lambda: None)
+    rollouts.before_sync(1, 2)
+    engine.version = 1
+    while rollouts.queue.num_running:
+        time.sleep(0.01)
+    rollouts.after_sync(1, 2)
+    groups = rollouts.take(restore=lambda: None)
+    assert [group.number for group in groups.used] == [3, 4, 5]
+    assert groups.dropped == dict.fromkeys((6, 7, 8), TOO_OLD)
 
 
 def test_new_weights_wait_for_requests_if_they_are_told_to(made):

@@ -1,6 +1,8 @@
 """What environments may return, and the messages about all else."""
 
+import asyncio
 import enum
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from rl_megatron import EnvironmentStep
 from rl_megatron.rollouts.environment import read_reset, read_step
+from rl_megatron.rollouts.nemo_environment import NemoEnvironment
 from rl_megatron.rollouts.plain_data import BadAnswer, loads_plain, plain, plain_bytes
 
 USER = {"role": "user", "content": "go"}
@@ -81,3 +84,11 @@ def test_plain_data_is_the_same_behind_the_socket():
     assert EnvironmentStep(**sent) == EnvironmentStep([USER], 0.5, metadata=expected)
     with pytest.raises(BadAnswer, match=r"returned a object \(the result.metadata\['x'\]\[0\]\)"):
         plain(EnvironmentStep(metadata={"x": [object()]}))
+
+
+@pytest.mark.parametrize("rewards", [np.array([0.0, 1.0]), torch.zeros(0), 1.0])
+def test_an_environment_of_nemo_rl_has_one_value_for_its_one_trajectory(rewards):
+    returned = ([{"role": "environment", "content": "go"}], [{}], [None], rewards, [False])
+    made = NemoEnvironment(SimpleNamespace(step=lambda message_log_batch, metadata: returned))
+    with pytest.raises(BadAnswer, match="returned rewards=.*; it has one value"):
+        asyncio.run(made.step("a"))

@@ -1,6 +1,7 @@
 """The tasks and environments of the shipped experiments: what they show, say and reward."""
 
 import asyncio
+import re
 from itertools import product
 
 import pytest
@@ -158,7 +159,10 @@ def test_demonstrations_of_the_game_end_with_a_guess():
 
 def test_every_layout_of_the_text_world_can_be_solved_and_rewards_only_the_goal():
     task = TextWorldTask()
-    for problem in (*task.train_problems(100), *task.heldout_problems(50)):
+    problems = (*task.train_problems(100), *task.heldout_problems(50))
+    squares = {square for problem in problems for square in re.findall(r"[a-i][1-9]", problem.prompt)}
+    assert squares == {row + column for row, column in product("abc", "123")}, "the map is small by default"
+    for problem in problems:
         world = TextWorld()
         world.reset(problem.as_record().values)
         steps = [world.step(world.next_command())]

@@ -41,6 +41,17 @@ def test_words_of_all_ranks_are_summed_as_integers():
     assert words[0].tolist() == words[1].tolist() == [-(2**63), 5, -7]
 
 
+def test_a_broadcast_is_over_when_rank_0_has_sent_it_and_not_before():
+    groups = two_ranks(20)
+    received, began = torch.zeros(2), time.monotonic()
+    receiving = groups[1].broadcast(received)
+    assert not receiving.is_over(0.1) and time.monotonic() - began >= 0.1
+    sending = groups[0].broadcast(torch.tensor([3.0, 4.0]))
+    assert receiving.is_over(10.0) and sending.is_over(10.0)
+    receiving.wait()
+    assert received.tolist() == [3, 4]
+
+
 @pytest.mark.change
 def test_a_peer_that_does_not_answer_raises_within_the_timeout_and_ends_the_group():
     groups, began = two_ranks(2), time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +51,25 @@ def test_parameters_that_need_a_gradient_are_filled():
     for index in range(len(PLAN.buckets)):
         receiver.accept(index, sent(index))
     assert receiver.finish() == 7 and parameters["b"].tolist() == [2, 3, 4, 5, 6]
+
+
+def test_buckets_are_received_while_those_before_are_loaded():
+    parameters, started = model(), []
+
+    class Group:
+        """A group whose sums arrive as soon as they are waited for."""
+
+        device = torch.device("cpu")
+
+        def all_reduce(self, buffer):
+            words = sent(len(started))
+            started.append(len(words))
+            return SimpleNamespace(wait=lambda: buffer.copy_(words))
+
+    receiver = WeightReceiver(ParameterSink(parameters), PLAN)
+    assert receiver.receive(Group(), 7) == receiver.version == 7
+    assert started == [bucket.num_words for bucket in PLAN.buckets]
+    assert [parameters[name].flatten()[0].item() for name in "abc"] == [1, 2, 3]
 
 
 def refuse(receiver: WeightReceiver, message: str, act) -> None:

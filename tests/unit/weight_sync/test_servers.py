@@ -121,6 +121,21 @@ def test_ranks_do_not_wait_for_servers_that_have_answered_without_joining():
         asked.post("/path", meanwhile=lambda: asked.meet(NeverOver()))
 
 
+def test_workers_have_five_seconds_to_join_after_their_servers_have_answered(monkeypatch):
+    now = [0.0]
+
+    class NeverOver:
+        def is_over(self, seconds):
+            now[0] += seconds
+            return False
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    asked = servers("fine", timeout_seconds=60.0)
+    with pytest.raises(ServerDied, match="some of their workers did not join"):
+        asked.post("/path", meanwhile=lambda: asked.meet(NeverOver()))
+    assert 5 < now[0] < 6
+
+
 def test_an_unexpected_error_of_a_request_is_a_death_that_names_the_server():
     with pytest.raises(ServerDied, match="server 0: KeyError"):
         servers(KeyError("x")).post("/path")

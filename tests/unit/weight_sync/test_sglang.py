@@ -1,10 +1,15 @@
 """Buckets as SGLang reads them, and what its checksums say about a weight sync."""
 
+from concurrent.futures import Future
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from rl_megatron.weight_sync.plan import Bucket, TensorSpec, WeightsRefused
-from rl_megatron.weight_sync.sglang import ChecksumHistory, flat_order, flattened, sources_of
+from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec, WeightsRefused
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
+from rl_megatron.weight_sync.sglang import ChecksumHistory, SglangSync, flat_order, flattened, sources_of
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
 QKV, NORM, EMBEDDING = "model.layers.0.self_attn.qkv_proj.weight", "model.norm.weight", "model.embed_tokens.weight"
@@ -90,3 +95,47 @@ def test_servers_with_different_weights_are_refused_even_if_dtypes_differ():
     history.check([answer(FIRST), answer(FIRST)], {**SENT, NORM: 9})  # perhaps too small a change for the dtype
     with pytest.raises(WeightsRefused, match=f"server 1 has other weights than server 0 in {NORM}"):
         history.check([answer(FIRST), answer({**FIRST, NORM: "B"})], SENT)
+
+
+class Server:
+    """Stands in for an SGLang server of a Llama model, and keeps which paths it is asked for."""
+
+    name = "SGLang server 0"
+
+    def __init__(self, architecture="LlamaForCausalLM", is_open=False):
+        self.asked, self._is_open = [], is_open
+        self._answer = {"tp_size": 1, "dtype": "bfloat16", "architectures": [architecture], "weight_version": "7"}
+
+    def request(self, method, path, body=None, timeout_seconds=None):
+        self.asked.append(path)
+        future = Future()
+        if path == "/begin_weight_update" and self._is_open:
+            future.set_exception(ServerRefused("400: a weight update is already open"))
+        else:
+            future.set_result(self._answer | answer(FIRST))
+        self._is_open = self._is_open and path != "/end_weight_update"
+        return future
+
+
+def sync_with(server):
+    cpu = torch.device("cpu")
+    servers = WeightServers([server], PolicyRanks(0, 1, cpu), timeout_seconds=5, seconds_after_a_break=0.1)
+    plan = RefitPlan({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}, 10, ())
+    exporter = SimpleNamespace(plan=plan, whole_buckets=lambda: [])
+    weights = SimpleNamespace(plan=plan, exporter=lambda: exporter)
+    return SglangSync(servers, weights, SimpleNamespace(is_cuda=False, device=cpu), timeout_seconds=1.0)
+
+
+def test_a_server_of_another_model_is_refused_before_it_is_asked_to_join():
+    server = Server("GemmaForCausalLM")
+    with pytest.raises(ServerRefused, match="server 0 serves GemmaForCausalLM, and the policy is LlamaForCausalLM"):
+        sync_with(server).connect()
+    assert server.asked == ["/server_info", "/model_info"]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_an_update_that_a_failed_sync_left_open_is_closed_first(is_open):
+    server = Server(is_open=is_open)
+    sync_with(server).send(7)
+    begin, end = "/begin_weight_update", "/end_weight_update"
+    assert server.asked == [*([begin, end] * is_open), begin, end, "/model_info", "/weights_checker"]

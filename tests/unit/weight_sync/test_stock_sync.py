@@ -111,6 +111,8 @@ def test_an_adapter_replaces_the_one_before_on_servers_that_have_one(tmp_path):
     for server in servers:
         body = dict(server.asked)[load]
         assert body["lora_name"] == "adapter" and Path(body["lora_path"]).name == "adapter-7" and server.version == "7"
+        versions = [body["new_version"] for path, body in server.asked if path == "/update_weight_version"]
+        assert versions == ["incomplete", "7"], "no server reports a version before it has the adapter"
     assert (Path(body["lora_path"]) / "adapter_model.safetensors").is_file()
     assert metrics["refit_bytes"] == Sender.plan.num_bytes
     sync.close()

@@ -6,17 +6,19 @@ import json
 import subprocess
 import sys
 from concurrent.futures import Future
-from types import SimpleNamespace
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, opened
-from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, plan_buckets
+from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, WeightsRefused, fingerprint, plan_buckets
 from rl_megatron.weight_sync.plugin_sync import SyncInSharedMemory
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
-from rl_megatron.weight_sync.vllm_plugin import PROTOCOL, InitInfo, VllmReceiver, report_of
+from rl_megatron.weight_sync.vllm_plugin import PROTOCOL, InitInfo, UpdateInfo, VllmReceiver, report_of
+from rl_megatron.weight_sync.vllm_sink import LayerwiseSink
 
 # vLLM's environment has other packages than ours, so the plugin may need only torch and the standard library.
 BLOCKED = """
@@ -89,3 +91,78 @@ def test_a_trainer_tells_a_server_without_the_backend_how_to_start():
 def test_a_server_without_the_backend_says_so():
     assert report_of(None)["failed"] == "the server was started with no weight-transfer backend"
     assert report_of(object())["failed"] == "the server was started with the backend object"
+
+
+# --- a model of vLLM, whose layers take their tensors when all of them have come ---
+
+
+class Model(torch.nn.Module):
+    """A model of one layer. `names` is what its loader returns of the names that it has loaded."""
+
+    def __init__(self, names=set):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.zeros(3), requires_grad=False) for _ in range(2))
+        self._kept, self._names = {}, names
+
+    def load_weights(self, weights):
+        came = dict(weights)
+        self._kept |= came
+        return self._names(came)
+
+    def take(self):
+        for name, weight in self._kept.items():
+            self.get_parameter(name).copy_(weight)
+
+    def compute_logits(self):
+        return self.a + self.b
+
+
+@pytest.fixture
+def config(monkeypatch):
+    """vLLM's configuration of the model; the parts of vLLM that load weights are stand-ins."""
+    package = "vllm.model_executor.model_loader"
+    parts = {name: ModuleType(name) for name in ("vllm", "vllm.model_executor", package)}
+    parts[f"{package}.mtp_validation"] = SimpleNamespace(disable_mtp_completeness_check=nullcontext)
+    parts[f"{package}.reload"] = SimpleNamespace(
+        initialize_layerwise_reload=lambda model: None, finalize_layerwise_reload=lambda model, config: model.take()
+    )
+    for name, module in parts.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return SimpleNamespace(hf_config=SimpleNamespace())
+
+
+def test_a_tensor_that_waits_for_its_layer_survives_the_buckets_after_it(config):
+    model, buffer = Model(), torch.zeros(3)
+    sink = LayerwiseSink(model, config)
+    sink.begin()
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        sink.load([(name, buffer.fill_(value))])
+    with pytest.raises(RuntimeError, match="weights are incomplete"):
+        model.compute_logits()
+    sink.finish()
+    assert model.compute_logits().tolist() == [3, 3, 3]
+
+
+def test_a_missing_parameter_is_noticed_if_the_loader_names_what_it_has_loaded(config):
+    for names, problem in ((set, "b of the server's model is missing"), (lambda came: None, None)):
+        sink = LayerwiseSink(Model(names), config)
+        sink.begin()
+        sink.load([("a", torch.ones(3))])
+        with pytest.raises(WeightsRefused, match=problem) if problem else nullcontext():
+            sink.finish()
+
+
+def test_weights_without_a_parameter_of_the_server_are_not_served(config):
+    plan = RefitPlan({}, 10, plan_buckets([TensorSpec("a", (3,), "float32")], max_bytes=24))
+    (bucket,) = plan.buckets
+    shared = SharedBuffer(bucket.num_words, torch.device("cpu"))
+    bucket.fingerprints(shared.words)[0] = fingerprint(bucket.tensor(shared.words, 0).fill_(1.0))
+    receiver = VllmReceiver()
+    receiver.model, receiver.model_config = Model(), config
+    receiver.init_transfer_engine(InitInfo(PROTOCOL, plan.to_json()))
+    receiver.start_weight_update()
+    receiver.receive_weights(UpdateInfo(7, shared.handle(0, bucket.num_words).to_json()))
+    receiver.finish_weight_update()
+    shared.close()
+    report = receiver.report()
+    assert report["version"] is None and "b of the server's model is missing" in report["refused"]

@@ -1,15 +1,19 @@
 """The tool `python`: what a program prints, and what its limits keep it from."""
 
+import ctypes
 import os
 import re
+import resource
+import struct
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rl_megatron import log
-from rl_megatron.rollouts.tools import interpreter
+from rl_megatron.rollouts.tools import confined, interpreter
 from rl_megatron.rollouts.tools.interpreter import python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="some limits are Linux's")
@@ -77,6 +81,29 @@ def test_a_program_cannot_change_the_files_of_others(tmp_path):
     assert run("import os; os.mkdir('a'); open('b', 'w').close(); os.rename('b', 'a/b'); print(os.listdir('a'))") == (
         "['b']\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "moves", "truncates"), [(1, False, False), (2, True, False), (3, True, True), (4, True, True)]
+)
+def test_landlock_is_asked_for_what_this_version_of_it_can_refuse(version, moves, truncates, monkeypatch):
+    """The numbers are those of linux/landlock.h. It takes no rules with a bit that it does not know."""
+    handled = []
+
+    def syscall(number, attributes=None, *rest):
+        if number != 444:
+            return 0
+        if attributes is None:
+            return version
+        handled.extend(struct.unpack("Q", attributes))
+        return os.open(os.devnull, os.O_RDONLY)
+
+    library = SimpleNamespace(syscall=syscall, prctl=lambda *arguments: 0, unshare=lambda flags: -1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: library)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
+    assert confined.limit(1, 1 << 30, os.getppid()) == ["namespace"]
+    (bits,) = handled
+    assert (bool(bits & 1 << 13), bool(bits & 1 << 14)) == (moves, truncates)
 
 
 @pytest.mark.parametrize("loop", ["while True: pass", "import os\nos.close(1); os.close(2)\nwhile True: pass"])

@@ -108,6 +108,11 @@ def test_arguments_are_compared_with_the_schema(arguments, problem):
     assert found == problem or (problem is not None and found is not None and found.startswith(problem))
 
 
+def test_a_long_message_about_an_argument_is_cut():
+    found = ArgumentCheck(tool_schema(search, "key")).problem({"query": "Rome", "most": "x" * 1000})
+    assert found == "the argument 'most' is wrong: '" + "x" * 299
+
+
 def test_without_jsonschema_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     with pytest.raises(ConfigError, match=r"rollout.tools.functions needs .* pip install 'rl_megatron\[tools\]'"):

@@ -1,0 +1,133 @@
+"""Rollouts that are made while the policy trains: their prompts and seeds, their ages, and what checkpoints keep."""
+
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_megatron.algorithms import async_sampler
+from rl_megatron.algorithms.async_sampler import AsyncSampler
+from rl_megatron.algorithms.roll_back import RollBack
+from rl_megatron.algorithms.rollout import Sampler
+from rl_megatron.algorithms.synced_engine import SyncedEngine
+from rl_megatron.config.load import load_config
+from rl_megatron.data import stage_loader, training_data
+from rl_megatron.generation.interfaces import Completion, Served, WeightSpan
+from tests.unit.algorithms.fakes import EOS, Characters, Echo, Problems, ScoredHere, stage_of_a_sampler
+
+PER_STEP = SIZE = 2  # groups of a step, and samples of a group
+OPTIONS = (
+    "algorithm=grpo", f"algorithm.prompts_per_step={PER_STEP}", f"algorithm.samples_per_prompt={SIZE}", "train.steps=9",
+    "generation.engine=transformers", "rollout.async_enabled=true",
+)  # fmt: skip
+
+
+class Policy:
+    """A policy of a single process."""
+
+    topology = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+
+    def __init__(self):
+        self.model = SimpleNamespace(version=1)
+
+    @property
+    def weight_version(self):
+        return self.model.version
+
+
+class Ones:
+    """An engine that answers every request with "1", and keeps the prompts and seeds of the requests."""
+
+    def __init__(self, policy):
+        self.policy, self.asked, self.served = policy, set(), None
+
+    def update_weights(self):
+        self.served = Served(self.policy.weight_version)
+        return {}
+
+    async def complete(self, prompt, sampling, request_id, *, seed):
+        self.asked.add(("".join(map(chr, prompt)), seed))
+        spans = (WeightSpan(0 if self.served is None else self.served.version, 0, 2),)
+        return Completion(request_id, (ord("1"), EOS), (-1.0, -1.0), spans, "stop")
+
+    def complete_all(self, requests):
+        self.asked |= {("".join(map(chr, request.prompt)), request.seed) for request in requests}
+        return [
+            Completion(request.request_id, (ord("1"), EOS), (-1.0, -1.0), (WeightSpan(1, 0, 2),), "stop")
+            for request in requests
+        ]
+
+
+@pytest.fixture
+def made(monkeypatch, tmp_path):
+    """`made(kind, *overrides)`: a sampler, its stage, and the engine; all are closed after the test."""
+    for module in (training_data, stage_loader):
+        monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
+    scorer = ScoredHere(Echo())
+    monkeypatch.setattr(scorer, "close", lambda: None, raising=False)
+    monkeypatch.setattr(async_sampler, "Scorer", lambda *arguments, **options: scorer)
+    with ExitStack() as closing:
+
+        def make(kind, *overrides):
+            policy, kept = Policy(), {}
+            engine = Ones(policy)
+            check = SimpleNamespace(run=lambda engine, prompts: {})
+            stage = stage_of_a_sampler(
+                config=load_config([*OPTIONS, *overrides]).first, tokenizer=Characters(), scorer=scorer, policy=policy,
+                engine=SyncedEngine(engine, check, lambda metrics: None) if kind is AsyncSampler else engine,
+                roll_back=RollBack(), kept=kept, close_at_end=lambda part: closing.callback(part.close), name="grpo",
+            )  # fmt: skip
+            closing.callback(stage.rollouts.runner.close)
+            stage.keep, stage.rollout_files = kept.__setitem__, tmp_path
+            return kind(stage, stage.config.algorithm), stage, engine
+
+        yield make
+
+
+def test_groups_have_the_prompts_and_the_seeds_of_a_synchronous_run(made):
+    """All rewards are equal, so that a step makes the groups of all its rounds."""
+    rounds = ("algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=3")
+    synchronous, _, wanted = made(Sampler, *rounds)
+    synchronous.draw(1)
+    first_round = set(wanted.asked)
+    synchronous.draw(1, 0)
+    assert wanted.asked == first_round and len(first_round) == PER_STEP * SIZE
+    for round_ in (1, 2):
+        synchronous.draw(1, round_)
+    first_step = set(wanted.asked)
+    for step in (2, 3):
+        for round_ in range(3):
+            synchronous.draw(step, round_)
+    sampler, _, engine = made(AsyncSampler, *rounds)
+    sampler.collect(1)
+    assert first_step <= engine.asked <= wanted.asked and len(first_step) == 3 * PER_STEP * SIZE
+
+
+def test_groups_of_a_later_step_begin_with_the_weights_that_an_evaluation_syncs(made):
+    sampler, stage, engine = made(AsyncSampler, "rollout.max_trajectory_age_steps=1")
+    for step in (1, 2, 3):
+        _, outcome = sampler.collect(step)
+        assert outcome["trajectory_age_max"] <= 1 and outcome["dropped_groups"] == 0
+        stage.policy.model.version += 1
+        stage.engine.update_weights()
+        began = time.monotonic()
+        while len(engine.asked) < (step + 2) * PER_STEP * SIZE:
+            assert time.monotonic() - began < 10, "groups of the step after the next one have not begun"
+            time.sleep(0.01)
+
+
+def test_a_resumed_sampler_continues_with_the_groups_that_are_left(made):
+    sampler, stage, _ = made(AsyncSampler)
+    sampler.collect(1)
+    state = stage.kept["sampler"].state_dict()
+    wanted, _ = sampler.collect(2)
+    resumed, stage, _ = made(AsyncSampler)
+    stage.policy.model.version = 5
+    stage.kept["sampler"].load_state_dict(state)
+    assert stage.policy.weight_version == 1, "the log continues with the same versions"
+    found, _ = resumed.collect(2)
+    assert torch.equal(found["input_ids"], wanted["input_ids"])
+    first, _ = made(AsyncSampler)[0].collect(1)
+    assert not torch.equal(first["input_ids"], wanted["input_ids"])
