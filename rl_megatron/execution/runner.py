@@ -80,8 +80,8 @@ class Runner:
     topology: Topology
     vocab_size: int
     backend: str
-    fused_head: FusedHead | None = None
-    has_dropout: bool = False
+    fused_head: FusedHead | None
+    has_dropout: bool
 
     def train_step(
         self,
