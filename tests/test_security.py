@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "rl_megatron"
@@ -17,12 +18,21 @@ UNPICKLING = {
 }
 
 
+@cache
+def nodes():
+    """Return (module, node) of all calls and classes of the package."""
+    return [
+        (path.relative_to(PACKAGE).as_posix(), node)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call | ast.ClassDef)
+    ]
+
+
+@cache
 def calls():
-    """Yield (module, call, its function as text) of the package."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                yield path.relative_to(PACKAGE).as_posix(), node, ast.unparse(node.func)
+    """Return (module, call, its function as text) of the package."""
+    return [(module, node, ast.unparse(node.func)) for module, node in nodes() if isinstance(node, ast.Call)]
 
 
 def constant(call, name):
@@ -47,9 +57,8 @@ def test_only_modules_with_a_private_channel_unpickle():
     loading = ("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads")
     found = {module for module, _, name in calls() if name in loading}
     classes = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        module
+        for module, node in nodes()
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "pickle.Unpickler" for base in node.bases)
     }
     assert found | classes == set(UNPICKLING)
