@@ -27,6 +27,11 @@ DEAR_DIRECTORIES = [Path(__file__).parent / name for name in ("parallel", "end_t
 NIGHTLY = costs.NightlyTests()
 
 
+def is_dear(path: Path) -> bool:
+    """Return whether a file is in one of the dear directories."""
+    return any(path.is_relative_to(directory) for directory in DEAR_DIRECTORIES)
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Yield the pool of ranks: `ranks.run(world_size, function, *args)` returns the results in rank order."""
@@ -121,8 +126,8 @@ def pytest_ignore_collect(collection_path, config):
     if tier != "fast":
         return None
     source = collection_path.read_text()
-    is_dear = any(collection_path.is_relative_to(directory) for directory in DEAR_DIRECTORIES)
-    return "\npytestmark = pytest.mark.change\n" in source or (is_dear and "mark.fast" not in source) or None
+    is_late = is_dear(collection_path) and "mark.fast" not in source
+    return "\npytestmark = pytest.mark.change\n" in source or is_late or None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -136,6 +141,8 @@ def pytest_collection_modifyitems(config, items):
     left_out = {item for item in items if costs.tier_of(item) not in tiers or item.path not in files}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+    # The dear ones first: two workers then end with cheap ones, at nearly the same time.
+    items.sort(key=lambda item: not is_dear(item.path))
 
 
 def pytest_collection_finish():
@@ -146,6 +153,5 @@ def pytest_itemcollected(item):
     """Mark what nightly.toml lists `nightly`, and what is in a dear directory `change`, unless it is marked `fast`."""
     if item.nodeid in NIGHTLY:
         item.add_marker(pytest.mark.nightly)
-    is_dear = any(item.path.is_relative_to(directory) for directory in DEAR_DIRECTORIES)
-    if is_dear and item.get_closest_marker("fast") is None:
+    if is_dear(item.path) and item.get_closest_marker("fast") is None:
         item.add_marker(pytest.mark.change)

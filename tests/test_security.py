@@ -6,6 +6,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "rl_megatron"
 # Module → where its pickles come from. None of them comes from a file, a socket that others reach, or HTTP.
 UNPICKLING = {
@@ -41,6 +43,7 @@ def constant(call, name):
     return found[0].value if found and isinstance(found[0], ast.Constant) else None
 
 
+@pytest.mark.change
 def test_torch_loads_weights_only_and_numpy_no_pickles():
     loads = [(module, call, name) for module, call, name in calls() if name in ("torch.load", "np.load", "numpy.load")]
     assert loads
@@ -53,6 +56,7 @@ def test_torch_loads_weights_only_and_numpy_no_pickles():
     assert wrong == []
 
 
+@pytest.mark.change
 def test_only_modules_with_a_private_channel_unpickle():
     loading = ("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads")
     found = {module for module, _, name in calls() if name in loading}
@@ -64,6 +68,7 @@ def test_only_modules_with_a_private_channel_unpickle():
     assert found | classes == set(UNPICKLING)
 
 
+@pytest.mark.change
 def test_code_of_a_model_is_not_trusted_and_yaml_is_read_safely():
     for module, call, name in calls():
         if name.endswith((".from_pretrained", ".from_config")) and name.startswith("Auto"):

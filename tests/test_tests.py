@@ -87,6 +87,7 @@ def private_uses(source: str, of: Collection[str] | None = None) -> Iterator[tup
                 yield from ((node.lineno, name) for name in sorted(found & names))
 
 
+@pytest.mark.change
 def test_no_test_and_no_benchmark_uses_a_private_name_of_the_package():
     found = [
         f"{path.relative_to(ROOT)}:{line} {name}"

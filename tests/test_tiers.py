@@ -209,7 +209,8 @@ def test_every_entry_of_nightly_toml_takes_and_keeps_tests(collected):
         ids = {test: tier for file in files for test, tier in by_file[file].items()}
         if not ids:
             continue
-        taken = {test for test in ids if costs.NightlyEntry(pattern, kept).takes(test)}
+        entry = costs.NightlyEntry(pattern, kept)
+        taken = {test for test in ids if entry.takes(test)}
         assert taken, f"{pattern} takes no test"
         for name in () if isinstance(kept, int) else kept:
             others = costs.NightlyEntry(pattern, [other for other in kept if other != name])

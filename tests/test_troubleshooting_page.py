@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "rl_megatron"
 PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
@@ -129,6 +131,7 @@ def test_quotes_are_found():
     assert len(QUOTES) > 100
 
 
+@pytest.mark.change
 def test_the_package_has_every_quoted_message():
     short = [quote for quote in QUOTES if sum(map(len, parts_of(quote))) < FEWEST_CHARACTERS]
     assert not short, f"quote more of these messages: {short}"

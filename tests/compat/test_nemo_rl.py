@@ -95,6 +95,7 @@ FORMS = {
 TRAININGS = [f"{kind}, {form}" for kind, forms in FORMS.items() for form in forms]
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("name", TRAININGS)
 def test_it_learns(trainings, name):
     losses = trainings[name]["losses"]

@@ -237,6 +237,7 @@ def test_padding_does_not_matter(case):
     assert_same(wide_gradients, {name: pad_width(gradient, 3) for name, gradient in gradients.items()}, **NEARLY)
 
 
+@pytest.mark.change
 @every_case
 @pytest.mark.parametrize("temperature", [None, 0.7])  # of logits; nothing to scores
 def test_the_output_form_equals_the_direct_form(case, temperature):
@@ -301,6 +302,7 @@ def in_fp32(mapping):
     }
 
 
+@pytest.mark.change
 @every_case
 @pytest.mark.parametrize("far", [30.0, 100.0, 1000.0])
 @pytest.mark.parametrize("what", ["the other policies", "the output"])

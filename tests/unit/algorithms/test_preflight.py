@@ -170,6 +170,7 @@ def missing_on(rank: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.change
 @pytest.mark.parametrize(
     ("rank", "message"),
     [(1, "data.path: missing (on rank 1)"), (-1, "data.path: missing"), (9, "5")],

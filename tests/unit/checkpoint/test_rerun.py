@@ -72,6 +72,7 @@ def test_a_run_goes_on_with_other_steps_evaluation_saving_logging_layout_and_eng
     refuse_changes(config)
 
 
+@pytest.mark.change
 @pytest.mark.parametrize(
     ("override", "change"),
     [

@@ -373,6 +373,7 @@ def test_a_reward_function_may_not_have_the_name_of_rewards_of_environments(refu
 ON_POLICY = ("train.global_batch_size=256", "algorithm.recompute_logprobs=never")
 
 
+@pytest.mark.change
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize(
     ("override", "reason"),

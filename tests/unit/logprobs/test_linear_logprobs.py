@@ -192,11 +192,13 @@ class TestMemory:
             torch.autograd.grad([stats.logprobs, stats.entropy], (hidden, weight), [torch.ones(rows)] * 2)
         return memory.peak - 4 * HIDDEN * (rows + vocab)
 
+    @pytest.mark.change
     @pytest.mark.parametrize("ignored", [3, 10**6])
     def test_it_does_not_grow_with_the_vocabulary(self, monkeypatch, ignored):
         peaks = [self.peak(monkeypatch, 256, vocab, ignored) for vocab in (512, 1024, 2048, 4096)]
         assert max(peaks) <= 1.1 * min(peaks)
 
+    @pytest.mark.change
     def test_with_every_token_it_grows_by_no_more_than_80_bytes(self, monkeypatch):
         few, many = (self.peak(monkeypatch, rows, 1024) for rows in (256, 2048))
         assert many - few <= 80 * (2048 - 256)

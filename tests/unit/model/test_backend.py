@@ -94,7 +94,7 @@ def test_a_model_and_its_runner_use_the_same_layers(installed, monkeypatch, prec
     asked = []
     monkeypatch.setattr(inference, "choose_backend", lambda *question: asked.append(question) or "portable")
     topology = SimpleNamespace()
-    model: Any = SimpleNamespace(config="model", topology=topology, precision=precision, head="lm")
+    model: Any = SimpleNamespace(config="model", topology=topology, precision=precision, head="lm", lora=None)
     model.model_chunks, model.vocab_size = [], 1
     inference.build_runner(model, None)
     assert asked == [("model", topology, precision)]
