@@ -40,9 +40,9 @@ class TestSequences:
     def test_chunk(self):
         batch = batch_of([1, 2, 3, 4])
         assert batch.chunk(1, 2)["names"] == ["sequence 2", "sequence 3"]
-        with pytest.raises(AssertionError, match="rank must be between 0 and 1"):
+        with pytest.raises(AssertionError, match="index OOB: not enough splits.*rank must be between 0 and 1"):
             batch.chunk(2, 2)
-        with pytest.raises(AssertionError, match=r"Batch size \(4\) is not a multiple of chunks \(3\)"):
+        with pytest.raises(AssertionError, match=r"batch size \(4\) is not a multiple of chunks \(3\)"):
             batch.chunk(0, 3)
 
     def test_a_slice_past_the_end_is_an_assertion_and_an_index_error(self):
@@ -59,6 +59,30 @@ class TestSequences:
         assert batch["x"].tolist() == [1, 1, 2, 2]
         batch["log"][0]["turns"].append("mine")
         assert batch["log"][1] == {"turns": []}
+
+    def test_from_batches_without_batches_is_an_empty_batch(self):
+        assert BatchedDataDict.from_batches([]) == BatchedDataDict.from_batches([{}, {}]) == {}
+
+    def test_a_batch_without_sequences_may_lack_keys_and_widens_no_other(self):
+        batch = batch_of([2, 3])
+        nothing = {"input_ids": torch.zeros(0, 9), "names": []}
+        joined = BatchedDataDict.from_batches([nothing, batch, {}, batch.slice(0, 1)])
+        assert joined.keys() == batch.keys() and joined["names"] == ["sequence 0", "sequence 1", "sequence 0"]
+        assert joined["input_ids"].shape == (3, 3)
+        only_empty = BatchedDataDict.from_batches([nothing, {"flags": torch.zeros(0)}])
+        assert only_empty.keys() == {"input_ids", "names", "flags"} and only_empty.size == 0
+
+    def test_a_key_that_a_batch_with_sequences_lacks_is_named(self):
+        batches = [{"x": [1]}, {"x": [2], "y": [3]}, {"y": []}, {"x": [4]}]
+        for kind in (KeyError, AssertionError, ValueError):
+            with pytest.raises(kind, match=r"^Key 'y' is missing from non-empty batches \[0, 3\]"):
+                BatchedDataDict.from_batches(batches)
+        with pytest.raises(KeyError, match=r"'y' is missing from non-empty batches \[0\]"):
+            BatchedDataDict.from_batches([{"x": [1]}, {"y": []}])
+
+    def test_multimodal_batches_are_refused(self):
+        with pytest.raises(NotImplementedError, match="does not provide NeMo RL's multimodal batches"):
+            batch_of([1]).get_multimodal_dict(as_tensors=True)
 
     def test_truncate_and_to_work_in_place(self):
         batch = batch_of([5, 5])
@@ -97,6 +121,12 @@ class TestShards:
         assert [shard.size for shard in shards] == [2, 2, 1]
         assert sum((shard["names"] for shard in shards), []) == batch_of([1] * 5)["names"]
 
+    def test_a_shard_without_sequences_keeps_all_keys(self):
+        batch = batch_of([1] * 5)
+        shards = batch.shard_by_batch_size(4, allow_uneven_shards=True)
+        assert [shard.size for shard in shards] == [2, 2, 1, 0]
+        assert shards[3].keys() == batch.keys() and shards[3]["input_ids"].shape == (0, 1)
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -113,6 +143,10 @@ class TestShards:
             ({"shards": 2, "dynamic_batching_args": {**DYNAMIC, "sequence_round": 1}}, "sequence_length_round"),
             ({"shards": 2, "dynamic_batching_args": {"input_key": "x"}}, "max_tokens_per_microbatch"),
             ({"shards": 2, "sequence_packing_args": {**PACKING, "algorithm": "first_fit"}}, "first_fit_decreasing"),
+            (
+                {"shards": 2, "sequence_packing_args": {**PACKING, "microbatch_order": "longest"}},
+                "'largest_first', got",
+            ),
             ({"shards": 2, "sequence_packing_args": {**PACKING, "group_size": 0}}, "group_size must be at least 1"),
             ({"shards": 2, "sequence_packing_args": {"max_tokens_per_microbatch": 19}}, "20 tokens.*raise"),
             ({"shards": 2, "dynamic_batching_args": {"max_tokens_per_microbatch": 19}}, "raise it to at least 20"),
@@ -127,7 +161,7 @@ class TestShards:
             batch_of(LENGTHS).shard_by_batch_size(**arguments)
 
     def test_keys_of_different_sizes_are_an_assertion(self):
-        with pytest.raises(AssertionError, match="Batch sizes are not the same.*'y': 1"):
+        with pytest.raises(AssertionError, match="Batch sizes are not the same across the rollout batch.*'y': 1"):
             BatchedDataDict(x=[1, 2], y=[1]).shard_by_batch_size(1)
 
     def test_packing_goes_by_the_cost_that_is_given(self):
@@ -239,6 +273,18 @@ class TestMicrobatches:
             assert all(part["input_ids"].shape[1] == 20 for part in microbatches), "unpacking is not its work"
         num_packs = sum(len(shard.micro_batch_lengths[0]) for shard in shards)
         assert num_packs == 4, "132 tokens fit 3 packs of 48, made even for 2 shards"
+
+    def test_packs_run_in_the_order_of_the_plan_or_largest_first(self):
+        """The plan begins with the costliest pack: the sequence of 16 tokens, by its pairs of tokens."""
+        batch = batch_of([8, 8, 8, 16, 16, 8, 8, 8])
+        args = {"max_tokens_per_microbatch": 24, "algorithm": "concatenative", "cost": SequenceCost(0.0, 1.0)}
+        for order, tokens in ((None, [16, 24]), ("packer", [16, 24]), ("largest_first", [24, 16])):
+            (shard,), undo = batch.shard_by_batch_size(1, 4, sequence_packing_args=args | {"microbatch_order": order})
+            assert [sorted(step) for step in shard.micro_batch_lengths] == [[16, 24]] * 2
+            assert shard.micro_batch_lengths[0] == tokens
+            microbatches = shard.get_batch(0).make_microbatch_iterator_for_packable_sequences()
+            assert [part["input_lengths"].sum().item() for part in microbatches] == tokens
+            assert_same(BatchedDataDict.from_batches([shard]).reorder_data(undo), batch)
 
     @pytest.mark.parametrize("planned", ["dynamic_batching_args", "sequence_packing_args"])
     def test_a_preference_pair_is_never_split(self, planned):

@@ -160,7 +160,7 @@ def messages(output_of):
     program = f"""
 import json
 messages = {{}}
-for statement in {list(MISTAKES)}:
+for statement in {[*MISTAKES, *LEFT_OUT]}:
     try:
         exec(statement)
     except Exception as error:
@@ -177,6 +177,27 @@ def test_what_is_not_in_the_table_is_named_with_what_is(messages, statement):
     assert kind == error
     assert message.startswith(f"rl_megatron provides nemo_rl.{module}, but not its {missing!r}")
     assert nearest in message.partition(repr(missing))[2]
+
+
+LEFT_OUT = {  # statement → why, with what to do instead
+    "import nemo_rl.data.multimodal_utils": "Multimodal batches are not provided: train a model of text",
+    "import nemo_rl.distributed.virtual_cluster": "does not use Ray: start one process for each GPU",
+    "from nemo_rl.models.policy.lm_policy import Policy": "does not use Ray: start one process for each GPU",
+    "from nemo_rl.algorithms.grpo import grpo_train": "torchrun -m rl_megatron train algorithm=grpo",
+    "import nemo_rl.algorithms.grpo as g; g.setup": "torchrun -m rl_megatron train algorithm=grpo",
+}
+
+
+def test_what_is_left_out_on_purpose_says_why(messages):
+    for statement, reason in LEFT_OUT.items():
+        assert reason in messages[statement][1]
+
+
+def test_nothing_that_is_left_out_is_in_the_table():
+    for name in nemo_rl.LEFT_OUT:
+        module, _, member = name.rpartition(".")
+        assert name not in nemo_rl.MODULES and member not in nemo_rl.MODULES.get(module, {})
+        assert any(known == module or known.startswith(f"{module}.") for known in nemo_rl.MODULES), "nothing would ask"
 
 
 def test_code_may_ask_what_there_is(output_of):

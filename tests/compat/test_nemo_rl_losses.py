@@ -400,10 +400,37 @@ def test_a_draft_loss_returns_metrics_and_takes_its_group_by_name():
         SECOND["DraftCrossEntropyLossFn"]("a group")
 
 
-def test_fused_logprobs_and_metric_normalizations_are_not_there(nemo):
+def test_fused_logprobs_are_not_there(nemo):
     with pytest.raises(TypeError, match="use_fused_linear_logprobs"):
         nemo.ClippedPGLossFn({}, use_fused_linear_logprobs=True)
-    assert not hasattr(nemo.ClippedPGLossFn({}), "metric_normalizations")
+
+
+OVER_SEQUENCES = CORRECTED | {"token_level_loss": False}
+NORMALIZED = [
+    {"reference_policy_kl_penalty": 0.1, "positive_example_nll_weight": 0.5},
+    OVER_SEQUENCES | {"reference_policy_kl_penalty": 0.1},
+    OVER_SEQUENCES | {"sequence_level_importance_ratios": True},
+    CORRECTED | {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.0},
+    CORRECTED | {"truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio": 1.01,
+                 "truncated_importance_sampling_ratio_min": 0.99},
+    NO_KL | {"fixed_sequence_length": 8},
+    NO_KL | {"sequence_rejection_type": "k3", "sequence_rejection_max": 0.01},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cfg", NORMALIZED)
+def test_metric_normalizations_say_which_count_divides_each_metric(nemo, cfg):
+    """A trainer may pass counts of 1, and divide the metrics itself when it knows the counts."""
+    kinds = MODULES["nemo_rl.algorithms.loss.interfaces"]["MetricNormalizer"]
+    divisors = {kinds.TOKENS: COUNTS[1].item(), kinds.SEQUENCES: COUNTS[0].item(), kinds.NONE: 1.0}
+    logits, data = policy_case()
+    loss_fn = nemo.ClippedPGLossFn(cfg)
+    _, sums = nemo.call(loss_fn, logits.clone(), data, (torch.tensor(1.0), torch.tensor(1.0)))
+    _, want = nemo.call(loss_fn, logits, data)
+    assert isinstance(loss_fn.metric_normalizations, dict) and sums.keys() <= loss_fn.metric_normalizations.keys()
+    found = {name: value / divisors[loss_fn.metric_normalizations[name]] for name, value in sums.items()}
+    assert found == pytest.approx(want)
+    assert pickle.loads(pickle.dumps(loss_fn)).metric_normalizations == loss_fn.metric_normalizations
 
 
 def test_the_formulas_are_the_cores(nemo):

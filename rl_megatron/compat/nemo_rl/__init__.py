@@ -36,9 +36,12 @@ The intended differences to NeMo RL are:
 - `prepare_loss_input` returns 0 at masked tokens.
 - `DraftCrossEntropyLossFn` returns (loss, metrics), and takes `vocab_parallel_group` by name.
 - An environment answers one trajectory at a time (`environments`), and no Ray is needed.
-- `use_fused_linear_logprobs` and `metric_normalizations` of the losses are not provided.
+- `use_fused_linear_logprobs` of the losses is not provided. According to `metric_normalizations`, a count of tokens
+  divides `positive_nll_loss`.
+- Multimodal batches and what needs Ray are not provided; the error of an import says so.
 
-`batched_data_dict` lists the differences of batches.
+`batched_data_dict` lists the differences of batches, `advantages` those of advantage estimators, and `reward_shaping`
+describes the functions that change rewards.
 
 Source: NVIDIA NeMo RL 0.1 to 0.8, its documentation of these modules.
 """
@@ -46,9 +49,9 @@ Source: NVIDIA NeMo RL 0.1 to 0.8, its documentation of these modules.
 from __future__ import annotations
 
 from rl_megatron.compat.nemo_rl import import_table
-from rl_megatron.compat.nemo_rl.modules import MODULES
+from rl_megatron.compat.nemo_rl.modules import LEFT_OUT, MODULES
 
-__all__ = ["MODULES", "install"]
+__all__ = ["LEFT_OUT", "MODULES", "install"]
 
 
 def install(replace: bool = False) -> None:
@@ -61,4 +64,4 @@ def install(replace: bool = False) -> None:
     Raises:
         ImportError: NeMo RL is installed and `replace` is false, or it is already imported.
     """
-    import_table.answer("nemo_rl", MODULES, replace)
+    import_table.answer("nemo_rl", MODULES, replace, LEFT_OUT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Required, TypedDict, TypeVar
+from typing import Any, Literal, Required, TypedDict, TypeVar
 
 from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.cost import SequenceCost
@@ -42,6 +42,8 @@ class SequencePackingArgs(TypedDict, total=False):
         input_lengths_key: The key of the `[B]` lengths; default "input_lengths".
         algorithm: "balanced", the default, or a key of `rl_megatron.batching.packing.ALGORITHMS`.
         sequence_length_pad_multiple: Each sequence's length in the pack is a multiple of this; default 1.
+        microbatch_order: "packer", the default, for the order of the plan, or "largest_first" for each shard's
+            microbatches by their tokens, as in NeMo RL after 0.6.
         group_size: Sequences that stay together, in order: 2 for preference pairs; default 1.
         cost: The cost of a sequence. "balanced" distributes it evenly over packs and shards. Default: its tokens.
     """
@@ -51,6 +53,7 @@ class SequencePackingArgs(TypedDict, total=False):
     input_lengths_key: str
     algorithm: str
     sequence_length_pad_multiple: int
+    microbatch_order: Literal["packer", "largest_first"] | None
     group_size: int
     cost: SequenceCost
 

@@ -9,6 +9,9 @@ The intended differences to `nemo_rl.distributed.batched_data_dict` are:
 - There are two more settings: `group_size` keeps sequences together, and `cost` is the quantity to balance.
 - Rules that NeMo RL asserts raise `RuleError`, which is a ValueError and an AssertionError. Microbatch iterators raise
   it when they are created, not when they are first read.
+- `from_batches` refuses a key that a batch with sequences lacks, as NeMo RL does after 0.6, and the error is a
+  `RuleError` too. 0.6 drops keys that the first batch lacks.
+- Multimodal batches are not provided: `get_multimodal_dict` raises NotImplementedError, and there is no `PackedTensor`.
 - `get_batch` does not need a `batch_size` if microbatches were planned.
 - `reorder_data` and `truncate_tensors` return the batch. The latter does not change tensors that are short enough.
 - `SlicedDataDict` is `BatchedDataDict` itself.
@@ -19,6 +22,7 @@ Source: NVIDIA NeMo RL 0.3 to 0.8, its documentation of this module.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
@@ -29,7 +33,7 @@ import torch.distributed as dist
 from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
 from rl_megatron.compat.nemo_rl.batch_settings import DynamicBatchingArgs, SequencePackingArgs, plan_args
-from rl_megatron.compat.nemo_rl.errors import RangeError, RuleError
+from rl_megatron.compat.nemo_rl.errors import MissingKeyError, RangeError, RuleError, require, rule_errors
 from rl_megatron.data import batch as core
 
 DictT = TypeVar("DictT", bound=Mapping[str, Any])
@@ -95,6 +99,38 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
             raise RangeError(f"slice({start}, {end}) of a batch of size {size}: 0 ≤ start ≤ end ≤ size must hold.")
         return super().slice(start, end)
 
+    @classmethod
+    def from_batches(
+        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, int | float] | None = None
+    ) -> Self:
+        """Return the sequences of all batches, one batch after the other, as NeMo RL does after 0.6.
+
+        A batch without sequences may lack keys, and its tensors do not widen those of others. The result has the keys
+        of all batches, and without batches it is empty. See the core's method for shapes and other errors.
+
+        Raises:
+            MissingKeyError: A batch with sequences lacks a key.
+        """
+        with rule_errors():
+            sizes = [core.common_size(batch) for batch in batches]
+        empty = {key: value for batch in reversed(batches) for key, value in batch.items()}
+        for key in empty:
+            lacking = [i for i, batch in enumerate(batches) if sizes[i] and key not in batch]
+            if lacking:
+                raise MissingKeyError(
+                    f"Key {key!r} is missing from non-empty batches {lacking}: remove it from the others, or add it to "
+                    "these"
+                )
+        filled = [batch for batch, size in zip(batches, sizes, strict=True) if size]
+        return super().from_batches(filled or [empty], pad_value_dict)
+
+    def get_multimodal_dict(self, *args: Any, **named: Any) -> dict[str, Any]:
+        """Raise NotImplementedError, because there are no multimodal batches."""
+        raise NotImplementedError(
+            "rl_megatron does not provide NeMo RL's multimodal batches: train a model of text, and remove the call of "
+            "get_multimodal_dict"
+        )
+
     def chunk(self, rank: int, chunks: int) -> Self:
         """Return a copy of the `rank`-th of `chunks` equal parts: `[a, b, c, d]`, rank 1 of 2 → `[c, d]`.
 
@@ -104,8 +140,11 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         """
         size = self._equal_size()
         if not 0 <= rank < chunks:
-            raise RangeError(f"chunk(rank={rank}, chunks={chunks}): the rank must be between 0 and {chunks - 1}.")
-        _require_multiple(size, "Batch size", chunks, "chunks")
+            raise RangeError(
+                f"index OOB: not enough splits for this rank: chunk(rank={rank}, chunks={chunks}): the rank must be "
+                f"between 0 and {chunks - 1}."
+            )
+        _require_multiple(size, "batch size", chunks, "chunks")
         share = size // chunks
         return self.select_indices(range(rank * share, (rank + 1) * share))
 
@@ -220,12 +259,17 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         self, settings: Mapping[str, Any], starts: range, shards: int, allow_uneven: bool
     ) -> list[MicrobatchPlan]:
         """Return the sequence-packing plan of each step batch."""
+        order = settings.get("microbatch_order")
+        require(
+            order in (None, "packer", "largest_first"),
+            f"microbatch_order must be 'packer' or 'largest_first', got {order!r}",
+        )
+        settings = {key: value for key, value in settings.items() if key != "microbatch_order"}
         args, _, lengths_key = plan_args(settings, SequencePackingArgs, PackingPlanArgs)
         lengths = self._lengths(lengths_key)
-        try:
-            return [plan_sequence_packing(lengths[i : i + starts.step], shards, args, allow_uneven) for i in starts]
-        except ValueError as error:
-            raise RuleError(str(error)) from error
+        with rule_errors():
+            plans = [plan_sequence_packing(lengths[i : i + starts.step], shards, args, allow_uneven) for i in starts]
+        return [_sort_largest_first(plan) for plan in plans] if order == "largest_first" else plans
 
     def _shards_of(self, plans: list[MicrobatchPlan], batch_size: int) -> tuple[list[Self], list[int]]:
         """Return (the shards, the order of sequences over all shards) from one plan per step batch."""
@@ -348,7 +392,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         try:
             return self.size
         except ValueError as error:
-            raise RuleError(f"Batch sizes are not the same across the batch: {error}") from error
+            raise RuleError(f"Batch sizes are not the same across the rollout batch: {error}") from error
 
 
 def _require_multiple(value: int, value_name: str, divisor: int, divisor_name: str) -> None:
@@ -356,6 +400,16 @@ def _require_multiple(value: int, value_name: str, divisor: int, divisor_name: s
     if divisor < 1 or value % divisor:
         remedy = f"; append padding sequences with `pad_to_multiple({divisor})`" if divisor > 1 else ""
         raise RuleError(f"{value_name} ({value}) is not a multiple of {divisor_name} ({divisor}){remedy}")
+
+
+def _sort_largest_first(plan: MicrobatchPlan) -> MicrobatchPlan:
+    """Return the plan with each shard's microbatches in descending order of their tokens."""
+    orders = [sorted(range(len(shard)), key=shard.__getitem__, reverse=True) for shard in plan.lengths]
+    sorted_fields = {
+        field.name: [[shard[i] for i in order] for shard, order in zip(getattr(plan, field.name), orders, strict=True)]
+        for field in dataclasses.fields(plan)
+    }
+    return MicrobatchPlan(**sorted_fields)
 
 
 class _TensorSpec(NamedTuple):

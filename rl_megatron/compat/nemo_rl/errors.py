@@ -14,6 +14,12 @@ class RangeError(RuleError, IndexError):
     """The error of a request for sequences that a batch does not have."""
 
 
+class MissingKeyError(RuleError, KeyError):
+    """The error of a key that a batch does not have."""
+
+    __str__ = Exception.__str__  # KeyError's would show the message in quotes
+
+
 def require(holds: bool, rule: str) -> None:
     """Raise `RuleError` with the message `rule` unless `holds` is true."""
     if not holds:

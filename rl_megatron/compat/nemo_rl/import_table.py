@@ -6,13 +6,18 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from rl_megatron.config.errors import nearest
 
 
-def answer(package: str, modules: Mapping[str, Mapping[str, Any]], replace: bool = False) -> None:
+def answer(
+    package: str,
+    modules: Mapping[str, Mapping[str, Any]],
+    replace: bool = False,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Make imports of `package` find `modules`. A second call changes nothing.
 
     An import of a name that is not in the table is an error that suggests the nearest name.
@@ -21,6 +26,7 @@ def answer(package: str, modules: Mapping[str, Mapping[str, Any]], replace: bool
         package: The top-level package.
         modules: Dotted module name → its members.
         replace: Whether an installed `package` may be replaced.
+        left_out: Dotted name of a module or member that is not in the table → the reason, for the error.
 
     Raises:
         ImportError: `package` is installed and `replace` is false, or it is already imported. In the second case, code
@@ -40,7 +46,7 @@ def answer(package: str, modules: Mapping[str, Mapping[str, Any]], replace: bool
         )
     packages = {name.rsplit(".", depth)[0] for name in modules for depth in range(1, name.count(".") + 1)}
     for name in sorted(packages | modules.keys()):  # a package comes before its modules
-        module = sys.modules[name] = _Module(name, modules.get(name, {}))
+        module = sys.modules[name] = _Module(name, modules.get(name, {}), left_out)
         parent, _, own_name = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], own_name, module)
@@ -57,11 +63,12 @@ class _Module(ModuleType):
 
     __path__: list[str] = []
 
-    def __init__(self, name: str, members: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, members: Mapping[str, Any], left_out: Mapping[str, str]) -> None:
         super().__init__(name, f"{name}, provided by rl_megatron.")
         self.__spec__ = ModuleSpec(name, loader=None, origin="rl_megatron", is_package=True)
         self.__all__ = sorted(members)
         self.__dict__.update(members)
+        self._left_out = left_out
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_missing_name_message(self, name))
@@ -81,7 +88,9 @@ class _Missing:
             raise ModuleNotFoundError(_missing_name_message(module, own_name))
 
 
-def _missing_name_message(module: ModuleType, name: str) -> str:
-    """Return a message that suggests the nearest name of the module."""
+def _missing_name_message(module: _Module, name: str) -> str:
+    """Return a message that says why the module lacks the name, if that is known, and suggests the nearest name."""
     known = [key for key in vars(module) if not key.startswith("_")]
-    return f"rl_megatron provides {module.__name__}, but not its {name!r}{nearest(name, known)}"
+    reason = vars(module)["_left_out"].get(f"{module.__name__}.{name}")
+    message = f"rl_megatron provides {module.__name__}, but not its {name!r}{nearest(name, known)}"
+    return message if reason is None else f"{message}. {reason[0].upper()}{reason[1:]}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +23,7 @@ from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import Sharding
 from rl_megatron.losses.base import token_scores
 from rl_megatron.losses.calling import Call, bind
+from rl_megatron.losses.contract import Reduction
 from rl_megatron.losses.distillation import LOG_INFINITESIMAL
 
 # The keys of a recipe's `dpo` section that are its trainer's, not its loss's.
@@ -28,6 +31,14 @@ _DPO_TRAINER_KEYS = frozenset(
     "max_num_epochs max_num_steps val_period val_batches val_global_batch_size val_micro_batch_size val_at_start "
     "val_at_end seed".split()
 )
+
+
+class MetricNormalizer(enum.Enum):
+    """The global count that a metric is divided by, as in NeMo RL 0.8."""
+
+    TOKENS = "tokens"
+    SEQUENCES = "sequences"
+    NONE = "none"
 
 
 class NeedsRank(losses.Loss):
@@ -65,6 +76,30 @@ class ClippedPGLossFn(NeedsRank, losses.ClippedPGLossFn):
 
     def __init__(self, cfg: Any = None) -> None:
         super().__init__(parse_settings(ClippedPGLossConfig, cfg))
+
+    @cached_property
+    def metric_normalizations(self) -> dict[str, MetricNormalizer]:
+        """Return what each metric is divided by with the settings of the first reading, as in NeMo RL 0.8.
+
+        `positive_nll_loss` is divided by a count of tokens here. A loss per sequence with a
+        `positive_example_nll_weight` is divided by both counts, and by sequences according to this table.
+        """
+        cfg, tokens, sequences = self.cfg, MetricNormalizer.TOKENS, MetricNormalizer.SEQUENCES
+        of_loss = tokens if cfg.token_level_loss and cfg.fixed_sequence_length is None else sequences
+        of_weights = sequences if cfg.sequence_level_importance_ratios else tokens
+        others = {
+            "loss": of_loss,
+            "kl_penalty": of_loss,
+            "sampling_importance_ratio": of_weights,
+            "sampling_importance_ratio_square": of_weights,
+            "is_oob_ratio": sequences if cfg.truncation_type == "seq-mask-tis" else tokens,
+            "rejected_sequences": sequences,
+            "num_valid_samples": MetricNormalizer.NONE,
+        }
+        return {
+            name: others.get(name, tokens) if reduction is Reduction.SUM else MetricNormalizer.NONE
+            for name, reduction in self.metric_reductions.items()
+        }
 
 
 class NLLLoss(NeedsRank, losses.NLLLoss):

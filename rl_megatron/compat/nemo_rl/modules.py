@@ -7,7 +7,16 @@ from typing import Any, TypeVar
 import torch
 
 from rl_megatron import losses
-from rl_megatron.compat.nemo_rl import batch_settings, batched_data_dict, environments, functions, loss_inputs, settings
+from rl_megatron.compat.nemo_rl import (
+    advantages,
+    batch_settings,
+    batched_data_dict,
+    environments,
+    functions,
+    loss_inputs,
+    reward_shaping,
+    settings,
+)
 from rl_megatron.compat.nemo_rl import losses as nemo_losses
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.policy import interfaces as policy
@@ -43,19 +52,41 @@ _INPUTS = {
     "prepare_loss_input": loss_inputs.prepare_loss_input,
     "prepare_packed_loss_input": loss_inputs.prepare_packed_loss_input,
 }
+_ADVANTAGES = {
+    "AdvEstimatorConfig": advantages.AdvEstimatorConfig,
+    "GAEConfig": advantages.GAEConfig,
+    "GDPOAdvantageEstimator": advantages.GDPOAdvantageEstimator,
+    "GRPOAdvantageEstimator": advantages.GRPOAdvantageEstimator,
+    "GeneralizedAdvantageEstimator": advantages.GeneralizedAdvantageEstimator,
+    "RawRewardAdvantageEstimator": advantages.RawRewardAdvantageEstimator,
+    "ReinforcePlusPlusAdvantageEstimator": advantages.ReinforcePlusPlusAdvantageEstimator,
+}
 
 MODULES: dict[str, dict[str, Any]] = {
+    "nemo_rl.algorithms.advantage_estimator": _ADVANTAGES,
+    "nemo_rl.algorithms.grpo": {
+        "AdvEstimatorConfig": advantages.AdvEstimatorConfig,
+        "RewardScalingConfig": reward_shaping.RewardScalingConfig,
+        "scale_rewards": reward_shaping.scale_rewards,
+    },
     "nemo_rl.algorithms.interfaces": _INTERFACES,
     "nemo_rl.algorithms.loss": _LOSSES | _WRAPPERS | _INPUTS,
-    "nemo_rl.algorithms.loss.interfaces": _INTERFACES | {"LossInputType": losses.LossInputType},
+    "nemo_rl.algorithms.loss.interfaces": _INTERFACES
+    | {"LossInputType": losses.LossInputType, "MetricNormalizer": nemo_losses.MetricNormalizer},
     "nemo_rl.algorithms.loss.loss_functions": _LOSSES,
     "nemo_rl.algorithms.loss.loss_input": _INPUTS,
     "nemo_rl.algorithms.loss.utils": _INPUTS,
     "nemo_rl.algorithms.loss.wrapper": _WRAPPERS,
     "nemo_rl.algorithms.loss_functions": _LOSSES | _LOGITS_WRAPPER,
+    "nemo_rl.algorithms.reward_functions": {
+        "RewardShapingConfig": reward_shaping.RewardShapingConfig,
+        "apply_reward_shaping": reward_shaping.apply_reward_shaping,
+    },
     "nemo_rl.algorithms.utils": {
+        "calculate_baseline_and_std_per_prompt": advantages.calculate_baseline_and_std_per_prompt,
         "calculate_kl": functions.calculate_kl,
         "calculate_kl_penalty_joschu2020": functions.calculate_kl_penalty_joschu2020,
+        "get_gdpo_reward_component_keys": advantages.get_gdpo_reward_component_keys,
         "masked_mean": masked_mean,
     },
     "nemo_rl.distributed.batched_data_dict": {
@@ -76,4 +107,26 @@ MODULES: dict[str, dict[str, Any]] = {
         "ReferenceLogprobOutputSpec": policy.ReferenceLogprobOutputSpec,
         "TopkLogitsOutputSpec": policy.TopkLogitsOutputSpec,
     },
+}
+
+_NO_RAY = "rl_megatron does not use Ray: start one process for each GPU with torchrun"
+_NO_MEDIA = "multimodal batches are not provided: train a model of text"
+_NO_LOOP = "its training loop is `torchrun -m rl_megatron train algorithm=grpo`, which does not use Ray"
+
+# Why modules and members are not provided, for messages.
+LEFT_OUT = {
+    "nemo_rl.algorithms.advantage_estimator.OPDAdvantageEstimator": (
+        "on-policy distillation is `rl_megatron train algorithm=on_policy_distillation`"
+    ),
+    "nemo_rl.algorithms.grpo.async_grpo_train": _NO_LOOP,
+    "nemo_rl.algorithms.grpo.grpo_train": _NO_LOOP,
+    "nemo_rl.algorithms.grpo.setup": _NO_LOOP,
+    "nemo_rl.algorithms.grpo.validate": _NO_LOOP,
+    "nemo_rl.data.interfaces.VLMMessageLogType": _NO_MEDIA,
+    "nemo_rl.data.multimodal_utils": _NO_MEDIA,
+    "nemo_rl.distributed.batched_data_dict.PackedTensor": _NO_MEDIA,
+    "nemo_rl.distributed.ray_actor_environment_registry": _NO_RAY,
+    "nemo_rl.distributed.virtual_cluster": _NO_RAY,
+    "nemo_rl.distributed.worker_groups": _NO_RAY,
+    "nemo_rl.models.policy.lm_policy": _NO_RAY,
 }
