@@ -23,6 +23,9 @@ OWN_FILES = {
 OTHER_MEANINGS = {
     ("rl_megatron.config.reward_models", "reward_model"): "the reward function",
     ("rl_megatron.rewards.functions.reward_model", "reward_model"): "the reward function",
+    ("rl_megatron.compat.nemo_rl.advantages", "grpo"): "NeMo RL's name of an estimator",
+    ("rl_megatron.compat.nemo_rl.modules", "grpo"): "what a message tells to do",
+    ("rl_megatron.compat.nemo_rl.modules", "on_policy_distillation"): "what a message tells to do",
     ("rl_megatron.losses.dpo", "dpo"): "the loss",
     ("rl_megatron.config.losses", "dpo"): "the loss",
     ("rl_megatron.config.losses", "kto"): "the loss",
