@@ -99,7 +99,7 @@ class Runner:
             denominators: The global counts that the loss divides by.
             forward_only: Compute the loss and its metrics, but no gradient.
             number: The number of the optimizer step, which decides with the tokens of a microbatch what dropout drops:
-                the same in every layout but that of context parallelism, and in a run that was resumed.
+                the same in every layout with the same microbatches, but with context parallelism, and after a resume.
 
         Returns:
             Every metric, reduced as it is declared, the same on all ranks. "loss" is the value of `loss_fn` alone. With

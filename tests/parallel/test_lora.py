@@ -19,6 +19,7 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss, PreferenceLoss
+from rl_megatron.model.lora import layers
 from rl_megatron.model.lora.targets import adapted_linears
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.closed_forms import mean_training_bytes
@@ -278,6 +279,25 @@ def test_every_layout_drops_what_one_process_drops(ranks, parallel, recompute):
     (wanted,) = ranks.run(1, gradients_with_dropout, {})
     error, name = worst_relative_error(ranks.run(2, gradients_with_dropout, parallel, recompute)[0], wanted)
     assert error <= 1e-4, name
+
+
+def seeds_of_adapters() -> list[int]:
+    """Return the seed of what each adapter drops of each microbatch."""
+    found, kept = [], layers.dropout
+
+    def record(x, p, seed, *share):
+        found.append(seed)
+        return kept(x, p, seed, *share)
+
+    layers.dropout = record
+    gradients_with_dropout({})
+    layers.dropout = kept
+    return found
+
+
+def test_every_adapter_drops_other_numbers_of_every_microbatch(ranks):
+    (seeds,) = ranks.run(1, seeds_of_adapters)
+    assert len(seeds) > 4 * MODEL.num_layers and len(set(seeds)) == len(seeds)
 
 
 def test_context_parallel_ranks_and_steps_drop_other_numbers(ranks):

@@ -164,9 +164,12 @@ def counting(model_chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup) 
     routers = balancing_routers(model_chunks)
     for router in routers:
         router.counts, router.counted = True, torch.zeros(router.weight.size(0), device=router.weight.device)
-    yield
+    try:
+        yield
+    finally:
+        for router in routers:
+            router.counts = False
     for router in routers:
-        router.counts = False
         dist.all_reduce(router.counted, group=group)
 
 

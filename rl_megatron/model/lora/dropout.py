@@ -1,7 +1,8 @@
 """Dropout of adapters, as a function of a seed instead of the random numbers drawn before.
 
-So a layout drops what one process drops. The seed of a microbatch is a state of megatron-core's tracker of random
-number generators, because the recomputation of activations restores these, in whatever order a pipeline runs.
+So a layout drops what one process drops, if it has the same microbatches. The seed of a microbatch is a state of
+megatron-core's tracker of random number generators, because the recomputation of activations restores these, in
+whatever order a pipeline runs.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
+from rl_megatron.topology.fake_cuda import is_planned
+
 _STATE = "adapter-dropout"
 
 
 def seed_microbatch(seed: int, device: torch.device) -> None:
     """Set the seed of the microbatch whose forward pass begins."""
+    if is_planned():  # without numbers that could be dropped
+        return
     tracker = _tracker()
     tracker.set_states(tracker.get_states() | {_STATE: torch.Generator(device).manual_seed(seed).get_state()})
 

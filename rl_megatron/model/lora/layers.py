@@ -105,7 +105,7 @@ class LinearAdapter(torch.nn.Module):
             return x
         if is_planned():
             return torch.nn.functional.dropout(x, self._dropout)
-        names = ",".join(part.key for part in self.parts)
+        names = ",".join(part.name for part in self.parts)  # with the layer's number
         # Context-parallel ranks have different tokens.
         seed = f"{self._seed} {names} {microbatch_seed(x.device)} {self._topology.groups.cp.rank()}"
         return dropout(x, self._dropout, zlib.crc32(seed.encode()), *self._share_of_input())

@@ -117,6 +117,16 @@ def test_steps_get_the_groups_of_the_stream_with_their_ages(made):
     assert rollouts.queue.num_running == rollouts.queue.num_ready == 0, "nothing is made for a tenth step"
 
 
+def run_out_under_new_weights(rollouts, engine):
+    """Let all requests of step 1 end under its weights, and return the groups of step 2."""
+    rollouts.before_sync(1, 2)
+    engine.version = 1
+    while rollouts.queue.num_running:
+        time.sleep(0.01)
+    rollouts.after_sync(1, 2)
+    return rollouts.take(restore=lambda: None)
+
+
 def test_a_completion_may_end_with_new_weights_before_the_sync_returns(made):
     engine = Engine(slow=3 * GROUP)
     rollouts = made(engine, max_age=1)
@@ -124,12 +134,7 @@ def test_a_completion_may_end_with_new_weights_before_the_sync_returns(made):
     sync(rollouts, engine, 0)
     rollouts.take(restore=lambda: None)
     assert engine.num_running == 3 * GROUP
-    rollouts.before_sync(1, 2)
-    engine.version = 1
-    while rollouts.queue.num_running:
-        time.sleep(0.01)
-    rollouts.after_sync(1, 2)
-    groups = rollouts.take(restore=lambda: None)
+    groups = run_out_under_new_weights(rollouts, engine)
     assert sum(group.num_partial for group in groups.used) == 3 * GROUP
     assert {age for group in groups.used for age in group.ages} == {1}
 
@@ -141,12 +146,7 @@ def test_a_group_is_as_old_as_its_oldest_token(made):
     rollouts.begin()
     sync(rollouts, engine, 0)
     rollouts.take(restore=lambda: None)
-    rollouts.before_sync(1, 2)
-    engine.version = 1
-    while rollouts.queue.num_running:
-        time.sleep(0.01)
-    rollouts.after_sync(1, 2)
-    groups = rollouts.take(restore=lambda: None)
+    groups = run_out_under_new_weights(rollouts, engine)
     assert [group.number for group in groups.used] == [3, 4, 5]
     assert groups.dropped == dict.fromkeys((6, 7, 8), TOO_OLD)
 
