@@ -18,6 +18,9 @@ from rl_megatron.generation.slots import Slots
 from rl_megatron.topology.transfer import send, to_host
 
 _WIDTH_STEP = 32  # widths of the cache are multiples of it, so that many steps have the same shapes
+# The same for captured steps. Capturing a step takes as long as dozens of replays, and reading columns without a token
+# is cheap beside reading the weights.
+_CAPTURED_WIDTH_STEP = 256
 _BATCH_STEP = 8  # the same for the number of slots on a GPU, where unused slots cost little
 PROMPT_TOKENS = {"cpu": 2048, "cuda": 16384}  # read in one pass at most, padding included, unless one prompt is longer
 _REFILL_SHARE = 16  # prompts are read once this part of the slots is free: reading few at a time is slow
@@ -184,7 +187,8 @@ class Decoder:
     def _decode(self) -> None:
         """Generate one token of every running sequence. Nothing waits for the device."""
         count, samplings = self._batch_size(), self._slots_by_sampling()
-        width = min(self._rounded(max(self._num_cached, default=0) + 1, _WIDTH_STEP), self.cache.capacity)
+        step = _WIDTH_STEP if self.graphs is None else _CAPTURED_WIDTH_STEP
+        width = min(self._rounded(max(self._num_cached, default=0) + 1, step, 4), self.cache.capacity)
         if self.graphs is None or len(samplings) > 1:  # of several, each has a tensor of slots
             self._step(count, width)
         else:
@@ -202,16 +206,15 @@ class Decoder:
     def _batch_size(self) -> int:
         """Return how many slots a step computes: those that are used, rounded up on a GPU."""
         used = max(len(self.running), 1)
-        return used if self.device.type == "cpu" else min(self._rounded(used, _BATCH_STEP), len(self.slots.running))
+        return used if self.device.type == "cpu" else min(self._rounded(used, _BATCH_STEP, 2), len(self.slots.running))
 
-    def _rounded(self, number: int, step: int) -> int:
+    def _rounded(self, number: int, step: int, most: int) -> int:
         """Return a number rounded up to a multiple of a step.
 
-        Capturing a step takes as long as dozens of replays. So if steps are captured, there are at most four multiples
-        from a power of 2 to the next.
+        If steps are captured, there are at most `most` (2 or 4) results from a power of 2 to the next.
         """
         if self.graphs is not None:
-            step = max(step, 1 << max(0, number.bit_length() - 3))
+            step = max(step, 1 << max(0, number.bit_length() - most.bit_length()))
         return -(-number // step) * step
 
     def _follow_tensors(self) -> None:

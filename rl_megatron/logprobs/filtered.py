@@ -27,7 +27,8 @@ class FilteredStats(torch.autograd.Function):
     ):
         """Compute the thresholds and the statistics, and merge them over the ranks."""
         thresholds = filter_thresholds(logits, sampling_filter, shard, temperature, ~ignored)
-        columns, gather_columns, gathered = shard.columns(targets), None, None
+        columns = kernels.local_columns(targets, shard.start, shard.num_columns)
+        gather_columns = gathered = None
         stats = kernels.row_stats(logits, columns, shard.num_columns, temperature, entropy, ~ignored, thresholds)
         below = _below(logits, columns[:, None], thresholds, shard, kernels)[:, 0]
         kept = below if sampling_filter.outside == "keep" else None
@@ -36,14 +37,14 @@ class FilteredStats(torch.autograd.Function):
         else:
             stats = torch.where(kept[:, None], _with_target(stats), stats)
         if gather_ids is not None:
-            gather_columns = shard.columns(gather_ids)
+            gather_columns = kernels.local_columns(gather_ids, shard.start, shard.num_columns)
             lost = _below(logits, gather_columns, thresholds, shard, kernels)
             if kept is not None:
                 lost &= gather_ids != targets[:, None]
             gathered = own_logits(logits, gather_columns, temperature, shard, kernels).masked_fill(lost, -torch.inf)
             if shard.is_parallel:
                 dist.all_reduce(gathered, group=shard.group)
-        merged = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy)
+        merged = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy, kernels)
 
         lost = torch.zeros_like(ignored) if kept is not None else merged.logprobs == -torch.inf
         if sampling_filter.outside == "ignore":
@@ -70,7 +71,9 @@ class FilteredStats(torch.autograd.Function):
         ) = saved(ctx, "vocab_parallel_logprobs")  # fmt: skip
         target_grad = None if target_grad is None else target_grad.masked_fill(lost, 0.0)
         gathered_grads = None if gathered_grads is None else gathered_grads.masked_fill(gathered_lost, 0.0)
-        upstream = Upstream.of(target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active)
+        upstream = Upstream.of(
+            target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active, ctx.kernels
+        )
         if kept is not None:
             share = _kept_target_gradient(upstream, logprobs, kept)
             upstream = upstream._replace(

@@ -188,8 +188,10 @@ class _LinearStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, gather_ids, temperature, ignored, blocks, shard, entropy, kernels):
         """Compute the statistics block by block, and merge them over the ranks."""
-        columns = shard.columns(targets)
-        gather_columns = None if gather_ids is None else shard.columns(gather_ids)
+        columns = kernels.local_columns(targets, shard.start, shard.num_columns)
+        gather_columns = None
+        if gather_ids is not None:
+            gather_columns = kernels.local_columns(gather_ids, shard.start, shard.num_columns)
         width = torch.promote_types(hidden.dtype, torch.float32)
         stats = hidden.new_empty(len(targets), 4, dtype=width)
         gathered = None if gather_ids is None else hidden.new_empty(gather_ids.shape, dtype=width)
@@ -204,7 +206,7 @@ class _LinearStats(torch.autograd.Function):
                 gathered[rows] = own_logits(logits, gather_columns[rows], rows_temperature, shard, kernels)
         if gathered is not None and shard.is_parallel:
             dist.all_reduce(gathered, group=shard.group)
-        merged = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy)
+        merged = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy, kernels)
 
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
@@ -223,7 +225,9 @@ class _LinearStats(torch.autograd.Function):
         if target_grad is None and entropy_grad is None and gathered_grads is None:
             return None, None, *unused
         hidden, weight, columns, gather_columns, temperature, row_max, log_sum, entropy, active = ctx.saved_tensors
-        upstream = Upstream.of(target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active)
+        upstream = Upstream.of(
+            target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active, ctx.kernels
+        )
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         sum_group = ctx.shard.group if ctx.shard.is_parallel else None
         hidden_grad = ctx.blocks.gradient(hidden, sum_group) if wants_hidden else None

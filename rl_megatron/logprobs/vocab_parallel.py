@@ -21,6 +21,9 @@ class Kernels(NamedTuple):
     row_stats: Callable[..., Tensor]
     write_row_gradients: Callable[..., None]
     gather_columns: Callable[..., Tensor]
+    local_columns: Callable[..., Tensor]
+    merge_rows: Callable[..., tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]]
+    target_slopes: Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,6 @@ class VocabShard:
         """Return whether the vocabulary is sharded over more than one rank."""
         return self.group is not None and dist.get_world_size(self.group) > 1
 
-    def columns(self, ids: Int[Tensor, "*tokens"]) -> Int[Tensor, "*tokens"]:
-        """Return the local columns of global ids, or −1 for ids that another rank has."""
-        local = ids - self.start
-        return local.masked_fill((local < 0) | (local >= self.num_columns), -1)
-
 
 def check(condition: Bool[Tensor, ""], describe: Callable[[], str]) -> None:
     """Check a condition that is a tensor. On a GPU it is an asynchronous device assertion, so that nothing waits.
@@ -78,13 +76,13 @@ class VocabParallelStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, gather_ids, temperature, ignored, shard, entropy, kernels, overwrite):
         """Compute this rank's statistics, and merge them over the ranks."""
-        columns = shard.columns(targets)
+        columns = kernels.local_columns(targets, shard.start, shard.num_columns)
         stats = kernels.row_stats(logits, columns, shard.num_columns, temperature, entropy, ~ignored)
         gather_columns = gathered = None
         if gather_ids is not None:
-            gather_columns = shard.columns(gather_ids)
+            gather_columns = kernels.local_columns(gather_ids, shard.start, shard.num_columns)
             gathered = gathered_logits(logits, gather_columns, temperature, shard, kernels)
-        merged = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy)
+        merged = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy, kernels)
 
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
@@ -103,7 +101,9 @@ class VocabParallelStats(torch.autograd.Function):
         logits, columns, gather_columns, temperature, row_max, log_sum, entropy, active = saved(
             ctx, "vocab_parallel_logprobs"
         )
-        upstream = Upstream.of(target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active)
+        upstream = Upstream.of(
+            target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active, ctx.kernels
+        )
         out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
         ctx.kernels.write_row_gradients(
             out, logits.detach(), ctx.shard.num_columns, temperature, row_max, log_sum, *upstream
@@ -169,6 +169,7 @@ def merge(
     ignored: Bool[Tensor, " rows"],
     shard: VocabShard,
     entropy: bool,
+    kernels: Kernels,
 ) -> Merged:
     """Merge the statistics of all ranks, with one all-gather, and return the results of the rows.
 
@@ -180,23 +181,19 @@ def merge(
         ignored: The rows to leave out.
         shard: This rank's shard of the vocabulary.
         entropy: Whether to compute the entropy.
+        kernels: The functions of a backend.
 
     Raises:
         ValueError: Shards do not tile the vocabulary, or an id is outside it (on a GPU, see `check`).
     """
     parts, ranges = _all_shards(stats, shard)
     _check_ids(targets, gather_ids, ignored, ranges, shard)
-    row_max, sums, shifted_sums, target_x = _merge(parts)
-
-    empty = sums == 0  # every logit of the row is −inf: by definition logprob −inf, entropy 0, gradient 0
-    row_max = row_max.masked_fill(empty, 0.0)
-    log_sum = sums.masked_fill(empty, 1.0).log()
-    logprobs = ((target_x - row_max) - log_sum).masked_fill(empty, -torch.inf).masked_fill(ignored, 0.0)
-    row_entropy = (log_sum - shifted_sums / sums).masked_fill(empty | ignored, 0.0) if entropy else None
+    logprobs, row_entropy, row_max, log_sum, active = kernels.merge_rows(parts, ignored, entropy)
     if gathered is not None:
-        gathered = ((gathered - row_max[:, None]) - log_sum[:, None]).masked_fill(empty[:, None], -torch.inf)
+        empty = ~(active | ignored)[:, None]
+        gathered = ((gathered - row_max[:, None]) - log_sum[:, None]).masked_fill(empty, -torch.inf)
         gathered = gathered.masked_fill(ignored[:, None], 0.0)
-    return Merged(logprobs, row_entropy, gathered, row_max, log_sum, ~(ignored | empty))
+    return Merged(logprobs, row_entropy, gathered, row_max, log_sum, active)
 
 
 class Upstream(NamedTuple):
@@ -226,6 +223,7 @@ class Upstream(NamedTuple):
         gather_columns: Int[Tensor, "rows ids"] | None,
         entropy: Float[Tensor, " rows"] | None,
         active: Bool[Tensor, " rows"],
+        kernels: Kernels,
     ) -> Upstream:
         """Return the arguments for given gradients of the results. At least one of the gradients is not None.
 
@@ -237,7 +235,11 @@ class Upstream(NamedTuple):
             gather_columns: The local columns of the gathered ids, or None.
             entropy: The entropies, or None.
             active: The rows that may have a gradient.
+            kernels: The functions of a backend.
         """
+        if gathered_grads is None and target_grad is not None:
+            base, active = kernels.target_slopes(target_grad, entropy_grad, entropy, active)
+            return cls(base, entropy_grad, columns[:, None], target_grad[:, None], active)
         grads, all_columns = [], []
         if target_grad is not None:
             grads.append(target_grad[:, None])
@@ -296,56 +298,44 @@ def saved(ctx, operator: str) -> tuple[Tensor, ...]:
 
 def _all_shards(
     stats: Float[Tensor, "rows 4"], shard: VocabShard
-) -> tuple[Float[Tensor, "tp rows 4"], Float[Tensor, "tp 2"]]:
-    """Return every rank's statistics [tp, N, 4] in rank order, and every rank's (start, stop) [tp, 2].
+) -> tuple[Float[Tensor, "tp rows 4"], Float[Tensor, "tp 2"] | None]:
+    """Return every rank's statistics [tp, N, 4] in rank order, and its (start, stop) [tp, 2] if there are several.
 
     One all-gather sends both, with the range as one more row. Shards that overlap or leave a gap, and targets that no
     rank has, are then found without another collective.
     """
+    if not shard.is_parallel:
+        return stats[None], None
     ranges = stats.new_zeros(1, 4)
     ranges[0, 0].fill_(shard.start)  # `new_tensor` would copy from the host, and wait for the device
     ranges[0, 1].fill_(shard.stop)
-    if not shard.is_parallel:
-        return stats[None], ranges[:, :2]
     parts = from_all_ranks(torch.cat([stats, ranges]), shard.group)
     return parts[:, :-1], parts[:, -1, :2]
-
-
-def _merge(parts: Float[Tensor, "tp rows 4"]) -> tuple[Float[Tensor, " rows"], ...]:
-    """Return (M, s, t, x_y) of the whole vocabulary, from every rank's statistics.
-
-        M = max_r m_r,  w_r = e^{m_r−M},  s = Σ_r w_r·s_r,  t = Σ_r w_r·(t_r + (m_r−M)·s_r),  x_y = Σ_r x_y,r
-
-    Sums are in rank order, so that the results are bitwise the same on every rank.
-    """
-    m, s, t, target_x = parts.unbind(-1)
-    row_max = m.amax(dim=0)
-    shift = m - row_max.masked_fill(row_max == -torch.inf, 0.0)
-    weights = shift.exp()
-    shifted = weights * (t + shift.masked_fill(s == 0, 0.0) * s)  # the shift of an empty shard is −inf, and its s is 0
-    return row_max, (weights * s).sum(dim=0), shifted.sum(dim=0), target_x.sum(dim=0)
 
 
 def _check_ids(
     targets: Int[Tensor, " rows"],
     gather_ids: Int[Tensor, "rows ids"] | None,
     ignored: Bool[Tensor, " rows"],
-    ranges: Float[Tensor, "tp 2"],
+    ranges: Float[Tensor, "tp 2"] | None,
     shard: VocabShard,
 ) -> None:
     """Check that shards tile the vocabulary, and that targets (if not ignored) and gather_ids are in it."""
-    starts, stops = ranges.long().unbind(-1)
-    check(
-        (starts[1:] == stops[:-1]).all() & (starts[0] == 0),
-        lambda: f"vocabulary shards must tile [0, V) in rank order, got (start, stop) {ranges.long().tolist()}",
-    )
-    vocab_size = stops[-1] if shard.vocab_size is None else stops[-1].clamp(max=shard.vocab_size)
+    if ranges is None:
+        vocab_size = shard.num_columns
+    else:
+        starts, stops = ranges.long().unbind(-1)
+        check(
+            (starts[1:] == stops[:-1]).all() & (starts[0] == 0),
+            lambda: f"vocabulary shards must tile [0, V) in rank order, got (start, stop) {ranges.long().tolist()}",
+        )
+        vocab_size = stops[-1] if shard.vocab_size is None else stops[-1].clamp(max=shard.vocab_size)
     ids = targets[:, None] if gather_ids is None else torch.cat([targets[:, None], gather_ids], dim=1)
     valid = ((ids >= 0) & (ids < vocab_size)) | ignored[:, None]
     check(
         valid.all(),
         lambda: (
             f"id {ids[~valid][0].item()} among the targets or gather_ids must be in the vocabulary, "
-            f"[0, {vocab_size.item()}), or ignored"
+            f"[0, {int(vocab_size)}), or ignored"
         ),
     )

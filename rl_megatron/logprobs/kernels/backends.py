@@ -11,8 +11,8 @@ from rl_megatron.logprobs.vocab_parallel import Kernels
 from rl_megatron.topology.fake_cuda import is_planned
 
 BACKENDS = ("torch", "triton")
-TORCH = Kernels(torch_kernels.row_stats, torch_kernels.write_row_gradients, torch_kernels.gather_columns)
-PLAN = Kernels(plan_kernels.row_stats, plan_kernels.write_row_gradients, plan_kernels.gather_columns)
+TORCH = Kernels(*(getattr(torch_kernels, name) for name in Kernels._fields))
+PLAN = TORCH._replace(row_stats=plan_kernels.row_stats, write_row_gradients=plan_kernels.write_row_gradients)
 
 
 def choose_kernels(backend: str, device: torch.device) -> Kernels:
@@ -46,4 +46,4 @@ def choose_kernels(backend: str, device: torch.device) -> Kernels:
             "backend='triton' runs on a CPU only in Triton's interpreter, which is for tests; set TRITON_INTERPRET=1 "
             "before triton is imported, or use backend='auto'"
         )
-    return Kernels(triton.row_stats, triton.write_row_gradients, triton.gather_columns)
+    return Kernels(*(getattr(triton, name) for name in Kernels._fields))

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_megatron.logprobs.kernels.torch import gather_columns
 from rl_megatron.topology.fake_cuda import launched
-
-__all__ = ["gather_columns", "row_stats", "write_row_gradients"]
 
 
 def row_stats(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -168,3 +168,70 @@ def _zero_rows(gradient: Tensor, inactive: Tensor) -> None:
         gradient.masked_fill_(inactive[:, None], 0.0)
     elif inactive.any():
         gradient.index_fill_(0, inactive.nonzero()[:, 0], 0.0)
+
+
+def local_columns(ids: Int[Tensor, "*tokens"], start: int, num_columns: int) -> Int[Tensor, "*tokens"]:
+    """Return the local columns of global ids, or −1 for ids that another rank has.
+
+    Args:
+        ids: The ids.
+        start: This rank's first id.
+        num_columns: The number of its columns that are in the vocabulary.
+    """
+    local = ids - start
+    return local.masked_fill((local < 0) | (local >= num_columns), -1)
+
+
+def merge_rows(
+    parts: Float[Tensor, "tp rows 4"], ignored: Bool[Tensor, " rows"], entropy: bool
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"] | None, Tensor, Tensor, Bool[Tensor, " rows"]]:
+    """Return (logprobs, entropies or None, M, log s, active) of the whole vocabulary, from every rank's `row_stats`.
+
+        M = max_r m_r,  w_r = e^{m_r−M},  s = Σ_r w_r·s_r,  t = Σ_r w_r·(t_r + (m_r−M)·s_r),  x_y = Σ_r x_y,r
+        log p = (x_y − M) − log s,  H = log s − t/s
+
+    Sums are in rank order, so that the results are bitwise the same on every rank. A row with only −inf has logprob
+    −inf, entropy 0 and M = 0, and is not active.
+
+    Args:
+        parts: The statistics of all ranks.
+        ignored: The rows whose logprob and entropy are 0, and that are not active.
+        entropy: Whether to compute the entropy.
+    """
+    m, sums, shifted_sums, target_x = parts.unbind(-1)
+    row_max = m.amax(dim=0)
+    shift = m - row_max.masked_fill(row_max == -torch.inf, 0.0)
+    weights = shift.exp()
+    s, x = (weights * sums).sum(dim=0), target_x.sum(dim=0)
+    empty = s == 0
+    row_max = row_max.masked_fill(empty, 0.0)
+    log_sum = s.masked_fill(empty, 1.0).log()
+    logprobs = ((x - row_max) - log_sum).masked_fill(empty, -torch.inf).masked_fill(ignored, 0.0)
+    row_entropy = None
+    if entropy:
+        # The shift of an empty shard is −inf, and its s is 0.
+        t = (weights * (shifted_sums + shift.masked_fill(sums == 0, 0.0) * sums)).sum(dim=0)
+        row_entropy = (log_sum - t / s).masked_fill(empty | ignored, 0.0)
+    return logprobs, row_entropy, row_max, log_sum, ~(ignored | empty)
+
+
+def target_slopes(
+    target_grad: Float[Tensor, " rows"],
+    entropy_grad: Float[Tensor, " rows"] | None,
+    entropy: Float[Tensor, " rows"] | None,
+    active: Bool[Tensor, " rows"],
+) -> tuple[Float[Tensor, " rows"], Bool[Tensor, " rows"]]:
+    """Return A = −g − g_H·H and whether the row has a gradient, from the gradients g and g_H of logprob and entropy.
+
+    Args:
+        target_grad: g, [N].
+        entropy_grad: g_H, [N], or None for 0.
+        entropy: H, [N], or None.
+        active: The rows that may have a gradient, [N]. The others, and rows whose gradients are 0, are never read.
+    """
+    base, touched = -target_grad, target_grad != 0
+    if entropy_grad is not None:
+        assert entropy is not None
+        base = base - entropy_grad * entropy
+        touched = touched | (entropy_grad != 0)
+    return base, active & touched

@@ -1,4 +1,7 @@
-"""The two kernels in Triton: one program per row, one read of the logits forward, one read and one write backward.
+"""The kernels in Triton: one program per row, one read of the logits forward, one read and one write backward.
+
+Three further kernels compute what a row needs besides its logits. torch would start dozens of kernels for it, and for a
+few thousand rows that takes longer than reading the logits.
 
 The functions have the same contract as those of `kernels/torch.py`, where it is documented. x is z · (1/T), one
 multiplication per logit. All x of a row share the rounding of 1/T, which cancels between them. Nothing is tuned at run
@@ -32,6 +35,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # e and 2 to this power are exactly 0 in fp32. Exponents that are factors are clamped to it to avoid 0 · (−inf).
 LOWEST_EXPONENT = tl.constexpr(-1000.0)
 
+ROWS = 256  # of a program that reads no logits
 LANE = tl.constexpr(8)  # neighbouring columns that one thread reads at a time: 128 bits of bf16
 
 
@@ -118,6 +122,54 @@ def gather_columns(
     return x if temperature is None else x * temperature.reciprocal()[:, None]
 
 
+def local_columns(ids: Int[Tensor, "*tokens"], start: int, num_columns: int) -> Int[Tensor, "*tokens"]:
+    """Return `torch_kernels.local_columns`."""
+    ids = ids.contiguous()
+    columns = torch.empty_like(ids)
+    with _on_device_of(ids):
+        local_columns_kernel[_grid_of(ids.numel())](columns, ids, start, num_columns, ids.numel(), BLOCK=ROWS)
+    return columns
+
+
+def merge_rows(
+    parts: Float[Tensor, "tp rows 4"], ignored: Bool[Tensor, " rows"], entropy: bool
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"] | None, Tensor, Tensor, Bool[Tensor, " rows"]]:
+    """Return `torch_kernels.merge_rows`."""
+    if parts.dtype != torch.float32:
+        return torch_kernels.merge_rows(parts, ignored, entropy)
+    num_parts, num_rows, _ = parts.shape
+    logprobs, row_max, log_sum = parts.new_empty(3, num_rows).unbind(0)
+    row_entropy = parts.new_empty(num_rows) if entropy else None
+    active = torch.empty_like(ignored)
+    with _on_device_of(parts):
+        merge_rows_kernel[_grid_of(num_rows)](
+            logprobs, row_entropy, row_max, log_sum, active, parts, ignored, parts.stride(0), num_parts, num_rows,
+            BLOCK=ROWS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return logprobs, row_entropy, row_max, log_sum, active
+
+
+def target_slopes(
+    target_grad: Float[Tensor, " rows"],
+    entropy_grad: Float[Tensor, " rows"] | None,
+    entropy: Float[Tensor, " rows"] | None,
+    active: Bool[Tensor, " rows"],
+) -> tuple[Float[Tensor, " rows"], Bool[Tensor, " rows"]]:
+    """Return `torch_kernels.target_slopes`."""
+    if target_grad.dtype != torch.float32:
+        return torch_kernels.target_slopes(target_grad, entropy_grad, entropy, active)
+    num_rows = len(target_grad)
+    base, touched = target_grad.new_empty(num_rows), torch.empty_like(active)
+    if entropy_grad is None:
+        entropy = None
+    with _on_device_of(target_grad):
+        target_slopes_kernel[_grid_of(num_rows)](
+            base, touched, *_packed(target_grad, entropy_grad, entropy, active), num_rows, BLOCK=ROWS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return base, touched
+
+
 def block_of(num_columns: int) -> tuple[int, int]:
     """Return (columns per step, warps) of a program.
 
@@ -141,6 +193,11 @@ def _on_device_of(tensor: Tensor) -> AbstractContextManager:
 def _packed(*tensors: Tensor | None) -> list[Tensor | None]:
     """Return per-row arguments as contiguous tensors. A broadcast temperature, for example, has stride 0."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def _grid_of(num_rows: int) -> tuple[int]:
+    """Return the grid of a kernel whose programs have `ROWS` rows. An empty grid could not be launched."""
+    return (max(1, triton.cdiv(num_rows, ROWS)),)
 
 
 def _row_stride(rows: Tensor) -> int:
@@ -307,6 +364,76 @@ def _gradient(z, lowest, inverse, m, log_s, slope, bend):
     if bend is not None:
         slope = tl.fma(-bend, tl.maximum(log_p, LOWEST_EXPONENT), slope)
     return p * slope
+
+
+@triton.jit
+@no_type_check
+def local_columns_kernel(columns, ids, start, num_columns, num_ids, BLOCK: tl.constexpr):
+    """Write the local columns of ids."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    local = tl.load(ids + at, mask=at < num_ids, other=-1) - start
+    tl.store(columns + at, tl.where((local >= 0) & (local < num_columns), local, -1), mask=at < num_ids)
+
+
+@triton.jit
+@no_type_check
+def merge_rows_kernel(
+    logprobs, row_entropy, row_max, log_sum, active, parts, ignored, part_stride, num_parts, num_rows,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the results of rows, from the statistics of all ranks."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_rows
+    parts += 4 * rows.to(tl.int64)
+    part_stride = part_stride.to(tl.int64)
+    m = tl.full([BLOCK], -float("inf"), tl.float32)
+    for part in range(num_parts):
+        m = tl.maximum(m, tl.load(parts + part * part_stride, mask=inside, other=-float("inf")))
+    finite = tl.where(m == -float("inf"), 0.0, m)
+    s = tl.zeros([BLOCK], tl.float32)
+    t = tl.zeros([BLOCK], tl.float32)
+    x = tl.zeros([BLOCK], tl.float32)
+    for part in range(num_parts):
+        of_part = parts + part * part_stride
+        shift = tl.load(of_part, mask=inside, other=0.0) - finite
+        part_s = tl.load(of_part + 1, mask=inside, other=0.0)
+        weight = tl.exp2(shift * LOG2_E)
+        s += weight * part_s
+        if row_entropy is not None:  # the shift of an empty shard is −inf, and its s is 0
+            part_t = tl.load(of_part + 2, mask=inside, other=0.0)
+            t += weight * (part_t + tl.where(part_s == 0, 0.0, shift) * part_s)
+        x += tl.load(of_part + 3, mask=inside, other=0.0)
+    is_ignored = tl.load(ignored + rows, mask=inside, other=1) != 0
+    empty = s == 0
+    m = tl.where(empty, 0.0, m)
+    log_s = tl.log(tl.where(empty, 1.0, s))
+    log_p = tl.where(empty, -float("inf"), (x - m) - log_s)
+    tl.store(logprobs + rows, tl.where(is_ignored, 0.0, log_p), mask=inside)
+    tl.store(row_max + rows, m, mask=inside)
+    tl.store(log_sum + rows, log_s, mask=inside)
+    is_active = (is_ignored | empty) == 0
+    tl.store(active + rows, is_active, mask=inside)
+    if row_entropy is not None:
+        tl.store(row_entropy + rows, tl.where(is_active, log_s - tl.div_rn(t, s), 0.0), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def target_slopes_kernel(
+    base, touched, target_grad, entropy_grad, entropy, active, num_rows, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write A of each row, and whether the row has a gradient."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_rows
+    grad = tl.load(target_grad + rows, mask=inside, other=0.0)
+    slope = -grad
+    has_gradient = grad != 0
+    if entropy_grad is not None:
+        of_entropy = tl.load(entropy_grad + rows, mask=inside, other=0.0)
+        slope = slope - of_entropy * tl.load(entropy + rows, mask=inside, other=0.0)
+        has_gradient = has_gradient | (of_entropy != 0)
+    tl.store(base + rows, slope, mask=inside)
+    tl.store(touched + rows, has_gradient & (tl.load(active + rows, mask=inside, other=0) != 0), mask=inside)
 
 
 INTERPRETED = not isinstance(row_stats_kernel, triton.runtime.JITFunction)
