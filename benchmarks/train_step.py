@@ -29,7 +29,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -157,7 +157,10 @@ def rollouts(vocab_size: int, rows: int, length: int, prompt: int) -> BatchedDat
 
 @dataclass(frozen=True)
 class Figures:
-    """The medians in seconds, of the slowest rank, and the gradient norms of the first step."""
+    """The medians in seconds, of the slowest rank, and the gradient norms of the first step.
+
+    `spreads` has the smallest and the largest of each that was timed, in the order of the fields.
+    """
 
     grpo: float
     bare: float
@@ -167,6 +170,7 @@ class Figures:
     transformers: float | None = None
     nll_grad_norm: float | None = None
     transformers_grad_norm: float | None = None
+    spreads: tuple[tuple[float, float], ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -200,9 +204,11 @@ def measure(
     seconds = [[_seconds(layout, step) for step in steps_of] for _ in range(steps)]
     slowest = torch.tensor(seconds, dtype=torch.float64, device=layout.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    medians = [statistics.median(column) for column in slowest.T.tolist()]
+    columns = slowest.T.tolist()
+    medians, spreads = [statistics.median(column) for column in columns], tuple((min(c), max(c)) for c in columns)
     policy.shutdown()
-    return Figures(*medians[:2], *norms[:2], *medians[2:], *norms[2:])
+    found = Figures(*medians[:2], *norms[:2], *medians[2:], *norms[2:])
+    return replace(found, spreads=spreads)
 
 
 def _seconds(layout: Topology, step: Callable[[], float]) -> float:

@@ -5,6 +5,7 @@ A GPU runs the same code; what only a GPU can show is listed as not measured her
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import multiprocessing
@@ -182,7 +183,8 @@ def test_the_command_of_a_bundle_is_short_and_can_be_parsed():
 
 
 def test_an_expected_value_of_another_shape_is_computed_again(tmp_path, capsys):
-    torch.save({setting.key_of("peak", 16): 3.0}, tmp_path / setting.EXPECTED)
+    with gzip.open(tmp_path / setting.EXPECTED, "wb") as file:
+        torch.save({setting.key_of("peak", 16): 3.0}, file)
     of_bundle = Setting("cuda", False, tmp_path, tmp_path)
     assert of_bundle.expected(setting.key_of("peak", 16), lambda: 4.0) == 3.0
     assert of_bundle.expected(setting.key_of("peak", 32), lambda: 4.0) == 4.0

@@ -7,6 +7,7 @@ no GPU (`expect` of the parts), and what the sources are.
 from __future__ import annotations
 
 import argparse
+import gzip
 import platform
 import shutil
 import subprocess
@@ -136,7 +137,8 @@ def compute_expected(path: Path) -> None:
                 found = torch.load(result, weights_only=False)
                 values |= found
                 print(f"{name}: {len(found)} expected values in {time.monotonic() - began:.0f} s", flush=True)
-    torch.save(values, path)
+    with gzip.open(path, "wb", compresslevel=6) as file:
+        torch.save(values, file)
 
 
 def _module(name: str) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import hashlib
+import io
 import math
 import multiprocessing
 import pickle
@@ -16,7 +18,7 @@ from typing import Any, TypeVar
 
 from benchmarks.gpu_check import forks
 
-EXPECTED, ABOUT = "expected.pt", "about.json"  # files of a bundle
+EXPECTED, ABOUT = "expected.pt.gz", "about.json"  # files of a bundle
 CONTEXT: BaseContext = multiprocessing.get_context("spawn")  # how processes start if nothing forks for this one
 
 T = TypeVar("T")
@@ -84,7 +86,7 @@ def load_expected(bundle: Path) -> dict[str, Any]:
     import torch
 
     try:
-        return torch.load(bundle / EXPECTED, weights_only=False)
+        return torch.load(io.BytesIO(gzip.decompress((bundle / EXPECTED).read_bytes())), weights_only=False)
     except Exception as error:  # of any class, if a class of the values has changed
         print(f"{bundle / EXPECTED} cannot be read ({type(error).__name__}: {error}); its values are computed here")
         return {}

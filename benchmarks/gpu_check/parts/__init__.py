@@ -38,6 +38,7 @@ PARTS = {
     for part in (
         Part("environment", "the GPU is usable, and every package is there", 120, 60, 10),
         Part("smoke", "losses, gradients, steps and greedy tokens are those of the CPU", 300, 75, 15),
+        Part("attention", "the attention kernel beside torch's others", 120, 40, 10),
         Part("kernels", "logprobs and the fused head against their lower bounds", 300, 110, 30),
         Part("train_step", "a step of GRPO against bare megatron-core", 300, 110, 30),
         Part("decode", "tokens per second of the embedded engine", 240, 80, 25),
@@ -47,6 +48,7 @@ PARTS = {
         Part("weight_sync", "weights reach an engine's process by CUDA IPC", 300, 90, 30, alone=False),
         Part("checkpoints", "a checkpoint is the same on a GPU and on the CPU", 300, 90, 30, alone=False),
         Part("grpo", "a GRPO run in bf16 to its end", 300, 90, 30, alone=False),
+        Part("te", "Transformer Engine's layers beside the portable ones", 300, 90, 30),
         Part("nccl", "layouts and a weight sync over NCCL, on two GPUs", 300, 120, 30),
     )
 }

@@ -65,11 +65,12 @@ def run(setting: Setting, record: Record) -> None:
         figures = json.loads(output.read_text())["figures"]
         goal = GOAL if setting.on_gpu and not setting.tiny else None
         of_transformers = OF_TRANSFORMERS if goal is not None and case.startswith("packed") else None
+        grpo, _, nll, transformers = ([1000 * each for each in spread] for spread in figures["spreads"])
         record.figure(next(names), figures["ratio"], at_most=goal)
-        record.figure(next(names), 1000 * figures["grpo"], "ms")
+        record.figure(next(names), 1000 * figures["grpo"], "ms", spread=(grpo[0], grpo[1]))
         record.figure(next(names), figures["nll"] / figures["transformers"], at_most=of_transformers)
-        record.figure(next(names), 1000 * figures["nll"], "ms")
-        record.figure(next(names), 1000 * figures["transformers"], "ms")
+        record.figure(next(names), 1000 * figures["nll"], "ms", spread=(nll[0], nll[1]))
+        record.figure(next(names), 1000 * figures["transformers"], "ms", spread=(transformers[0], transformers[1]))
     busy, found = in_new_process(_profiled, setting)
     (setting.directory / "top_kernels.txt").write_text(found.table())
     record.figure(next(names), busy, prediction=(0.8, 1.0))

@@ -197,7 +197,7 @@ def _packed(*tensors: Tensor | None) -> list[Tensor | None]:
 
 def _grid_of(num_rows: int) -> tuple[int]:
     """Return the grid of a kernel whose programs have `ROWS` rows. An empty grid could not be launched."""
-    return (max(1, triton.cdiv(num_rows, ROWS)),)
+    return (max(1, -(-num_rows // ROWS)),)
 
 
 def _row_stride(rows: Tensor) -> int:
