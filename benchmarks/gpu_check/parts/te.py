@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks import train_step
 from benchmarks.gpu_check.parts import smoke
@@ -28,10 +27,6 @@ KINDS = ("padded", "packed", "packed, fused head")
 CASE = "packed, fused head"
 MODELS = ("dense", "experts")
 TE, PORTABLE = "transformer_engine", "portable"
-# Transformer Engine keeps the weight of a norm in the linear layer behind it.
-_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}  # fmt: skip
 
 
 def rows(tiny: bool) -> list[str]:
@@ -50,7 +45,7 @@ def run(setting: Setting, record: Record) -> None:
         for kind in KINDS:
             for objective in found[kind]:
                 limits = smoke.compare(portable[objective], exact[objective], "bf16")
-                errors = smoke.compare(renamed(found[kind][objective]), exact[objective], "bf16")
+                errors = smoke.compare(found[kind][objective], exact[objective], "bf16")
                 where = f"{name}, {kind}, {objective}"
                 for quantity in ("loss", "gradient norm", "mean error of logprobs"):
                     record.at_most(f"{quantity}, {where}", errors[quantity], smoke.LIMITS["bf16"])
@@ -86,17 +81,3 @@ def measure(model: str) -> tuple[dict[str, Measurement], dict[str, Measurement],
 
 def _with(workload: Workload, backend: str, precision: str) -> Workload:
     return replace(workload, precision=precision, model=replace(workload.model, backend=backend))
-
-
-def renamed(found: Measurement) -> Measurement:
-    """Return a measurement with the portable layers' names."""
-    return replace(found, gradients=_renamed(found.gradients), weights=_renamed(found.weights))
-
-
-def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    def name_of(name: str) -> str:
-        for theirs, portable in _NORMS.items():
-            name = name.replace(theirs, portable)
-        return name
-
-    return {name_of(name): tensor for name, tensor in tensors.items()}
