@@ -250,8 +250,8 @@ class Renderer:
 
         Args:
             conversation: The conversation.
-            is_rollout: Whether the sequence ends where a rollout does: at the first token of the last turn, or after it,
-                that ends a completion.
+            is_rollout: Whether the sequence ends where a rollout would: at the first token that ends a completion, in
+                the last turn or after it.
         """
         record = conversation.record
         text, turns = self._chat().text_and_turns(conversation, self.data.trained_turns == "last")
