@@ -1,1 +1,1 @@
-"""Import paths of other projects, which this package provides on request: one subpackage and table per project."""
+"""Import paths of other projects, which this package provides on request: one subpackage or module per project."""

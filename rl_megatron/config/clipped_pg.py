@@ -120,7 +120,8 @@ class ClippedPGLossConfig:
         sequence_rejection_min: The lower bound of "geometric", which requires it.
 
     Keys of further terms:
-        positive_example_nll_weight: The weight μ ≥ 0 of VAPO's NLL on the tokens of samples with a positive reward.
+        positive_example_nll_weight: The weight μ ≥ 0 of VAPO's NLL, a mean over the tokens of samples with a positive
+            reward in the global batch of an optimizer step.
         entropy_coeff: The coefficient ≥ 0 of the mean entropy, which is subtracted from the loss.
     """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Encoding
@@ -143,6 +144,11 @@ class Renderer:
         last = encoding.ids[last_token(encoding, text)]
         return (last,) if self.tokenizer.is_added(last) else ()
 
+    @cached_property
+    def _end_ids(self) -> frozenset[int]:
+        """Return the tokens that end a completion without settings of the generation."""
+        return frozenset((self.tokenizer.eos_id, *self.end_of_turn_ids))
+
     # --- format ---
 
     def _format_of(self, record: Record) -> str:
@@ -244,7 +250,8 @@ class Renderer:
 
         Args:
             conversation: The conversation.
-            is_rollout: Whether to leave out what the template writes behind the token that ends the last turn.
+            is_rollout: Whether the sequence ends where a rollout would: at the first token that ends a completion, in
+                the last turn or after it.
         """
         record = conversation.record
         text, turns = self._chat().text_and_turns(conversation, self.data.trained_turns == "last")
@@ -260,7 +267,8 @@ class Renderer:
             trained[tokens.start : tokens.stop] = b"\x01" * len(tokens)
         if conversation.messages[-1]["role"] == "assistant":
             num_characters, last = len(text.rstrip()), last_token(encoding, text)
-            if not self.tokenizer.is_added(ids[last]):
+            is_added = self.tokenizer.is_added(ids[last])
+            if not is_added:
                 log.once("the chat template ends a conversation without a special token, so <eos> is appended to it")
                 ids.append(self.tokenizer.eos_id)
                 trained += b"\x01"
@@ -269,8 +277,16 @@ class Renderer:
                     "the generation markers of the chat template leave out the token that ends a turn, so the model "
                     "does not learn to stop"
                 )
-            if is_rollout and self.tokenizer.is_added(ids[last]):
-                del ids[last + 1 :], trained[last + 1 :]
+            if is_rollout:
+                begin, ends = turns[-1][0], {ids[last], *self._end_ids} if is_added else self._end_ids
+                first = next((n for n, offsets in enumerate(encoding.offsets) if offsets[0] >= begin), last)
+                end = next(number for number in range(first, len(ids)) if ids[number] in ends)
+                if end < len(encoding.ids) and text[encoding.offsets[end][1] :].strip():
+                    log.once(
+                        f"{record.location}: text follows the token that ends the assistant's turn; it is left out of "
+                        "the answers of pairs, because a rollout ends at that token"
+                    )
+                del ids[end + 1 :], trained[end + 1 :]
         trained[0] = 0
         if 1 not in trained:
             raise ValueError(f"{record.location}: the assistant's turns have no token to learn.")

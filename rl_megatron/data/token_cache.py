@@ -32,7 +32,7 @@ from rl_megatron.data.tasks.task import TaskRecord
 from rl_megatron.data.tokenizer import Tokenizer
 
 OFF = "off"  # the value of data.cache_dir that keeps nothing
-_FORMAT = 3
+_FORMAT = 4
 _RENDERING = (
     "format prompt_template answer_template system_prompt chat_template chat_template_kwargs trained_turns".split()
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats
 from rl_megatron.losses.calling import Call, as_numbers, bind, refuse_nan
-from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
+from rl_megatron.losses.contract import Count, CountOfSequences, LossInputType, LossType, Reduction
 from rl_megatron.losses.streams import TokenMask, TokenStreams, require_integers
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -98,6 +98,15 @@ class Loss(ABC):
     def reads_on_policy_keys(self) -> bool:
         """Return whether another value than the model's own output could change the result."""
         return bool(self.on_policy_keys)
+
+    @property
+    def global_counts(self) -> Mapping[str, CountOfSequences]:
+        """Return the keys of further counts over the global batch, each with what counts it in every sequence.
+
+        `MegatronPolicy` adds up the counts of the sequences of an optimizer step on all ranks. It puts the sum into the
+        batch under the key, repeated per sequence, unless the batch has the key already.
+        """
+        return {}
 
     @property
     def display_name(self) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 Count = Shaped[Tensor, ""] | float | int | None
+CountOfSequences = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
+"""Returns a count for each sequence of a batch."""
 
 
 class LossType(enum.Enum):

@@ -17,7 +17,7 @@ from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import Sharding, vocab_parallel_soft_cross_entropy, vocab_subset
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.calling import Call
-from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
+from rl_megatron.losses.contract import Count, CountOfSequences, LossInputType, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.streams import real, require
@@ -210,6 +210,11 @@ class DraftLossWrapper(Loss):
     def required_keys(self) -> tuple[str, ...]:
         """Return the keys that the policy's loss needs, and student_logits."""
         return (*self.loss_fn.required_keys, "student_logits")
+
+    @property
+    def global_counts(self) -> Mapping[str, CountOfSequences]:
+        """Return the further counts over the global batch that the policy's loss reads."""
+        return self.loss_fn.global_counts
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
         """Return the streams of both losses."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_megatron.logprobs import DeferredLogits, Sharding
 from rl_megatron.losses.base import LogprobLoss, Loss
 from rl_megatron.losses.calling import NaNLoss, output_form
-from rl_megatron.losses.contract import Count, LossFunction, LossType, Reduction, takes_logprobs
+from rl_megatron.losses.contract import Count, CountOfSequences, LossFunction, LossType, Reduction, takes_logprobs
 
 
 def as_loss(loss_fn: LossFunction | Loss) -> Loss:
@@ -78,6 +78,11 @@ class CalledLoss(Loss):
     def reads_on_policy_keys(self) -> bool:
         """Return whether other values of `on_policy_keys` could change the loss."""
         return self._loss_fn.reads_on_policy_keys
+
+    @property
+    def global_counts(self) -> Mapping[str, CountOfSequences]:
+        """Return the loss's further counts over the global batch."""
+        return self._loss_fn.global_counts
 
     @property
     def display_name(self) -> str:

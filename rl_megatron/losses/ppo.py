@@ -21,7 +21,8 @@ class PPOLoss(torch.nn.Module):
     Arguments and results are torchtune's. The differences to torchtune are:
 
     - Masked positions are not read, and the mean over no tokens is 0.
-    - The mean of the ratios is over the unmasked tokens. torchtune's is over all tokens.
+    - The mean of the ratios is over the unmasked tokens. torchtune's is over all tokens, as that of
+      `compat.torchtune.PPOLoss`.
     - Log-ratios saturate at ±20 (`functional.MAX_LOG_RATIO`).
     - Results are in fp32 or fp64.
 

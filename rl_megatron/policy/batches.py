@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from rl_megatron.batching.config import Batching
@@ -17,10 +19,12 @@ from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.batching.sharded import ShardedBatch, reduction_over
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import Denominators
+from rl_megatron.losses.contract import CountOfSequences
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.inference import check_width, checked_lengths, on_host, replayable
 from rl_megatron.policy.interfaces import Batch, BatchT
 from rl_megatron.topology.collective_errors import on_all_or_none
+from rl_megatron.topology.reductions import RankReduction
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,13 @@ class StepPlanner:
     cost: SequenceCost
 
     def steps(
-        self, data: Batch, batching: Batching, group_size: int, gbs: int, sizes: Sequence[int] | None
+        self,
+        data: Batch,
+        batching: Batching,
+        group_size: int,
+        gbs: int,
+        sizes: Sequence[int] | None,
+        counts_of: Mapping[str, CountOfSequences] = MappingProxyType({}),
     ) -> Iterator[PlannedStep]:
         """Return an iterator over the optimizer steps of a batch, each planned when it is taken.
 
@@ -61,14 +71,17 @@ class StepPlanner:
             group_size: Sequences that the loss needs together.
             gbs: The sequences of a step; the last step may have fewer.
             sizes: The sequences of each step, instead of `gbs`.
+            counts_of: What the loss counts over the global batch of a step: `Loss.global_counts`.
         """
         ends = list(accumulate(sizes)) if sizes else [*range(gbs, data.size, gbs), data.size]
         prepared = self._prepared(data)
         lengths = checked_lengths(self.model.config, prepared) if isinstance(prepared, BatchedDataDict) else []
         if isinstance(prepared, ShardedBatch):
-            return (self._of_owned(prepared, *part, batching, group_size) for part in pairwise([0, *ends]))
+            return (self._of_owned(prepared, *part, batching, group_size, counts_of) for part in pairwise([0, *ends]))
         return (
-            self.of_whole(prepared.slice(start, stop), lengths[start:stop], batching, group_size)
+            self.of_whole(
+                _with_counts(prepared.slice(start, stop), counts_of), lengths[start:stop], batching, group_size
+            )
             for start, stop in pairwise([0, *ends])
         )
 
@@ -78,10 +91,20 @@ class StepPlanner:
         planned = plan_global_batch(batch, lengths, batching, topology, group_size, self.cost)
         return PlannedStep(planned.of_rank(topology.data_rank), Denominators.count(batch))
 
-    def _of_owned(self, batch: ShardedBatch, start: int, stop: int, batching: Batching, group_size: int) -> PlannedStep:
+    def _of_owned(
+        self,
+        batch: ShardedBatch,
+        start: int,
+        stop: int,
+        batching: Batching,
+        group_size: int,
+        counts_of: Mapping[str, CountOfSequences],
+    ) -> PlannedStep:
         step = plan_owned(batch, start, stop, batching, self.model.topology, group_size, self.cost)
-        denominators = Denominators.count_over(batch.ranks, part_of(batch, start, stop))
-        return PlannedStep(owned_microbatches(batch, step), denominators)
+        part = part_of(batch, start, stop)
+        if counts_of:
+            batch = replace(batch, own=_with_counts(batch.own, counts_of, part, batch.ranks))
+        return PlannedStep(owned_microbatches(batch, step), Denominators.count_over(batch.ranks, part))
 
     def distributed(
         self, batch: ShardedBatch, batching: Batching, sizes: Sequence[int], groups: Tensor | None
@@ -101,6 +124,28 @@ class StepPlanner:
             check_width(self.model.config, data.width)
             return prepared_to_replay(self.model, data)
         return replayable(self.model, on_host(data))
+
+
+def _with_counts(
+    batch: BatchedDataDict,
+    counts_of: Mapping[str, CountOfSequences],
+    part: BatchedDataDict | None = None,
+    ranks: RankReduction | None = None,
+) -> BatchedDataDict:
+    """Return a batch with counts over a global batch, repeated per sequence. Collective.
+
+    Args:
+        batch: The batch.
+        counts_of: Key → what counts the sequences.
+        part: The sequences of the batch that belong to the global batch; None for all.
+        ranks: The ranks that have its other sequences; None if there are none.
+    """
+    if not counts_of:
+        return batch
+    own = torch.stack([count(batch if part is None else part).double().sum() for count in counts_of.values()])
+    sums = (own if ranks is None else ranks.sum(own)).float()
+    repeated = {key: value.expand(batch.size) for key, value in zip(counts_of, sums, strict=True)}
+    return BatchedDataDict({**batch, **repeated})
 
 
 def prepared_to_replay(model: ShardedModel, batch: ShardedBatch) -> ShardedBatch:

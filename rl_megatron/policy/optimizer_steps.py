@@ -58,7 +58,8 @@ class OptimizerSteps:
         _require_logprobs(data, loss, on_policy, -(-data.size // gbs) if sizes is None else len(sizes))
         per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
         require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})
-        steps = self._planner.steps(data, batching, loss.group_size, gbs, sizes)
+        counts_of = {key: count for key, count in loss.global_counts.items() if key not in data}
+        steps = self._planner.steps(data, batching, loss.group_size, gbs, sizes, counts_of)
         if teacher is None:
             return steps
         return (replace(step, plan=teacher.attached(step.plan)) for step in steps)

@@ -115,6 +115,8 @@ class RewardFunction:
         }
         named = {"record": problem.record, **{name: given["answer"] for name in _ANSWERS}, **given}
         named |= _of_trajectory(sample)
+        if sample.sequence_ids:
+            named |= {"sequence_ids": list(sample.sequence_ids), "sequence_text": sample.sequence_text}
         return self._taken(given, named)
 
     def _of_verl(self, sample: Sample) -> dict[str, Any]:

@@ -30,7 +30,8 @@ class Sample:
         turns: The texts of the policy's turns. The completion is the last one.
         metadata: What an environment says about the trajectory.
         environment_reward: The reward that the environment gave; the reward functions' is added to it.
-        sequence_ids: All tokens up to the end of the completion, if a reward model on the ranks reads them.
+        sequence_ids: All tokens up to the end of the completion, if a reward model reads them.
+        sequence_text: Their text with special tokens, but without those that the tokenizer puts before every text.
     """
 
     problem: Problem
@@ -42,6 +43,7 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     environment_reward: float = 0.0
     sequence_ids: Sequence[int] = ()
+    sequence_text: str = ""
 
     def in_words(self) -> str:
         """Return the prompt and the completion, both shortened, for a message."""

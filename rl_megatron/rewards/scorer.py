@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.reward_models import on_ranks
+from rl_megatron.config.reward_models import REWARD_MODEL, on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.rewards.loading import configured_functions, task_function
@@ -153,8 +153,8 @@ class Scorer:
 
     @property
     def reads_sequences(self) -> bool:
-        """Return whether samples must have their `sequence_ids`."""
-        return bool(self._models)
+        """Return whether samples must have their `sequence_ids` and `sequence_text`: a function is a reward model."""
+        return any(function.name == REWARD_MODEL and function.path is None for function in self._settings.functions)
 
     def _results_of_models(self, samples: Sequence[Sample]) -> list[list[dict[str, float]]]:
         """Return what each model says of each sequence; a rank without samples gets no results. Collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -173,19 +173,24 @@ class ScoredRollouts:
         Args:
             prompt: The prompt.
             trajectory: The trajectory, or None if it failed.
-            with_ids: Whether a reward model on the ranks reads the tokens of the whole sequence.
+            with_ids: Whether a reward model reads the tokens of the whole sequence.
         """
         if trajectory is None:
             return Sample(prompt.problem, "", [], True)
         turns = trajectory.turns
         ids = list(turns[-1].completion.ids)
         texts = [self.tokenizer.decode(turn.completion.ids) for turn in turns]
-        last = next(segment for segment in reversed(trajectory.segments) if segment.turns)
-        return Sample(
+        sample = Sample(
             prompt.problem, texts[-1], ids, trajectory.truncated, trajectory.messages,
             texts if len(texts) > 1 else (), trajectory.metadata, trajectory.environment_reward,
-            list(last.ids[: last.turns[-1].end]) if with_ids else (),
         )  # fmt: skip
+        if not with_ids:
+            return sample
+        last = next(segment for segment in reversed(trajectory.segments) if segment.turns)
+        sequence, prefix = list(last.ids[: last.turns[-1].end]), self.tokenizer.prefix_ids
+        without = sequence[len(prefix) :] if sequence[: len(prefix)] == prefix else sequence
+        text = self.tokenizer.decode(without, skip_special_tokens=False)
+        return replace(sample, sequence_ids=sequence, sequence_text=text)
 
     def _with_rewards(
         self, batch: BatchedDataDict, results: Sequence[TaskResult], scores: Scores, group_size: int

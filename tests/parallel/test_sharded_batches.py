@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -119,6 +120,57 @@ def one_process(ranks):
 def test_training_and_logprobs_equal_one_process(ranks, one_process, layout, units, everywhere):
     size, parallel, batching = LAYOUTS[layout]
     assert_equal(ranks.run(size, learn, parallel, batching, True, everywhere, units, SIZES)[0], one_process)
+
+
+def positive_steps(parallel, batching, sharded, sizes, counts=None):
+    """Return metrics and gradients of each step of a loss that is partly a mean over tokens of rewarded samples."""
+    batch = whole_batch()
+    batch["rewards"] = torch.tensor([1.0, -1.0, 0.0, 2.0, -0.5] * 5)[: batch.size]
+    batch["sample_mask"][3] = 0.0
+    policy = build_policy(parallel, batching=batching)
+    loss = build_loss("clipped_pg", {"positive_example_nll_weight": 0.7, "reference_policy_kl_penalty": 0.0})
+    found, start = [], 0
+    for step, size in enumerate(sizes):
+        part = batch.slice(start, start + size)
+        part = policy.distribute(as_produced(part, policy, False), [size]) if sharded else part
+        if counts is not None:
+            part["global_positive_toks"] = torch.full((size,), float(counts[step]))
+        part["prev_logprobs"] = policy.get_logprobs(part)["logprobs"]
+        metrics = policy.accumulate_gradients(part, loss)
+        found.append((metrics, gradients(policy)))
+        start += size
+    batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]  # and in one call, which cuts the batch itself
+    whole = policy.distribute(as_produced(batch, policy, False), sizes) if sharded else batch
+    if counts is not None:
+        repeated = torch.tensor(counts, dtype=torch.float32).repeat_interleave(torch.tensor(sizes))
+        whole["global_positive_toks"] = repeated
+    found.append((policy.train(whole, loss, sizes=sizes), weights(policy)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def counted_by_hand(ranks):
+    """What one process learns in one microbatch, if the test counts the tokens of rewarded samples."""
+    batch, counts = whole_batch(), []
+    for start, stop in pairwise(accumulate(SIZES, initial=0)):
+        rewarded = [number for number in range(start, stop) if number % 5 in (0, 3) and number != 3]
+        counts.append(sum(int(batch["token_mask"][number, 1:].sum()) for number in rewarded))
+    assert len(set(counts)) == len(SIZES) and min(counts) > 0
+    return ranks.run(1, positive_steps, {}, Batching(sequences=32), False, SIZES, counts)[0]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("layout", ["data 2 packed", "data 2 padded", "data 3 dynamic", "data 2 context 2 packed"])
+def test_tokens_of_rewarded_samples_are_counted_over_the_global_batch_of_each_step(
+    ranks, counted_by_hand, layout, sharded
+):
+    size, parallel, batching = LAYOUTS[layout]
+    found = ranks.run(size, positive_steps, parallel, batching, sharded, SIZES)[0]
+    for (metrics, values), (wanted_metrics, wanted) in zip(found, counted_by_hand, strict=True):
+        for name in ("loss", "positive_nll_loss"):
+            assert metrics[name] == pytest.approx(wanted_metrics[name], rel=LOSS_TOLERANCE), name
+        error, name = worst_relative_error(values, wanted)
+        assert error <= TOLERANCE, (name, error)
 
 
 def test_sequences_beyond_the_limit_of_memory_are_in_files(ranks, one_process):

@@ -21,7 +21,8 @@ class ClippedPGLossDataDict(TypedDict):
         token_mask: Which tokens count.
         sample_mask: Which samples count, [B].
         rewards: Rewards [B]. They are needed only with positive_example_nll_weight.
-        global_positive_toks: The number of tokens in samples with a positive reward, over the global batch.
+        global_positive_toks: The number of tokens in samples with a positive reward, over the global batch. Training
+            sets it.
         curr_logprobs_unfiltered: log π [B, S-1] before top-k and top-p. The KL reads it instead of the logprobs.
         covariance_mask: 1 at tokens that Clip-Cov or KL-Cov has selected, otherwise 0. Only they need it.
         temperature: A number, [B] or [B, S]. If the call gives logits, they are divided by it.

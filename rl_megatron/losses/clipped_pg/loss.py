@@ -22,10 +22,12 @@ from rl_megatron.losses.clipped_pg.importance import generation_metrics, importa
 from rl_megatron.losses.clipped_pg.means import Means
 from rl_megatron.losses.clipped_pg.ratios import policy_ratio, ratio_metrics
 from rl_megatron.losses.clipped_pg.surrogates import surrogate_loss
-from rl_megatron.losses.contract import Count, LossType, Reduction
+from rl_megatron.losses.contract import Count, CountOfSequences, LossType, Reduction
 from rl_megatron.losses.mismatch import MISMATCH_MAXIMA, MISMATCH_MEANS
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.streams import TokenStreams
+from rl_megatron.losses.streams import TokenStreams, require
+
+POSITIVE_TOKENS = "global_positive_toks"
 
 
 @register_loss("clipped_pg")
@@ -45,7 +47,8 @@ class ClippedPGLossFn(LogprobLoss):
     NLL⁺ is the mean of −log π over the tokens of samples with a positive reward. Its denominator is a global count, so
     that the term does not grow with the number of microbatches. If the batch has data["global_positive_toks"] (the
     count of these tokens over the global batch, a scalar or repeated per sample), NLL⁺ is divided by it: VAPO's mean.
-    Otherwise it is divided by global_valid_toks, which gives a positive token the weight of any other token.
+    `MegatronPolicy` sets it in every optimizer step. A direct call without it divides by global_valid_toks, which gives
+    a positive token the weight of any other token.
 
     The KL is estimated from the sampled tokens, and its gradient includes the gradient of their probability: see
     `functional.score_function_weight`. The log-ratio log π/π_prev saturates at ±20, `functional.MAX_LOG_RATIO`.
@@ -115,6 +118,11 @@ class ClippedPGLossFn(LogprobLoss):
             "covariance_mask": cfg.uses_covariances,
         }
         return (*super().required_keys, "advantages", *(key for key, needed in conditional.items() if needed))
+
+    @property
+    def global_counts(self) -> Mapping[str, CountOfSequences]:
+        """Return "global_positive_toks" if the loss divides by it."""
+        return {POSITIVE_TOKENS: _positive_tokens} if self.cfg.positive_example_nll_weight > 0 else {}
 
     @property
     def on_policy_keys(self) -> frozenset[str]:
@@ -218,8 +226,15 @@ class ClippedPGLossFn(LogprobLoss):
         The count is data["global_positive_toks"], a scalar or repeated per sample, if the batch has it, and otherwise
         global_valid_toks.
         """
-        rewards, key = streams.per_sample("rewards"), "global_positive_toks"
+        rewards, key = streams.per_sample("rewards"), POSITIVE_TOKENS
         positive = torch.where(rewards.isnan(), rewards, (rewards > 0).to(rewards))  # NaN stays NaN
         mask = streams.mask * positive[:, None]
         count = torch.as_tensor(streams.data[key]).flatten()[:1].sum() if key in streams else global_valid_toks
         return F.masked_mean(-logprobs, mask, global_normalization_factor=count)
+
+
+def _positive_tokens(data: Mapping[str, Any]) -> Float[Tensor, " batch"]:
+    """Return the number of tokens that count in each sample with a positive reward, and 0 for other samples."""
+    rewards, sample_mask = require(data, "rewards", "ClippedPGLossFn"), data["sample_mask"].double()
+    weights = torch.where(rewards > 0, sample_mask, 0.0)
+    return (data["token_mask"][:, 1:].double() * weights[:, None]).sum(1)

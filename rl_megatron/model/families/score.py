@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.model.families.family import FAMILIES, Family
 from rl_megatron.model.families.table import Rows, WeightTable
@@ -56,6 +57,9 @@ def without_score_head(hf_config: Mapping[str, Any], where: str) -> dict[str, An
 def with_score_head(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the config.json of the classifier of one label with the decoder of a language model.
 
+    transformers reads the score at the last token that is not padding. If answers end with the padding token, there is
+    none in the config.json, so that it reads the last token, and refuses several sequences at once.
+
     Raises:
         ConfigError: transformers has no such classifier.
     """
@@ -64,6 +68,14 @@ def with_score_head(hf_config: Mapping[str, Any], family: Family) -> dict[str, A
             f"transformers has no class {classifier_of(family)}, so a reward model of this family cannot be exported; "
             "use its checkpoint as it is"
         )
+    ends = hf_config.get("eos_token_id")
+    if hf_config.get("pad_token_id") in (ends if isinstance(ends, list) else [ends]) and ends is not None:
+        log.once(
+            "the tokenizer pads with the token that ends answers, at which the score is read, so the exported model "
+            "has no pad_token_id: transformers scores one sequence at a time, unless you set pad_token_id to a token "
+            "that ends no answer"
+        )
+        hf_config = {**hf_config, "pad_token_id": None}
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {**hf_config, "architectures": [classifier_of(family)], **labels}
 

@@ -1,16 +1,17 @@
-"""The reward function `reward_model` with `url`: a reward model behind a server, which gets text."""
+"""The reward function `reward_model` with `url`: a reward model behind a server, which gets text or tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 from rl_megatron.rewards.endpoint import BadReply, Endpoint
 from rl_megatron.rewards.registry import register_reward
 from rl_megatron.rewards.results import SCORE
 
 Protocol = Literal["pooling", "classify", "score"]
+Sent = Literal["text", "tokens", "completion"]
 
 
 @register_reward("reward_model")
@@ -19,9 +20,16 @@ class RewardModelServer:
 
     The request is a POST to `url`. With `model` in each:
 
-    - pooling: `{"input": prompt + completion}` → `{"data": [{"data": [score]}]}`; of a list, the last number counts.
-    - classify: `{"input": prompt + completion}` → `{"data": [{"probs": [score]}]}`
+    - pooling: `{"input": sequence}` → `{"data": [{"data": [score]}]}`; of a list, the last number counts.
+    - classify: `{"input": sequence}` → `{"data": [{"probs": [score]}]}`
     - score: `{"text_1": prompt, "text_2": completion}` → `{"data": [{"score": score}]}`
+
+    `sends` says what the sequence is:
+
+    - text: the text that the policy had and sampled, with special tokens, up to the one that ended the completion. The
+      tokens that the tokenizer puts before every text (BOS) are left out, because the server puts them there.
+    - tokens: the ids of the same tokens, for a model with the policy's tokenizer.
+    - completion: the prompt as reward functions get it, and the completion, without special tokens.
 
     The score becomes (score − mean) / std, within ±clip. The metrics are `raw`, the score before that, and `attempts`.
 
@@ -29,6 +37,8 @@ class RewardModelServer:
         url: The whole address, such as http://127.0.0.1:8000/pooling.
         model: The model's name at the server.
         protocol: One of the three.
+        sends: One of the three; None is "completion" for the protocol `score`, which takes nothing else, and otherwise
+            "text".
         mean: Subtracted from the score.
         std: By which it is divided then.
         clip: The largest magnitude in the end, or None.
@@ -45,6 +55,7 @@ class RewardModelServer:
         model: str,
         *,
         protocol: Protocol = "pooling",
+        sends: Sent | None = None,
         mean: float = 0.0,
         std: float = 1.0,
         clip: float | None = None,
@@ -52,23 +63,35 @@ class RewardModelServer:
     ):
         if protocol not in _READERS:
             raise ValueError(f"protocol={protocol!r} must be one of {', '.join(_READERS)}")
+        if sends is None:
+            sends = "completion" if protocol == "score" else "text"
+        if sends not in get_args(Sent):
+            raise ValueError(f"sends={sends!r} must be one of {', '.join(get_args(Sent))}")
+        if protocol == "score" and sends != "completion":
+            raise ValueError(f"sends={sends} needs protocol=pooling or classify; protocol=score sends two texts")
         if not std > 0:
             raise ValueError(f"std={std} must be more than 0")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip={clip} must be more than 0, or null")
         self._endpoint = Endpoint(url, **endpoint)
-        self._model, self._protocol, self._read = model, protocol, _READERS[protocol]
+        self._model, self._protocol, self._sends, self._read = model, protocol, sends, _READERS[protocol]
         self._mean, self._std, self._clip = mean, std, clip
 
-    async def __call__(self, prompt: str, completion: str) -> dict[str, float]:
+    async def __call__(
+        self, prompt: str, completion: str, sequence_text: str | None = None, sequence_ids: Sequence[int] = ()
+    ) -> dict[str, float]:
         """Return the score and the metrics.
 
         Raises:
+            ValueError: The sample has no tokens of the whole sequence.
             EndpointFailed: The server gave no score.
             TimeoutError: It took too long.
         """
+        if self._sends != "completion" and not sequence_ids:
+            raise ValueError(f"sends={self._sends} needs the tokens of the whole sequence, which this sample lacks")
+        sequences = {"text": sequence_text, "tokens": list(sequence_ids), "completion": prompt + completion}
         pair = {"text_1": prompt, "text_2": completion}
-        body = {"model": self._model, **(pair if self._protocol == "score" else {"input": prompt + completion})}
+        body = {"model": self._model, **(pair if self._protocol == "score" else {"input": sequences[self._sends]})}
         raw, attempts = await self._endpoint.post(body, lambda reply: _number(self._read, reply))
         score = (raw - self._mean) / self._std
         if self._clip is not None:

@@ -1,4 +1,4 @@
-"""Small tokenizers with the special tokens and the chat template of four families, and conversations to render."""
+"""Small tokenizers with the special tokens and the chat template of some families, and conversations to render."""
 
 import json
 from pathlib import Path
@@ -38,16 +38,72 @@ FAMILIES = {
         [],
     ),
 }  # fmt: skip
-_BOS = {"llama3": "<|begin_of_text|>", "mistral": "<s>", "deepseek": "<｜begin▁of▁sentence｜>"}
+# Families whose template is written here in short: only messages with text, but the same special tokens around them.
+SHORT_FAMILIES = {
+    "qwen2_5": ("<|im_end|>", ["<|endoftext|>", "<|im_start|>"], []),
+    "qwen2_5 base": ("<|endoftext|>", ["<|im_end|>", "<|im_start|>"], []),
+    "gemma3": ("<eos>", ["<bos>", "<pad>", "<start_of_turn>", "<end_of_turn>"], []),
+    "gpt_oss": (
+        "<|return|>",
+        ["<|startoftext|>", "<|endoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"],
+        [],
+    ),
+    "glm4": ("<|endoftext|>", ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"], []),
+    "text after the turn": ("<|im_end|>", ["<|endoftext|>", "<|im_start|>"], []),
+    "eos after the turn": ("<|endoftext|>", ["<|im_end|>", "<|im_start|>"], []),
+}
+_BOS = {"llama3": "<|begin_of_text|>", "mistral": "<s>", "deepseek": "<｜begin▁of▁sentence｜>", "gemma3": "<bos>"}
 
 
-def template_of(family):
+def _turns(markers, before, user_end, prompt, answer_end, answer="", prefix="", last=""):
+    """Return a template that writes "{prompt}{answer}text{answer_end}" for an answer, and "{last}" in the end.
+
+    `markers` says what lies between generation markers: "none" of it, the "turn" after the prompt, or the "text".
+    """
+    begin, end = ("", "") if markers == "none" else ("{% generation %}", "{% endgeneration %}")
+    text = f"{begin}{answer}{{{{ m.content }}}}"
+    turn = text + (answer_end + end if markers == "turn" else end + answer_end)
+    asked = f"{before}{{{{ m.content }}}}{user_end}"
+    messages = f"{{% if m.role == 'assistant' %}}{prompt}{turn}{{% else %}}{asked}{{% endif %}}"
+    ending = f"{{% if add_generation_prompt %}}{prompt}{{% else %}}{last}{{% endif %}}"
+    return f"{prefix}{{% for m in messages %}}{messages}{{% endfor %}}{ending}"
+
+
+_CHATML = dict(
+    before="<|im_start|>{{ m.role }}\n", user_end="<|im_end|>\n", answer_end="<|im_end|>\n",
+    prompt="<|im_start|>assistant\n",
+)  # fmt: skip
+_PARTS = {
+    "qwen2_5": dict(**_CHATML, prefix="<|im_start|>system\nYou are helpful.<|im_end|>\n"),
+    "qwen2_5 base": dict(**_CHATML),
+    "gemma3": dict(
+        before="<start_of_turn>{{ m.role }}\n", user_end="<end_of_turn>\n", answer_end="<end_of_turn>\n",
+        prompt="<start_of_turn>model\n", prefix="{{ bos_token }}",
+    ),
+    "gpt_oss": dict(
+        before="<|start|>{{ m.role }}<|message|>", user_end="<|end|>", prompt="<|start|>assistant",
+        answer="<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>final<|message|>",
+        answer_end="{% if loop.last %}<|return|>{% else %}<|end|>{% endif %}",
+    ),
+    "glm4": dict(
+        before="<|{{ m.role }}|>\n", user_end="", answer_end="", prompt="<|assistant|>\n",
+        prefix="[gMASK]<sop>",
+    ),
+    "text after the turn": dict(**_CHATML, last="That was all.\n"),
+    "eos after the turn": dict(**_CHATML, last="<|endoftext|>\n"),
+}  # fmt: skip
+
+
+def template_of(family, markers="none"):
+    if family in SHORT_FAMILIES:
+        return _turns(markers, **_PARTS[family])
+    assert markers == "none", "the files have no markers"
     return (TEMPLATES / f"{family}.jinja").read_text("utf-8")
 
 
 def write_tokenizer(family, directory, chat_template=None):
     """Write a family's tokenizer as a Hugging Face directory; the template is in the config or in a file of its own."""
-    eos, special, added = FAMILIES[family]
+    eos, special, added = (FAMILIES | SHORT_FAMILIES)[family]
     backend = Backend(models.BPE(unk_token="<unk>" if family == "mistral" else None))
     if family == "mistral":  # like SentencePiece
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

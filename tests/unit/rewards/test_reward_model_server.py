@@ -8,8 +8,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from rl_megatron.data.tasks import Problem
+from rl_megatron.rewards.calling import RewardFunction
 from rl_megatron.rewards.functions import RewardModelServer
 from rl_megatron.rewards.running_statistics import RunningStatistics
+from rl_megatron.rewards.samples import Sample
 
 # Path → what the server makes of a request: the number of characters of the text, in the form of vLLM's endpoint.
 REPLIES = {
@@ -43,17 +46,36 @@ def server():
 
 
 def scored(url, **kwargs):
-    return asyncio.run(RewardModelServer(url, **{"model": "m", "retries": 0} | kwargs)(prompt="abc", completion="de"))
+    sample = Sample(Problem("abc", "", {}), "de", [4], False, sequence_ids=[1, 2, 3, 4], sequence_text="abc:de")
+    function = RewardFunction(RewardModelServer, "reward_model", {"url": url, "model": "m", "retries": 0} | kwargs)
+    return asyncio.run(function.call(sample))
 
 
-@pytest.mark.parametrize("protocol", ["pooling", "classify", "score"])
-def test_the_score_is_read_as_the_protocol_says(server, protocol):
-    assert scored(f"{server}/{protocol}", protocol=protocol) == {"score": 5.0, "raw": 5.0, "attempts": 1.0}
+@pytest.mark.parametrize(
+    ("protocol", "kwargs", "length"),
+    [
+        ("pooling", {}, 6),
+        ("classify", {}, 6),
+        ("pooling", {"sends": "tokens"}, 4),
+        ("classify", {"sends": "completion"}, 5),
+        ("score", {}, 5),
+    ],
+)
+def test_the_protocol_says_what_is_sent_and_where_the_score_is(server, protocol, kwargs, length):
+    found = scored(f"{server}/{protocol}", protocol=protocol, **kwargs)
+    assert found == {"score": length, "raw": length, "attempts": 1.0}
+
+
+@pytest.mark.parametrize("sends", ["text", "tokens"])
+def test_a_sample_without_the_tokens_of_its_sequence_is_refused(sends):
+    function = RewardModelServer("http://127.0.0.1:1", "m", sends=sends)
+    with pytest.raises(ValueError, match=f"sends={sends} needs the tokens of the whole sequence"):
+        asyncio.run(function("abc", "de"))
 
 
 def test_the_score_is_shifted_scaled_and_clipped(server):
-    assert scored(f"{server}/pooling", mean=1.0, std=2.0)["score"] == 2.0
-    assert scored(f"{server}/pooling", mean=1.0, std=2.0, clip=1.5) == {"score": 1.5, "raw": 5.0, "attempts": 1.0}
+    assert scored(f"{server}/pooling", mean=1.0, std=2.0)["score"] == 2.5
+    assert scored(f"{server}/pooling", mean=1.0, std=2.0, clip=1.5) == {"score": 1.5, "raw": 6.0, "attempts": 1.0}
 
 
 @pytest.mark.parametrize(("path", "kwargs"), [("classify", {}), ("pooling", {"model": "n"}), ("nan", {})])
@@ -71,7 +93,14 @@ def test_messages_leave_out_the_query_of_the_address_which_may_hold_a_key(server
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "words"), [({"protocol": "rank"}, "protocol"), ({"std": 0}, "std"), ({"clip": 0}, "clip")]
+    ("kwargs", "words"),
+    [
+        ({"protocol": "rank"}, "protocol"),
+        ({"sends": "words"}, "sends='words' must be one of text, tokens, completion"),
+        ({"sends": "tokens", "protocol": "score"}, "sends=tokens needs protocol=pooling or classify"),
+        ({"std": 0}, "std"),
+        ({"clip": 0}, "clip"),
+    ],
 )
 def test_a_wrong_argument_is_named(kwargs, words):
     with pytest.raises(ValueError, match=words):

@@ -1,13 +1,18 @@
 """Engines that sample without a model, and what runs rollout workers on them in one process."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
+from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.rounds import RolloutTask
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
+from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.rollouts.worker import completion
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 
 SAMPLING = Sampling(8, stop_ids=(0,))
@@ -44,3 +49,31 @@ def run(worker, prompts, engine, tokenizer, limits=NO_LIMITS, sampling=SAMPLING,
         return runner.run(tasks, engine, sampling)
     finally:
         runner.close()
+
+
+class Scripted:
+    """An engine that writes given tokens, prompt by prompt and in this order, until a token stops it or by length."""
+
+    def __init__(self, written):
+        self.written = iter(written)
+
+    def complete_all(self, requests):
+        return [self.completion(request, next(self.written)) for request in requests]
+
+    def completion(self, request, written):
+        ids = list(written[: request.sampling.max_new_tokens])
+        stops = [number for number, id_ in enumerate(ids) if id_ in request.sampling.stop_ids]
+        ids = ids[: stops[0] + 1] if stops else ids
+        assert stops or len(ids) == request.sampling.max_new_tokens, "what is written ends before the completion"
+        spans = (WeightSpan(1, 0, len(ids)),)
+        return Completion(request.request_id, tuple(ids), (-1.0,) * len(ids), spans, "stop" if stops else "length")
+
+
+def samples_of(written, prompts, tokenizer, sampling):
+    """Return the samples that a reward model gets, one for each prompt, if the policy writes given tokens."""
+    results = run(completion, prompts, Scripted(written), tokenizer, sampling=sampling)
+    score = lambda samples: (torch.zeros(len(samples)), RewardMetrics())  # noqa: E731
+    scorer: Any = SimpleNamespace(score_samples=score, reads_sequences=True)
+    runner: Any = SimpleNamespace(makes_turns=False)
+    made = ScoredRollouts(runner, scorer, tokenizer)
+    return made.score(prompts, results, scorer).samples
