@@ -6,6 +6,8 @@ of a sequence corresponds to token t:
 
 - rewards [B]: one reward per sample. Samples of a prompt are contiguous.
 - group_size: the number of samples per prompt.
+- sample_mask [B]: 1, and 0 for a sample that failed (rollout.on_failure). Its reward and its token_mask are 0, and it
+  must not be compared with.
 - token_mask [B, S]: 1 at sampled tokens, 0 at the prompt and at padding.
 - token_rewards [B, S]: the reward of each sample at its last sampled token, minus the KL penalty at every sampled token
   if loss.use_kl_in_reward is true. Rewards that an environment gave for turns are at the last tokens of these turns.
@@ -42,7 +44,7 @@ from rl_megatron.algorithms.advantages import (
     reinforce_plus_plus_baseline,
 )
 from rl_megatron.algorithms.rollout import rewards_per_token, whole_trajectories
-from rl_megatron.algorithms.rollout_statistics import Rollouts, numbers_of_all, ranks_of
+from rl_megatron.algorithms.rollout_statistics import Rollouts, numbers_of_all, ranks_of, sample_mask
 from rl_megatron.algorithms.turn_advantages import group_relative_steps, group_relative_turns
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.config.advantages import (
@@ -107,15 +109,19 @@ def _reinforce_plus_plus_baseline(
     group_size: int,
     token_mask: Shaped[Tensor, "batch sequence"],
     ranks: RankReduction,
+    sample_mask: Float[Tensor, " batch"],
 ) -> Float[Tensor, "batch sequence"]:
-    return reinforce_plus_plus_baseline(rewards, group_size, token_mask, ranks)
+    return reinforce_plus_plus_baseline(rewards, group_size, token_mask, ranks, sample_mask)
 
 
 @register_advantage("optimal_baseline")
 def _optimal_baseline(
-    rewards: Float[Tensor, " batch"], group_size: int, token_mask: Shaped[Tensor, "batch sequence"]
+    rewards: Float[Tensor, " batch"],
+    group_size: int,
+    token_mask: Shaped[Tensor, "batch sequence"],
+    sample_mask: Float[Tensor, " batch"],
 ) -> Float[Tensor, " batch"]:
-    return optimal_baseline(rewards, group_size, token_mask)
+    return optimal_baseline(rewards, group_size, token_mask, sample_mask)
 
 
 @register_advantage("group_decoupled")
@@ -199,6 +205,7 @@ def _estimated_advantages(
     available = {
         "rewards": lambda: index.of_first(own["rewards"]),
         "group_size": lambda: algorithm.samples_per_prompt,
+        "sample_mask": lambda: index.of_first(sample_mask(own)),
         "token_mask": lambda: mask,
         "token_rewards": lambda: index.joined(rewards_per_token(own, loss_fn)),
         "turns": lambda: _turns(own, index, mask),
@@ -246,7 +253,11 @@ def _of_all_samples(
     """Return the advantages of this rank's sequences, from the rewards of all samples."""
     numbers = numbers_of_all(rollouts)
     index = TrajectoryIndex(numbers)
-    values = {"rewards": index.of_first(numbers["rewards"]), "group_size": algorithm.samples_per_prompt}
+    values = {
+        "rewards": index.of_first(numbers["rewards"]),
+        "group_size": algorithm.samples_per_prompt,
+        "sample_mask": index.of_first(sample_mask(numbers)),
+    }
     given = {key: value for key, value in values.items() if key in parameters}
     of_samples = _called(algorithm, parameters, given, where, (torch.Size([index.num_trajectories]),))
     own, mask = rollouts.own_facts(index.spread(of_samples)), rollouts["token_mask"]

@@ -6,6 +6,8 @@ Tensors of token advantages are [B, S], and entry t corresponds to token t. Only
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor
@@ -17,7 +19,12 @@ _WHITENING_EPSILON = 1e-8
 
 
 def group_relative(
-    rewards: Real[Tensor, " samples"], group_size: int, *, leave_one_out: bool = False, normalize_std: bool = True
+    rewards: Real[Tensor, " samples"],
+    group_size: int,
+    *,
+    leave_one_out: bool = False,
+    normalize_std: bool = True,
+    sample_mask: Shaped[Tensor, " samples"] | None = None,
 ) -> Float[Tensor, " samples"]:
     """Return A_i = (r_i − b_i) / (σ + ε) over groups of samples of one prompt.
 
@@ -25,7 +32,9 @@ def group_relative(
     is not part of its own baseline). σ is the sample standard deviation of the group; without `normalize_std` there is
     no division (Dr. GRPO). A group of equal rewards gets exactly 0.
 
-    Shapes: rewards is [num_groups · group_size], with groups contiguous; the result is the same.
+    A sample whose `sample_mask` is 0 is not part of its group: it gets 0, and its reward is not read.
+
+    Shapes: rewards is [num_groups · group_size], with groups contiguous; sample_mask and the result are the same.
     Source: GRPO, arXiv:2402.03300 §4.1.2; RLOO, arXiv:2402.14740; Dr. GRPO, arXiv:2503.20783.
 
     Args:
@@ -33,29 +42,73 @@ def group_relative(
         group_size: The number of samples per prompt.
         leave_one_out: Whether a sample's baseline leaves out its own reward.
         normalize_std: Whether to divide by the standard deviation.
+        sample_mask: 0 for samples to leave out, such as those that failed; None to take all.
 
     Raises:
         ValueError: The rewards do not form whole groups.
     """
-    if rewards.numel() % group_size:
-        raise ValueError(f"{rewards.numel()} rewards do not form groups of {group_size}")
-    groups = rewards.float().view(-1, group_size)
-    total = groups.sum(1, keepdim=True)
-    baseline = (total - groups) / (group_size - 1) if leave_one_out else total / group_size
-    centred = groups - baseline
-    if normalize_std:
-        centred = centred / (groups.std(1, keepdim=True) + _EPSILON)
-    all_equal = (groups == groups[:, :1]).all(1, keepdim=True)
-    return torch.where(all_equal, 0.0, centred).view(-1)
+
+    def compare(groups: Float[Tensor, "groups size"]) -> Float[Tensor, "groups size"]:
+        size = groups.shape[1]
+        total = groups.sum(1, keepdim=True)
+        baseline = (total - groups) / (size - 1) if leave_one_out else total / size
+        centred = groups - baseline
+        if normalize_std:
+            centred = centred / (groups.std(1, keepdim=True) + _EPSILON)
+        all_equal = (groups == groups[:, :1]).all(1, keepdim=True)
+        return torch.where(all_equal, 0.0, centred)
+
+    return _compare_groups(compare, group_size, sample_mask, rewards.float())
 
 
-def informative_groups(rewards: Real[Tensor, " samples"], group_size: int) -> Bool[Tensor, " samples//{group_size}"]:
+def _compare_groups(
+    compare: Callable[..., Tensor],
+    group_size: int,
+    sample_mask: Shaped[Tensor, " samples"] | None,
+    *values: Float[Tensor, " samples"],
+) -> Float[Tensor, " samples"]:
+    """Return the results of a function of groups. Samples that are left out get 0.
+
+    The function gets groups of one size at a time, so that what it returns for samples of a group is to the bit what it
+    returns for a group without those that are left out. Groups with fewer than two samples get 0.
+
+    Args:
+        compare: Takes values of groups, [groups, size] each, and returns one for each sample.
+        group_size: The number of samples per prompt.
+        sample_mask: 0 for samples to leave out; None to take all.
+        values: What the function gets.
+
+    Raises:
+        ValueError: The samples do not form whole groups.
+    """
+    if len(values[0]) % group_size:
+        raise ValueError(f"{len(values[0])} rewards do not form groups of {group_size}")
+    if sample_mask is None or bool((sample_mask != 0).all()):
+        return compare(*(each.view(-1, group_size) for each in values)).reshape(-1)
+    kept = (sample_mask != 0).view(-1, group_size)
+    sizes, result = kept.sum(1), torch.zeros_like(values[0])
+    for size in sizes.unique().tolist():
+        if size > 1:
+            chosen = (kept & (sizes == size)[:, None]).view(-1)
+            result[chosen] = compare(*(each[chosen].view(-1, size) for each in values)).reshape(-1)
+    return result
+
+
+def informative_groups(
+    rewards: Real[Tensor, " samples"], group_size: int, sample_mask: Shaped[Tensor, " samples"] | None = None
+) -> Bool[Tensor, " samples//{group_size}"]:
     """Return which groups have rewards that differ; DAPO's dynamic sampling drops the others, which have no gradient.
 
-    Shapes: rewards is [num_groups · group_size]; the result is [num_groups].
+    Samples whose `sample_mask` is 0 are not compared.
+
+    Shapes: rewards and sample_mask are [num_groups · group_size]; the result is [num_groups].
     """
-    groups = rewards.view(-1, group_size)
-    return (groups != groups[:, :1]).any(1)
+    groups = rewards.float().view(-1, group_size)
+    if sample_mask is None:
+        return (groups != groups[:, :1]).any(1)
+    kept = (sample_mask != 0).view(-1, group_size)
+    least, most = torch.where(kept, groups, torch.inf).amin(1), torch.where(kept, groups, -torch.inf).amax(1)
+    return most > least
 
 
 def generalized_advantages(
@@ -182,15 +235,16 @@ def reinforce_plus_plus_baseline(
     group_size: int,
     mask: Shaped[Tensor, "samples sequence"],
     ranks: RankReduction = ALONE,
+    sample_mask: Shaped[Tensor, " samples"] | None = None,
 ) -> Float[Tensor, "samples sequence"]:
     """Return whiten(r_i − mean of the group), over all tokens of the whole batch, each with its sample's difference.
 
-    Collective over the ranks that share the batch.
+    Samples whose `sample_mask` is 0 are left out of their group. Collective over the ranks that share the batch.
 
     Shapes: rewards is [num_groups · group_size], with groups contiguous; mask is [B, S]; the result is [B, S] fp32.
     Source: Hu 2025, "REINFORCE++" (arXiv:2501.03262), REINFORCE++-baseline.
     """
-    centred = group_relative(rewards, group_size, normalize_std=False)
+    centred = group_relative(rewards, group_size, normalize_std=False, sample_mask=sample_mask)
     return whiten(centred[:, None].expand(mask.shape), mask, ranks)
 
 
@@ -223,19 +277,26 @@ def group_decoupled(
 
 
 def optimal_baseline(
-    rewards: Real[Tensor, " samples"], group_size: int, mask: Shaped[Tensor, "samples sequence"]
+    rewards: Real[Tensor, " samples"],
+    group_size: int,
+    mask: Shaped[Tensor, "samples sequence"],
+    sample_mask: Shaped[Tensor, " samples"] | None = None,
 ) -> Float[Tensor, " samples"]:
     """Return A_i = r_i − Σ_j l_j·r_j / Σ_j l_j over groups of samples of one prompt, with l the number of tokens.
 
     It is the baseline of least variance if a sample's squared gradient grows with its length. A group of equal rewards
-    gets exactly 0, and so does one without tokens.
+    gets exactly 0, and so does one without tokens. Samples whose `sample_mask` is 0 are left out of their group.
 
     Shapes: rewards is [num_groups · group_size], with groups contiguous; mask is [B, S]; the result is [B] fp32.
     Source: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585), eq. 6.
     """
-    groups = rewards.float().view(-1, group_size)
-    lengths = (mask != 0).sum(1).to(groups).view(-1, group_size)
-    total = lengths.sum(1, keepdim=True)
-    baseline = (lengths * groups).sum(1, keepdim=True) / total.clamp(min=1)
-    silent = (groups == groups[:, :1]).all(1, keepdim=True) | (total == 0)
-    return torch.where(silent, 0.0, groups - baseline).view(-1)
+
+    def compare(
+        groups: Float[Tensor, "groups size"], lengths: Float[Tensor, "groups size"]
+    ) -> Float[Tensor, "groups size"]:
+        total = lengths.sum(1, keepdim=True)
+        baseline = (lengths * groups).sum(1, keepdim=True) / total.clamp(min=1)
+        silent = (groups == groups[:, :1]).all(1, keepdim=True) | (total == 0)
+        return torch.where(silent, 0.0, groups - baseline)
+
+    return _compare_groups(compare, group_size, sample_mask, rewards.float(), (mask != 0).sum(1).float())

@@ -180,7 +180,9 @@ class AsyncSampler:
             idle: The share of time in which training has waited.
         """
         used = self._assembled(() if groups is None else groups.used)
-        equal = self._assembled(() if groups is None else groups.equal)
+        # Groups without a sample that counts have no rewards to compare with others, and nothing but metrics.
+        silent = [] if groups is None else [group for group in groups.equal if not self._counts(group)]
+        equal = self._assembled([] if groups is None else [group for group in groups.equal if self._counts(group)])
         rollouts = self._produced(None if used is None else used.batch)
         seen, metrics = rollouts, RewardMetrics()
         if self._ranks.from_rank_0(lambda: equal is not None):
@@ -188,6 +190,8 @@ class AsyncSampler:
         for each in (used, equal):
             if each is not None:
                 metrics.add(each.metrics)
+        for group in silent:
+            metrics.add(replace(group.scores.metrics, scores={}))
         others = self._ranks.from_rank_0(lambda: metrics.values() | self._queue_metrics(groups, idle))
         prompts = [prompt for group in (() if groups is None else groups.used) for prompt in group.prompts]
         self._record.add(0, rollouts, prompts, RewardMetrics() if used is None else used.metrics)
@@ -201,6 +205,10 @@ class AsyncSampler:
     def _assembled(self, groups: Sequence[Group]) -> Scored | None:
         """Return groups as a batch on rank 0; None on other ranks, or if there are none. Collective."""
         return self._stage.rollouts.runner.on_rank_0(lambda: self._assembled_here(groups) if groups else None)
+
+    def _counts(self, group: Group) -> bool:
+        """Return whether a sample of a group may be learned from."""
+        return bool(self._stage.rollouts.samples_that_count(group.results, self._group_size).any())
 
     def _assembled_here(self, groups: Sequence[Group]) -> Scored:
         prompts = [prompt for group in groups for prompt in group.prompts]

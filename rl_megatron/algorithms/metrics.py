@@ -181,7 +181,15 @@ ROLLOUT = declare_metrics(
     Metric(
         "failed_trajectories",
         "trajectories",
-        "The trajectories that failed in all attempts, whose groups are not learned from.",
+        "The trajectories that failed in all attempts; see rollout.on_failure.",
+        "sum",
+        "lower",
+        healthy="0",
+    ),
+    Metric(
+        "masked_groups",
+        "groups",
+        "The groups that are not learned from, because a trajectory of them failed, or too many for mask_sample.",
         "sum",
         "lower",
         healthy="0",

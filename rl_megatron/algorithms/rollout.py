@@ -306,7 +306,8 @@ def keep_informative(rollouts: ShardedBatch, group_size: int) -> ShardedBatch:
     """Return the trajectories of groups whose rewards differ."""
     numbers = numbers_of_all(rollouts)
     index = TrajectoryIndex(numbers)
-    kept = informative_groups(index.of_first(numbers["rewards"]), group_size).repeat_interleave(group_size)
+    rewards, counts = (index.of_first(numbers[key]) for key in ("rewards", "sample_mask"))
+    kept = informative_groups(rewards, group_size, counts).repeat_interleave(group_size)
     return rollouts.selected(index.spread(kept))
 
 

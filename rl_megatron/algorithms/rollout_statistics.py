@@ -36,6 +36,12 @@ def numbers_of_all(rollouts: Rollouts) -> BatchedDataDict:
     return BatchedDataDict({**values, SAMPLED: rollouts["token_mask"].sum(1)})
 
 
+def sample_mask(numbers: BatchedDataDict) -> Tensor:
+    """Return 1 for each sequence of a sample, and 0 for those of samples that failed, [B] fp32."""
+    rewards = numbers["rewards"]
+    return numbers["sample_mask"].float() if "sample_mask" in numbers else torch.ones(len(rewards))
+
+
 def statistics(rollouts: Rollouts, group_size: int) -> dict[str, float]:
     """Return metrics of the rollouts: how rewards and completion lengths are distributed, and two shares.
 
@@ -46,7 +52,7 @@ def statistics(rollouts: Rollouts, group_size: int) -> dict[str, float]:
     index = TrajectoryIndex(numbers)
     rewards, has_ended = index.of_first(numbers["rewards"]), index.of_first(numbers["sample_mask"]) > 0
     lengths, stopped = index.total(numbers[SAMPLED]).float(), index.of_last(numbers["stopped"]).float()
-    groups = informative_groups(rewards, group_size).float().mean().item()
+    groups = informative_groups(rewards, group_size, has_ended).float().mean().item()
     rewards, lengths, stopped = (values[has_ended] for values in (rewards, lengths, stopped))  # others have failed
     return {
         "reward": rewards.mean().item(),

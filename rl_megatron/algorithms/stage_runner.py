@@ -40,7 +40,7 @@ from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.build import build_runner
-from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts
 from rl_megatron.topology.topology import Topology
 
 
@@ -97,7 +97,9 @@ class StageRunner:
         scorer = Scorer(config.reward, lambda: build_source(config).task(), models=models.of(config.reward))
         runner = build_runner(config, tokenizer, layout)
         components = isinstance(settings, RolloutConfig) and settings.reads_components
-        rollouts = ScoredRollouts(runner, scorer, tokenizer, with_components=components)
+        least = settings.least_samples if isinstance(settings, RolloutConfig) else 1
+        on_failure = FailureRule(masks_group=config.rollout.on_failure != "mask_sample", least_samples=least)
+        rollouts = ScoredRollouts(runner, scorer, tokenizer, with_components=components, on_failure=on_failure)
         evaluation = build_evaluation(config, tokenizer).made_by(rollouts)
         meter = StepMeter(layout, config.precision)
         profiles = logger.output_dir / "profiles" / name

@@ -16,22 +16,24 @@ from rl_megatron.config.import_strings import is_import_string, load_object
 from rl_megatron.config.registry import Registry
 
 GIVEN = (
-    "rewards", "group_size", "token_mask", "token_rewards", "turns", "rollouts", "ranks", "component_rewards",
-    "component_weights",
+    "rewards", "group_size", "sample_mask", "token_mask", "token_rewards", "turns", "rollouts", "ranks",
+    "component_rewards", "component_weights",
 )  # fmt: skip
 OPTIONS = {"leave_one_out": False, "normalize_std": True}  # keys of the algorithm section, with their defaults
 
 ESTIMATORS: Registry[frozenset[str]] = Registry("advantage estimator")  # the names of the parameters of each
-ESTIMATORS.register("group_relative")(frozenset({"rewards", "group_size", *OPTIONS}))
+ESTIMATORS.register("group_relative")(frozenset({"rewards", "group_size", "sample_mask", *OPTIONS}))
 ESTIMATORS.register("group_relative_turns")(frozenset({"token_rewards", "turns", "group_size", *OPTIONS}))
 ESTIMATORS.register("group_relative_steps")(frozenset({"token_rewards", "turns", "group_size", "normalize_std"}))
 ESTIMATORS.register("reinforce_plus_plus")(frozenset({"token_rewards", "token_mask", "ranks"}))
-ESTIMATORS.register("reinforce_plus_plus_baseline")(frozenset({"rewards", "group_size", "token_mask", "ranks"}))
+ESTIMATORS.register("reinforce_plus_plus_baseline")(
+    frozenset({"rewards", "group_size", "sample_mask", "token_mask", "ranks"})
+)
 ESTIMATORS.register("group_decoupled")(frozenset({"component_rewards", "component_weights", "group_size", "ranks"}))
-ESTIMATORS.register("optimal_baseline")(frozenset({"rewards", "group_size", "token_mask"}))
+ESTIMATORS.register("optimal_baseline")(frozenset({"rewards", "group_size", "sample_mask", "token_mask"}))
 
 _OF_GROUPS = ("optimal_baseline", "group_relative_turns", "group_relative_steps")
-_OF_ALL_SAMPLES = frozenset({"rewards", "group_size", *OPTIONS})
+_OF_ALL_SAMPLES = frozenset({"rewards", "group_size", "sample_mask", *OPTIONS})
 
 
 def takes_all_samples(parameters: frozenset[str]) -> bool:
@@ -54,6 +56,18 @@ def takes_whole_groups(parameters: frozenset[str]) -> bool:
     """Return whether an estimator that gets tokens needs all samples of a prompt at the same time."""
     return not takes_all_samples(parameters) and bool(
         parameters & {"group_size", "turns", "rollouts", "rewards", "component_rewards"}
+    )
+
+
+def can_leave_out_samples(parameters: frozenset[str]) -> bool:
+    """Return whether an estimator with these parameters can tell which samples failed.
+
+    Their rewards are 0, and their token_mask too; they have no turn, and no score of a reward function.
+    """
+    if parameters & {"sample_mask", "rollouts"}:
+        return True
+    return "rewards" not in parameters and (
+        "token_rewards" not in parameters or bool(parameters & {"token_mask", "turns"})
     )
 
 

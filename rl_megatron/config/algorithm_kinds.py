@@ -91,6 +91,11 @@ class RolloutConfig(AlgorithmConfig):
         return False
 
     @property
+    def least_samples(self) -> int:
+        """Return how many samples of a prompt there must be, if some fail, to learn from the others."""
+        return 1
+
+    @property
     def reads_components(self) -> bool:
         """Return whether the algorithm reads the scores of each reward function, and not their sum alone."""
         return False

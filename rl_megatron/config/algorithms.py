@@ -11,7 +11,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from rl_megatron.config.advantages import OPTIONS, estimator_parameters, known_estimator
+from rl_megatron.config.advantages import (
+    OPTIONS,
+    can_leave_out_samples,
+    estimator_parameters,
+    known_estimator,
+)
 from rl_megatron.config.algorithm_kinds import (
     PairsConfig,
     PolicyGradientConfig,
@@ -148,6 +153,11 @@ class OnlineDPOConfig(RolloutConfig):
         """Return 2: the best of a prompt's completions and the worst."""
         return 2
 
+    @property
+    def least_samples(self) -> int:
+        """Return 2, which form a pair."""
+        return 2
+
     def optimizer_steps(self, train: TrainConfig) -> int:
         """Return how many optimizer steps the policy takes."""
         return self.optimizer_steps_of_rollouts(train, train.steps, passes=1)
@@ -241,6 +251,12 @@ class GRPOConfig(PolicyGradientConfig):
         return self.dynamic_sampling
 
     @property
+    def least_samples(self) -> int:
+        """Return 2 if samples of a prompt are compared with each other."""
+        compares = self.dynamic_sampling or "group_size" in estimator_parameters(self.advantage_estimator)
+        return 2 if compares else 1
+
+    @property
     def reads_components(self) -> bool:
         """Return whether the advantage estimator reads the scores of each reward function."""
         return bool(estimator_parameters(self.advantage_estimator) & {"component_rewards", "component_weights"})
@@ -257,10 +273,16 @@ class GRPOConfig(PolicyGradientConfig):
         """
         super().check(stage)
         parameters = estimator_parameters(self.advantage_estimator)
-        if self.samples_per_prompt == 1 and ("group_size" in parameters or self.dynamic_sampling):
+        if self.samples_per_prompt < self.least_samples:
             raise ConfigError(
                 "algorithm.samples_per_prompt=1 leaves a sample without a group to be compared with; set it to 2 or "
                 "more, or set algorithm.advantage_estimator=reinforce_plus_plus without dynamic_sampling"
+            )
+        if stage.rollout.on_failure == "mask_sample" and not can_leave_out_samples(parameters):
+            raise ConfigError(
+                f"rollout.on_failure=mask_sample leaves samples that failed out of their group, and "
+                f"algorithm.advantage_estimator={self.advantage_estimator} cannot know which they are; let it take the "
+                "parameter `sample_mask`, which is 0 for them, or set rollout.on_failure=mask_group"
             )
         if "token_rewards" not in parameters:
             self._check_kl(stage)

@@ -65,9 +65,10 @@ class TrajectoryConfig:
     retries: NonNegative = 0  # how often a trajectory that fails is tried again
     # How long an attempt may take, without the time in which it waits for the rollout engine. null: any time.
     timeout_seconds: PositiveFloat | None = None
-    # What a trajectory does that fails in all its attempts. error: the run ends. mask: nothing is learned from its
-    # group, and metrics count it.
-    on_failure: Literal["error", "mask"] = "error"
+    # What a trajectory does that fails in all its attempts. error: the run ends. mask_group, or mask: nothing is
+    # learned from its group. mask_sample: its group is learned from without it, if enough of it is left. Metrics count
+    # such trajectories.
+    on_failure: Literal["error", "mask", "mask_group", "mask_sample"] = "error"
     # Make trajectories while the policy trains, with weights of earlier steps. false: every step waits for its own.
     async_enabled: bool = False
     # How many steps before the one that learns from a trajectory its oldest token may have been sampled; 0: none, as

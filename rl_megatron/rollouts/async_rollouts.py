@@ -295,9 +295,9 @@ class AsyncRollouts:
             return  # it was dropped while it was scored
         group = Group(number, [task.prompt for task in tasks], results, replace(scores, samples=()), ())
         steps = [self._step_of_version[version] for result in results for version in _versions(result)]
-        rewards = scores.rewards.tolist()
-        # A group with a failed trajectory is masked, so that nothing would be learned from the difference to its 0.
-        differs = all(result.trajectories for result in results) and any(reward != rewards[0] for reward in rewards)
+        # Masked trajectories are not compared, because nothing would be learned from the difference to their 0.
+        rewards = scores.rewards[self._rollouts.samples_that_count(results, len(results))].tolist()
+        differs = any(reward != rewards[0] for reward in rewards)
         # A group whose trajectories all failed has no token.
         if self.queue.complete(number, min(steps, default=self.queue.next_step), differs):
             self._ready[number] = group

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from rl_megatron import log
 from rl_megatron.config.rewards import ENVIRONMENT
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
@@ -54,6 +55,25 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class FailureRule:
+    """Which samples of a group are learned from if some of it failed.
+
+    Attributes:
+        masks_group: Whether none of them is.
+        least_samples: How many must be left otherwise.
+    """
+
+    masks_group: bool = True
+    least_samples: int = 1
+
+    def samples_that_count(self, made: torch.Tensor, group_size: int) -> torch.Tensor:
+        """Return which samples are learned from, [N] bool, of those that were `made`, [N] bool."""
+        groups = made.view(-1, group_size)
+        least = group_size if self.masks_group else min(self.least_samples, group_size)
+        return (groups & (groups.sum(1, keepdim=True) >= least)).view(-1)
+
+
+@dataclass(frozen=True)
 class Scored:
     """Trajectories with their rewards.
 
@@ -83,12 +103,26 @@ class ScoredRollouts:
         tokenizer: The run's tokenizer.
     """
 
-    def __init__(self, runner: RolloutRunner, scorer: Scorer, tokenizer: Tokenizer, *, with_components: bool = False):
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        scorer: Scorer,
+        tokenizer: Tokenizer,
+        *,
+        with_components: bool = False,
+        on_failure: FailureRule | None = None,
+    ):
         """Keep the parts, which belong to the caller.
 
-        With `with_components`, batches get the scores of each reward function (`rollouts.batch.COMPONENT`).
+        Args:
+            runner: Runs the worker.
+            scorer: Scores what the worker makes.
+            tokenizer: The run's tokenizer.
+            with_components: Whether batches get the scores of each reward function (`rollouts.batch.COMPONENT`).
+            on_failure: What is learned from the group of a trajectory that failed; None: nothing.
         """
         self.runner, self.scorer, self.tokenizer = runner, scorer, tokenizer
+        self.on_failure = on_failure or FailureRule()
         self._with_components = with_components
 
     def start(self) -> None:
@@ -105,7 +139,8 @@ class ScoredRollouts:
     ) -> Scored | None:
         """Return one scored trajectory for each prompt on rank 0, and None on other ranks. Collective.
 
-        Nothing is learned from the group of a trajectory that has failed: its masks and rewards are 0.
+        The masks and rewards of a trajectory that has failed are 0, and so are those of its group, or of a group of
+        which too few are left, as `on_failure` says.
 
         Args:
             engine: The engine, which has the policy's current weights.
@@ -137,8 +172,7 @@ class ScoredRollouts:
         trajectories = [_trajectory(result) for result in results]
         with_ids = scorer.reads_sequences
         samples = [self._sample(*pair, with_ids) for pair in zip(prompts, trajectories, strict=True)]
-        made = torch.tensor([each is not None for each in trajectories], dtype=torch.bool)
-        rewards, metrics = _scored(scorer, samples, made)
+        rewards, metrics = _scored(scorer, samples, _made(results))
         if self.runner.makes_turns:
             _observe(metrics, results, trajectories)
         return Scores(samples, rewards, metrics)
@@ -158,6 +192,10 @@ class ScoredRollouts:
             NonFiniteLoss: Logits were NaN or infinite.
         """
         return self._with_rewards(self._batch(prompts, results, sampling), results, scores, group_size)
+
+    def samples_that_count(self, results: Sequence[TaskResult], group_size: int) -> torch.Tensor:
+        """Return which of the trajectories are learned from, [N] bool."""
+        return self.on_failure.samples_that_count(_made(results), group_size)
 
     def _batch(
         self, prompts: Sequence[EncodedPrompt], results: Sequence[TaskResult], sampling: Sampling
@@ -195,26 +233,53 @@ class ScoredRollouts:
     def _with_rewards(
         self, batch: BatchedDataDict, results: Sequence[TaskResult], scores: Scores, group_size: int
     ) -> Scored:
-        """Return a batch with rewards, in which nothing is learned from the group of a trajectory that has failed."""
+        """Return a batch with rewards, in which nothing is learned from trajectories that do not count."""
         trajectories = [_trajectory(result) for result in results]
-        made = torch.tensor([each is not None for each in trajectories])
-        whole = made.view(-1, group_size).all(1).repeat_interleave(group_size)
-        if not whole.any():
+        made, counts = _made(results), self.samples_that_count(results, group_size)
+        if not counts.any():
             first = next(result.failure for result in results if not result.trajectories)
-            raise RolloutFailed(f"every group has a trajectory that failed, so nothing is left to learn from: {first}")
+            if self.on_failure.masks_group:
+                raise RolloutFailed(
+                    f"every group has a trajectory that failed, so nothing is left to learn from: {first}"
+                )
+            raise RolloutFailed(
+                f"too many trajectories of every group failed, so nothing is left to learn from: {first}"
+            )
+        if self.runner.makes_turns and group_size > 1:
+            masked = ~counts.view(-1, group_size).any(1)
+            scores.metrics.count("masked_groups", int(masked.sum()))
+            if not self.on_failure.masks_group:
+                self._say_masked(results, made.view(-1, group_size).sum(1), masked)
         index = TrajectoryIndex(batch)
-        if not whole.all():
+        if not counts.all():
             for key in ("sample_mask", "token_mask"):
-                batch[key][~index.spread(whole)] = 0.0
-        batch["rewards"] = index.spread(torch.where(whole, scores.rewards, 0.0))
+                batch[key][~index.spread(counts)] = 0.0
+        batch["rewards"] = index.spread(torch.where(counts, scores.rewards, 0.0))
         if self._with_components:
-            components = component_keys(scores.metrics.scores, whole, self.runner.makes_turns)
+            components = component_keys(scores.metrics.scores, counts, self.runner.makes_turns)
             batch |= {key: index.spread(values) for key, values in components.items()}
         num_sampled = [
             0 if each is None else sum(len(turn.completion.ids) for turn in each.turns) for each in trajectories
         ]
         num_failed = len(trajectories) - int(made.sum())
         return Scored(batch, scores.samples, scores.rewards, num_sampled, scores.metrics, num_failed)
+
+    def _say_masked(self, results: Sequence[TaskResult], left: torch.Tensor, masked: torch.Tensor) -> None:
+        """Log the groups that are not learned from, although some of their samples did not fail.
+
+        Args:
+            results: The result of each trajectory.
+            left: [groups] How many trajectories of each group did not fail.
+            masked: [groups] Which groups are not learned from.
+        """
+        size = len(results) // len(left)
+        for number in (masked & (left > 0)).nonzero()[:, 0].tolist():
+            failure = next(r.failure for r in results[number * size :] if not r.trajectories)
+            log.LOGGER.warning(
+                "%d of the %d samples of a prompt did not fail, and at least %d are compared; nothing is learned from "
+                "them. The first failure: %s",
+                *(int(left[number]), size, self.on_failure.least_samples, failure),
+            )
 
 
 def tasks_of(prompts: Sequence[EncodedPrompt], seed: int, first: int = 0) -> list[RolloutTask]:
@@ -229,6 +294,11 @@ def tasks_of(prompts: Sequence[EncodedPrompt], seed: int, first: int = 0) -> lis
         RolloutTask(f"{seed}-{number}", prompt, request_seed(seed, number))
         for number, prompt in enumerate(prompts, first)
     ]
+
+
+def _made(results: Sequence[TaskResult]) -> torch.Tensor:
+    """Return which trajectories did not fail, [N] bool."""
+    return torch.tensor([bool(result.trajectories) for result in results], dtype=torch.bool)
 
 
 def _trajectory(result: TaskResult) -> Trajectory | None:

@@ -1,7 +1,10 @@
 """A worker of the user's own on two ranks: several turns in GRPO, PPO and evaluations, recorded and replayed."""
 
 import pytest
+import torch
 
+from rl_megatron.algorithms.advantages import group_relative
+from rl_megatron.rollouts.files import read_rows, rollout_file
 from tests.end_to_end.launch import TINY_GRPO, metrics
 
 WORKER = """
@@ -17,6 +20,18 @@ async def second_try(client, record, sampling, hint=" no, "):
 
 async def fails(client, record, sampling):
     raise OSError("the world has ended")
+
+
+class SomeFail:
+    # The third sample of each prompt fails; evaluations have two.
+    def __init__(self):
+        self.seen = {}
+
+    async def rollout(self, client, record, sampling):
+        number = self.seen[record["prompt"]] = self.seen.get(record["prompt"], -1) + 1
+        if number == 2:
+            raise OSError("the world has ended")
+        return await second_try(client, record, sampling)
 
 
 def even(completion_ids, turns, environment_reward, **_):
@@ -75,6 +90,31 @@ def test_ppo_learns_from_turns(tmp_path, forks):
     (step,) = [line for line in metrics(tmp_path / "out") if line["kind"] == "train"]
     assert step["turns"] > 1.9 and step["critic_loss"] > 0
     assert step["covariance_fraction"] == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="synchronous"),
+        pytest.param(("rollout.async_enabled=true", "generation.engine=transformers"), id="asynchronous"),
+    ],
+)
+def test_the_samples_beside_one_that_failed_are_learned_from(tmp_path, forks, options):
+    (tmp_path / "worker.py").write_text(WORKER)
+    failing = ("rollout.worker=worker.py:SomeFail", "rollout.on_failure=mask_sample", "train.eval_every=0")
+    done = forks.run(tmp_path, "train", *OPTIONS, *failing, "train.steps=2", *options)
+    assert done.status == 0, done.err
+    steps = [line for line in metrics(tmp_path / "out") if line["kind"] == "train"]
+    assert [(line["failed_trajectories"], line["masked_groups"]) for line in steps] == [(4, 0)] * 2
+    assert all(line["grad_norm"] > 0 and abs(line["advantage_mean"]) < 1 for line in steps)
+    rows = [row for step in (1, 2) for row in read_rows(rollout_file(tmp_path / "out/rollouts/grpo", step))]
+    for first in range(0, len(rows), 4):
+        weights = [row["weight"] for row in rows[first : first + 4]]
+        rewards = torch.tensor([row["reward"] for row in rows[first : first + 4] if row["weight"]])
+        assert weights.count(0.0) == 1
+        found = [row["advantages"] for row in rows[first : first + 4] if row["weight"]]
+        for advantages, wanted in zip(found, group_relative(rewards, 3).tolist(), strict=True):
+            assert advantages == pytest.approx([wanted] * len(advantages))
 
 
 def test_a_worker_that_fails_ends_the_run_and_names_the_record(tmp_path, forks):

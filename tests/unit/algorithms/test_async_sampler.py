@@ -2,6 +2,7 @@
 
 import time
 from contextlib import ExitStack
+from itertools import cycle, repeat
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,12 @@ from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.config.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.generation.interfaces import Completion, Served, WeightSpan
+from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
+from rl_megatron.rollouts.worker import completion
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from tests.unit.algorithms import fakes
 from tests.unit.algorithms.fakes import EOS, Characters, Echo, Problems, ScoredHere, stage_of_a_sampler
+from tests.unit.rollouts.engines import NO_LIMITS
 
 PER_STEP = SIZE = 2  # groups of a step, and samples of a group
 OPTIONS = (
@@ -38,10 +44,10 @@ class Policy:
 
 
 class Ones:
-    """An engine that answers every request with "1", and keeps the prompts and seeds of the requests."""
+    """An engine that answers with the next of `answers`, always "1" at first, and keeps what it is asked."""
 
     def __init__(self, policy):
-        self.policy, self.asked, self.served = policy, set(), None
+        self.policy, self.asked, self.served, self.answers = policy, set(), None, repeat("1")
 
     def update_weights(self):
         self.served = Served(self.policy.weight_version)
@@ -49,8 +55,9 @@ class Ones:
 
     async def complete(self, prompt, sampling, request_id, *, seed):
         self.asked.add(("".join(map(chr, prompt)), seed))
+        answer = next(self.answers)
         spans = (WeightSpan(0 if self.served is None else self.served.version, 0, 2),)
-        return Completion(request_id, (ord("1"), EOS), (-1.0, -1.0), spans, "stop")
+        return Completion(request_id, (ord(answer), EOS), (-1.0, -1.0), spans, "stop")
 
     def complete_all(self, requests):
         self.asked |= {("".join(map(chr, request.prompt)), request.seed) for request in requests}
@@ -116,6 +123,27 @@ def test_groups_of_a_later_step_begin_with_the_weights_that_an_evaluation_syncs(
         while len(engine.asked) < (step + 2) * PER_STEP * SIZE:
             assert time.monotonic() - began < 10, "groups of the step after the next one have not begun"
             time.sleep(0.01)
+
+
+def test_a_group_of_failures_is_replaced_and_counted(made, monkeypatch):
+    """It is the only group that dynamic sampling drops, and has no sample whose reward could be compared."""
+    failures = [OSError("the world has ended")] * SIZE
+
+    async def fails_at_first(client, record, sampling):
+        if failures:
+            raise failures.pop()
+        return await completion(client, record, sampling)
+
+    rules, ranks = RolloutRules(NO_LIMITS, fails_run=False), PolicyRanks(0, 1, torch.device("cpu"))
+    monkeypatch.setattr(
+        fakes, "runner_of_completions", lambda: RolloutRunner(fails_at_first, rules, Characters(), ranks, 60.0)
+    )
+    sampler, _, engine = made(AsyncSampler, "algorithm.dynamic_sampling=true", "rollout.on_failure=mask_group")
+    engine.answers = cycle("01")
+    rollouts, outcome = sampler.collect(1)
+    assert rollouts.num_trajectories == PER_STEP * SIZE and rollouts["sample_mask"].all()
+    assert outcome["failed_trajectories"] == SIZE and outcome["dropped_groups"] == 1
+    assert outcome["reward"] == 0.5 and not failures
 
 
 def test_a_resumed_sampler_continues_with_the_groups_that_are_left(made):

@@ -22,7 +22,7 @@ def names(declared):
 
 
 # Of workers other than completion, and of tools.
-OF_TURNS = {"turns", "segments", "failed_trajectories", "retried_trajectories", *COUNTS}
+OF_TURNS = {"turns", "segments", "failed_trajectories", "masked_groups", "retried_trajectories", *COUNTS}
 
 
 def test_the_statistics_of_rollouts_are_declared():

@@ -14,7 +14,7 @@ from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts
 from rl_megatron.rollouts.group_queue import TOO_OLD, QueueRules
 from rl_megatron.rollouts.runner import RolloutFailed, RolloutRules, RolloutRunner
-from rl_megatron.rollouts.scored import ScoredRollouts, tasks_of
+from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts, tasks_of
 from rl_megatron.rollouts.worker import completion
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from tests.unit.algorithms.fakes import Characters
@@ -75,13 +75,13 @@ def made():
     """`made(engine, …)`: the groups that an engine makes; they are closed after the test."""
     closing = []
 
-    def make(engine, worker=completion, scorer=None, waits=False, fails_run=True, **rules):
+    def make(engine, worker=completion, scorer=None, waits=False, fails_run=True, on_failure=None, **rules):
         ranks = PolicyRanks(0, 1, torch.device("cpu"))
         runner = RolloutRunner(worker, RolloutRules(NO_LIMITS, fails_run=fails_run), Characters(), ranks, 60.0)
         scorer = scorer or Scores()
         all_prompts = prompts(100)
         found = AsyncRollouts(
-            ScoredRollouts(runner, scorer, Characters()), scorer,
+            ScoredRollouts(runner, scorer, Characters(), on_failure=on_failure), scorer,
             QueueRules(**{"per_step": 3, "num_steps": 9, **rules}),
             lambda number: tasks_of([all_prompts[number]] * GROUP, 7, number * GROUP), engine.complete, SAMPLING, ranks,
             waits,
@@ -214,6 +214,28 @@ def test_dynamic_sampling_drops_a_group_that_differs_only_by_a_failure(made):
     groups = rollouts.take(restore=lambda: None)
     assert len(groups.used) == 3 and not failures
     assert all(result.trajectories for group in groups.used for result in group.results)
+
+
+@pytest.mark.parametrize(("group", "stays"), [(2, False), (3, True)])
+def test_dynamic_sampling_compares_the_samples_that_did_not_fail(made, monkeypatch, group, stays):
+    """With one failure, a group of two has one sample left, and a group of three has two that differ."""
+    monkeypatch.setattr("tests.unit.rollouts.test_async_rollouts.GROUP", group)
+    failures = [OSError("the world has ended")]
+
+    async def fails_once(client, record, sampling):
+        if failures:
+            raise failures.pop()
+        return await completion(client, record, sampling)
+
+    rule = FailureRule(masks_group=False, least_samples=2)
+    rules = {"max_age": 1, "drops_equal": True, "rounds": 2}
+    rollouts = made(engine := Engine(), worker=fails_once, fails_run=False, on_failure=rule, **rules)
+    rollouts.begin()
+    sync(rollouts, engine, 0)
+    groups = rollouts.take(restore=lambda: None)
+    failed = [result for of_group in groups.used for result in of_group.results if not result.trajectories]
+    assert len(groups.used) == 3 and not failures and bool(failed) == stays
+    assert len(groups.equal) == (not stays)
 
 
 def test_groups_that_are_dropped_are_cancelled(made):

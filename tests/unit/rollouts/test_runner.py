@@ -21,7 +21,7 @@ from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.batch import component_keys
 from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
 from rl_megatron.rollouts.runner import RolloutFailed
-from rl_megatron.rollouts.scored import ScoredRollouts, Scores, tasks_of
+from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts, Scores, tasks_of
 from rl_megatron.rollouts.trajectory import Segment, TokensDiffer
 from rl_megatron.rollouts.worker import completion, loaded_worker
 from tests.unit.algorithms.fakes import Characters
@@ -351,6 +351,50 @@ def test_nothing_is_learned_from_the_group_of_a_failed_trajectory():
     assert made.batch["sample_mask"].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert made.batch["token_mask"].any(dim=1).tolist() == [False, False, True, True]
     assert made.batch["rewards"].tolist() == [0.0, 0.0, 2.0, 3.0]
+
+
+def scored_with_failures(failed, rule, group_size=4, number=8):
+    """Return `number` samples with the rewards 1, 2, …, of which some failed."""
+    results = run(completion, tasks := prompts(number), RandomTokens(range(1, 9)), TOKENIZER)
+    for place in failed:
+        results[place] = replace(results[place], trajectories=(), failure=f"sample {place} broke")
+    runner = SimpleNamespace(
+        makes_turns=True, leads=True, run=lambda *arguments: results, on_rank_0=lambda make: make()
+    )
+    scorer = SimpleNamespace(
+        score_samples=lambda samples: (torch.arange(1.0, 1.0 + len(samples)), RewardMetrics()), reads_sequences=False
+    )
+    rollouts = ScoredRollouts(runner, scorer, TOKENIZER, with_components=True, on_failure=rule)
+    return rollouts.make(None, tasks, SAMPLING, 0, group_size=group_size)
+
+
+def test_a_failed_sample_alone_is_left_out_of_its_group(caplog):
+    made = scored_with_failures([1], FailureRule(masks_group=False, least_samples=2))
+    assert made.batch["sample_mask"].tolist() == [1.0, 0.0] + [1.0] * 6
+    assert made.batch["token_mask"].any(dim=1).tolist() == [True, False] + [True] * 6
+    assert made.batch["rewards"].tolist() == [1.0, 0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert made.batch["component_reward.environment"].isnan().tolist() == [False, True] + [False] * 6
+    assert made.metrics.values() | {"failed_trajectories": 1, "masked_groups": 0} == made.metrics.values()
+    assert "nothing is learned" not in caplog.text
+
+
+def test_a_group_of_which_too_few_are_left_is_masked_and_named(caplog):
+    rule = FailureRule(masks_group=False, least_samples=2)
+    made = scored_with_failures([0, 2, 3], rule)
+    assert made.batch["sample_mask"].tolist() == [0.0] * 4 + [1.0] * 4
+    assert made.batch["token_mask"].any(dim=1).tolist() == [False] * 4 + [True] * 4
+    assert made.metrics.values()["masked_groups"] == 1 and made.num_failed == 3
+    message = "1 of the 4 samples of a prompt did not fail, and at least 2 are compared; nothing is learned from them. "
+    assert f"{message}The first failure: sample 0 broke" in caplog.text
+    alone = scored_with_failures([0, 2, 3], replace(rule, least_samples=1))
+    assert alone.batch["sample_mask"].tolist() == [0.0, 1.0, 0.0, 0.0] + [1.0] * 4
+    assert alone.metrics.values()["masked_groups"] == 0
+
+
+def test_a_run_ends_if_too_few_samples_of_every_group_are_left():
+    rule = FailureRule(masks_group=False, least_samples=2)
+    with pytest.raises(RolloutFailed, match="too many trajectories of every group failed, .*: sample 0 broke"):
+        scored_with_failures([0, 1, 2, 5, 6, 7], rule)
 
 
 def test_the_reward_of_an_environment_is_added_if_one_trajectory_has_it():
