@@ -136,7 +136,8 @@ def rewards_in_training_and_after() -> tuple[dict, list[float], list[float]]:
     model = build_policy({}, head="score", micro_batch_size=4)
     batch = random_batch(8, 12, 0)
     positions, lengths = torch.arange(12), batch["input_lengths"][:, None]
-    batch["token_mask"] = ((positions >= 1) & (positions < lengths)).float()
+    ends = lengths - torch.tensor([1, 0] * 4)[:, None]  # of some, the last token is not one of the answer
+    batch["token_mask"] = ((positions >= 1) & (positions < ends)).float()
     batch["sample_mask"] = torch.ones(8)
     scores = model.score(batch)["scores"]
     return model.train(batch, PreferenceLoss(), gbs=8), scores[0::2].tolist(), scores[1::2].tolist()
