@@ -1,4 +1,4 @@
-"""The kernels by themselves: each backend's three functions hold what `reference.py` promises."""
+"""The kernels by themselves: each backend's functions hold what `reference.py` promises."""
 
 import pytest
 import torch
@@ -165,3 +165,45 @@ def test_what_triton_leaves_to_torch(kind):
         results.append((out, stats, kernels.gather_columns(logits, ids, row)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert results[0][1].dtype == logits.dtype
+
+
+def test_ids_of_other_ranks_have_no_column(kernels):
+    ids = torch.tensor([-100, 0, 6, 7, 8, 11, 12, 400])
+    assert kernels.local_columns(ids, 7, 5).tolist() == [-1, -1, -1, 0, 1, 4, -1, -1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_statistics_of_ranks_become_those_of_all_columns(kernels, num_ranks):
+    torch.manual_seed(0)
+    logits, targets = 3 * torch.randn(300, 30), torch.randint(30, (300,))
+    logits[0], logits[1, :10], targets[2] = -torch.inf, -torch.inf, 4
+    logits[2, 4], logits[2, 5] = 90.0, 78.0  # the logprob is near 0
+    ignored = torch.arange(300) % 7 == 3
+    width, active = 30 // num_ranks, torch.ones(300, dtype=torch.bool)
+    parts = torch.stack([
+        kernels.row_stats(
+            logits[:, start : start + width].contiguous(), kernels.local_columns(targets, start, width), width, None,
+            True, active,
+        )
+        for start in range(0, 30, width)
+    ])  # fmt: skip
+    logprobs, entropy, row_max, log_sum, counts = kernels.merge_rows(parts, ignored, True)
+    exact = logits.double().log_softmax(dim=1)
+    wanted = exact.gather(1, targets[:, None])[:, 0]
+    of_rows = -(exact.exp() * exact.masked_fill(exact == -torch.inf, 0.0)).sum(dim=1)
+    wanted[0], of_rows[0] = -torch.inf, 0.0
+    torch.testing.assert_close(logprobs.double(), wanted.masked_fill(ignored, 0.0), rtol=2e-6, atol=1.2e-7)
+    torch.testing.assert_close(entropy.double(), of_rows.masked_fill(ignored, 0.0), rtol=2e-6, atol=1e-6)
+    assert row_max[0] == 0 and torch.equal(row_max[1:], logits[1:].amax(dim=1))
+    assert torch.equal(counts, ~ignored & (torch.arange(300) > 0)) and log_sum[0] == 0
+    alone = kernels.merge_rows(parts, ignored, False)
+    assert alone[1] is None and torch.equal(alone[0], logprobs) and torch.equal(alone[4], counts)
+
+
+def test_rows_have_a_slope_if_they_have_a_gradient(kernels):
+    grad, of_entropy, entropy = torch.tensor([[2.0, 0.0, 0.0, 3.0], [0.5, 0.25, 0.0, 1.0], [4.0, 8.0, 2.0, 1.0]])
+    active = torch.tensor([True, True, True, False])
+    base, touched = kernels.target_slopes(grad, of_entropy, entropy, active)
+    assert base.tolist() == [-4.0, -2.0, 0.0, -4.0] and touched.tolist() == [True, True, False, False]
+    base, touched = kernels.target_slopes(grad, None, None, active)
+    assert base.tolist() == [-2.0, 0.0, 0.0, -3.0] and touched.tolist() == [True, False, False, False]

@@ -16,8 +16,13 @@ import pytest
 pytestmark = pytest.mark.change
 
 ARCHITECTURES = (80, 90, 100)  # A100, H100 and H200, B200
-DTYPES = {"logits": "{}", "out": "{}", "columns": "i64", "active": "i1"}
-INTEGERS = ("row_stride", "out_stride", "num_columns", "num_targets")
+DTYPES = {
+    "logits": "{}", "out": "{}", "columns": "i64", "active": "i1", "ids": "i64", "ignored": "i1", "touched": "i1",
+}  # fmt: skip
+INTEGERS = (
+    "row_stride", "out_stride", "num_columns", "num_targets", "start", "num_ids", "part_stride", "num_parts",
+    "num_rows",
+)  # fmt: skip
 FORWARD = tuple({"ENTROPY": entropy} for entropy in (True, False))
 BACKWARD = (*({"TARGETS": targets} for targets in (0, 1, 4)), {"TARGETS": 1, "entropy_grad": None})
 PLAIN = {"temperature": None, "threshold": None}
@@ -71,7 +76,7 @@ def print_variants():
     from rl_megatron.logprobs.kernels import triton as kernels
 
     assert not kernels.INTERPRETED
-    variants = []
+    variants, of_rows = [], []
     for architecture in ARCHITECTURES:
         for num_columns, dtype, absent, aligned in LOGITS:
             block, warps = kernels.block_of(num_columns)
@@ -92,11 +97,19 @@ def print_variants():
                         **resources(result.asm["cubin"]),
                     }
                     variants.append(variant)
-    print(json.dumps(variants))
+        for kernel, absent in (
+            (kernels.local_columns_kernel, {}), (kernels.merge_rows_kernel, {}),
+            (kernels.merge_rows_kernel, {"row_entropy": None}), (kernels.target_slopes_kernel, {}),
+            (kernels.target_slopes_kernel, {"entropy_grad": None, "entropy": None}),
+        ):  # fmt: skip
+            result = compiled(kernel, architecture, "fp32", 4, False, {"BLOCK": kernels.ROWS} | absent)
+            rounds = [text for text in ("lg2.approx", "div.full", "div.approx") if text in result.asm["ptx"]]
+            of_rows.append({"name": kernel.fn.__name__, "rounds": rounds, **resources(result.asm["cubin"])})
+    print(json.dumps({"variants": variants, "of_rows": of_rows}))
 
 
 @pytest.fixture(scope="module")
-def variants():
+def found():
     """Return what another process says, because the kernels of this one are interpreted."""
     pytest.importorskip("triton", minversion="3.6")  # the compiler's entry points are no public interface
     program = f"import {__name__} as this; this.print_variants()"
@@ -104,6 +117,16 @@ def variants():
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+@pytest.fixture
+def variants(found):
+    return found["variants"]
+
+
+def test_rows_are_merged_in_registers_with_exact_logarithms(found):
+    assert len(found["of_rows"]) == 5 * len(ARCHITECTURES)
+    assert not [kernel for kernel in found["of_rows"] if kernel["rounds"] or kernel["STACK"] or kernel["LOCAL"]]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
