@@ -32,7 +32,7 @@ class Shapes:
     """How the microbatches of this rank are formed.
 
     Attributes:
-        sequences: The numbers of the sequences of each microbatch in the global batch, or `PADDING`.
+        sequences: The numbers of the sequences of each microbatch in the global batch, and `PADDING` behind them.
         widths: The columns of each microbatch if it is dynamic.
         tokens: Tokens of the sequences of this rank.
         slots: Token slots that the model computes for them.
@@ -172,7 +172,10 @@ class OwnershipPlanner:
         multiple, lengths = self.layout.sequence_multiple, self.lengths[numbers]
         shapes = []
         for rank, microbatches in enumerate(planned.plan.sequences):
-            chosen = [[named[place] for place in places] for places in microbatches]
+            chosen = [
+                sorted((named[place] for place in places), key=lambda number: number == PADDING)
+                for places in microbatches
+            ]
             tokens = int(lengths[owners == rank].sum())
             slots = sum(round_up(slots, multiple) for slots in planned.plan.slots[rank])
             shapes.append(Shapes(chosen, planned.plan.lengths[rank], tokens, slots))

@@ -206,7 +206,8 @@ class ShardedBatch(MutableMapping[str, Tensor]):
         """Return copies of some of this rank's sequences.
 
         Args:
-            chosen: Their numbers in the global batch, or `PADDING` for a padding sequence of zero loss weight.
+            chosen: Their numbers in the global batch, and behind them `PADDING` for each padding sequence of zero loss
+                weight.
             width: The columns to return of tensors that have a value for each token.
         """
         real = [number for number in chosen if number != PADDING]

@@ -122,6 +122,27 @@ def test_training_and_logprobs_equal_one_process(ranks, one_process, layout, uni
     assert_equal(ranks.run(size, learn, parallel, batching, True, everywhere, units, SIZES)[0], one_process)
 
 
+def logprobs_of_parts(parallel, batching, sharded):
+    """Return the logprobs of some neighbours of the batch, of which ranks do not have equally many."""
+    policy, found = build_policy(parallel, batching=batching), []
+    for start, stop in ((0, 7), (0, 8), (8, 15)):
+        part = whole_batch().slice(start, stop)
+        if sharded:
+            part = policy.distribute(as_produced(part, policy, False), [part.size])
+        part["prev_logprobs"] = policy.get_logprobs(part)["logprobs"]
+        found.append(gathered(part, ["prev_logprobs"])["prev_logprobs"] if sharded else part["prev_logprobs"])
+    return found
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("layout", ["data 2 packed", "data 2 padded", "data 3 dynamic"])
+def test_a_rank_with_fewer_sequences_computes_the_logprobs_of_its_own(ranks, layout):
+    size, parallel, batching = LAYOUTS[layout]
+    wanted = ranks.run(1, logprobs_of_parts, {}, Batching(sequences=32), False)[0]
+    for found, of_part in zip(ranks.run(size, logprobs_of_parts, parallel, batching, True)[0], wanted, strict=True):
+        assert (found - of_part).abs().max() <= LOGPROB_TOLERANCE
+
+
 def positive_steps(parallel, batching, sharded, sizes, counts=None):
     """Return metrics and gradients of each step of a loss that is partly a mean over tokens of rewarded samples."""
     batch = whole_batch()

@@ -11,7 +11,7 @@ from rl_megatron.rewards.registry import register_reward
 from rl_megatron.rewards.results import SCORE
 
 Protocol = Literal["pooling", "classify", "score"]
-Sent = Literal["text", "tokens", "completion"]
+Sent = Literal["string", "tokens", "completion"]
 
 
 @register_reward("reward_model")
@@ -26,8 +26,8 @@ class RewardModelServer:
 
     `sends` says what the sequence is:
 
-    - text: the text that the policy had and sampled, with special tokens, up to the one that ended the completion. The
-      tokens that the tokenizer puts before every text (BOS) are left out, because the server puts them there.
+    - string: the text that the policy had and sampled, with special tokens, up to the one that ended the completion.
+      The tokens that the tokenizer puts before every text (BOS) are left out, because the server puts them there.
     - tokens: the ids of the same tokens, for a model with the policy's tokenizer.
     - completion: the prompt as reward functions get it, and the completion, without special tokens.
 
@@ -38,7 +38,7 @@ class RewardModelServer:
         model: The model's name at the server.
         protocol: One of the three.
         sends: One of the three; None is "completion" for the protocol `score`, which takes nothing else, and otherwise
-            "text".
+            "string".
         mean: Subtracted from the score.
         std: By which it is divided then.
         clip: The largest magnitude in the end, or None.
@@ -64,7 +64,7 @@ class RewardModelServer:
         if protocol not in _READERS:
             raise ValueError(f"protocol={protocol!r} must be one of {', '.join(_READERS)}")
         if sends is None:
-            sends = "completion" if protocol == "score" else "text"
+            sends = "completion" if protocol == "score" else "string"
         if sends not in get_args(Sent):
             raise ValueError(f"sends={sends!r} must be one of {', '.join(get_args(Sent))}")
         if protocol == "score" and sends != "completion":
@@ -89,7 +89,7 @@ class RewardModelServer:
         """
         if self._sends != "completion" and not sequence_ids:
             raise ValueError(f"sends={self._sends} needs the tokens of the whole sequence, which this sample lacks")
-        sequences = {"text": sequence_text, "tokens": list(sequence_ids), "completion": prompt + completion}
+        sequences = {"string": sequence_text, "tokens": list(sequence_ids), "completion": prompt + completion}
         pair = {"text_1": prompt, "text_2": completion}
         body = {"model": self._model, **(pair if self._protocol == "score" else {"input": sequences[self._sends]})}
         raw, attempts = await self._endpoint.post(body, lambda reply: _number(self._read, reply))

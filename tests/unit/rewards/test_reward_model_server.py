@@ -66,7 +66,7 @@ def test_the_protocol_says_what_is_sent_and_where_the_score_is(server, protocol,
     assert found == {"score": length, "raw": length, "attempts": 1.0}
 
 
-@pytest.mark.parametrize("sends", ["text", "tokens"])
+@pytest.mark.parametrize("sends", ["string", "tokens"])
 def test_a_sample_without_the_tokens_of_its_sequence_is_refused(sends):
     function = RewardModelServer("http://127.0.0.1:1", "m", sends=sends)
     with pytest.raises(ValueError, match=f"sends={sends} needs the tokens of the whole sequence"):
@@ -96,7 +96,7 @@ def test_messages_leave_out_the_query_of_the_address_which_may_hold_a_key(server
     ("kwargs", "words"),
     [
         ({"protocol": "rank"}, "protocol"),
-        ({"sends": "words"}, "sends='words' must be one of text, tokens, completion"),
+        ({"sends": "words"}, "sends='words' must be one of string, tokens, completion"),
         ({"sends": "tokens", "protocol": "score"}, "sends=tokens needs protocol=pooling or classify"),
         ({"std": 0}, "std"),
         ({"clip": 0}, "clip"),
