@@ -203,6 +203,14 @@ RECIPES = (
         "`loss.sequence_rejection_type=k3` bounds the k3 estimate of the KL instead.",
     ),
     Recipe(
+        "Token veto",
+        f"algorithm=grpo data=arithmetic loss.token_veto_threshold=1e-4 {_NO_KL}",
+        "A sequence does not count if the trainer gives one of its tokens less than 1/10,000 of the engine's "
+        "probability. "
+        "In a long sequence a mean hides such a token. It can be combined with the rejection by a mean; "
+        "`vetoed_sequences` is the share of sequences that have one.",
+    ),
+    Recipe(
         "OPO",
         f"algorithm=grpo data=arithmetic algorithm.advantage_estimator=optimal_baseline {_NO_KL}",
         "[2505.23585](https://arxiv.org/abs/2505.23585). The baseline is the group's mean reward, weighted by length. "

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import complete_checkpoints
+from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.checkpoint.save import Save, SaveFailed
 from rl_megatron.config.train import TrainConfig
@@ -22,11 +23,17 @@ def critic_checkpoints(checkpoints: Path) -> Path:
 
 
 class Checkpointer:
-    """The saves of a stage's policy and of its critic, if it has one. It owns the save that is in progress.
+    """The saves of a stage's policy and of its critic, if it has one. It owns the save and the export in progress.
 
     Every rank calls every method. With `train.async_save`, a save is written while training goes on. It is completed by
     the first call of `poll` after it has been written, or before the next save begins. The critic's save is completed
     first, so that every checkpoint of the policy has its critic's checkpoint.
+
+    With `train.export_hf`, rank 0 then exports the policy's checkpoint, also while training goes on. The next save
+    begins after it, so that the checkpoint is there as long as it is read.
+
+    Attributes:
+        exporter: The exports of the policy's checkpoints.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class Checkpointer:
             self._companions = critic_checkpoints(checkpoints)
             self._models.insert(0, (critic, self._companions))
         self._under_way: list[Save] = []
+        self.exporter = Exporter(checkpoints, train.export_hf)
 
     def save(self, step: int, last: bool, **kept: Any) -> None:
         """Begin the checkpoint of `step`, after completing the one before.
@@ -67,6 +75,7 @@ class Checkpointer:
                 and training goes on.
         """
         self.complete()
+        self.exporter.wait(must_succeed=False)
         try:
             self._begin(step, kept)
             if last or not self._train.async_save:
@@ -75,6 +84,8 @@ class Checkpointer:
             if last:
                 raise
             self._warn(error)
+        if not last and not self._train.async_save:
+            self.exporter.wait(must_succeed=False)
 
     def poll(self) -> None:
         """Complete the save in progress if it has been written. Collective if there is a save in progress."""
@@ -92,6 +103,7 @@ class Checkpointer:
 
     def _begin(self, step: int, kept: dict[str, Any]) -> None:
         self._began = time.monotonic()
+        self.exporter.discard(step)
         try:
             for model, directory in self._models:
                 self._under_way.append(model.begin_checkpoint(directory, step, **kept))
@@ -102,10 +114,10 @@ class Checkpointer:
     def _complete(self) -> None:
         if not self._under_way:
             return
-        failed = None
+        failed, checkpoint = None, None
         try:
             while self._under_way:
-                self._under_way.pop(0).finish()
+                checkpoint = self._under_way.pop(0).finish()
         except SaveFailed as error:
             self._abandon()
             failed = error
@@ -113,6 +125,8 @@ class Checkpointer:
         if failed is not None:
             raise failed
         self._saved(time.monotonic() - self._began)
+        if checkpoint is not None:
+            self.exporter.begin(checkpoint)  # the policy's, which is the last
 
     def _delete_older(self) -> None:
         keep, best = self._train.keep_checkpoints, self._train.keep_best

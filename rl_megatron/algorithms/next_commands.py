@@ -20,7 +20,7 @@ def next_commands(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path) -> 
     output_dir = Path(config.output_dir)
     after = Path(f"{output_dir}-next")
     commands = [("Inspect the checkpoint:", command("inspect", str(checkpoint)))]
-    if algorithm_of(stage).head == "lm" and _has_family(config, tokenizer):
+    if algorithm_of(stage).head == "lm" and not stage.train.export_hf and _has_family(config, tokenizer):
         exported = str(output_dir / "exported" / name)
         commands.append(("Export it for Hugging Face:", command("convert", "export", str(checkpoint), exported)))
     if stage.algorithm.leaves_language_model:

@@ -23,6 +23,7 @@ from rl_megatron.checkpoint.directory import (
     complete_checkpoints,
     read_manifest,
 )
+from rl_megatron.checkpoint.exports import check_exports
 from rl_megatron.checkpoint.rerun import refuse_changes
 from rl_megatron.config.data_rules import require_place
 from rl_megatron.config.errors import ConfigError, bad_input_named
@@ -79,6 +80,8 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
             except Damaged as error:
                 raise verify.with_remedy(error, saved[-1], config, read_manifest) from error
     _check_adapters(config, tokenizer)
+    for stage in config.stages.values():
+        _check_exports(config, stage, tokenizer)
     for message in different_prompts(config.stages, tokenizer):
         log.LOGGER.warning(message)
     if config.init_from:
@@ -86,6 +89,19 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
         manifest = check_checkpoint(path, config.first.model, tokenizer.digest)
         check_head(path, manifest, algorithm_of(config.first).head, weights_only=True)
     return tokenizer
+
+
+def _check_exports(config: RunConfig, stage: StageConfig, tokenizer: Tokenizer) -> None:
+    """Check that the checkpoints of a stage can be exported, if they shall be.
+
+    Raises:
+        ConfigError: The model has no family of Hugging Face, or the disk has too little space.
+    """
+    check_exports(
+        stage.train, stage.model, head=algorithm_of(stage).head, precision=stage.precision,
+        is_adapter=stage.peft is not None, tokenizer=tokenizer, output_dir=Path(config.output_dir),
+        init_from=Path(config.init_from) if config.init_from else None,
+    )  # fmt: skip
 
 
 def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -23,6 +23,7 @@ from rl_megatron.algorithms.run_output import begin_output, open_metrics
 from rl_megatron.algorithms.stage_runner import StageRunner
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.checkpoint.directory import complete_checkpoints, put_back
+from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.checkpoint.lock import OutputLock
 from rl_megatron.checkpoint.rerun import earlier_run, recorded_config, weights_source
 from rl_megatron.config.algorithm_kinds import RolloutConfig
@@ -163,7 +164,9 @@ def _run_locked(
         for name, stage_config in config.stages.items():
             directory = output_dir / "checkpoints" / name
             results[name] = _finished_results(directory, stage_config)
-            if results[name] is None:
+            if results[name] is not None:
+                _finish_export(directory, stage_config)
+            else:
                 has_trained = True
                 source = last[stage_before(config.stages, name)]
                 run_stage = partial(stages.run, name, directory, source, weights_source(config, output_dir, name))
@@ -210,6 +213,17 @@ def leave_together() -> None:
             barrier = dist.barrier(async_op=True)
             if barrier is not None:  # never None on a member of the group
                 barrier.wait(_LEAVING_TIMEOUT)
+
+
+def _finish_export(directory: Path, config: StageConfig) -> None:
+    """Export the last checkpoint of a finished stage if an earlier run was ended before it did. Collective.
+
+    Raises:
+        SaveFailed: It could not be written; raised on every rank.
+    """
+    exporter = Exporter(directory, config.train.export_hf)
+    exporter.begin_missing()
+    exporter.wait()
 
 
 def _finished_results(directory: Path, config: StageConfig) -> dict[str, Any] | None:

@@ -179,6 +179,8 @@ class Stage:
                     with self.timer.phase("save"):
                         self._save(step, last)
                 if last:
+                    with self.timer.phase("save"):
+                        self.checkpointer.exporter.wait()
                     return
                 self._stop_if_asked(step, is_saved=is_due)
         finally:
@@ -299,6 +301,7 @@ class Stage:
         self._evaluated_at = manifest.get("evaluated_at")
         step, steps = manifest["step"], self.config.train.steps
         log.LOGGER.info("stage %s: resuming after step %d of %d, from %s", self.name, step, steps, saved[-1])
+        self.checkpointer.exporter.begin_missing()
         return manifest["step"]
 
     def _stop_if_asked(self, step: int, is_saved: bool) -> None:

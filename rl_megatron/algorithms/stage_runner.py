@@ -138,6 +138,7 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
     finally:
         if stage.profiler is not None:
             stage.profiler.abandon()
+        stage.checkpointer.exporter.close()
         for part in stage.closing:
             part.close()
         engine.shutdown()

@@ -44,6 +44,7 @@ from rl_megatron.config.checkpoint_metadata import (
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import num_experts
+from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.tokenizer_files import load_tokenizer
 from rl_megatron.model.families import family_of_model, read_model, same_weights
 from rl_megatron.model.families.family import Family
@@ -79,7 +80,9 @@ def import_peft(source: Path, base: Path, checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def export_peft(checkpoint: Path, target: Path, adapter: str | None = None) -> dict[str, dict[str, Any]]:
+def export_peft(
+    checkpoint: Path, target: Path, adapter: str | None = None, *, verify: bool = True
+) -> dict[str, dict[str, Any]]:
     """Convert a checkpoint of adapters to a directory that peft loads, and return each adapter_config.json by name.
 
     Args:
@@ -87,6 +90,7 @@ def export_peft(checkpoint: Path, target: Path, adapter: str | None = None) -> d
         target: The path of the new directory, which must not exist.
         adapter: The name of an adapter that is written alone, to the directory itself. None: all are written, and those
             with other names than "default" lie in subdirectories.
+        verify: Whether the checkpoint's files are compared with their digests.
 
     Raises:
         ConfigError: The checkpoint is wrong or has no such adapter (nothing has been written then), or the directory
@@ -94,7 +98,8 @@ def export_peft(checkpoint: Path, target: Path, adapter: str | None = None) -> d
     """
     manifest = read_manifest(checkpoint)
     refuse_adapter_with_head(checkpoint, manifest)
-    check_digests(checkpoint, manifest)
+    if verify:
+        check_digests(checkpoint, manifest)
     model = saved_model(checkpoint, manifest)
     names = chosen_adapters(checkpoint, manifest, adapter)
     adapters = read_adapters(checkpoint, manifest, model, model.vocab_size or manifest["vocab_size"]).by_name
@@ -135,6 +140,8 @@ def export_weights(
     target: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress = lambda done, total: None,
+    *,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Convert a checkpoint to a Hugging Face directory, and return its config.json.
 
@@ -148,20 +155,23 @@ def export_weights(
         target: The path of the new directory, which must not exist.
         max_shard_bytes: The most bytes of weights in a file. A larger tensor has its own file.
         progress: Called with the bytes written so far and the total.
+        verify: Whether the checkpoint's files are compared with their digests.
 
     Raises:
         ConfigError: The checkpoint is wrong (nothing has been written then), or the directory cannot be written.
     """
     manifest = read_manifest(checkpoint)
     refuse_adapter_with_head(checkpoint, manifest)
-    check_digests(checkpoint, manifest)
+    if verify:
+        check_digests(checkpoint, manifest)
     adapters = None
     if holds_adapter(manifest):
         base = saved_base(checkpoint, manifest)
         model, *_ = _described(base, read_manifest(base))
         adapters = read_adapters(checkpoint, manifest, model, model.vocab_size or manifest["vocab_size"])
         checkpoint, manifest = base, read_manifest(base)
-        check_digests(checkpoint, manifest)
+        if verify:
+            check_digests(checkpoint, manifest)
     _, config, table = _described(checkpoint, manifest)
     stored = _checked(checkpoint, table)
     if adapters is not None and adapters.use_dora:
@@ -228,40 +238,64 @@ def _blocks(reader: WeightReader, table: WeightTable, name: str, shape: Shape) -
 
 def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any], WeightTable]:
     """Return the checkpoint's model, its config.json and its weight table."""
-    model, family, config, table = _language_model(checkpoint, manifest)
-    if manifest.get("head", "lm") == "score":
-        return model, with_score_head(config, family), score_table(table, model.hidden_size)
-    return model, config, table
+    directory = run_tokenizer(checkpoint)
+    tokenizer = None if directory is None else load_tokenizer(directory)
+    model, head, carried = saved_model(checkpoint, manifest), manifest.get("head", "lm"), hugging_face_files(checkpoint)
+    what = f"checkpoint {checkpoint}"
+    return model, *hugging_face_model(model, head, carried, tokenizer, manifest.get("vocab_size"), what)
+
+
+def hugging_face_model(
+    model: ModelConfig,
+    head: str,
+    carried: Path | None,
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None,
+    what: str,
+) -> tuple[dict[str, Any], WeightTable]:
+    """Return the config.json and the weight table of a model.
+
+    Args:
+        model: The model.
+        head: Its head, "lm" or "score".
+        carried: The directory of the Hugging Face files that it began with, or None.
+        tokenizer: The run's tokenizer, if it is known.
+        vocab_size: The size of the vocabulary without a tokenizer, if it is known.
+        what: What has the model, for messages.
+
+    Raises:
+        ConfigError: No family can express the model, or it is another one than the files describe.
+    """
+    family, config, table = _language_model(model, carried, tokenizer, vocab_size, what)
+    if head == "score":
+        return with_score_head(config, family), score_table(table, model.hidden_size)
+    return config, table
 
 
 def _language_model(
-    checkpoint: Path, manifest: Mapping[str, Any]
-) -> tuple[ModelConfig, Family, dict[str, Any], WeightTable]:
-    """Return the checkpoint's model, and what describes it with the head of a language model."""
-    model = saved_model(checkpoint, manifest)
-    carried = hugging_face_files(checkpoint)
+    model: ModelConfig, carried: Path | None, tokenizer: Tokenizer | None, vocab_size: int | None, what: str
+) -> tuple[Family, dict[str, Any], WeightTable]:
+    """Return what describes a model with the head of a language model; see `hugging_face_model`."""
     if carried is not None:
         config = read_json(carried / "config.json")
         family, read = read_model(config, str(carried / "config.json"))
         if not same_weights(read, model):
             raise ConfigError(
-                f"checkpoint {checkpoint} holds another model than {carried / 'config.json'} describes; export it from "
-                "the output_dir of the run that wrote it"
+                f"{what} holds another model than {carried / 'config.json'} describes; export it from the output_dir "
+                "of the run that wrote it"
             )
-        return model, family, config, family.table(read, embedding_rows(read, carried / "config.json"))
-    directory = run_tokenizer(checkpoint)
-    tokenizer = None if directory is None else load_tokenizer(directory)
-    rows = model.vocab_size or (manifest.get("vocab_size") if tokenizer is None else tokenizer.vocab_size)
+        return family, config, family.table(read, embedding_rows(read, carried / "config.json"))
+    rows = model.vocab_size or (vocab_size if tokenizer is None else tokenizer.vocab_size)
     if rows is None:
         raise ConfigError(
-            f"checkpoint {checkpoint} does not state its vocabulary size (model.vocab_size=null), and its run's "
-            "tokenizer was not found; leave the checkpoint in its run's output_dir, at checkpoints/STAGE"
+            f"{what} does not state its vocabulary size (model.vocab_size=null), and its run's tokenizer was not "
+            "found; leave the checkpoint in its run's output_dir, at checkpoints/STAGE"
         )
     family = family_of_model(model, rows)
     config = family.write_config(model, rows)
     if tokenizer is not None:
         config |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    return model, family, config, family.table(model, rows)
+    return family, config, family.table(model, rows)
 
 
 def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:

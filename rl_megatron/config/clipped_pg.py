@@ -118,6 +118,9 @@ class ClippedPGLossConfig:
             NaN or ∞. null rejects none.
         sequence_rejection_max: The upper bound. It is required with a type.
         sequence_rejection_min: The lower bound of "geometric", which requires it.
+        token_veto_threshold: With or without a type, sequences are rejected that have a token whose π_prev/π_generation
+            is below this number > 0 and < 1, or NaN or ∞; usually 1e-4. A mean over a long sequence hides such a token.
+            null vetoes none.
 
     Keys of further terms:
         positive_example_nll_weight: The weight μ ≥ 0 of VAPO's NLL, a mean over the tokens of samples with a positive
@@ -158,6 +161,7 @@ class ClippedPGLossConfig:
     sequence_rejection_type: str | None = None
     sequence_rejection_max: float | None = None
     sequence_rejection_min: float | None = None
+    token_veto_threshold: float | None = None
     positive_example_nll_weight: float = 0.0
     entropy_coeff: float = 0.0
 
@@ -227,7 +231,18 @@ class ClippedPGLossConfig:
                 if getattr(self, key) != value:
                     raise ValueError(f"{method}=True excludes {key}={getattr(self, key)}: {reason}; set {key}={value}")
 
+    @property
+    def rejects_sequences(self) -> bool:
+        """Return whether the loss of a sequence is 0 if the trainer and the engine disagree on it."""
+        return self.sequence_rejection_type is not None or self.token_veto_threshold is not None
+
     def _check_rejection(self) -> None:
+        veto = self.token_veto_threshold
+        if veto is not None and not 0 < veto < 1:
+            raise ValueError(
+                f"token_veto_threshold={veto} must lie between 0 and 1, because π_prev/π_generation is 1 if the "
+                "trainer and the engine agree; use 1e-4, or null for no veto"
+            )
         kind, low, high = self.sequence_rejection_type, self.sequence_rejection_min, self.sequence_rejection_max
         if kind is None:
             if high is not None or low is not None:

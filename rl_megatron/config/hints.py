@@ -58,6 +58,7 @@ NAMES_ELSEWHERE = {
     "gradient_accumulation_steps": ("train.global_batch_size",),
     "max_steps": ("train.steps",),
     "save_steps": ("train.save_every",),
+    "checkpoint.export_hf": ("train.export_hf",),
     "eval_steps": ("train.eval_every",),
     "logging": ("metric_sinks",),
     "report_to": ("logger.wandb", "logger.mlflow"),

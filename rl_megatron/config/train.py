@@ -94,6 +94,9 @@ class TrainConfig:
     save_every: NonNegative = 0  # steps between checkpoints; 0: only after the last step
     async_save: bool = True  # write checkpoints while training goes on; a stage still waits for its last one
     keep_checkpoints: Positive = 2  # newest checkpoints kept per stage; older ones are deleted
+    # Also export every checkpoint in the format of Hugging Face, to OUTPUT_DIR/exported/STAGE/step-N, while training
+    # goes on: adapters as peft has them, a reward model as a classifier. An export is deleted with its checkpoint.
+    export_hf: bool = False
     # Also keep the checkpoint that is best by this eval metric, or by one of a set, as in `aime/avg@8`. null: none.
     keep_best: EvalMetric | None = None
     # Eval metrics and their goals, as in {accuracy: 0.9}: the stage ends at the first evaluation that reaches one.

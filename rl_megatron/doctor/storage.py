@@ -29,14 +29,22 @@ def checkpoint_bytes(stage: StageConfig) -> int:
     return models * per_element * sum(shape.trained_elements(0))
 
 
+def export_bytes(stage: StageConfig) -> int:
+    """Return the size of the export of a checkpoint in the format of Hugging Face; 0 if there is none."""
+    if not stage.train.export_hf:
+        return 0
+    shape = ShardedShape(stage.model, ParallelConfig(), 1, stage.tokenizer.vocab_size, lora=stage.peft)
+    return element_bytes(stage.precision) * sum(shape.trained_elements(0))
+
+
 def run_bytes(config: RunConfig) -> int:
-    """Return the space that a run's checkpoints need: those that are kept, and one that is being written."""
+    """Return the space that checkpoints and exports need: those that are kept, and one that is being written."""
     total = largest = 0
     for stage in config.stages.values():
         train = stage.train
         saved = 1 + (train.steps - 1) // train.save_every if train.save_every else 1
         kept = min(saved, train.keep_checkpoints + (train.keep_best is not None))
-        size = checkpoint_bytes(stage)
+        size = checkpoint_bytes(stage) + export_bytes(stage)
         total, largest = total + kept * size, max(largest, size if saved > kept else 0)
     return total + largest
 

@@ -283,6 +283,14 @@ def mean_k3_above(
     return (masked_mean(k3, mask, dim=-1) > high)[:, None].expand_as(log_ratio)
 
 
+def any_token_below(
+    log_ratio: Float[Tensor, "batch tokens"], mask: Shaped[Tensor, "batch tokens"], low: float
+) -> Bool[Tensor, "batch tokens"]:
+    """Return, at every token, whether its sequence has a token with e^x below `low`, or a NaN or infinite x."""
+    below = ~(log_ratio.isfinite() & (log_ratio >= math.log(low))) & (mask != 0)
+    return below.any(-1, keepdim=True).expand_as(log_ratio)
+
+
 def truncated_weights(
     weights: Float[Tensor, "*shape"],
     low: float,

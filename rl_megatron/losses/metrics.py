@@ -75,9 +75,16 @@ CLIPPED_PG = declare_metrics(
     Metric(
         "rejected_sequences",
         "1",
-        "The share of sequences that `sequence_rejection_type` rejects.",
+        "The share of sequences that `sequence_rejection_type` or `token_veto_threshold` rejects.",
         "sum",
         healthy="below 0.1",
+    ),
+    Metric(
+        "vetoed_sequences",
+        "1",
+        "The share of sequences that have a token below `token_veto_threshold`.",
+        "sum",
+        healthy="below 0.05",
     ),
     Metric(
         "is_oob_ratio",

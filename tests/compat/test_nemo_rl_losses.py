@@ -415,6 +415,7 @@ NORMALIZED = [
                  "truncated_importance_sampling_ratio_min": 0.99},
     NO_KL | {"fixed_sequence_length": 8},
     NO_KL | {"sequence_rejection_type": "k3", "sequence_rejection_max": 0.01},
+    NO_KL | {"token_veto_threshold": 0.5},
 ]  # fmt: skip
 
 

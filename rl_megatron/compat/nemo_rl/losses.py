@@ -94,6 +94,7 @@ class ClippedPGLossFn(NeedsRank, losses.ClippedPGLossFn):
             "sampling_importance_ratio_square": of_weights,
             "is_oob_ratio": sequences if cfg.truncation_type == "seq-mask-tis" else tokens,
             "rejected_sequences": sequences,
+            "vetoed_sequences": sequences,
             "num_valid_samples": MetricNormalizer.NONE,
         }
         return {

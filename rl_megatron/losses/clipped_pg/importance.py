@@ -65,16 +65,36 @@ def rejected(
 ) -> Bool[Tensor, "batch tokens"]:
     """Return, at every token, whether its sequence is rejected, as sequence_rejection_type says.
 
+    A token veto is not considered; see `vetoed`.
+
     Shapes: all tensor arguments and the result are [B, S-1]. `token_mask` does not include the sample's weight.
 
     Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
     Mismatch"; the k3 estimate is `functional.kl_penalty`'s.
     """
     log_ratio, high = (prev_logprobs - generation_logprobs).detach(), cfg.sequence_rejection_max
+    if cfg.sequence_rejection_type is None:
+        return torch.zeros_like(log_ratio, dtype=torch.bool)
     assert high is not None  # the settings check it
     if cfg.sequence_rejection_type == "k3":
         return F.mean_k3_above(log_ratio, token_mask, high)
     return F.geometric_mean_outside(log_ratio, token_mask, cfg.sequence_rejection_min or 0.0, high)
+
+
+def vetoed(
+    cfg: ClippedPGLossConfig,
+    prev_logprobs: Float[Tensor, "batch tokens"],
+    generation_logprobs: Float[Tensor, "batch tokens"],
+    token_mask: Float[Tensor, "batch tokens"],
+) -> Bool[Tensor, "batch tokens"]:
+    """Return, at every token, whether a token of its sequence has a ratio below token_veto_threshold.
+
+    Shapes: all tensor arguments and the result are [B, S-1]. `token_mask` does not include the sample's weight.
+    """
+    log_ratio = (prev_logprobs - generation_logprobs).detach()
+    if cfg.token_veto_threshold is None:
+        return torch.zeros_like(log_ratio, dtype=torch.bool)
+    return F.any_token_below(log_ratio, token_mask, cfg.token_veto_threshold)
 
 
 def generation_metrics(

@@ -18,7 +18,7 @@ from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.config.settings import parse_settings
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.base import LogprobLoss
-from rl_megatron.losses.clipped_pg.importance import generation_metrics, importance_weights, rejected
+from rl_megatron.losses.clipped_pg.importance import generation_metrics, importance_weights, rejected, vetoed
 from rl_megatron.losses.clipped_pg.means import Means
 from rl_megatron.losses.clipped_pg.ratios import policy_ratio, ratio_metrics
 from rl_megatron.losses.clipped_pg.surrogates import surrogate_loss
@@ -56,9 +56,10 @@ class ClippedPGLossFn(LogprobLoss):
     Metrics: see `metric_reductions`. Means are over the global batch's tokens, whatever the loss averages over. The
     exceptions are `loss`, `kl_penalty` (averaged like the loss, without β), `num_valid_samples`, `positive_nll_loss`
     (see above), `sampling_importance_ratio` and its square (over sequences under GSPO), `is_oob_ratio` (over sequences
-    for seq-mask-tis) and `rejected_sequences` (the share of sequences). `clip_fraction` is the share of tokens whose
-    ratio was outside the clip range. With disable_ppo_ratio the ratio metrics are log-probabilities. Generation metrics
-    are present if the batch has generation_logprobs; `entropy` is present if next_token_entropy is given.
+    for seq-mask-tis), `rejected_sequences` and `vetoed_sequences` (shares of sequences). `clip_fraction` is the share
+    of tokens whose ratio was outside the clip range. With disable_ppo_ratio the ratio metrics are log-probabilities.
+    Generation metrics are present if the batch has generation_logprobs; `entropy` is present if next_token_entropy is
+    given.
 
     TRL's GRPOTrainer computes the same loss for these values of its loss_type:
 
@@ -98,7 +99,8 @@ class ClippedPGLossFn(LogprobLoss):
             "sampling_importance_ratio", "sampling_importance_ratio_square", "approx_entropy", *MISMATCH_MEANS,
             *(["is_oob_ratio"] if self.cfg.truncation_type is not None else []),
             *(["covariance_fraction"] if self.cfg.uses_covariances else []),
-            *(["rejected_sequences"] if self.cfg.sequence_rejection_type is not None else []),
+            *(["rejected_sequences"] if self.cfg.rejects_sequences else []),
+            *(["vetoed_sequences"] if self.cfg.token_veto_threshold is not None else []),
             minima=[f"{name}_min" for name in ratios],
             maxima=[*(f"{name}_max" for name in ratios), *MISMATCH_MAXIMA],
         )  # fmt: skip
@@ -109,9 +111,7 @@ class ClippedPGLossFn(LogprobLoss):
         cfg = self.cfg
         approximates = cfg.use_on_policy_kl_approximation and cfg.kl_coefficient > 0
         conditional = {
-            "generation_logprobs": cfg.use_importance_sampling_correction
-            or approximates
-            or cfg.sequence_rejection_type is not None,
+            "generation_logprobs": cfg.use_importance_sampling_correction or approximates or cfg.rejects_sequences,
             "reference_policy_logprobs": cfg.kl_coefficient > 0,
             "rewards": cfg.positive_example_nll_weight > 0,
             "prev_logprobs": cfg.uses_covariances,
@@ -134,7 +134,7 @@ class ClippedPGLossFn(LogprobLoss):
     def reads_on_policy_keys(self) -> bool:
         """Return whether the ratio, the weight or the rejection reads prev_logprobs."""
         cfg = self.cfg
-        corrects = cfg.use_importance_sampling_correction or cfg.sequence_rejection_type is not None
+        corrects = cfg.use_importance_sampling_correction or cfg.rejects_sequences
         return not cfg.force_on_policy_ratio and (not cfg.disable_ppo_ratio or corrects)
 
     @property
@@ -177,8 +177,11 @@ class ClippedPGLossFn(LogprobLoss):
             metrics |= generation_metrics(cfg, logprobs, prev, generation, weights, outside, means)
             if cfg.use_importance_sampling_correction:
                 loss_of_tokens = weights * loss_of_tokens
-            if cfg.sequence_rejection_type is not None:
-                is_rejected = rejected(cfg, prev, generation, streams.token_mask)
+            if cfg.rejects_sequences:
+                is_vetoed = vetoed(cfg, prev, generation, streams.token_mask)
+                is_rejected = rejected(cfg, prev, generation, streams.token_mask) | is_vetoed
+                if cfg.token_veto_threshold is not None:
+                    metrics["vetoed_sequences"] = means.over_sequences(is_vetoed.to(loss_of_tokens))
                 metrics["rejected_sequences"] = means.over_sequences(is_rejected.to(loss_of_tokens))
                 loss_of_tokens = loss_of_tokens * (~is_rejected).to(loss_of_tokens)
         loss = means.of_loss(loss_of_tokens)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rl_megatron.losses import ClippedPGLossConfig, ClippedPGLossFn
+from rl_megatron.losses.functional import any_token_below
 from tests.contract.loss_cases import CASES, policy_batch
 from tests.unit.losses.token_by_token import TokenByToken
 
@@ -226,16 +227,50 @@ def test_a_token_with_infinite_disagreement_is_outside_every_bound(kind, bad):
 
 @pytest.mark.parametrize("bad", [-math.inf, math.nan])
 @pytest.mark.parametrize("kind", [{"sequence_rejection_type": "geometric", "sequence_rejection_min": 1e-6},
-                                  {"sequence_rejection_type": "k3"}])  # fmt: skip
+                                  {"sequence_rejection_type": "k3"}, {"token_veto_threshold": 1e-6}])  # fmt: skip
 def test_a_sequence_with_infinite_disagreement_is_rejected(kind, bad):
     batch, logprobs, _, num_seqs, num_toks = make()
-    cfg = kind | {"sequence_rejection_max": 1e6, "reference_policy_kl_penalty": 0.0}
+    cfg = kind | {"reference_policy_kl_penalty": 0.0}
+    cfg |= {"sequence_rejection_max": 1e6} if "sequence_rejection_type" in kind else {}
     _, before, usual = run(cfg, batch, logprobs, num_seqs, num_toks)
     batch["generation_logprobs"][0, 4] = bad
     _, metrics, gradient = run(cfg, batch, logprobs, num_seqs, num_toks)
     usual[0] = 0
     torch.testing.assert_close(gradient, usual)
     assert metrics["rejected_sequences"] > before["rejected_sequences"] == 0
+
+
+def test_a_token_that_does_not_count_vetoes_nothing():
+    log_ratio = torch.tensor([[0.0, -9.0], [0.0, -9.0], [0.0, math.nan], [9.0, -0.5]])
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
+    assert any_token_below(log_ratio, mask, 0.5).tolist() == [
+        [True, True],
+        [False, False],
+        [False, False],
+        [False, False],
+    ]
+
+
+def test_one_token_vetoes_its_sequence_that_a_mean_would_keep():
+    """Every other ratio is 1, so that the geometric mean is 1e-5 to the power of 1 over the number of tokens."""
+    batch, logprobs, _, num_seqs, num_toks = make()
+    batch["generation_logprobs"] = batch["prev_logprobs"].clone()
+    batch["generation_logprobs"][1, 4] += math.log(1e5)  # a sampled token that the trainer finds unlikely
+    batch["generation_logprobs"][2, 4] -= math.log(1e5)  # one that the engine found unlikely
+    unread = (batch["token_mask"][3] == 0).nonzero()[-1]
+    batch["generation_logprobs"][3, unread] += math.log(1e5)
+    kept = {"sequence_rejection_type": "geometric", "sequence_rejection_min": 1e-4, "sequence_rejection_max": 1e4}
+    no_kl = {"reference_policy_kl_penalty": 0.0}
+    _, metrics, usual = run(kept | no_kl, batch, logprobs, num_seqs, num_toks)
+    assert metrics["rejected_sequences"] == 0 and usual[1].any()
+    assert batch["token_mask"][1, 4] and batch["token_mask"][2, 4]
+    for threshold, vetoed in ((1e-4, True), (1e-6, False)):
+        _, metrics, gradient = run(no_kl | {"token_veto_threshold": threshold}, batch, logprobs, num_seqs, num_toks)
+        wanted = usual.clone()
+        wanted[1] *= not vetoed
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=0)
+        share = (batch["sample_mask"][1] / num_seqs).item() if vetoed else 0.0
+        assert metrics["rejected_sequences"] == metrics["vetoed_sequences"] == pytest.approx(share)
 
 
 def test_the_loss_of_sequences_of_one_token_is_0():

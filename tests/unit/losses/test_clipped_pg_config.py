@@ -46,6 +46,7 @@ def test_defaults():
         "sequence_rejection_type": None,
         "sequence_rejection_max": None,
         "sequence_rejection_min": None,
+        "token_veto_threshold": None,
         "positive_example_nll_weight": 0.0,
         "entropy_coeff": 0.0,
     }
@@ -135,6 +136,8 @@ def test_a_dict_a_dataclass_and_an_omegaconf_node_mean_the_same():
         ({"clip_cov_ratio": 1.5}, r"clip_cov_ratio=1.5 must be at most 1: it is a share of all tokens"),
         ({"kl_cov_ratio": 0.0}, r"kl_cov_ratio=0.0 must be positive"),
         ({"clip_cov_min": 5.0}, r"clip_cov_min=5.0 must be less than clip_cov_max=5.0"),
+        ({"token_veto_threshold": 1.0}, r"token_veto_threshold=1.0 must lie between 0 and 1, .*; use 1e-4, or null"),
+        ({"token_veto_threshold": 0.0}, r"token_veto_threshold=0.0 must lie between 0 and 1"),
         ({"sequence_rejection_max": 2.0}, r"sequence_rejection_type is null; set the type"),
         ({"sequence_rejection_type": "k2"}, r"'k2' must be one of .*'geometric'"),
         ({"sequence_rejection_type": "k3"}, r"'k3' needs sequence_rejection_max"),

@@ -81,8 +81,9 @@ class TokenByToken:
                 "geometric": lambda mean=mean: not cfg.sequence_rejection_min <= mean <= cfg.sequence_rejection_max,
                 "k3": lambda k3=k3: k3 > cfg.sequence_rejection_max,
             }[cfg.sequence_rejection_type]()
+            vetoed = cfg.token_veto_threshold is not None and any(r < cfg.token_veto_threshold for r in ratios)
             for token in tokens:
-                token["rejected"] = rejected
+                token["rejected"], token["vetoed"] = rejected or vetoed, vetoed
 
     def add_weights(self):
         cfg, kind = self.cfg, self.cfg.truncated_importance_sampling_type
@@ -173,6 +174,8 @@ class TokenByToken:
             metrics["is_oob_ratio"] = by_sequence(lambda t: float(t["outside"]))
         if cfg.use_clip_cov or cfg.use_kl_cov:
             metrics["covariance_fraction"] = mean(lambda t: t["selected"])
-        if cfg.sequence_rejection_type is not None:
+        if cfg.token_veto_threshold is not None:
+            metrics["vetoed_sequences"] = self.sequence_mean(lambda t: float(t["vetoed"]))
+        if cfg.sequence_rejection_type is not None or cfg.token_veto_threshold is not None:
             metrics["rejected_sequences"] = self.sequence_mean(lambda t: float(t["rejected"]))
         return metrics

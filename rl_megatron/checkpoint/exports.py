@@ -1,0 +1,211 @@
+"""Exports of a stage's checkpoints in the format of Hugging Face, which rank 0 writes while training goes on.
+
+The export of `RUN/checkpoints/STAGE/step-N` is the directory `RUN/exported/STAGE/step-N`. It gets this name once it is
+complete.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from rl_megatron import log
+from rl_megatron.checkpoint.adapters import holds_adapter
+from rl_megatron.checkpoint.directory import LEFTOVERS, complete_checkpoints, manifest_of, name_of
+from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, hugging_face_model
+from rl_megatron.checkpoint.hf_directory import refuse_adapter_with_head
+from rl_megatron.checkpoint.save import SaveFailed
+from rl_megatron.config.checkpoint_metadata import hugging_face_files
+from rl_megatron.config.commands import command
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.train import TrainConfig
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.topology.collective_errors import from_rank0, is_rank0
+
+_GB = 1e9
+_KEY = "train.export_hf=true"
+_PAUSE_SECONDS = 0.05  # the time between two checks whether an export has ended
+_REPLACED_WITH = ".new"  # the suffix of an export that takes its name in the next moment
+
+
+class _Cancelled(Exception):
+    """The export is not wanted any more."""
+
+
+def exports_of(checkpoints: Path) -> Path:
+    """Return the directory of the exports of a stage's checkpoints."""
+    return checkpoints.parent.parent / "exported" / checkpoints.name
+
+
+def export_of(checkpoint: Path) -> Path:
+    """Return the directory of the export of a checkpoint."""
+    return exports_of(checkpoint.parent) / checkpoint.name
+
+
+class Exporter:
+    """The exports of a stage, one at a time, each written by a thread of rank 0. Every rank calls every method."""
+
+    def __init__(self, checkpoints: Path, is_wanted: bool = True):
+        """Export nothing yet.
+
+        Args:
+            checkpoints: The directory of the stage's checkpoints.
+            is_wanted: Whether there are exports. If not, no method does anything.
+        """
+        self._checkpoints, self._directory = checkpoints, exports_of(checkpoints)
+        self._is_wanted, self._writes = is_wanted, is_wanted and is_rank0()
+        self._thread: threading.Thread | None = None  # of rank 0, as all below
+        self._is_cancelled = False
+        self._failure: str | None = None
+
+    def begin(self, checkpoint: Path) -> None:
+        """Start to export a complete checkpoint, which must stay until the export has ended. None may be running."""
+        if self._writes:
+            self._is_cancelled, self._failure = False, None
+            self._thread = threading.Thread(
+                target=self._export, args=(checkpoint,), name=f"export {checkpoint.name}", daemon=True
+            )
+            self._thread.start()
+
+    def begin_missing(self) -> None:
+        """Start to export the newest checkpoint if it has no export, as after a run that was ended in between."""
+        saved = complete_checkpoints(self._checkpoints) if self._writes else []
+        if saved and not export_of(saved[-1]).exists():
+            self.begin(saved[-1])
+
+    def wait(self, must_succeed: bool = True) -> None:
+        """Wait until no export is being written. Collective if there are exports.
+
+        Args:
+            must_succeed: Whether a failure is raised. If not, it is logged.
+
+        Raises:
+            SaveFailed: The export could not be written. It is raised on every rank.
+        """
+        if not self._is_wanted:
+            return
+        while from_rank0(self._thread is not None and self._thread.is_alive()):
+            time.sleep(_PAUSE_SECONDS)  # one collective that waits for the disk could exceed its timeout
+        failure = from_rank0(self._failure)
+        self._thread = self._failure = None
+        if failure is not None and must_succeed:
+            raise SaveFailed(failure)
+        if failure is not None and self._writes:
+            log.LOGGER.warning("%s; training goes on", failure)
+
+    def discard(self, step: int) -> None:
+        """Delete the export of a step that is about to be saved again, after a roll-back. None may be running."""
+        if self._writes:
+            try:
+                _delete(self._directory / name_of(step))
+            except OSError as error:  # the new export replaces it in any case, or fails for the same reason
+                log.LOGGER.warning("%s could not be deleted: %s", self._directory / name_of(step), error)
+
+    def close(self) -> None:
+        """End the export that is being written, and leave nothing of it."""
+        self._is_cancelled = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _export(self, checkpoint: Path) -> None:
+        began, target = time.monotonic(), export_of(checkpoint)
+        try:
+            self._write(checkpoint, target)
+            _delete_without_checkpoint(self._directory, self._checkpoints)
+        except _Cancelled:
+            return
+        except Exception as error:  # whatever it is, training must not end without the remedy
+            by_hand = command("convert", "export", str(checkpoint), str(target))
+            self._failure = (
+                f"{checkpoint} could not be exported to {target}: {error}; the checkpoint is complete, and {by_hand} "
+                "exports it"
+            )
+            return
+        log.LOGGER.info("%s: exported for Hugging Face in %.1f s", target, time.monotonic() - began)
+
+    def _write(self, checkpoint: Path, target: Path) -> None:
+        new = target.with_name(f"{target.name}{_REPLACED_WITH}")
+        _delete(new)
+        if holds_adapter(manifest_of(checkpoint)):
+            export_peft(checkpoint, new, verify=False)
+        else:
+            export_weights(checkpoint, new, progress=self._go_on, verify=False)
+        _delete(target)
+        new.rename(target)
+
+    def _go_on(self, done: int, total: int) -> None:
+        if self._is_cancelled:
+            raise _Cancelled
+
+
+def check_exports(
+    train: TrainConfig,
+    model: ModelConfig,
+    *,
+    head: str,
+    precision: str,
+    is_adapter: bool,
+    tokenizer: Tokenizer,
+    output_dir: Path,
+    init_from: Path | None,
+) -> None:
+    """Check, before the first step, that a stage's checkpoints can be exported.
+
+    Args:
+        train: The section `train`, which says how many checkpoints are kept.
+        model: The stage's model.
+        head: The head of its policy.
+        precision: The precision of its weights.
+        is_adapter: Whether it trains adapters, which are exported alone.
+        tokenizer: The run's tokenizer.
+        output_dir: The directory of the run.
+        init_from: The checkpoint that the run starts from.
+
+    Raises:
+        ConfigError: No family of Hugging Face can express the model, or the disk has too little space.
+    """
+    if not train.export_hf:
+        return
+    remedy = "set train.export_hf=false"
+    try:
+        if is_adapter:
+            refuse_adapter_with_head(output_dir, {"peft": {}, "head": head})
+        carried = None if init_from is None else hugging_face_files(init_from)
+        *_, table = hugging_face_model(model, head, carried, tokenizer, tokenizer.vocab_size, "the run")
+    except ConfigError as error:
+        raise ConfigError(f"{_KEY}: {error}; {remedy}") from error
+    if is_adapter:
+        return
+    size = sum(torch.Size(shape).numel() for shape in table.hf_shapes.values()) * (4 if precision == "fp32" else 2)
+    saved = 1 + (train.steps - 1) // train.save_every if train.save_every else 1
+    number = min(saved, train.keep_checkpoints + (train.keep_best is not None) + 1)  # and the one that is written
+    home = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(home).free
+    if number * size > free:
+        raise ConfigError(
+            f"{_KEY} needs {number * size / _GB:,.2f} GB for {number} exports of {size / _GB:,.2f} GB, and {home} has "
+            f"{free / _GB:,.2f} GB free; free space, set another output_dir, lower train.keep_checkpoints, or {remedy}"
+        )
+
+
+def _delete_without_checkpoint(exports: Path, checkpoints: Path) -> None:
+    """Delete the exports of checkpoints that were deleted, and what runs have left that were killed meanwhile."""
+    kept = {path.name for path in complete_checkpoints(checkpoints)}
+    for path in exports.glob("step-*"):
+        if path.suffix in (*LEFTOVERS, _REPLACED_WITH) or path.name not in kept:
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory, if it exists. It loses its name first, so that a kill leaves nothing that looks complete."""
+    if path.exists():
+        deleted = path if path.suffix == LEFTOVERS[-1] else path.with_name(f"{path.name}{LEFTOVERS[-1]}")
+        if deleted != path:
+            shutil.rmtree(deleted, ignore_errors=True)
+            path.rename(deleted)
+        shutil.rmtree(deleted)
