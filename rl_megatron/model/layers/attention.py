@@ -17,7 +17,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -160,7 +159,7 @@ class PortableSelfAttention(SelfAttention):
     def _rotated(self, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rotated query and key, and the value."""
         make: Any = self.get_query_key_value_tensors  # its annotation is the union of what it returns
-        groups, has_norms = self.config.num_query_groups, not isinstance(self.q_layernorm, IdentityOp)
+        groups, has_norms = self.config.num_query_groups, self.config.qk_layernorm
         interleaved = self.config.rotary_interleaved
         assert groups is not None, "TransformerConfig fills it in"
         if has_norms or groups < self.world_size:  # ranks that share a group split its queries
