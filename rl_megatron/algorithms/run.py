@@ -216,7 +216,7 @@ def leave_together() -> None:
 
 
 def _finish_export(directory: Path, config: StageConfig) -> None:
-    """Export the last checkpoint of a finished stage if an earlier run was ended before it did. Collective.
+    """Write the export of a finished stage's last checkpoint if an earlier run was ended before it. Collective.
 
     Raises:
         SaveFailed: It could not be written; raised on every rank.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import torch
@@ -33,10 +34,6 @@ _PAUSE_SECONDS = 0.05  # the time between two checks whether an export has ended
 _REPLACED_WITH = ".new"  # the suffix of an export that takes its name in the next moment
 
 
-class _Cancelled(Exception):
-    """The export is not wanted any more."""
-
-
 def exports_of(checkpoints: Path) -> Path:
     """Return the directory of the exports of a stage's checkpoints."""
     return checkpoints.parent.parent / "exported" / checkpoints.name
@@ -51,13 +48,13 @@ class Exporter:
     """The exports of a stage, one at a time, each written by a thread of rank 0. Every rank calls every method."""
 
     def __init__(self, checkpoints: Path, is_wanted: bool = True):
-        """Export nothing yet.
+        """Begin without an export.
 
         Args:
             checkpoints: The directory of the stage's checkpoints.
             is_wanted: Whether there are exports. If not, no method does anything.
         """
-        self._checkpoints, self._directory = checkpoints, exports_of(checkpoints)
+        self._checkpoints = checkpoints
         self._is_wanted, self._writes = is_wanted, is_wanted and is_rank0()
         self._thread: threading.Thread | None = None  # of rank 0, as all below
         self._is_cancelled = False
@@ -102,9 +99,9 @@ class Exporter:
         """Delete the export of a step that is about to be saved again, after a roll-back. None may be running."""
         if self._writes:
             try:
-                _delete(self._directory / name_of(step))
+                _delete(export_of(self._checkpoints / name_of(step)))
             except OSError as error:  # the new export replaces it in any case, or fails for the same reason
-                log.LOGGER.warning("%s could not be deleted: %s", self._directory / name_of(step), error)
+                log.LOGGER.warning("the export of step %d could not be deleted: %s", step, error)
 
     def close(self) -> None:
         """End the export that is being written, and leave nothing of it."""
@@ -116,8 +113,8 @@ class Exporter:
         began, target = time.monotonic(), export_of(checkpoint)
         try:
             self._write(checkpoint, target)
-            _delete_without_checkpoint(self._directory, self._checkpoints)
-        except _Cancelled:
+            _delete_without_checkpoint(self._checkpoints)
+        except CancelledError:
             return
         except Exception as error:  # whatever it is, training must not end without the remedy
             by_hand = command("convert", "export", str(checkpoint), str(target))
@@ -140,7 +137,7 @@ class Exporter:
 
     def _go_on(self, done: int, total: int) -> None:
         if self._is_cancelled:
-            raise _Cancelled
+            raise CancelledError
 
 
 def check_exports(
@@ -193,10 +190,10 @@ def check_exports(
         )
 
 
-def _delete_without_checkpoint(exports: Path, checkpoints: Path) -> None:
+def _delete_without_checkpoint(checkpoints: Path) -> None:
     """Delete the exports of checkpoints that were deleted, and what runs have left that were killed meanwhile."""
     kept = {path.name for path in complete_checkpoints(checkpoints)}
-    for path in exports.glob("step-*"):
+    for path in exports_of(checkpoints).glob("step-*"):
         if path.suffix in (*LEFTOVERS, _REPLACED_WITH) or path.name not in kept:
             _delete(path)
 

@@ -41,7 +41,7 @@ AFTER = "{% if not add_generation_prompt %}That was all.\n{% endif %}"
 WORDS = "Rome sunny sum add two numbers weather 2 3 4 5 8 Thank you".split()
 KINDS = ("no markers", "markers", "text after the turn", "cut")  # of the answers' ends; 32 held-out pairs of each
 # What the server gets. The text of an answer that was cut within a character or a word may have other tokens.
-SENT = dict.fromkeys(KINDS, ("text",)) | {"cut": ("tokens",)}
+SENT = dict.fromkeys(KINDS, ("string",)) | {"cut": ("tokens",)}
 
 
 def records(seed: int, number: int) -> list[Record]:

@@ -29,7 +29,8 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     config = load_config(["algorithm=sft"])
     stage = SimpleNamespace(
         profiler=None,
-        checkpointer=closing("complete"), config=config.first, keep=lambda name, part: None,
+        checkpointer=SimpleNamespace(complete=lambda: done.append("complete"), exporter=closing("close")),
+        config=config.first, keep=lambda name, part: None,
         timer=PhaseTimer(), eval_sets=None, closing=[],
     )  # fmt: skip
     fakes = {"SyncedEngine": closing("shutdown"), "Scorer": closing("close"), "build_evaluation": closing("x")}
@@ -43,7 +44,8 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     with pytest.raises(error, match="a later record is bad"):
         stages = stage_runner.StageRunner(config, layout, tokenizer, logger, "", Stopping(), Position())
         stages.run("sft", Path("x"), None, "", RollBack())
-    assert done == ["complete", "shutdown", "close", "close"], "the engine, the rollout worker and the scorer"
+    ends = ["close", "shutdown", "close", "close"]  # of the export, the engine, the rollout worker and the scorer
+    assert done == ["complete", *ends]
 
 
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("a bad key"), 2), (RewardFailed("no judge"), 1)])
