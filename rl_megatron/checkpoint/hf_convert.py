@@ -46,7 +46,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import num_experts
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.tokenizer_files import load_tokenizer
-from rl_megatron.model.families import family_of_model, read_model, same_weights
+from rl_megatron.model.families import family_of_model, read_model, same_weights, text_config
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.score import score_table, with_score_head
 from rl_megatron.model.families.table import Rows, Shape, WeightTable
@@ -57,6 +57,7 @@ Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in config.json, in transformers 5 and in transformers 4
 # Files that are copied with the weights: configuration, tokenizer, templates, licence.
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
+_OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def import_peft(source: Path, base: Path, checkpoint: Path) -> dict[str, Any]:
@@ -373,7 +374,7 @@ def _write_side_files(checkpoint: Path, target: Path, config: dict[str, Any], dt
     keys = [key for key in _DTYPE_KEYS if key in config] or _DTYPE_KEYS
     config = config | dict.fromkeys(keys, name)
     if carried is None or config != read_json(carried / "config.json"):  # otherwise the copied file is right already
-        (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        _write_json(target / "config.json", config)
     return config
 
 
@@ -386,6 +387,16 @@ def _copy_side_files(source: Path, target: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file() and not file.name.endswith(INDEX.removeprefix("model.safetensors")):
                 shutil.copyfile(file, target / file.name)
+    config = read_json(source / "config.json")
+    of_text = text_config(config, str(source / "config.json"))
+    if of_text != config:  # the model reads images, and the checkpoint holds its text model
+        _write_json(target / "config.json", of_text)
+        for name in _OF_IMAGES:
+            (target / name).unlink(missing_ok=True)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 @contextmanager
