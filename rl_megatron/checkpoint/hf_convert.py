@@ -143,6 +143,7 @@ def export_weights(
     progress: Progress = lambda done, total: None,
     *,
     verify: bool = True,
+    cut_vocabulary: bool = False,
 ) -> dict[str, Any]:
     """Convert a checkpoint to a Hugging Face directory, and return its config.json.
 
@@ -157,15 +158,17 @@ def export_weights(
         max_shard_bytes: The most bytes of weights in a file. A larger tensor has its own file.
         progress: Called with the bytes written so far and the total.
         verify: Whether the checkpoint's files are compared with their digests.
+        cut_vocabulary: Whether to leave out the rows of the embedding and the head that no token has.
 
     Raises:
-        ConfigError: The checkpoint is wrong (nothing has been written then), or the directory cannot be written.
+        ConfigError: The checkpoint is wrong, or each row has a token that should be cut (nothing has been written
+            then), or the directory cannot be written.
     """
     manifest = read_manifest(checkpoint)
     refuse_adapter_with_head(checkpoint, manifest)
     if verify:
         check_digests(checkpoint, manifest)
-    adapters = None
+    adapters, num_tokens = None, manifest.get("vocab_size")
     if holds_adapter(manifest):
         base = saved_base(checkpoint, manifest)
         model, *_ = _described(base, read_manifest(base))
@@ -174,6 +177,8 @@ def export_weights(
         if verify:
             check_digests(checkpoint, manifest)
     _, config, table = _described(checkpoint, manifest)
+    if cut_vocabulary:
+        config, table = _without_unused_rows(config, table, num_tokens, checkpoint)
     stored = _checked(checkpoint, table)
     if adapters is not None and adapters.use_dora:
         adapted = {stored_name(f"{linear}.weight")[0] for linear in adapters.linears}
@@ -297,6 +302,33 @@ def _language_model(
     if tokenizer is not None:
         config |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     return family, config, family.table(model, rows)
+
+
+def _without_unused_rows(
+    config: dict[str, Any], table: WeightTable, num_tokens: int | None, checkpoint: Path
+) -> tuple[dict[str, Any], WeightTable]:
+    """Return the config.json and the weight table of the model with one row for each token."""
+    padded = [name for name in PADDED if table.shapes.get(name, (1,))[0] > 1]  # a score head has one row
+    rows = table.shapes[padded[0]][0]
+    if num_tokens is None or num_tokens == rows:
+        raise ConfigError(
+            f"--cut-vocabulary: checkpoint {checkpoint} has no row to cut: each of its {rows} rows has a token, or its "
+            "tokenizer is not known; leave it out"
+        )
+    generation = hugging_face_files(checkpoint)
+    generation = None if generation is None else generation / "generation_config.json"
+    files = {"config.json": config}
+    if generation is not None and generation.is_file():
+        files[generation.name] = read_json(generation)
+    for file, values in files.items():
+        for key, value in values.items():
+            ids = value if isinstance(value, list) else [value]
+            if key.endswith("_token_id") and any(isinstance(each, int) and each >= num_tokens for each in ids):
+                raise ConfigError(
+                    f"--cut-vocabulary: {file} of checkpoint {checkpoint} has {key}={value}, and the tokenizer has "
+                    f"{num_tokens} tokens; correct {key}, or leave the option out"
+                )
+    return config | {"vocab_size": num_tokens}, table.with_first_rows(padded, num_tokens)
 
 
 def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
