@@ -28,6 +28,8 @@ _MOST_TOKENS = 64  # of the text
 MOST_PARAMETERS = 2_000_000_000  # of a model that is measured
 _SHARE_OF_MEMORY = 0.8  # what the weights may take of the memory that is available
 _BYTES = torch.float32.itemsize
+# The limit of a container's memory, in the second and the first version of control groups.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,20 @@ def _find_obstacle(weights: HuggingFaceWeights) -> str | None:
     parameters = sum(math.prod(place.shape) for place in weights.places.values())
     if parameters > MOST_PARAMETERS:
         return f"the model has {parameters:,} parameters, more than {MOST_PARAMETERS:,}"
-    needed, available = parameters * _BYTES, psutil.virtual_memory().available
+    needed, available = parameters * _BYTES, _available_memory()
     if needed > _SHARE_OF_MEMORY * available:
         return f"it needs {needed / 1e9:,.1f} GB of memory, and {available / 1e9:,.1f} GB are available"
     return None
+
+
+def _available_memory() -> int:
+    """Return the bytes that this process may still use: those of the machine, or of a container with a limit."""
+    available = psutil.virtual_memory().available
+    for file in _LIMITS:
+        limit = file.read_text().strip() if file.is_file() else "max"
+        if limit != "max":
+            available = min(available, int(limit) - psutil.Process().memory_info().rss)
+    return available
 
 
 @contextmanager
