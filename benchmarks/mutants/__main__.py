@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         for mutant in mutants:
             print(f"{mutant.id}\n    line {mutant.line}, {mutant.kind}: {describe(mutant)}")
         kinds = Counter(mutant.kind for mutant in mutants)
-        print(f"{len(mutants)} mutants: {kinds['general']} general, {kinds['field']} of the field, {kinds['fix']} fixes")
+        print(f"{len(mutants)} mutants: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}")
     elif options.command == "run":
         return _run(options, mutants, reasons)
     elif options.matrix:

@@ -1,4 +1,4 @@
-"""Make the mutants of the package: a sample of what the operators find, and the tables `field.toml` and `fixes.toml`."""
+"""Make the mutants of the package: a sample of what the operators find, and those of `field.toml` and `fixes.toml`."""
 
 from __future__ import annotations
 

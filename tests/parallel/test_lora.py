@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import compare, run_workload
@@ -14,6 +15,7 @@ from rl_megatron.certify.single_process import run_in_one_process
 from rl_megatron.certify.workload import Objective, small_batching
 from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, import_peft, import_weights
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import head_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
@@ -281,8 +283,8 @@ def test_every_layout_drops_what_one_process_drops(ranks, parallel, recompute):
     assert error <= 1e-4, name
 
 
-def seeds_of_adapters() -> list[int]:
-    """Return the seed of what each adapter drops of each microbatch."""
+def seeds_of_adapters(steps: int = 0) -> list[int]:
+    """Return the seed of what each adapter drops of each microbatch, with some steps on the same batch before."""
     found, kept = [], layers.dropout
 
     def record(x, p, seed, *share):
@@ -290,7 +292,10 @@ def seeds_of_adapters() -> list[int]:
         return kept(x, p, seed, *share)
 
     layers.dropout = record
-    gradients_with_dropout({})
+    policy = build_policy({}, peft=replace(LORA, lora_dropout=0.5), batching=Batching("padded", 1))
+    for _ in range(steps):
+        policy.train(random_batch(4, 16, 0), NLLLoss(), gbs=4)
+    policy.accumulate_gradients(random_batch(4, 16, 0), NLLLoss())
     layers.dropout = kept
     return found
 
@@ -298,6 +303,27 @@ def seeds_of_adapters() -> list[int]:
 def test_every_adapter_drops_other_numbers_of_every_microbatch(ranks):
     (seeds,) = ranks.run(1, seeds_of_adapters)
     assert len(seeds) > 4 * MODEL.num_layers and len(set(seeds)) == len(seeds)
+    (of_two_steps,) = ranks.run(1, seeds_of_adapters, 1)
+    assert set(seeds) < set(of_two_steps) and len(set(of_two_steps)) == len(of_two_steps) == 2 * len(seeds)
+
+
+def changes_of_generators(model: ModelConfig) -> list[bool]:
+    """Return whether a step with dropout changes torch's generator, and the states of megatron-core's."""
+    policy, found = build_policy({}, model=model, peft=replace(LORA, lora_dropout=0.5)), []
+    tracker = get_cuda_rng_tracker()
+    state, states = torch.get_rng_state(), tracker.get_states()
+    policy.train(random_batch(4, 16, 0), NLLLoss(), gbs=4)
+    found.append(not torch.equal(torch.get_rng_state(), state))
+    after = tracker.get_states()
+    found.append(after.keys() != states.keys() or any(not torch.equal(after[name], states[name]) for name in states))
+    return found
+
+
+@pytest.mark.parametrize(
+    "model", [MODEL, replace(EXPERTS, router_aux_loss=0.5, router_aux_loss_scope="global")], ids=["dense", "experts"]
+)
+def test_a_step_with_dropout_leaves_the_generators_as_they_were(ranks, model):
+    assert ranks.run(1, changes_of_generators, model)[0] == [False, False]
 
 
 def test_context_parallel_ranks_and_steps_drop_other_numbers(ranks):
