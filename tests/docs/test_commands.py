@@ -68,7 +68,7 @@ def test_the_python_blocks_of_a_page_run(page, tmp_path, forks):
     with Fork(forks.context, tmp_path) as fork:
         for block in PYTHON:
             if block.page == page and checks.is_run(block):
-                fork.call(run_block, block)
+                checks.run_python(fork, block, tmp_path)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if checks.covering_test(page)])
