@@ -127,12 +127,12 @@ ROWS = [
     *(
         Row("train", f"{options}", train(batch, **options), words)
         for options, words in (
-            ({"gbs": 0}, "gbs must be a whole number, at least 1, got 0"),
-            ({"gbs": -1}, "gbs must be a whole number, at least 1, got -1"),
-            ({"mbs": 0}, "mbs must be a whole number, at least 1, got 0"),
+            ({"gbs": 0}, "gbs must be at least 1 and a whole number, got 0"),
+            ({"gbs": -1}, "gbs must be at least 1 and a whole number, got -1"),
+            ({"mbs": 0}, "mbs must be at least 1 and a whole number, got 0"),
             ({"sizes": []}, "sizes [] must add up to the batch, which has 4 sequences"),
             ({"sizes": [2]}, "sizes [2] must add up to the batch, which has 4 sequences"),
-            ({"sizes": [0, 4]}, "sizes[0] must be a whole number, at least 1, got 0"),
+            ({"sizes": [0, 4]}, "sizes[0] must be at least 1 and a whole number, got 0"),
             ({"gbs": 100, "mbs": 100}, TRAINS),
         )
     ),
@@ -143,7 +143,7 @@ ROWS = [
     Row("get_logprobs", "a token past the vocabulary", logprobs(lambda: with_id(VOCAB_SIZE)), OUTSIDE),
     Row("get_logprobs", "a negative token", logprobs(lambda: with_id(-1)), OUTSIDE),
     Row("get_logprobs", "no ids", logprobs(lambda: batch(input_ids=None)), "the batch needs 'input_ids'"),
-    Row("get_logprobs", "mbs 0", logprobs(batch, 0), "mbs must be a whole number"),
+    Row("get_logprobs", "mbs 0", logprobs(batch, 0), "mbs must be at least 1"),
     Row("get_logprobs", "temperature 0", logprobs(lambda: batch(temperature=torch.zeros(4))), "positive and finite"),
     Row("get_topk_logits", "k 0", lambda policy, score, engine: policy.get_topk_logits(batch(), 0), "k=0 must be"),
     Row("get_reference_policy_logprobs", "no reference",
