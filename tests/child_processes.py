@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 
 import psutil
@@ -14,7 +15,9 @@ def children_with(argument: str) -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it has ended
-            if argument in child.cmdline():
+            while not (command := child.cmdline()):  # it has started its program, and the system has not noted which
+                time.sleep(0.001)
+            if argument in command:
                 found.append(child)
     return sorted(found, key=lambda child: child.create_time())
 

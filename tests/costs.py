@@ -132,15 +132,27 @@ class Costs:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process, of its children that have ended, and of all processes below it."""
-    stat = _read(Path(f"/proc/{pid}/stat"))
-    own = sum(map(int, stat.rpartition(")")[2].split()[11:15])) / TICKS
-    children = " ".join(_read(task) for task in Path(f"/proc/{pid}/task").glob("*/children"))
-    return own + sum(cpu_seconds(int(child)) for child in children.split())
+    """Return the CPU seconds of a process, of its children that have ended, and of all processes below it.
+
+    It reads every process of the machine once. The children of a process would have to be read from each of its
+    threads, and ranks have dozens of them.
+    """
+    ticks, children = {}, defaultdict(list)
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (stat := _read(Path(f"/proc/{name}/stat"))):
+            fields = stat.rpartition(")")[2].split()
+            ticks[int(name)] = sum(map(int, fields[11:15]))
+            children[int(fields[1])].append(int(name))
+    total, remaining = 0, [pid]
+    while remaining:
+        process = remaining.pop()
+        total += ticks.get(process, 0)
+        remaining += children[process]
+    return total / TICKS
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file of the kernel; nothing for a process or a thread that has just ended."""
+    """Return the text of a file of the kernel; nothing for a process that has just ended."""
     try:
         return path.read_text()
     except OSError:

@@ -299,11 +299,12 @@ def test_a_file_stays_as_it_was_if_it_cannot_be_written(tmp_path, monkeypatch):
     assert json.loads(path.read_text()) == {"parts": {}}
 
 
+SLEEP = f"60.{os.getpid()}"  # no other worker's processes have this argument
 SCRIPTS = {
     "environment": "record.fact('GPU', 'one'); record.figure('speed', 2.5, 'GB/s'); record.at_most('error', 1, 2)",
     "tests": "record.equal('failed tests', 3, 0)",
     "smoke": "record.figure('error', 0.5); raise RuntimeError('it broke')",
-    "syncs": "record.at_most('first', 1, 2); subprocess.Popen(['sleep', '60']); time.sleep(60)",
+    "syncs": f"record.at_most('first', 1, 2); subprocess.Popen(['sleep', '{SLEEP}']); time.sleep(60)",
     "memory": "record.skip('there is one GPU')",
     "decode": "record.figure('first', 1.0); time.sleep(60)",
     "grpo": "record.fact('started', str(torch.cuda.is_initialized()))",
@@ -346,7 +347,7 @@ def _sleepers() -> int:
     found = 0
     for entry in entries:
         try:
-            found += (entry / "cmdline").read_bytes() == b"sleep\x0060\x00"
+            found += (entry / "cmdline").read_bytes() == f"sleep\0{SLEEP}\0".encode()
         except OSError:
             continue
     return found
@@ -402,7 +403,7 @@ def test_parts_are_forks_that_have_not_used_a_gpu(scripts, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_results_are_complete_if_the_command_is_ended_half_way(number, scripts, tmp_path, monkeypatch):
     output, sleepers = tmp_path / "output", _sleepers()
-    hangs = "record.figure('first', 1.0); subprocess.Popen(['sleep', '60']); time.sleep(60)"
+    hangs = f"record.figure('first', 1.0); subprocess.Popen(['sleep', '{SLEEP}']); time.sleep(60)"
     monkeypatch.setitem(SCRIPTS, "decode", hangs)
     monkeypatch.setattr(runner, "SECONDS_BETWEEN_WRITES", 0.1)
     process = multiprocessing.get_context("fork").Process(

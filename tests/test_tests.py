@@ -73,7 +73,10 @@ def private_uses(source: str, of: Collection[str] | None = None) -> Iterator[tup
 
     A name that the source itself defines is its own.
     """
-    names, tree = set(of_package() if of is None else of) - private_definitions(source), ast.parse(source)
+    names = set(of_package() if of is None else of)
+    if names.isdisjoint(re.findall(r"\b_\w+", source)):  # cheaper than parsing it
+        return
+    names, tree = names - private_definitions(source), ast.parse(source)
     texts = set(parts_of_texts(tree))
     for node in ast.walk(tree):
         match node:

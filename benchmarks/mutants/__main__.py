@@ -5,9 +5,10 @@
     python -m benchmarks.mutants run --shard 1/2               # the tests that reach a mutant, until one fails
     python -m benchmarks.mutants report > outputs/mutants.md   # a table by subpackage, and the survivors
 
-Half of the mutants change code as in any program (operators.py: GENERAL); the others are mistakes of this field: a
+A third of the mutants change code as in any program (operators.py: GENERAL); others are mistakes of this field: a
 collective, a mask, a temperature or a version that is left out, tokens shifted by one, another process group
-(operators.py: FIELD, and field.toml, which has what no pattern finds). `survivors.toml` names those that compute the
+(operators.py: FIELD, and field.toml, which has what no pattern finds). Those of fixes.toml put back defects that were
+mended, each in one place. `survivors.toml` names those that compute the
 same as the package.
 
 `reach` and `run` continue where they stopped. A result is kept as long as the mutated text and its tests stay. Both
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 
 from benchmarks.mutants.campaign import Campaign, read_lines
@@ -51,7 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "list":
         for mutant in mutants:
             print(f"{mutant.id}\n    line {mutant.line}, {mutant.kind}: {describe(mutant)}")
-        print(f"{len(mutants)} mutants, {sum(mutant.kind == 'field' for mutant in mutants)} of them the field's own")
+        kinds = Counter(mutant.kind for mutant in mutants)
+        print(f"{len(mutants)} mutants: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}")
     elif options.command == "run":
         return _run(options, mutants, reasons)
     elif options.matrix:
@@ -102,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("ids", nargs="*", help="run these only; the beginning of an id is enough")
     run.add_argument("--shard", default="1/1", help="i/n: every n-th mutant, from the i-th on")
     run.add_argument("--seconds", type=float, default=120.0, help="how long a mutant's tests of a tier take at most")
-    run.add_argument("--kind", choices=("general", "field"))
+    run.add_argument("--kind", choices=("general", "field", "fix"))
     for name in ("run", "report"):
         text = "run all tests of a mutant, and list what each test kills" if name == "run" else "print that list"
         of_command[name].add_argument("--matrix", action="store_true", help=text)

@@ -1,4 +1,4 @@
-"""Make the mutants of the package: a sample of what the operators find, and the table `field.toml`."""
+"""Make the mutants of the package: a sample of what the operators find, and those of `field.toml` and `fixes.toml`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from benchmarks.mutants.operators import FIELD, GENERAL, Operator
 from benchmarks.mutants.source import SUBPACKAGES, Function, Place, Source, is_text
 
 TABLE = Path(__file__).with_name("field.toml")
+FIXES = Path(__file__).with_name("fixes.toml")
 NUM_GENERAL = 170
 NUM_FIELD_BY_OPERATORS = 70  # beside those of the table
 _PER_FILE = 3  # mutants of one operator in one file, at most
@@ -33,8 +34,8 @@ class Mutant:
         id: What names it as long as the place's text and function stay: file, function, operator and a digest.
         file: The file, relative to the package.
         line: The line in which it begins.
-        kind: "general" or "field".
-        operator: What has changed the place; "table" for `field.toml`.
+        kind: "general", "field" or "fix".
+        operator: What has changed the place; "table" for `field.toml`, "fix" for `fixes.toml`.
         description: What is wrong with the mutant.
         before: The text that is replaced.
         after: The text in its place.
@@ -69,25 +70,26 @@ class Mutant:
 
 
 class StaleTable(ValueError):
-    """The error if the text of a mutant of `field.toml` does not stand exactly once in its file."""
+    """The error if the text of a mutant of a table does not stand exactly once in its file."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """The directory of the package whose parts are mutated."""
+    """The directory of the package. Operators change some of its parts, and the tables any."""
 
     root: Path
     subpackages: tuple[str, ...] = SUBPACKAGES
 
     @cached_property
     def sources(self) -> dict[str, Source]:
-        """The files of the mutated parts, by path relative to the package."""
-        files = sorted(path for part in self.subpackages for path in (self.root / part).rglob("*.py"))
+        """The files, by path relative to the package."""
+        files = sorted(self.root.rglob("*.py"))
         return {str(path.relative_to(self.root)): Source(path.read_text()) for path in files}
 
     def mutants(self) -> list[Mutant]:
         """Return all mutants, in the order of the files."""
-        by_hand, of_field = self.of_table(TABLE), self.of_operators("field", FIELD)
+        by_hand, fixes = self.of_table(TABLE), self.of_table(FIXES, "fix", "fix")
+        of_field = self.of_operators("field", FIELD)
         field = self._sample(of_field, NUM_FIELD_BY_OPERATORS, by_hand)
         taken = {(mutant.file, mutant.start, mutant.after) for mutant in of_field}
         others = [
@@ -96,18 +98,23 @@ class Package:
             if (mutant.file, mutant.start, mutant.after) not in taken
         ]
         general = self._sample(others, NUM_GENERAL, [*by_hand, *field])
-        return sorted([*by_hand, *field, *general], key=lambda mutant: (mutant.file, mutant.start, mutant.id))
+        return sorted([*by_hand, *fixes, *field, *general], key=lambda mutant: (mutant.file, mutant.start, mutant.id))
 
     @cached_property
     def _places(self) -> dict[str, list[Place]]:
         """The places of each file that operators may change."""
-        return {file: list(_mutable_places(source)) for file, source in self.sources.items()}
+        return {
+            file: list(_mutable_places(source))
+            for file, source in self.sources.items()
+            if file.partition("/")[0] in self.subpackages
+        }
 
     def of_operators(self, kind: str, operators: dict[str, Operator]) -> list[Mutant]:
         """Return every mutant that the operators find."""
         found = []
-        for file, source in self.sources.items():
-            for place in self._places[file]:
+        for file, places in self._places.items():
+            source = self.sources[file]
+            for place in places:
                 for name, operator in operators.items():
                     for change in operator(place, source):
                         start, _ = source.span(change.node)
@@ -127,7 +134,7 @@ class Package:
                         )
         return _with_unique_ids(found)
 
-    def of_table(self, table: Path) -> list[Mutant]:
+    def of_table(self, table: Path, kind: str = "field", operator: str = "table") -> list[Mutant]:
         """Return the mutants of a table.
 
         Raises:
@@ -145,11 +152,11 @@ class Package:
             first = start + len(before.encode()) - len(before.lstrip().encode())
             found.append(
                 Mutant(
-                    f"{file}:{source.name_around(first)}:table",
+                    f"{file}:{source.name_around(first)}:{operator}",
                     file,
                     source.line(first),
-                    "field",
-                    "table",
+                    kind,
+                    operator,
                     entry["description"],
                     before,
                     entry["after"],
@@ -171,8 +178,8 @@ class Package:
             taken: Mutants that are in the campaign already; those that change the same text are left out.
         """
         lines: Counter[str] = Counter()
-        for file, source in self.sources.items():
-            lines[file.partition("/")[0]] += source.data.count(b"\n")
+        for file in self._places:
+            lines[file.partition("/")[0]] += self.sources[file].data.count(b"\n")
         by_part: dict[str, dict[str, list[Mutant]]] = defaultdict(lambda: defaultdict(list))
         for mutant in sorted(mutants, key=lambda mutant: _draw(mutant.id)):
             by_part[mutant.subpackage][mutant.operator].append(mutant)

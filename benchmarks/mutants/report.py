@@ -13,6 +13,10 @@ from benchmarks.mutants.plugin import TIERS
 from benchmarks.mutants.source import SUBPACKAGES
 
 SURVIVORS = Path(__file__).with_name("survivors.toml")
+TITLES = {
+    "general": "General mutants", "field": "The field's own mutants", "fix": "Mended defects, put back",
+    None: "All mutants",
+}  # fmt: skip
 _CAUGHT = ("killed", "timeout")
 
 
@@ -37,7 +41,7 @@ def write_report(mutants: Sequence[Mutant], lines: Sequence[dict[str, Any]], rea
     """Return the report of a campaign as Markdown."""
     results = {line["id"]: line for line in lines}
     text = []
-    for kind, title in (("general", "General mutants"), ("field", "The field's own mutants"), (None, "All mutants")):
+    for kind, title in TITLES.items():
         chosen = [mutant for mutant in mutants if kind in (None, mutant.kind)]
         text += [f"## {title}", "", *_table(chosen, results, reasons), ""]
     text += ["## Survivors", ""]
@@ -63,7 +67,8 @@ def _table(mutants: Sequence[Mutant], results: dict[str, Any], reasons: dict[str
     by_part: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in mutants:
         by_part[mutant.subpackage].append(mutant)
-    for name, chosen in [*((part, by_part[part]) for part in SUBPACKAGES if by_part[part]), ("all", list(mutants))]:
+    parts = [*SUBPACKAGES, *sorted(by_part.keys() - set(SUBPACKAGES))]
+    for name, chosen in [*((part, by_part[part]) for part in parts if by_part[part]), ("all", list(mutants))]:
         ran = [results[mutant.id] for mutant in chosen if mutant.id not in reasons and not _is_open(mutant, results)]
         equivalent = sum(mutant.id in reasons for mutant in chosen)
         tiers = Counter(line["tier"] or "fast" for line in ran if line["status"] in _CAUGHT)

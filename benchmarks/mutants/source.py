@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-# The package's parts that are mutated.
+# The package's parts that operators change.
 SUBPACKAGES = (
     "losses", "logprobs", "batching", "execution", "policy", "weight_sync", "checkpoint", "algorithms", "rollouts",
 )  # fmt: skip

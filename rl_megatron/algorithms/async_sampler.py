@@ -12,7 +12,7 @@ import torch
 from rl_megatron import log
 from rl_megatron.algorithms.async_pace import AsyncPace
 from rl_megatron.algorithms.device_balance import DeviceBalance, engine_devices, num_training_nodes
-from rl_megatron.algorithms.rollout import Sampler, seed_of_batch
+from rl_megatron.algorithms.rollout import Sampler, add_data_sets, mixture_to_tell_apart, seed_of_batch
 from rl_megatron.algorithms.rollout_record import RolloutRecord
 from rl_megatron.algorithms.rollout_statistics import Rollouts, statistics
 from rl_megatron.algorithms.stage import Stage
@@ -64,10 +64,11 @@ class AsyncSampler:
         self._prompts = RolloutPrompts(config, algorithm, stage.tokenizer)
         stage.use_loader(self._prompts.loader)
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
+        self._mixture = mixture_to_tell_apart(config, algorithm)
         of_all = replace(config.rollout, save_every=1, save_prompts=None)
         self._record = RolloutRecord(
             of_all, stage.rollout_files, stage.tokenizer, self._group_size,
-            reward=config.reward if algorithm.reads_components else None,
+            reward=config.reward if algorithm.reads_components else None, mixture=self._mixture,
         )  # fmt: skip
         self._log = RolloutLog(stage.rollout_files)
         topology = stage.policy.topology
@@ -214,7 +215,9 @@ class AsyncSampler:
         prompts = [prompt for group in groups for prompt in group.prompts]
         results = [result for group in groups for result in group.results]
         scores = Scores.joined([group.scores for group in groups])
-        return self._stage.rollouts.assembled(prompts, results, scores, self._sampling, self._group_size)
+        scored = self._stage.rollouts.assembled(prompts, results, scores, self._sampling, self._group_size)
+        add_data_sets(scored.batch, prompts, self._mixture)
+        return scored
 
     def _queue_metrics(self, groups: StepGroups | None, idle: float | None) -> dict[str, float]:
         assert groups is not None  # this is rank 0

@@ -10,12 +10,14 @@ from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
+from rl_megatron.batching.sharded import DATA_SET
 from rl_megatron.config.algorithms import DistillationConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.rollouts.batch import data_set_places
 
 _KEYS = frozenset("input_ids input_lengths token_mask sample_mask".split()) | TOPK_KEYS | WHOLE_KEYS
 _LOSS = LossNeeds("a teacher's logits", uses_teacher, _KEYS, "full_distillation or distillation")
@@ -35,7 +37,9 @@ def distillation(stage: Stage, algorithm: DistillationConfig) -> None:
     teachers = Teachers.of(stage, algorithm.teachers, algorithm.top_k)
     whole = teachers.reads_whole(loss_fn)
     loader = dataset_loader(stage.config, stage.tokenizer)
-    by_data = any(teachers.data_sets)  # then every rank needs to know the data set of each of its sequences
-    for step, batch in stage.batches(loader) if by_data else owned_batches(stage, loader):
-        batch = teachers.with_topk(batch, loss_fn, loader.data_sets)
+    mixture = [each.shown_name for each in stage.config.data.mix]
+    for step, batch in owned_batches(stage, loader):
+        if mixture:
+            batch.facts[DATA_SET] = data_set_places(loader.data_sets, mixture)
+        batch = teachers.with_topk(batch, loss_fn)
         stage.record(step, stage.train(step, batch, loss_fn, teacher=whole))

@@ -17,12 +17,13 @@ from rl_megatron.algorithms.rollout_statistics import Rollouts, mean_over_tokens
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.host_memory import TensorStore
 from rl_megatron.batching.produced import produced
-from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.batching.sharded import DATA_SET, ShardedBatch
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import RolloutPrompts
 from rl_megatron.execution.phase_timer import count_tokens, phase
@@ -32,7 +33,7 @@ from rl_megatron.losses.functional import kl_penalty
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.rewards.reward_metrics import RewardMetrics
-from rl_megatron.rollouts.batch import TURN_REWARDS
+from rl_megatron.rollouts.batch import TURN_REWARDS, data_set_places
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.collective_errors import from_rank0
 
@@ -111,10 +112,11 @@ class Sampler:
         stage.use_loader(self._prompts.loader)
         stage.keep("sampler", self)
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
+        self._mixture = mixture_to_tell_apart(config, algorithm)
         self._store = TensorStore(config.rollout.max_host_bytes, config.rollout.disk_directory)
         self._record = RolloutRecord(
             config.rollout, stage.rollout_files, stage.tokenizer, self._per_prompt,
-            reward=config.reward if algorithm.reads_components else None,
+            reward=config.reward if algorithm.reads_components else None, mixture=self._mixture,
         )  # fmt: skip
 
     def collect(self, step: int) -> tuple[ShardedBatch, dict[str, float]]:
@@ -161,6 +163,7 @@ class Sampler:
             seed = seed_of_batch(self._seed, number) + round_
             scored = self._rollouts.make(self._engine, prompts, self._sampling, seed, self._per_prompt)
             own, metrics = (None, RewardMetrics()) if scored is None else (scored.batch, scored.metrics)
+            add_data_sets(own, prompts, self._mixture)
         several = dist.is_initialized() and dist.get_world_size() > 1
         rollouts = produced(own, self._stage.policy.topology if several else None, self._store)
         self._record.add(round_, rollouts, prompts, metrics)
@@ -188,6 +191,18 @@ class Sampler:
         """Return the metrics of the reward functions over all draws since the last call, which rank 0 has."""
         metrics, self._metrics = self._metrics, RewardMetrics()
         return from_rank0(metrics.values())
+
+
+def mixture_to_tell_apart(stage: StageConfig, algorithm: RolloutConfig) -> list[str]:
+    """Return the names of the data sets of the mixture if the algorithm reads which one a sample is of."""
+    return [each.shown_name for each in stage.data.mix] if algorithm.reads_data_sets else []
+
+
+def add_data_sets(rollouts: BatchedDataDict | None, prompts: Sequence[EncodedPrompt], mixture: Sequence[str]) -> None:
+    """Add the key `data_set` to rollouts of these prompts, if there are any, and data sets to tell apart."""
+    if rollouts is not None and mixture:
+        places = data_set_places([prompt.data_set for prompt in prompts], mixture)
+        rollouts[DATA_SET] = TrajectoryIndex(rollouts).spread(places)
 
 
 def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, loss_fn: LossFunction) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_megatron import log
 from rl_megatron.algorithms.rollout_statistics import Rollouts
-from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.batching.sharded import DATA_SET, ShardedBatch
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import ENVIRONMENT, RewardConfig
@@ -22,7 +22,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.reward_metrics import RewardMetrics
-from rl_megatron.rollouts.batch import COMPONENT
+from rl_megatron.rollouts.batch import COMPONENT, data_set_places
 from rl_megatron.rollouts.files import KEPT, Draw, batch_of, read_rows, rollout_file, rows, write_rows
 from rl_megatron.rollouts.rollout_log import LoggedStep, RolloutLog
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
@@ -47,6 +47,7 @@ class RolloutRecord:
         samples_per_prompt: int,
         *,
         reward: RewardConfig | None = None,
+        mixture: Sequence[str] = (),
     ):
         """Start without rollouts.
 
@@ -56,8 +57,9 @@ class RolloutRecord:
             tokenizer: What decodes tokens.
             samples_per_prompt: How many trajectories in a row belong to one prompt.
             reward: The section `reward`, if rollouts have the scores of each reward function. None: they have not.
+            mixture: The names of the data sets of the mixture, if rollouts have the key `data_set`.
         """
-        self._reward = reward
+        self._reward, self._mixture = reward, mixture
         self._config, self._directory, self._tokenizer = config, directory, tokenizer
         self._samples_per_prompt = samples_per_prompt
         self._draws: list[Draw] = []
@@ -110,7 +112,20 @@ class RolloutRecord:
 
     def _batch_of(self, read: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
         names = None if self._reward is None else [function.shown_name for function in self._reward.functions]
-        return batch_of(read, names)
+        batch = batch_of(read, names)
+        if self._mixture:
+            batch[DATA_SET] = self._data_sets_of(read)
+        return batch
+
+    def _data_sets_of(self, read: Sequence[Mapping[str, Any]]) -> Tensor:
+        names = [row.get("data_set", "") for row in read]
+        if unknown := sorted(set(names) - set(self._mixture)):
+            raise ConfigError(
+                f"rollout.replay={self._config.replay}: step {read[0]['step']} has samples of the data set "
+                f"{unknown[0]!r}, and data.mix has {list(self._mixture)}; algorithm.teachers chooses teachers by data "
+                "set, so set data.mix of the recorded run"
+            )
+        return data_set_places(names, self._mixture)
 
     def logged_metrics(self, step: int) -> dict[str, float]:
         """Return what the log of a replayed asynchronous run says of a step; empty without such a log."""

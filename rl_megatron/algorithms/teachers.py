@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,22 +12,20 @@ from torch import Tensor
 from rl_megatron.algorithms.endpoint_teacher import EndpointTeacher
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.config import Batching
+from rl_megatron.batching.sharded import DATA_SET, ShardedBatch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.teachers import TeacherConfig
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import FusedHead
 from rl_megatron.execution.phase_timer import phase
 from rl_megatron.losses.contract import LossFunction
-from rl_megatron.policy.interfaces import Batch
 from rl_megatron.policy.teacher import Teacher, check_vocabulary_of, load_teacher, teacher_model
 from rl_megatron.topology.degrees import validate_model
 
 # The keys that teachers add to a batch, for a loss over their top-k and for one over all logits.
 TOPK_KEYS = frozenset({"teacher_topk_logits", "teacher_topk_indices"})
 WHOLE_KEYS = frozenset({"teacher_logits"})
-BatchT = TypeVar("BatchT", bound=Batch)
 
 
 def uses_teacher(loss_fn: LossFunction) -> bool:
@@ -90,14 +87,14 @@ class Teachers:
         shares: Their shares.
         batching: How their batches are cut into microbatches.
         top_k: How many logits of each token are read.
-        data_sets: The data sets that each teacher has; an empty tuple: all.
+        data_sets: The places in `data.mix` of the data sets that each teacher has; an empty tuple: all.
     """
 
     models: list[Teacher | EndpointTeacher]
     shares: list[float]
     batching: Batching
     top_k: int
-    data_sets: list[tuple[str, ...]]
+    data_sets: list[tuple[int, ...]]
 
     @classmethod
     def of(cls, stage: Stage, teachers: Sequence[TeacherConfig], top_k: int) -> Teachers:
@@ -121,7 +118,9 @@ class Teachers:
         total = sum(each.weight for each in teachers)
         shares = [each.weight / total for each in teachers]
         batching, k = Batching.of(config.train), min(top_k, stage.tokenizer.vocab_size)
-        return cls(models, shares, batching, k, [each.data_sets for each in teachers])
+        mixture = [each.shown_name for each in config.data.mix]
+        data_sets = [tuple(mixture.index(name) for name in each.data_sets) for each in teachers]
+        return cls(models, shares, batching, k, data_sets)
 
     def reads_whole(self, loss_fn: LossFunction) -> Teacher | None:
         """Return the teacher whose whole vocabulary the loss reads while it trains, or None."""
@@ -132,51 +131,60 @@ class Teachers:
             raise ConfigError("algorithm.teachers: a loss over the whole vocabulary needs a teacher with a path")
         return first
 
-    def with_topk(self, batch: BatchT, loss_fn: LossFunction, data_sets: Sequence[str] = ()) -> BatchT:
-        """Return the batch with the teachers' top-k logits if the loss reads them. Collective.
-
-        Args:
-            batch: The batch.
-            loss_fn: The loss.
-            data_sets: The data set of each sequence, for teachers that have some data sets only.
-        """
+    def with_topk(self, batch: ShardedBatch, loss_fn: LossFunction) -> ShardedBatch:
+        """Return the batch with the teachers' top-k logits if the loss reads them. Collective."""
         if not TOPK_KEYS & set(getattr(loss_fn, "required_keys", ())):
             return batch
+        shape = (len(batch.numbers), batch.width, self.top_k)
         with phase("teacher"):
             found = [
-                self._topk_of(model, batch, [not own or name in own for name in data_sets])
-                for model, own in zip(self.models, self.data_sets, strict=True)
-            ]
-        logits, ids = (torch.cat(parts, dim=-1) for parts in zip(*found, strict=True))
-        batch["teacher_topk_logits"], batch["teacher_topk_indices"] = logits, ids
+                self._read(
+                    batch, taught, lambda part, model=model: model.topk_logits(part, self.top_k, self.batching),
+                    (torch.zeros(shape), torch.zeros(shape, dtype=torch.long)),
+                )
+                for model, taught in zip(self.models, self._taught(batch), strict=True)
+            ]  # fmt: skip
+        batch["teacher_topk_logits"], batch["teacher_topk_indices"] = (
+            torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)
+        )
         if len(self.models) > 1:
-            batch["teacher_weights"] = self._weights(len(logits), data_sets)[:, None]
+            batch["teacher_weights"] = self._weights(batch)[:, None]
         return batch
 
-    def _weights(self, num_sequences: int, data_sets: Sequence[str]) -> Tensor:
-        """Return the share of each teacher in each sequence, [B, teachers]; the shares of a sequence sum to 1."""
-        weights = torch.tensor(self.shares).repeat(num_sequences, 1)
-        for column, own in enumerate(self.data_sets):
-            if own:
-                weights[[name not in own for name in data_sets], column] = 0.0
-        return weights / weights.sum(dim=1, keepdim=True)
-
-    def _topk_of(self, model: Teacher | EndpointTeacher, batch: Batch, taught: Sequence[bool]) -> tuple[Tensor, Tensor]:
-        """Return a teacher's top-k logits and ids of the sequences that it has, and 0 for the others. Collective."""
-        if all(taught) or not isinstance(batch, BatchedDataDict):
-            return model.topk_logits(batch, self.top_k, self.batching)
-        shape = (*batch["input_ids"].shape, self.top_k)
-        logits, ids = torch.zeros(shape), torch.zeros(shape, dtype=torch.long)
-        if any(taught):
-            mask = torch.tensor(taught)
-            logits[mask], ids[mask] = model.topk_logits(batch.select_indices(mask), self.top_k, self.batching)
-        return logits, ids
-
-    def logprobs(self, batch: Batch) -> Tensor:
-        """Return the weighted mean of the teachers' logprobs of every token, [B, S]. Collective."""
+    def logprobs(self, batch: ShardedBatch) -> Tensor:
+        """Return the weighted mean of the teachers' logprobs of every token, [n, S]. Collective."""
+        mean, weights = torch.zeros(len(batch.numbers), batch.width), self._weights(batch)
         with phase("teacher"):
-            found = [
-                share * each.logprobs(batch, self.batching)
-                for share, each in zip(self.shares, self.models, strict=True)
-            ]
-        return torch.stack(found).sum(dim=0)
+            for model, taught, share in zip(self.models, self._taught(batch), weights.unbind(1), strict=True):
+                (found,) = self._read(
+                    batch, taught, lambda part, model=model: (model.logprobs(part, self.batching),),
+                    (torch.zeros_like(mean),),
+                )  # fmt: skip
+                mean += share[:, None] * found
+        return mean
+
+    def _taught(self, batch: ShardedBatch) -> list[Tensor]:
+        """Return for each teacher which sequences of the global batch it has, [B] bool."""
+        every = torch.ones(batch.size, dtype=torch.bool)
+        return [torch.isin(batch.facts[DATA_SET], torch.tensor(own)) if own else every for own in self.data_sets]
+
+    def _weights(self, batch: ShardedBatch) -> Tensor:
+        """Return the share of each teacher in each sequence, [n, teachers]; the shares of a sequence sum to 1."""
+        weights = torch.stack(self._taught(batch), dim=1) * torch.tensor(self.shares)
+        return batch.own_facts(weights / weights.sum(dim=1, keepdim=True))
+
+    @staticmethod
+    def _read(
+        batch: ShardedBatch,
+        taught: Tensor,
+        read: Callable[[ShardedBatch], Sequence[Tensor]],
+        blank: Sequence[Tensor],
+    ) -> Sequence[Tensor]:
+        """Return what a teacher reads in the sequences that it has, and `blank` for the others. Collective."""
+        if taught.all():
+            return read(batch)
+        if taught.any():  # all ranks take part if one has a sequence for it
+            own = batch.own_facts(taught)
+            for values, found in zip(blank, read(batch.selected(taught)), strict=True):
+                values[own] = found
+        return blank

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_megatron.batching.exchange import Columns, Moved, columns_of, from_first_of_replica, is_first_of_replica
 from rl_megatron.batching.host_memory import TensorStore
-from rl_megatron.batching.sharded import LENGTHS, SAMPLED, TRAJECTORIES, ShardedBatch
+from rl_megatron.batching.sharded import DATA_SET, LENGTHS, SAMPLED, TRAJECTORIES, ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.topology.collectives import from_all_ranks
 from rl_megatron.topology.topology import Topology
@@ -24,6 +24,7 @@ _FACTS = {
     "sample_mask": torch.bool,
     "stopped": torch.bool,
     TRAJECTORIES: torch.int32,
+    DATA_SET: torch.int32,
 }
 
 

@@ -18,8 +18,9 @@ from rl_megatron.data.token_keys import is_per_token
 from rl_megatron.topology.reductions import RankReduction
 from rl_megatron.topology.topology import Topology
 
-LENGTHS, TRAJECTORIES, SAMPLED = "input_lengths", "trajectory", "sampled_tokens"
-"""Facts of sequences: their tokens, the numbers of their trajectories, and how many of their tokens count."""
+LENGTHS, TRAJECTORIES, SAMPLED, DATA_SET = "input_lengths", "trajectory", "sampled_tokens", "data_set"
+"""Facts of sequences: their tokens, the numbers of their trajectories, how many of their tokens count, and the place of
+their data set in `data.mix`, if an algorithm reads it."""
 
 
 @dataclass
@@ -115,13 +116,17 @@ class ShardedBatch(MutableMapping[str, Tensor]):
         return values[torch.from_numpy(self.numbers)]
 
     def selected(self, chosen: Tensor) -> ShardedBatch:
-        """Return the batch with the chosen sequences of the global batch only; `chosen` is [B] bool on every rank."""
+        """Return the batch with the chosen sequences of the global batch only; `chosen` is [B] bool on every rank.
+
+        Those that have owners keep them. A rank may be left with none.
+        """
         kept = chosen.numpy()
         is_own = kept[self.numbers]
         places = np.cumsum(kept) - 1
         own = self.own.select_indices(torch.from_numpy(is_own)) if len(self.own) else self.own
         facts = {name: values[chosen] for name, values in self.facts.items()}
-        return self._with(own, places[self.numbers[is_own]], facts, self.homes[kept], self.width)
+        selected = self._with(own, places[self.numbers[is_own]], facts, self.homes[kept], self.width)
+        return selected if self.owners is None else replace(selected, owners=self.owners[kept], moved=self.moved)
 
     def _with(
         self, own: BatchedDataDict, numbers: np.ndarray, facts: dict[str, Tensor], homes: np.ndarray, width: int

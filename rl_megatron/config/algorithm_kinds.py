@@ -100,6 +100,11 @@ class RolloutConfig(AlgorithmConfig):
         """Return whether the algorithm reads the scores of each reward function, and not their sum alone."""
         return False
 
+    @property
+    def reads_data_sets(self) -> bool:
+        """Return whether the algorithm reads from which data set of the mixture a prompt is."""
+        return False
+
     def prompts_of_all_steps(self, train: TrainConfig) -> int:
         """Return how many prompts the stage draws at most."""
         return train.steps * self.rounds_per_step * self.prompts_per_step

@@ -99,6 +99,11 @@ class OnPolicyDistillationConfig(PolicyGradientConfig):
     # with loss=clipped_pg the advantage compares the sampled token alone.
     top_k: Positive = 64
 
+    @property
+    def reads_data_sets(self) -> bool:
+        """Return whether data sets have teachers of their own."""
+        return any(teacher.data_sets for teacher in self.teachers)
+
     def may_read_logprobs(self) -> bool:
         """Return True: the advantage of a token has the policy's logprob."""
         return True

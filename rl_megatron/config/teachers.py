@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from rl_megatron.config.data_kinds import ANSWERS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import NonNegative, Positive, PositiveFloat, section
 from rl_megatron.config.parallel import ParallelConfig
@@ -90,11 +89,6 @@ def _check_data_sets(teachers: Sequence[TeacherConfig], stage: StageConfig) -> N
     chosen = [name for teacher in teachers for name in teacher.data_sets]
     if not chosen:
         return
-    if stage.algorithm.learns_from != ANSWERS:
-        raise ConfigError(
-            f"algorithm.teachers: data_sets={chosen} chooses teachers by the data set of a given answer, and "
-            f"algorithm.name={stage.algorithm.name} has no given answers; leave data_sets out"
-        )
     known = [each.shown_name for each in stage.data.mix]
     if unknown := sorted(set(chosen) - set(known)):
         raise ConfigError(

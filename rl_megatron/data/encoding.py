@@ -93,6 +93,7 @@ class EncodedPrompt:
         record: Its record.
         num_prefix: How many tokens the tokenizer puts before every text (BOS). Truncation keeps them.
         renderer: What has rendered the record, or None.
+        data_set: The name of its data set, in a mixture that of `data.mix`.
     """
 
     ids: list[int]
@@ -100,6 +101,7 @@ class EncodedPrompt:
     record: Record
     num_prefix: int = 0
     renderer: RendersChats | None = field(default=None, compare=False, repr=False)
+    data_set: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -27,7 +27,7 @@ def dataset_loader(stage: StageConfig, tokenizer: Tokenizer) -> DataLoader[Batch
         ConfigError: There is too little data for a batch, or none.
     """
 
-    def build(of_component: StageConfig, source: DataSource) -> Dataset:
+    def build(_: str, of_component: StageConfig, source: DataSource) -> Dataset:
         return source.dataset(of_component.algorithm.learns_from, tokenizer)
 
     def join(batches: list[BatchedDataDict], order: list[int]) -> BatchedDataDict:
@@ -85,13 +85,13 @@ def loader_of(
 
 
 def components_of(
-    stage: StageConfig, build: Callable[[StageConfig, DataSource], Items[BatchT]]
+    stage: StageConfig, build: Callable[[str, StageConfig, DataSource], Items[BatchT]]
 ) -> list[Component[BatchT]]:
     """Return the data sets of a stage.
 
     Args:
         stage: The stage.
-        build: Returns the items of a data source, for the stage as if it had this data set alone.
+        build: Returns the items of a data set from its name, the stage as if it had no other, and its data source.
     """
     if not stage.data.mix:
         name = stage.data.dataset_name or str(stage.data.path)
@@ -103,16 +103,16 @@ def components_of(
 
 
 def _component(
-    name: str, stage: StageConfig, build: Callable[[StageConfig, DataSource], Items[BatchT]], seed: int | str
+    name: str, stage: StageConfig, build: Callable[[str, StageConfig, DataSource], Items[BatchT]], seed: int | str
 ) -> Component[BatchT]:
     source = build_source(stage)
     if not stage.data.streaming:
-        return InMemory(name, build(stage, source), seed)
+        return InMemory(name, build(name, stage, source), seed)
     assert isinstance(source, RecordSource)  # DataConfig.check refuses streaming for other sources
     return Streamed(
         name,
         source.training_reader(),
-        lambda records: build(stage, source.of_block(records)),
+        lambda records: build(name, stage, source.of_block(records)),
         stage.data.shuffle_block,
         seed,
     )

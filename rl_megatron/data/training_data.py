@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from rl_megatron.config.algorithm_kinds import RolloutConfig
@@ -108,10 +108,10 @@ class RolloutPrompts:
         self.end_of_turn_ids: tuple[int, ...] = ()
         wanted = algorithm.prompts_of_all_steps(stage.train)
 
-        def build(of_component: StageConfig, source: DataSource[Any]) -> ItemList[EncodedPrompt]:
+        def build(name: str, of_component: StageConfig, source: DataSource[Any]) -> ItemList[EncodedPrompt]:
             encoded = encoded_prompts(of_component, source.problems(wanted), source.renderer(tokenizer))
             self.end_of_turn_ids = tuple(dict.fromkeys((*self.end_of_turn_ids, *encoded.end_of_turn_ids)))
-            return ItemList(encoded.prompts)
+            return ItemList([replace(prompt, data_set=name) for prompt in encoded.prompts])
 
         components = components_of(stage, build)
         self._first = [prompt for component in components for prompt in cast(ItemList, component.first).items]

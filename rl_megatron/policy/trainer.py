@@ -68,7 +68,7 @@ class Trainer:
         if lr == 0:
             log.once(
                 "the learning rate is 0, so that optimizer steps change no weight: the decay has ended at "
-                f"optimizer.min_lr=0 (step {self.scheduler.num_steps}); set optimizer.decay_steps or min_lr"
+                "optimizer.min_lr=0; set optimizer.decay_steps or min_lr"
             )
 
         def train() -> dict[str, float]:

@@ -44,6 +44,12 @@ def component_keys(
     return keys
 
 
+def data_set_places(names: Sequence[str], mixture: Sequence[str]) -> torch.Tensor:
+    """Return the place of each of these data sets among the names of a mixture, [n] int64."""
+    places = {name: place for place, name in enumerate(mixture)}
+    return torch.tensor([places[name] for name in names])
+
+
 def trajectory_batch(
     trajectories: Sequence[Trajectory | None],
     prompts: Sequence[EncodedPrompt],

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
+from rl_megatron.batching.sharded import DATA_SET
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
@@ -38,7 +39,7 @@ _NUMBERS = (
 )
 # Keys of a batch that have columns of another form.
 _OTHERS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "token_weight_versions", ROUTED_EXPERTS)
-KEPT = frozenset((*_OTHERS, TRAJECTORY, TURN, TURN_REWARDS, *(key for _, key, _ in _NUMBERS)))
+KEPT = frozenset((*_OTHERS, DATA_SET, TRAJECTORY, TURN, TURN_REWARDS, *(key for _, key, _ in _NUMBERS)))
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def rows(
             "group": owner // samples_per_prompt,
             "is_learned_from": learned is not None,
             "location": draw.prompts[owner].problem.location,
+            "data_set": draw.prompts[owner].data_set,
             "prompt": tokenizer.decode(ids[:start].tolist()),
             "completion": tokenizer.decode(ids[start:].tolist()),
             "age": newest_version - int(batch["weight_version"][number]),
@@ -169,6 +171,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str
 
     try:
         names = pyarrow.parquet.read_schema(path).names
+        names.append("data_set")  # files of older versions have no such column
         if missing := [name for name in _schema().names if name not in names]:
             raise ConfigError(f"{path} is not a file of rollouts: it has no column {missing[0]}")
         return pyarrow.parquet.read_table(path, columns=columns and list(columns)).to_pylist()
@@ -253,7 +256,7 @@ def _schema() -> Any:
         [
             *((name, arrow.int32()) for name in ("step", "round", "number", "trajectory", "group")),
             ("is_learned_from", arrow.bool_()),
-            *((name, arrow.string()) for name in ("location", "prompt", "completion")),
+            *((name, arrow.string()) for name in ("location", "data_set", "prompt", "completion")),
             *((column, types[dtype]) for column, _, dtype in _NUMBERS),
             ("age", arrow.int64()),
             ("ids", arrow.list_(arrow.int32())),

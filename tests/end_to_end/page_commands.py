@@ -33,12 +33,12 @@ SLURM = {
             esac
             shift
         done
+        for name in TERM USR2; do trap 'kill -'$name' "${tasks[@]}" 2>/dev/null' $name; done
         number=0
         for node in ${nodes//,/ }; do
             SLURMD_NODENAME=$node SLURM_NODEID=$number "$@" & tasks+=($!)
             number=$((number + 1))
         done
-        for name in TERM USR2; do trap "kill -$name ${tasks[*]} 2>/dev/null" $name; done
         for task in "${tasks[@]}"; do
             while kill -0 "$task" 2>/dev/null; do wait "$task" || true; done
             wait "$task" || status=$?

@@ -7,7 +7,7 @@ import pytest
 
 from tests.end_to_end.launch import TINY, metrics
 
-TEACHER = "teacher/checkpoints/sft/step-000012"
+EARLY, TEACHER = (f"teacher/checkpoints/sft/step-0000{step}" for step in ("06", "12"))
 STUDENT = ("train", *TINY, "model.hidden_size=16", "tokenizer.path=teacher/tokenizer")
 ONE = f"algorithm.teachers=[{{path: {TEACHER}}}]"
 OPD = ("algorithm=opd", "algorithm.prompts_per_step=8")
@@ -18,7 +18,14 @@ def directory(tmp_path_factory, forks):
     """Return a directory with the run of a teacher, and its tokenizer with the ids of two letters swapped."""
     directory = tmp_path_factory.mktemp("distillation")
     done = forks.run(
-        directory, "train", *TINY, "algorithm=sft", "train.steps=12", "optimizer.lr=0.03", "output_dir=teacher"
+        directory,
+        "train",
+        *TINY,
+        "algorithm=sft",
+        "train.steps=12",
+        "optimizer.lr=0.03",
+        "train.save_every=6",
+        "output_dir=teacher",
     )
     assert done.status == 0, done.err
     shutil.copytree(directory / "teacher" / "tokenizer", directory / "swapped")
@@ -55,7 +62,9 @@ def test_a_student_learns_from_a_teachers_whole_vocabulary(directory, forks):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
-def test_teachers_that_share_the_data_sets_of_a_mixture_are_one(directory, forks):
+@pytest.fixture(scope="module")
+def mixture(directory):
+    """Return the overrides of a student of two data sets, whose files are in the directory."""
     for name, operator in (("sums", "+"), ("differences", "-")):
         records = [
             {"question": f"{n}{operator}{n}=", "answer": str(2 * n if operator == "+" else 0)} for n in range(30)
@@ -63,14 +72,33 @@ def test_teachers_that_share_the_data_sets_of_a_mixture_are_one(directory, forks
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     of_tasks = ("data.num_documents", "data.num_demonstrations", "data.task", "data.sequence_length", "data.num_eval")
     student = [each for each in STUDENT if not each.startswith(of_tasks)]
-    mixed = (
-        "algorithm=distillation", "loss=distillation", "algorithm.top_k=8", "train.steps=2",
-        "data.mix=[{path: sums.jsonl, weight: 2}, {path: differences.jsonl}]",
-    )  # fmt: skip
+    return *student, "train.steps=2", "data.mix=[{path: sums.jsonl, weight: 2}, {path: differences.jsonl}]"
+
+
+def test_a_student_learns_from_the_teachers_of_its_prompts(directory, forks, mixture):
+    def lines(name, first, second, ranks=1):
+        teachers = f"{{path: {first}, data_sets: [sums]}}, {{path: {second}, data_sets: [differences]}}"
+        done = forks.run_ranks(
+            directory, *mixture, *OPD, "loss=clipped_pg", "loss.reference_policy_kl_penalty=0",
+            "data.prompt_template='{question}'", "reward.functions=[{name: exact_match}]",
+            f"algorithm.teachers=[{teachers}]", f"output_dir={name}", ranks=ranks,
+        )  # fmt: skip
+        assert [rank.status for rank in done] == [0] * ranks, done
+        return [line for line in metrics(directory / name, timed=True) if line["kind"] == "train"]
+
+    alone, swapped = lines("opd_by_data", EARLY, TEACHER), lines("opd_swapped", TEACHER, EARLY)
+    for one, other in zip(alone, lines("opd_by_data_2", EARLY, TEACHER, ranks=2), strict=True):
+        for name in ("loss", "teacher_kl", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4), name
+    assert alone[0]["teacher_kl"] != pytest.approx(swapped[0]["teacher_kl"], rel=1e-2)
+
+
+def test_teachers_that_share_the_data_sets_of_a_mixture_are_one(directory, forks, mixture):
+    mixed = ("algorithm=distillation", "loss=distillation", "algorithm.top_k=8")
     two = f"algorithm.teachers=[{{path: {TEACHER}, data_sets: [sums]}}, {{path: {TEACHER}, data_sets: [differences]}}]"
     lines = []
     for name, teachers, ranks in (("one", ONE, 1), ("two", two, 2)):
-        done = forks.run_ranks(directory, *student, *mixed, teachers, f"output_dir={name}", ranks=ranks)
+        done = forks.run_ranks(directory, *mixture, *mixed, teachers, f"output_dir={name}", ranks=ranks)
         assert [rank.status for rank in done] == [0] * ranks, done
         lines.append([line for line in metrics(directory / name, timed=True) if line["kind"] == "train"])
     for one, other in zip(*lines, strict=True):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import compare, run_workload
@@ -14,12 +15,14 @@ from rl_megatron.certify.single_process import run_in_one_process
 from rl_megatron.certify.workload import Objective, small_batching
 from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, import_peft, import_weights
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import head_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss, PreferenceLoss
 from rl_megatron.model.lora import layers
+from rl_megatron.model.lora.dropout import dropout
 from rl_megatron.model.lora.targets import adapted_linears
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.closed_forms import mean_training_bytes
@@ -251,14 +254,12 @@ def test_the_reference_is_the_model_with_the_adapters_of_the_start(ranks, layout
     assert (found["trained base"] - found["trained"][0]).abs().max() > 1e-3
 
 
-def gradients_with_dropout(parallel: dict, recompute: str = "none", steps: int = 0) -> dict[str, torch.Tensor]:
-    """Return the gradients of a batch of microbatches of one sequence, after some steps on others."""
+def gradients_with_dropout(parallel: dict, recompute: str = "none") -> dict[str, torch.Tensor]:
+    """Return the gradients of a batch of microbatches of one sequence."""
     model = replace(MODEL, recompute=recompute)
     policy = build_policy(
         parallel, model=model, peft=replace(LORA, lora_dropout=0.5), batching=Batching("padded", 1)
     )  # fmt: skip
-    for step in range(steps):
-        policy.train(random_batch(4, 16, step + 1), NLLLoss(), gbs=4)
     policy.accumulate_gradients(random_batch(4, 16, 0), NLLLoss())
     return gradients(policy)
 
@@ -281,8 +282,8 @@ def test_every_layout_drops_what_one_process_drops(ranks, parallel, recompute):
     assert error <= 1e-4, name
 
 
-def seeds_of_adapters() -> list[int]:
-    """Return the seed of what each adapter drops of each microbatch."""
+def seeds_of_adapters(steps: int = 0, parallel: dict | None = None) -> list[int]:
+    """Return the seed of what each adapter drops of each microbatch, with some steps on the same batch before."""
     found, kept = [], layers.dropout
 
     def record(x, p, seed, *share):
@@ -290,7 +291,10 @@ def seeds_of_adapters() -> list[int]:
         return kept(x, p, seed, *share)
 
     layers.dropout = record
-    gradients_with_dropout({})
+    policy = build_policy(parallel or {}, peft=replace(LORA, lora_dropout=0.5), batching=Batching("padded", 1))
+    for _ in range(steps):
+        policy.train(random_batch(4, 16, 0), NLLLoss(), gbs=4)
+    policy.accumulate_gradients(random_batch(4, 16, 0), NLLLoss())
     layers.dropout = kept
     return found
 
@@ -298,22 +302,44 @@ def seeds_of_adapters() -> list[int]:
 def test_every_adapter_drops_other_numbers_of_every_microbatch(ranks):
     (seeds,) = ranks.run(1, seeds_of_adapters)
     assert len(seeds) > 4 * MODEL.num_layers and len(set(seeds)) == len(seeds)
+    (of_two_steps,) = ranks.run(1, seeds_of_adapters, 1)
+    assert set(seeds) < set(of_two_steps) and len(set(of_two_steps)) == len(of_two_steps) == 2 * len(seeds)
 
 
-def test_context_parallel_ranks_and_steps_drop_other_numbers(ranks):
-    (wanted,) = ranks.run(1, gradients_with_dropout, {})
-    for found in (
-        ranks.run(2, gradients_with_dropout, {"context": 2})[0],
-        ranks.run(1, gradients_with_dropout, {}, "none", 1)[0],
-    ):
-        assert worst_relative_error(found, wanted)[0] > 0.1
+def changes_of_generators(model: ModelConfig) -> list[bool]:
+    """Return whether a step with dropout changes torch's generator, and the states of megatron-core's."""
+    policy, found = build_policy({}, model=model, peft=replace(LORA, lora_dropout=0.5)), []
+    tracker = get_cuda_rng_tracker()
+    state, states = torch.get_rng_state(), tracker.get_states()
+    policy.train(random_batch(4, 16, 0), NLLLoss(), gbs=4)
+    found.append(not torch.equal(torch.get_rng_state(), state))
+    after = tracker.get_states()
+    found.append(after.keys() != states.keys() or any(not torch.equal(after[name], states[name]) for name in states))
+    return found
+
+
+@pytest.mark.parametrize(
+    "model", [MODEL, replace(EXPERTS, router_aux_loss=0.5, router_aux_loss_scope="global")], ids=["dense", "experts"]
+)
+def test_a_step_with_dropout_leaves_the_generators_as_they_were(ranks, model):
+    assert ranks.run(1, changes_of_generators, model)[0] == [False, False]
+
+
+def test_context_parallel_ranks_drop_other_numbers(ranks):
+    first, second = ranks.run(2, seeds_of_adapters, 0, {"context": 2})
+    assert len(first) == len(second) > 4 * MODEL.num_layers and not set(first) & set(second)
+
+
+def test_what_is_not_dropped_is_scaled_so_that_the_mean_stays():
+    kept = dropout(torch.ones(1000), 0.2, seed=1)
+    assert {*kept.tolist()} == {0.0, 1.25} and kept.mean().item() == pytest.approx(1.0, abs=0.1)
 
 
 def losses_with_dropout(parallel: dict) -> dict[str, list[float]]:
     """Return the loss of a backward pass and of an evaluation, without dropout and with it."""
     found = {}
-    for name, dropout in (("without", 0.0), ("with", 0.5)):
-        policy, batch = build_policy(parallel, peft=replace(LORA, lora_dropout=dropout)), random_batch(4, 12, 0)
+    for name, share in (("without", 0.0), ("with", 0.5)):
+        policy, batch = build_policy(parallel, peft=replace(LORA, lora_dropout=share)), random_batch(4, 12, 0)
         trained = policy.accumulate_gradients(batch, NLLLoss())["loss"]
         found[name] = [trained, policy.train(batch, NLLLoss(), gbs=4, eval_mode=True)["loss"]]
     return found

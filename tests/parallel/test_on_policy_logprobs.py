@@ -81,6 +81,9 @@ def test_the_gradient_is_that_of_recomputed_logprobs_in_one_process(ranks, world
             assert report["mismatch_max"] > 0.03
 
 
+CORRECTED = {"disable_ppo_ratio": True, "use_importance_sampling_correction": True}
+
+
 def trained(settings: dict, options: dict) -> str:
     """Return what an update without `prev_logprobs` says."""
     policy = build_policy({})
@@ -99,9 +102,10 @@ def trained(settings: dict, options: dict) -> str:
         ({}, {"sizes": [4, 6], "on_policy": True}, "needs 'prev_logprobs' for 2 optimizer steps"),
         ({}, {"gbs": 10, "on_policy": True}, "trained"),
         ({"disable_ppo_ratio": True}, {"gbs": 4}, "trained"),
+        (CORRECTED, {"gbs": 10}, "ClippedPGLossFn needs 'prev_logprobs', which the batch does not have"),
         ({"force_on_policy_ratio": True}, {"gbs": 4}, "trained"),
     ],
-    ids=["not said", "several steps", "several sizes", "on-policy", "REINFORCE", "forced"],
+    ids=["not said", "several steps", "several sizes", "on-policy", "REINFORCE", "corrected", "forced"],
 )
 def test_prev_logprobs_are_left_out_only_where_it_is_said_and_for_one_step(ranks, settings, options, said):
     assert said in ranks.run(1, trained, settings, options)[0]

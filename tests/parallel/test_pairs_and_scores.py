@@ -106,6 +106,21 @@ def test_values_and_rewards_equal_one_process(ranks, layout):
             torch.testing.assert_close(values, wanted_values, rtol=1e-5, atol=1e-6)
 
 
+def scores_without_lengths() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores of sequences, and of the same sequences without their lengths."""
+    model, batch = build_policy({}, head="score", micro_batch_size=2), random_batch(5, 19, 0)
+    lengths = batch["input_lengths"]
+    batch["token_mask"] = (torch.arange(19) < lengths[:, None]).float()
+    assert lengths.min() < 19
+    wanted = model.score(batch)["scores"]
+    del batch["input_lengths"]
+    return model.score(batch)["scores"], wanted
+
+
+def test_a_score_without_lengths_is_read_at_the_last_token_that_counts(ranks):
+    torch.testing.assert_close(*ranks.run(1, scores_without_lengths)[0], rtol=1e-5, atol=1e-6)
+
+
 def check_positions() -> None:
     """Change one token, and check which values and rewards change."""
     model = build_policy({}, head="score", micro_batch_size=4)

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from rl_megatron import log
 from rl_megatron.algorithms.step_meter import StepMeter
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.model import ModelConfig
@@ -69,6 +70,21 @@ def test_every_step_trains_if_the_number_of_steps_is_not_given(ranks):
     assert ranks.run(1, rates_of_three_steps, {}, None)[0] == [(1e-2, True)] * 3
     of_linear = ranks.run(1, rates_of_three_steps, {"decay_style": "linear"}, 4)[0]
     assert [lr for lr, _ in of_linear] == pytest.approx([1e-2, 7.5e-3, 5e-3])
+
+
+def warnings_of_a_decay_that_ends() -> list[int]:
+    """Return how many warnings name a learning rate of 0 after each of four steps, of which the first has another."""
+    log.once.messages.clear()
+    policy = build_policy({}, optimizer=OptimizerConfig(lr=1e-2, decay_style="linear"), total_steps=1)
+    found = []
+    for step in range(4):
+        policy.train(random_batch(4, 12, step), NLLLoss())
+        found.append(sum("the learning rate is 0" in message for message in log.once.messages))
+    return found
+
+
+def test_a_learning_rate_of_0_is_warned_of_once(ranks):
+    assert ranks.run(1, warnings_of_a_decay_that_ends)[0] == [0, 1, 1, 1]
 
 
 def refusals_of_no_sequence(parallel: dict) -> list[str]:

@@ -93,6 +93,18 @@ def test_the_global_scope_depends_on_no_microbatches(ranks, one_process, paralle
     assert_same(ranks.run(world_size, one_step, parallel, batching, model)[0], one_process)
 
 
+def second_batch(batches: int):
+    """Return the report and the gradients of the last of some batches."""
+    policy = build_policy({}, model=GLOBAL, batching=Batching("padded", 4))
+    for seed in range(2 - batches, 2):
+        report = policy.accumulate_gradients(batch_of_all_kinds(VOCAB_SIZE, seed), NLLLoss())
+    return report, gradients(policy)
+
+
+def test_the_global_scope_is_that_of_its_own_batch(ranks):
+    assert_same(ranks.run(1, second_batch, 2)[0], ranks.run(1, second_batch, 1)[0])
+
+
 def slope_and_gradient() -> tuple[float, float]:
     """Return d(loss + balancing loss)/dε along the routers' gradient, by central differences and by the gradient."""
     policy = build_policy({}, model=EXPERTS, batching=WHOLE)

@@ -15,6 +15,7 @@ import torch
 
 from rl_megatron.checkpoint import save as saving
 from rl_megatron.checkpoint.directory import Damaged, complete_checkpoints
+from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.losses import NLLLoss
@@ -201,3 +202,17 @@ def test_random_states_are_restored_in_the_layout_that_saved_them(ranks, tmp_pat
     (first, again, other), (second, _, _) = ranks.run(2, draws_after_loading, str(tmp_path))
     assert torch.equal(first, again) and not torch.equal(first, second)
     assert torch.equal(other, torch.rand(3, generator=torch.Generator().manual_seed(99)))
+
+
+def failures_of_exports(directory: str) -> str:
+    """Return what a rank raises when rank 0 cannot export a checkpoint."""
+    exporter = Exporter(Path(directory) / "checkpoints" / "sft")
+    exporter.begin(Path(directory) / "checkpoints" / "sft" / "step-000001")
+    with pytest.raises(SaveFailed) as failed:
+        exporter.wait()
+    return str(failed.value)
+
+
+def test_every_rank_learns_that_an_export_failed(ranks, tmp_path):
+    first, second = ranks.run(2, failures_of_exports, str(tmp_path))
+    assert first == second and "step-000001 could not be exported" in first

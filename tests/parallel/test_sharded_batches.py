@@ -39,6 +39,8 @@ def whole_batch() -> BatchedDataDict:
     batch = batch_of([trajectory(draw) for _ in range(8)])
     for key in ("prev_logprobs", "reference_policy_logprobs"):
         del batch[key]
+    shape = batch["input_ids"].shape  # a user's values of sequences, as many as a sequence has tokens
+    batch["features"] = torch.rand(shape, generator=torch.Generator().manual_seed(6))
     return batch
 
 
@@ -82,6 +84,8 @@ def learn(parallel, batching, sharded, everywhere=False, units=False, sizes=None
         batch = policy.distribute(as_produced(batch, policy, everywhere, store), sizes, owners)
         before = gathered(batch, [*batch.own])
         assert all(torch.equal(before[key], value) for key, value in whole_batch().items())
+        part = batch.sequences(batch.numbers.tolist(), 3)
+        assert part["input_ids"].size(1) == 3 and torch.equal(part["features"], batch["features"])
     policy.freeze_reference()
     batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
     batch["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
 
+from rl_megatron.algorithms.teachers import Teachers
 from rl_megatron.batching.config import Batching
+from rl_megatron.batching.ownership import Ownership
+from rl_megatron.batching.produced import produced
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.config.teachers import TeacherConfig
@@ -110,6 +114,64 @@ def test_a_sharded_student_and_teacher_equal_one_process(ranks, world, parallel,
             assert metrics[name] == pytest.approx(want[name], rel=1e-6, abs=1e-6), name
         torch.testing.assert_close(logprobs, want_logprobs, rtol=1e-5, atol=1e-5)
     assert_equal_gradients(answers[0][1], want_gradients)
+
+
+def learned_by_data(student: dict, teacher: dict | None, packed: bool, directory: str, alone: bool = False):
+    """Return (metrics, gradients on rank 0, logprobs) of a batch of two data sets with a teacher each.
+
+    Args:
+        student: The student's layout.
+        teacher: The layout of the second teacher; None: the student's.
+        packed: Whether sequences are packed.
+        directory: Where the checkpoint of the second teacher is.
+        alone: Whether the sequences of the second data set are all on one rank, so that another has none.
+    """
+    policy = build_policy(student, batching=PACKED if packed else PADDED)
+    own = None if teacher is None else ParallelConfig(**teacher)
+    second = load_teacher(
+        TeacherConfig(path=f"{directory}/step-000001", parallel=own), policy.topology, VOCAB_SIZE, "fp32", None
+    )
+    first = Teacher(ShardedModel(TEACHER, policy.topology, vocab_size=VOCAB_SIZE, seed=11))
+    teachers = Teachers([first, second], [0.5, 0.5], policy.batching, VOCAB_SIZE, [(0,), (1,)])
+    whole = random_batch(6, 14, 2)
+    whole["data_set"] = torch.tensor([0, 1, 0, 0, 0, 0] if alone else [0, 1, 0, 1, 1, 0])
+    batch = produced(whole if policy.topology.rank == 0 else None, policy.topology)
+    if policy.topology.world_size == 1:
+        batch = batch.moved_to(Ownership(np.zeros(6, dtype=np.int64), []))
+    else:
+        batch = policy.distribute(batch, [6])
+    logprobs = torch.zeros(6, batch.width)
+    logprobs[torch.from_numpy(batch.numbers)] = teachers.logprobs(batch)
+    loss = build_loss("distillation", FULL)
+    metrics = policy.accumulate_gradients(teachers.with_topk(batch, loss), loss)
+    has_some = bool((batch.own_facts(batch.facts["data_set"]) == 1).any())
+    return metrics, gradients(policy), logprobs, has_some
+
+
+BY_DATA = {
+    "data": (2, {}, None, False),
+    "data packed": (2, {}, None, True),
+    "a teacher of its own layout": (2, {}, {"tensor": 2}, False),
+    "data and tensor": (4, {"tensor": 2}, None, True),
+    "pipeline": (2, {"pipeline": 2}, None, True),
+}
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["spread", "one sequence"])
+@pytest.mark.parametrize("layout", BY_DATA)
+def test_teachers_by_data_give_what_they_give_in_one_process(ranks, tmp_path, layout, alone):
+    world, student, teacher, packed = BY_DATA[layout]
+    ranks.run(1, save_teacher, str(tmp_path))
+    want, want_gradients, want_logprobs, _ = ranks.run(1, learned_by_data, {}, None, False, str(tmp_path), alone)[0]
+    answers = ranks.run(world, learned_by_data, student, teacher, packed, str(tmp_path), alone)
+    for metrics, *_ in answers:
+        for name in want:
+            assert metrics[name] == pytest.approx(want[name], rel=1e-6, abs=1e-6), name
+    assert_equal_gradients(answers[0][1], want_gradients)
+    copies = world if "pipeline" in student else student.get("tensor", 1)
+    torch.testing.assert_close(sum(answer[2] for answer in answers) / copies, want_logprobs, rtol=1e-5, atol=1e-5)
+    if alone and "pipeline" not in student:
+        assert not all(has_some for *_, has_some in answers), "a rank has no sequence for the second teacher"
 
 
 def save_teacher(directory: str) -> None:

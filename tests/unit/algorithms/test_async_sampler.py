@@ -125,6 +125,59 @@ def test_groups_of_a_later_step_begin_with_the_weights_that_an_evaluation_syncs(
             time.sleep(0.01)
 
 
+MIXED = (
+    "algorithm=opd", "loss=clipped_pg", "loss.reference_policy_kl_penalty=0", "data=files", "data.path=null",
+    "data.prompt_template='{question}'", f"algorithm.prompts_per_step={PER_STEP}",
+    f"algorithm.samples_per_prompt={SIZE}",
+    "data.mix=[{path: upper.jsonl, name: upper}, {path: lower.jsonl, name: lower}]",
+    "algorithm.teachers=[{path: x, data_sets: [lower]}, {path: y, data_sets: [upper]}]",
+)  # fmt: skip
+
+
+def data_sets_fit(rollouts) -> bool:
+    """Return whether the data set of each prompt is the one that has it, and the step has prompts of both."""
+    is_lower = rollouts["input_ids"][:, 0] >= ord("a")
+    return torch.equal(rollouts.facts["data_set"], is_lower.int()) and 0 < is_lower.sum() < len(is_lower)
+
+
+@pytest.fixture
+def of_two_files(monkeypatch, made):
+    """What `made` is, with a mixture of prompts in upper and in lower case."""
+    for module in (training_data, stage_loader):
+        monkeypatch.setattr(
+            module, "build_source",
+            lambda stage: Problems(Echo(prompts=tuple("ABCD" if stage.data.path == "upper.jsonl" else "abcd"))),
+        )  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize("kind", [Sampler, AsyncSampler])
+def test_completions_have_the_data_sets_of_their_prompts(of_two_files, kind):
+    sampler, stage, _ = of_two_files(kind, *MIXED, "rollout.save_every=1")
+    for step in (1, 2):
+        rollouts, _ = sampler.collect(step)
+        assert data_sets_fit(rollouts)
+        rollouts["advantages"] = torch.zeros(rollouts["input_ids"].shape)
+        sampler.keep(step, rollouts)
+    replay = f"rollout.replay={stage.rollout_files}"
+    assert data_sets_fit(of_two_files(Sampler, *MIXED, replay)[0].collect(2)[0])
+
+
+def test_completions_of_a_failed_group_have_a_data_set(of_two_files, monkeypatch):
+    async def fails_for_a(client, record, sampling):
+        if client.prompt.ids[0] in b"aA":
+            raise OSError("the world has ended")
+        return await completion(client, record, sampling)
+
+    rules, ranks = RolloutRules(NO_LIMITS, fails_run=False), PolicyRanks(0, 1, torch.device("cpu"))
+    monkeypatch.setattr(
+        fakes, "runner_of_completions", lambda: RolloutRunner(fails_for_a, rules, Characters(), ranks, 60.0)
+    )
+    sampler, _, _ = of_two_files(Sampler, *MIXED, "algorithm.prompts_per_step=8", "rollout.on_failure=mask_group")
+    rollouts, _ = sampler.collect(1)
+    assert rollouts["sample_mask"].sum() == 6 * SIZE and data_sets_fit(rollouts)
+
+
 def test_a_group_of_failures_is_replaced_and_counted(made, monkeypatch):
     """It is the only group that dynamic sampling drops, and has no sample whose reward could be compared."""
     failures = [OSError("the world has ended")] * SIZE

@@ -38,6 +38,7 @@ class Saving:
     def finish(self):
         self.model._do("finish", self.step)
         self.model.log.append((self.model.name, "finish", self.step))
+        return f"{self.model.name} {self.step}"
 
     def abandon(self):
         self.model.log.append((self.model.name, "abandon", self.step))
@@ -118,3 +119,25 @@ def test_the_last_save_has_to_succeed(make):
     checkpointer, _ = make([], policy_fails={("finish", 3)})
     with pytest.raises(SaveFailed, match="policy cannot finish 3"):
         checkpointer.save(3, last=True)
+
+
+class Exports:
+    """Logs what an exporter is asked for."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __getattr__(self, name):
+        return lambda *arguments, **options: self.log.append(("exporter", name, *map(str, arguments)))
+
+
+def test_a_save_begins_after_the_export_before_it_and_replaces_its_own(make):
+    log = []
+    checkpointer, _ = make(log, async_save=True)
+    checkpointer.exporter = Exports(log)
+    checkpointer.save(1, last=False)
+    checkpointer.save(2, last=False)
+    assert [entry[1:] for entry in log if entry[0] in ("exporter", "policy")] == [
+        ("wait",), ("discard", "1"), ("begin", 1), ("finish", 1), ("begin", "policy 1"),
+        ("wait",), ("discard", "2"), ("begin", 2),
+    ]  # fmt: skip

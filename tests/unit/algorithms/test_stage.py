@@ -19,7 +19,7 @@ from rl_megatron.data.sources import HeldoutBatch
 from rl_megatron.data.tasks import Problem
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.losses import NLLLoss
+from rl_megatron.losses import NLLLoss, build_loss
 from tests.unit.algorithms.fakes import Characters, Echo, ScoredHere, Scripted, rollouts_of
 
 
@@ -207,6 +207,15 @@ def test_a_nan_names_stage_and_step_and_keeps_the_cause(make):
     stage.train(1, None, None)
     with pytest.raises(NonFiniteLoss, match=r"^stage sft, step 2: the loss is nan .*microbatch 0.*metrics: loss=nan"):
         stage.train(2, None, None)
+
+
+def test_a_policy_learns_that_a_rollout_is_on_policy(make):
+    """Then a loss may take the logprobs of before the step from the step itself, if a batch does not have them."""
+    log = []
+    stage = make(log, steps=3)
+    for loss in (build_loss("clipped_pg"), NLLLoss()):
+        stage.train(1, BatchedDataDict(input_ids=torch.ones(2, 3)), loss)
+    assert log[-2:] == [("train", {"on_policy": True}), ("train", {})]
 
 
 def test_a_finished_stage_is_known_by_its_last_step(monkeypatch, tmp_path):

@@ -4,11 +4,13 @@ import torch
 
 from rl_megatron.algorithms.teachers import Teachers
 from rl_megatron.batching.config import Batching
+from rl_megatron.batching.produced import whole
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
 
 VOCAB, TOP_K = 11, 4
-DATA_SETS = ["sums", "chat", "both", "sums"]
+SUMS, CHAT, BOTH = range(3)  # data sets
+DATA_SETS = torch.tensor([SUMS, CHAT, BOTH, SUMS])
 SHARES = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.75, 0.25], [1.0, 0.0]])  # of the teachers, for each sequence
 
 
@@ -24,23 +26,29 @@ class Table:
         found = self.logits[batch["input_ids"]].topk(k)
         return found.values, found.indices
 
+    def logprobs(self, batch, batching):
+        self.read += batch["input_ids"].tolist()
+        return self.logits.log_softmax(-1)[batch["input_ids"].roll(1, 1), batch["input_ids"]]
+
 
 def batch_and_student():
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (4, 6), generator=generator)
     lengths = torch.tensor([6, 4, 5, 3])
     mask = (torch.arange(6) < lengths[:, None]).float()
-    batch = BatchedDataDict(input_ids=ids, input_lengths=lengths, token_mask=mask, sample_mask=torch.ones(4))
+    batch = BatchedDataDict(
+        input_ids=ids, input_lengths=lengths, token_mask=mask, sample_mask=torch.ones(4), data_set=DATA_SETS
+    )
     return batch, torch.randn(4, 6, VOCAB, generator=generator, dtype=torch.float64)
 
 
 def test_each_sequence_learns_from_the_teachers_of_its_data_set():
     models, loss = [Table(1), Table(2)], build_loss("distillation", {"kl_type": "mixed"})
-    teachers = Teachers(models, [0.75, 0.25], Batching(sequences=4), TOP_K, [("sums", "both"), ("chat", "both")])
+    teachers = Teachers(models, [0.75, 0.25], Batching(sequences=4), TOP_K, [(SUMS, BOTH), (CHAT, BOTH)])
     batch, student = batch_and_student()
     student.requires_grad_()
     tokens = batch["token_mask"][:, 1:].sum()
-    taught = teachers.with_topk(BatchedDataDict(batch), loss, DATA_SETS)
+    taught = teachers.with_topk(whole(batch), loss).own
     value, _ = loss(student, taught, 4, tokens)
     torch.testing.assert_close(taught["teacher_weights"], SHARES[:, None])
     for model, share in zip(models, SHARES.unbind(1), strict=True):
@@ -62,7 +70,18 @@ def test_each_sequence_learns_from_the_teachers_of_its_data_set():
 
 def test_a_teacher_without_a_sequence_in_the_batch_reads_nothing():
     models, loss = [Table(1), Table(2)], build_loss("distillation")
-    teachers = Teachers(models, [0.5, 0.5], Batching(sequences=4), TOP_K, [(), ("chat",)])
-    taught = teachers.with_topk(batch_and_student()[0], loss, ["sums"] * 4)
+    teachers = Teachers(models, [0.5, 0.5], Batching(sequences=4), TOP_K, [(), (CHAT,)])
+    taught = teachers.with_topk(whole(batch_and_student()[0] | {"data_set": torch.full((4,), SUMS)}), loss)
     assert models[1].read == [] and len(models[0].read) == 4
     torch.testing.assert_close(taught["teacher_weights"], torch.tensor([[[1.0, 0.0]]] * 4))
+
+
+def test_the_logprobs_of_each_sequence_are_those_of_the_teachers_of_its_data_set():
+    models = [Table(1), Table(2)]
+    teachers = Teachers(models, [0.75, 0.25], Batching(sequences=4), TOP_K, [(SUMS, BOTH), (CHAT, BOTH)])
+    batch, _ = batch_and_student()
+    found = teachers.logprobs(whole(batch))
+    for model, share in zip(models, SHARES.unbind(1), strict=True):
+        assert model.read == batch["input_ids"][share > 0].tolist()
+    first, second = (model.logprobs(batch, None) for model in models)
+    torch.testing.assert_close(found, SHARES[:, :1] * first + SHARES[:, 1:] * second)

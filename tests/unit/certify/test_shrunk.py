@@ -23,6 +23,13 @@ DEGREES = [
 ]
 
 
+@pytest.mark.parametrize(("scope", "coefficient"), [("global", 0.1), ("microbatch", 0.0)])
+def test_a_shrunk_model_has_the_balancing_loss_that_no_layout_changes(scope, coefficient):
+    balance = ["model=nano_moe", "model.router_aux_loss=0.1", f"model.router_aux_loss_scope={scope}"]
+    small, _ = shrunk(load_config(balance).first.model, ParallelConfig(expert=2))
+    assert small.router_aux_loss == coefficient
+
+
 @pytest.mark.change
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 @pytest.mark.parametrize("preset", PRESETS)

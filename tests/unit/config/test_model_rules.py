@@ -22,6 +22,7 @@ YARN = "kind:yarn,factor:8,original_max_position_embeddings:512"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["model=nano_moe", "model.router_aux_loss_scope=global"], "has no effect: model.router_aux_loss=0 turns"),
         (["model.rope_scaling={kind:liner,factor:2}"], "model.rope_scaling="),
         (["model.rope_scaling={kind:linear,factr:2}"], "unknown key 'model.rope_scaling.factr'; did you mean"),
         (["model.rope_scaling={kind:linear,factor:0}"], "model.rope_scaling.factor=0: input should be greater than 0"),

@@ -14,6 +14,10 @@ VERIFIERS = (*GRPO, "rollout.worker=verifiers", "rollout.environment.name=revers
     ("overrides", "message"),
     [
         (
+            (*CONVERSATION, "rollout.turn_sampling=[{top_k: 1}, {temperature: 0}]"),
+            "rollout.turn_sampling[1].temperature=0 is greedy sampling, and grpo learns from the tokens",
+        ),
+        (
             (*GRPO, "rollout.environment.name=a.b:C"),
             "environment.name has no effect on rollout.worker=completion",
         ),
@@ -23,10 +27,6 @@ VERIFIERS = (*GRPO, "rollout.worker=verifiers", "rollout.environment.name=revers
         ((*CONVERSATION, "rollout.worker_kwargs.x=3"), "rollout.worker_kwargs has no effect on worker=conversation"),
         ((*CONVERSATION, "rollout.max_rollout_turns=3"), "did you mean 'rollout.max_turns'"),
         ((*CONVERSATION, "rollout.turn_sampling=[{stop: ['']}]"), "rollout.turn_sampling"),
-        (
-            (*CONVERSATION, "rollout.turn_sampling=[{top_k: 1}, {temperature: 0}]"),
-            "rollout.turn_sampling[1].temperature=0 is greedy sampling, and grpo learns from the tokens",
-        ),
         ((*CONVERSATION, "rollout.environment.name=no.py:C"), "rollout.environment.name: there is no file"),
         ((*CONVERSATION, "rollout.environment.python=p"), "environment.python has no effect without an environment"),
         ((*GRPO, "rollout.worker=verifiers"), "rollout.worker=verifiers needs rollout.environment.name"),

@@ -25,9 +25,9 @@ FILES = (*TOP_K, "data=files", "data.path=null", MIX)
             "data_sets has 'sums', and data.mix has []",
         ),
         (
-            ("algorithm=opd", "loss=distillation", "data=arithmetic",
-             "algorithm.teachers=[{path: x, data_sets: [sums]}]"),
-            "algorithm.name=on_policy_distillation has no given answers",
+            ("algorithm=opd", "loss=clipped_pg", "loss.reference_policy_kl_penalty=0", "data=files", "data.path=null",
+             "data.prompt_template='{question}'", MIX, "algorithm.teachers=[{path: x, data_sets: [sums]}]"),
+            "no teacher has the data set 'chat' of data.mix",
         ),
     ],
     ids=["unknown", "untaught", "no mixture", "on-policy"],

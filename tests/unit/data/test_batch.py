@@ -3,7 +3,14 @@ import pickle
 import pytest
 import torch
 
-from rl_megatron.data import BatchedDataDict
+from rl_megatron import data
+from rl_megatron.data.batch import BatchedDataDict
+
+
+def test_the_data_package_has_the_batch_and_names_what_it_lacks():
+    assert data.BatchedDataDict is BatchedDataDict
+    with pytest.raises(AttributeError, match="module 'rl_megatron.data' has no attribute 'Batch'"):
+        data.Batch  # noqa: B018
 
 
 def batch_of(lengths):

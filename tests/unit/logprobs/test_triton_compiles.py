@@ -71,48 +71,46 @@ def resources(cubin):
     return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
 
 
-def print_variants():
-    """Compile every variant in this process, and print what there is to know about each."""
+def print_variants(architecture):
+    """Compile every variant for an architecture in this process, and print what there is to know about each."""
     from rl_megatron.logprobs.kernels import triton as kernels
 
     assert not kernels.INTERPRETED
     variants, of_rows = [], []
-    for architecture in ARCHITECTURES:
-        for num_columns, dtype, absent, aligned in LOGITS:
-            block, warps = kernels.block_of(num_columns)
-            for kernel, modes in ((kernels.row_stats_kernel, FORWARD), (kernels.row_gradients_kernel, BACKWARD)):
-                for mode in modes if aligned else modes[:1]:
-                    constants = {"BLOCK": block} | absent | mode
-                    result = compiled(kernel, architecture, dtype, warps, aligned, constants)
-                    ptx = result.asm["ptx"]
-                    variant = {
-                        "name": f"{kernel.fn.__name__}, {num_columns} columns of {dtype}, {constants}",
-                        "architecture": architecture,
-                        "aligned": aligned,
-                        "writes": kernel is kernels.row_gradients_kernel,
-                        "vectors": block * {"fp32": 4, "bf16": 2}[dtype] // (16 * 32 * warps),
-                        "loads": ptx.count("ld.global.v4.b32"),
-                        "stores": ptx.count("st.global.v4.b32"),
-                        "atomics": ptx.count("atom."),
-                        **resources(result.asm["cubin"]),
-                    }
-                    variants.append(variant)
-        for kernel, absent in (
-            (kernels.local_columns_kernel, {}), (kernels.merge_rows_kernel, {}),
-            (kernels.merge_rows_kernel, {"row_entropy": None}), (kernels.target_slopes_kernel, {}),
-            (kernels.target_slopes_kernel, {"entropy_grad": None, "entropy": None}),
-        ):  # fmt: skip
-            result = compiled(kernel, architecture, "fp32", 4, False, {"BLOCK": kernels.ROWS} | absent)
-            rounds = [text for text in ("lg2.approx", "div.full", "div.approx") if text in result.asm["ptx"]]
-            of_rows.append({"name": kernel.fn.__name__, "rounds": rounds, **resources(result.asm["cubin"])})
+    for num_columns, dtype, absent, aligned in LOGITS:
+        block, warps = kernels.block_of(num_columns)
+        for kernel, modes in ((kernels.row_stats_kernel, FORWARD), (kernels.row_gradients_kernel, BACKWARD)):
+            for mode in modes if aligned else modes[:1]:
+                constants = {"BLOCK": block} | absent | mode
+                result = compiled(kernel, architecture, dtype, warps, aligned, constants)
+                ptx = result.asm["ptx"]
+                variant = {
+                    "name": f"{kernel.fn.__name__}, {num_columns} columns of {dtype}, {constants}",
+                    "aligned": aligned,
+                    "writes": kernel is kernels.row_gradients_kernel,
+                    "vectors": block * {"fp32": 4, "bf16": 2}[dtype] // (16 * 32 * warps),
+                    "loads": ptx.count("ld.global.v4.b32"),
+                    "stores": ptx.count("st.global.v4.b32"),
+                    "atomics": ptx.count("atom."),
+                    **resources(result.asm["cubin"]),
+                }
+                variants.append(variant)
+    for kernel, absent in (
+        (kernels.local_columns_kernel, {}), (kernels.merge_rows_kernel, {}),
+        (kernels.merge_rows_kernel, {"row_entropy": None}), (kernels.target_slopes_kernel, {}),
+        (kernels.target_slopes_kernel, {"entropy_grad": None, "entropy": None}),
+    ):  # fmt: skip
+        result = compiled(kernel, architecture, "fp32", 4, False, {"BLOCK": kernels.ROWS} | absent)
+        rounds = [text for text in ("lg2.approx", "div.full", "div.approx") if text in result.asm["ptx"]]
+        of_rows.append({"name": kernel.fn.__name__, "rounds": rounds, **resources(result.asm["cubin"])})
     print(json.dumps({"variants": variants, "of_rows": of_rows}))
 
 
-@pytest.fixture(scope="module")
-def found():
-    """Return what another process says, because the kernels of this one are interpreted."""
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def compiled_kernels(request):
+    """Return what another process prints, because the kernels of this one are interpreted."""
     pytest.importorskip("triton", minversion="3.6")  # the compiler's entry points are no public interface
-    program = f"import {__name__} as this; this.print_variants()"
+    program = f"import {__name__} as this; this.print_variants({request.param})"
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -120,36 +118,35 @@ def found():
 
 
 @pytest.fixture
-def variants(found):
-    return found["variants"]
+def variants(compiled_kernels):
+    variants = compiled_kernels["variants"]
+    assert len(variants) == 4 * (len(FORWARD) + len(BACKWARD)) + 2
+    return variants
 
 
-def test_rows_are_merged_in_registers_with_exact_logarithms(found):
-    assert len(found["of_rows"]) == 5 * len(ARCHITECTURES)
-    assert not [kernel for kernel in found["of_rows"] if kernel["rounds"] or kernel["STACK"] or kernel["LOCAL"]]
+def test_rows_are_merged_in_registers_with_exact_logarithms(compiled_kernels):
+    of_rows = compiled_kernels["of_rows"]
+    assert len(of_rows) == 5
+    assert not [kernel for kernel in of_rows if kernel["rounds"] or kernel["STACK"] or kernel["LOCAL"]]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-class TestOnAnArchitecture:
-    @pytest.fixture
-    def here(self, variants, architecture):
-        here = [variant for variant in variants if variant["architecture"] == architecture]
-        assert len(here) == 4 * (len(FORWARD) + len(BACKWARD)) + 2
-        return here
+def test_several_programs_fit_on_a_multiprocessor(variants):
+    assert not [variant for variant in variants if not 0 < variant["REG"] <= MOST_REGISTERS[variant["aligned"]]]
 
-    def test_several_programs_fit_on_a_multiprocessor(self, here):
-        assert not [variant for variant in here if not 0 < variant["REG"] <= MOST_REGISTERS[variant["aligned"]]]
 
-    def test_values_stay_in_registers(self, here):
-        assert not [variant for variant in here if variant["STACK"] > MOST_STACK_BYTES or variant["LOCAL"]]
+def test_values_stay_in_registers(variants):
+    assert not [variant for variant in variants if variant["STACK"] > MOST_STACK_BYTES or variant["LOCAL"]]
 
-    def test_logits_are_read_once_and_128_bits_at_a_time(self, here):
-        # In the loop over whole blocks, and once more in what is left after it.
-        assert not [v for v in here if v["aligned"] and v["loads"] != 2 * v["vectors"]]
 
-    def test_gradients_are_written_128_bits_at_a_time(self, here):
-        # As they are read, and zeros in the rows that are not active.
-        assert not [v for v in here if v["aligned"] and v["stores"] != (3 * v["vectors"] if v["writes"] else 0)]
+def test_logits_are_read_once_and_128_bits_at_a_time(variants):
+    # In the loop over whole blocks, and once more in what is left after it.
+    assert not [v for v in variants if v["aligned"] and v["loads"] != 2 * v["vectors"]]
 
-    def test_no_sum_depends_on_an_order_of_programs(self, here):
-        assert not [variant for variant in here if variant["atomics"]]
+
+def test_gradients_are_written_128_bits_at_a_time(variants):
+    # As they are read, and zeros in the rows that are not active.
+    assert not [v for v in variants if v["aligned"] and v["stores"] != (3 * v["vectors"] if v["writes"] else 0)]
+
+
+def test_no_sum_depends_on_an_order_of_programs(variants):
+    assert not [variant for variant in variants if variant["atomics"]]

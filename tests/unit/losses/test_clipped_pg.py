@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rl_megatron.losses import ClippedPGLossConfig, ClippedPGLossFn
+from rl_megatron.losses.foreign import as_loss
 from rl_megatron.losses.functional import any_token_below
 from tests.contract.loss_cases import CASES, policy_batch
 from tests.unit.losses.token_by_token import TokenByToken
@@ -223,6 +224,34 @@ def test_a_token_with_infinite_disagreement_is_outside_every_bound(kind, bad):
     torch.testing.assert_close(gradient, usual)
     assert metrics["is_oob_ratio"] > before["is_oob_ratio"] == 0
     assert metrics["mismatch_max"] == math.inf and metrics["gen_kl_error"] > before["gen_kl_error"]
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
+@pytest.mark.parametrize("low", [None, 0.5])
+def test_an_infinite_weight_is_0_and_outside_whatever_the_lower_bound_is(low, bad):
+    batch, logprobs, _, num_seqs, num_toks = make()
+    cfg = {"use_importance_sampling_correction": True, "reference_policy_kl_penalty": 0.0}
+    cfg |= {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1e6}
+    cfg |= {} if low is None else {"truncated_importance_sampling_ratio_min": low}
+    _, before, usual = run(cfg, batch, logprobs, num_seqs, num_toks)
+    token = usual[0].nonzero()[0].item()
+    batch["generation_logprobs"][0, token + 1] = bad
+    _, metrics, gradient = run(cfg, batch, logprobs, num_seqs, num_toks)
+    assert gradient[0, token] == 0 and metrics["is_oob_ratio"] > before["is_oob_ratio"]
+
+
+class WithItsOwnCall(ClippedPGLossFn):
+    """A loss that is called as it is, and takes old logprobs from the model's output if a batch lacks them."""
+
+    on_policy_keys = frozenset({"prev_logprobs"})
+
+    def __call__(self, *arguments, **keywords):
+        return super().__call__(*arguments, **keywords)
+
+
+def test_a_loss_with_its_own_call_reads_old_logprobs_as_its_settings_say():
+    assert as_loss(WithItsOwnCall()).reads_on_policy_keys
+    assert not as_loss(WithItsOwnCall({"force_on_policy_ratio": True})).reads_on_policy_keys
 
 
 @pytest.mark.parametrize("bad", [-math.inf, math.nan])
