@@ -18,10 +18,11 @@ from tests.end_to_end.launch import Forks
 from tests.fresh_process import FreshProcess
 from tests.worker_pool import WorkerPool
 
+gc.disable()  # while nothing but modules and tests is made, until the end of the collection
 shape_checks.install()  # before anything imports the modules that it checks
 
 # Most tests in these directories need several processes. They belong to the change tier, unless a mark says otherwise.
-DEAR_DIRECTORIES = [Path(__file__).parent / name for name in ("parallel", "end_to_end")]
+DEAR_DIRECTORIES = tuple(f"{Path(__file__).parent / name}{os.sep}" for name in ("parallel", "end_to_end"))
 
 
 NIGHTLY = costs.NightlyTests()
@@ -29,7 +30,7 @@ NIGHTLY = costs.NightlyTests()
 
 def is_dear(path: Path) -> bool:
     """Return whether a file is in one of the dear directories."""
-    return any(path.is_relative_to(directory) for directory in DEAR_DIRECTORIES)
+    return str(path).startswith(DEAR_DIRECTORIES)
 
 
 @pytest.fixture(scope="session")
@@ -134,10 +135,8 @@ def pytest_collection_modifyitems(config, items):
     """Leave out what is of a dearer tier or of another shard."""
     config.stash[COLLECTED] = list(items)
     tiers = costs.TIERS[: costs.TIERS.index(config.getoption("--tier")) + 1]
-    files = sorted({item.path for item in items})
-    if shard := config.getoption("--shard"):
-        first, step = map(int, shard.split("/"))
-        files = files[first - 1 :: step]
+    first, step = map(int, (config.getoption("--shard") or "1/1").split("/"))
+    files = set(sorted({item.path for item in items})[first - 1 :: step])
     left_out = {item for item in items if costs.tier_of(item) not in tiers or item.path not in files}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
@@ -147,6 +146,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     gc.freeze()  # Garbage collections then skip the modules and tests, a million objects that are never freed.
+    gc.enable()
 
 
 def pytest_itemcollected(item):

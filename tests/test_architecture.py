@@ -10,9 +10,9 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
 # A subpackage may import itself and those before it.
 PACKAGES = (
-    "config", "topology", "data", "batching", "logprobs", "losses", "model", "execution", "checkpoint", "weight_sync",
-    "policy", "generation", "rewards", "rollouts", "observability", "algorithms", "certify", "plan", "doctor", "compat",
-    "cli", "api",
+    "config", "topology", "workers", "data", "batching", "logprobs", "losses", "model", "execution", "checkpoint",
+    "weight_sync", "policy", "generation", "rewards", "rollouts", "observability", "algorithms", "certify", "plan",
+    "doctor", "compat", "cli", "api",
 )  # fmt: skip
 FOR_ALL = {"log", "rl_megatron"}  # rl_megatron: the package root, which holds the version
 IMPORT_ANYTHING = {"__main__"}

@@ -72,7 +72,7 @@ AMBIGUOUS = {
     "units": (), "room": (), "rooms": (), "measure": (), "measures": (), "agreement": (), "filler": (),
     "platform": (("checkpoint/save.py", r"platform", "Python's module"), ("generation/", r"platform", "sys.platform"),
                  ("topology/child_process.py", r"\.?platform", "sys.platform"),
-                 ("rollouts/tools/confined.py", r"\.platform", "sys.platform")),
+                 ("workers/confined.py", r"\.platform", "sys.platform")),
     "inputs": (("compat/", r".*", "NeMo RL's names"),),
     "contents": (),
     "origin": (("config/hints.py", r"get_origin", "typing's"), ("compat/", r"origin", "importlib's attribute"),

@@ -61,6 +61,22 @@ def group_relative(
     return _compare_groups(compare, group_size, sample_mask, rewards.float())
 
 
+def check_groups(group_size: int, **values: Tensor) -> None:
+    """Check that values of samples, [B] or [B, …], form groups of `group_size`, and that they are of the same samples.
+
+    Raises:
+        ValueError: They do not, or the group size is not a whole number above 0. The message has their names.
+    """
+    if not isinstance(group_size, int) or group_size < 1:
+        raise ValueError(f"group_size={group_size!r} must be a whole number, at least 1")
+    sizes = {name: len(value) for name, value in values.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"{sizes} must have the same number of samples")
+    for name, size in sizes.items():
+        if size % group_size:
+            raise ValueError(f"{size} samples of {name} do not form groups of {group_size}")
+
+
 def _compare_groups(
     compare: Callable[..., Tensor],
     group_size: int,
@@ -81,8 +97,9 @@ def _compare_groups(
     Raises:
         ValueError: The samples do not form whole groups.
     """
-    if len(values[0]) % group_size:
-        raise ValueError(f"{len(values[0])} rewards do not form groups of {group_size}")
+    if values[0].dim() != 1:
+        raise ValueError(f"rewards {tuple(values[0].shape)} must be one reward per sample, [B]")
+    check_groups(group_size, rewards=values[0], **({} if sample_mask is None else {"sample_mask": sample_mask}))
     if sample_mask is None or bool((sample_mask != 0).all()):
         return compare(*(each.view(-1, group_size) for each in values)).reshape(-1)
     kept = (sample_mask != 0).view(-1, group_size)
@@ -103,6 +120,7 @@ def informative_groups(
 
     Shapes: rewards and sample_mask are [num_groups · group_size]; the result is [num_groups].
     """
+    check_groups(group_size, rewards=rewards, **({} if sample_mask is None else {"sample_mask": sample_mask}))
     groups = rewards.float().view(-1, group_size)
     if sample_mask is None:
         return (groups != groups[:, :1]).any(1)
@@ -146,7 +164,7 @@ def generalized_advantages(
     kept = mask != 0
     rewards, values = rewards.float(), values.float()
     advantages = torch.zeros_like(values)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    next_value = next_advantage = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
         surprise = rewards[:, t] + discount * next_value - values[:, t]
         next_advantage = torch.where(kept[:, t], surprise + discount * gae_lambda * next_advantage, next_advantage)
@@ -164,15 +182,22 @@ def whiten(
 
     std is the sample standard deviation, as in `group_relative`. Collective over the ranks that share the batch.
 
-    Shapes: advantages and mask are [B, S]; the result is [B, S] fp32.
+    Shapes: advantages and mask are [B, S]; the result is [B, S] fp32. It is NaN if an advantage is that counts.
     Source: Andrychowicz et al. 2021, "What matters for on-policy deep actor-critic methods?" (arXiv:2006.05990),
     advantage normalization.
+
+    Raises:
+        ValueError: The shapes differ.
     """
+    if advantages.shape != mask.shape:
+        raise ValueError(
+            f"advantages {tuple(advantages.shape)} and mask {tuple(mask.shape)} must have one shape [B, S]"
+        )
     kept = mask != 0
     chosen = advantages[kept].float()
     whitened = torch.zeros(advantages.shape, device=advantages.device)
     moments = ranks.moments(chosen, correction=1)
-    if moments.least < moments.most:
+    if not moments.least >= moments.most:  # so that NaN is not taken for equal advantages
         whitened[kept] = ((chosen - moments.mean) / (moments.deviation + _WHITENING_EPSILON)).float()
     return whitened
 
@@ -244,6 +269,7 @@ def reinforce_plus_plus_baseline(
     Shapes: rewards is [num_groups · group_size], with groups contiguous; mask is [B, S]; the result is [B, S] fp32.
     Source: Hu 2025, "REINFORCE++" (arXiv:2501.03262), REINFORCE++-baseline.
     """
+    check_groups(group_size, rewards=rewards, mask=mask)
     centred = group_relative(rewards, group_size, normalize_std=False, sample_mask=sample_mask)
     return whiten(centred[:, None].expand(mask.shape), mask, ranks)
 
@@ -263,6 +289,12 @@ def group_decoupled(
     Shapes: scores is [num_groups · group_size, K], with groups contiguous; weights is [K]; the result is [B] fp32.
     Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization" (arXiv:2601.05242).
     """
+    check_groups(group_size, scores=scores)
+    if weights.shape != scores.shape[1:] or not len(weights):
+        raise ValueError(
+            f"weights {tuple(weights.shape)} must be one for each function of scores {tuple(scores.shape)}, "
+            "[B, K] with K ≥ 1"
+        )
     groups = scores.view(-1, group_size, scores.shape[1])
     given = ~groups.isnan()
     count = given.sum(1, keepdim=True)
@@ -299,4 +331,5 @@ def optimal_baseline(
         silent = (groups == groups[:, :1]).all(1, keepdim=True) | (total == 0)
         return torch.where(silent, 0.0, groups - baseline)
 
+    check_groups(group_size, rewards=rewards, mask=mask)
     return _compare_groups(compare, group_size, sample_mask, rewards.float(), (mask != 0).sum(1).float())

@@ -101,6 +101,8 @@ def problem_values(samples: ProblemSamples, right_from: float) -> dict[str, floa
         right_from: The lowest reward of a right sample, for pass@k.
     """
     count = len(samples.rewards)
+    if not count:
+        raise ValueError("a problem needs at least one sample, got none")
     num_right = sum(reward >= right_from for reward in samples.rewards)
     values = {f"avg@{count}": sum(samples.rewards) / count}
     values |= {f"pass@{k}": pass_at_k(count, num_right, k) for k in reported_ks(count)}
@@ -113,8 +115,13 @@ def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of one value per problem, with its standard error.
 
     If a value is the mean over samples of the problem, this is the standard error that is clustered by problem.
+
+    Raises:
+        ValueError: There is no value.
     """
     count = len(values)
+    if not count:
+        raise ValueError("there is no value to estimate a mean from; an evaluation needs at least one problem")
     mean = math.fsum(values) / count
     if count < 2:
         return Estimate(mean, None)
@@ -150,6 +157,8 @@ def set_metrics(
         problems: What `problem_values` returned for each problem.
         start: The same for the run's start.
     """
+    if not problems:
+        raise ValueError("an evaluation set needs at least one problem, got none")
     metrics: dict[str, float] = {}
     for name in problems[0]:
         now = [problem[name] for problem in problems]

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rl_megatron.algorithms.advantages import check_groups
+
 _EPSILON = 1e-6  # prevents division by zero among nearly equal rewards
 
 
@@ -93,8 +95,9 @@ def _rewards_of_turns(
     token_rewards: Float[Tensor, "batch sequence"], turns: Int[Tensor, "batch sequence"], group_size: int
 ) -> tuple[Float[Tensor, "groups size turns"], Bool[Tensor, "groups size turns"]]:
     """Return the reward of each turn, and which turns there are."""
-    if turns.shape[0] % group_size:
-        raise ValueError(f"{turns.shape[0]} samples do not form groups of {group_size}")
+    check_groups(group_size, token_rewards=token_rewards, turns=turns)
+    if token_rewards.shape != turns.shape:
+        raise ValueError(f"token_rewards {tuple(token_rewards.shape)} and turns {tuple(turns.shape)} must be [B, S]")
     most = max(int(turns.max()) + 1, 1) if turns.numel() else 1
     sampled = turns >= 0
     place = turns.clamp(min=0)

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.log import LOGGER
 from rl_megatron.model.families import read_model
 
 # The checkpoint that is made of a Hugging Face directory lies beside the output directory, so that resume=false, which
@@ -87,12 +88,16 @@ def _place_beside(output_dir: Path) -> Path:
 
 def _import(source: Path, imported: Path) -> None:
     from rl_megatron.checkpoint.hf_convert import import_weights
+    from rl_megatron.checkpoint.unused_rows import find_unused_rows
     from rl_megatron.cli.convert import progress_bar
 
     imported.parent.mkdir(parents=True, exist_ok=True)
     imported.with_name(_SOURCE).write_text(json.dumps(_files_of(source), indent=1) + "\n", "utf-8")
     with progress_bar(f"import {source}") as report:
         import_weights(source, imported, report)
+    unused = find_unused_rows(source, measure=False)
+    if unused is not None:
+        LOGGER.info("%s: %s", source, unused)
 
 
 def _refuse_another(source: Path, imported: Path) -> None:

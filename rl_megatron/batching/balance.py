@@ -61,6 +61,8 @@ def balanced_shards(groups: Groups, num_shards: int) -> list[Packs]:
         ValueError: A group is longer than a pack, or there are fewer groups than packs are needed.
     """
     require_fitting(groups.lengths, groups.capacity)
+    if not groups.lengths:
+        return [[] for _ in range(num_shards)]
     best: list[Packs] | None = None
     for packs in _packings(groups, num_shards):
         shards = _even_shards(groups, deal(groups, packs, num_shards))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, Self
+from numbers import Integral
+from typing import Literal, Self, get_args
 
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.packing import ALGORITHMS
@@ -13,6 +14,16 @@ from rl_megatron.config.train import TrainConfig
 BatchingKind = Literal["padded", "dynamic", "packed"]
 
 _PACKING = ("balanced", *ALGORITHMS)
+
+
+def require_count(name: str, value: object) -> None:
+    """Check that an argument is a whole number above 0.
+
+    Raises:
+        ValueError: It is not. The message has its `name` and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -25,11 +36,20 @@ class Batching:
             `tokens` at most.
         sequences: Sequences of a padded microbatch.
         tokens: Tokens of a dynamic or packed microbatch, at most, padding included.
+
+    Raises:
+        ValueError: No kind has this name, or a number is not a whole number above 0.
     """
 
     kind: BatchingKind = "padded"
     sequences: int = 8
     tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(BatchingKind):
+            raise unknown_name("kind of batching", self.kind, get_args(BatchingKind))
+        require_count("sequences", self.sequences)
+        require_count("tokens", self.tokens)
 
     @classmethod
     def of(cls, train: TrainConfig) -> Self:
@@ -45,9 +65,8 @@ class _TokenBudgetArgs:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"{field.name} must be at least 1, got {value}.")
+            if field.name not in ("cost", "algorithm"):
+                require_count(field.name, getattr(self, field.name))
 
 
 @dataclass(frozen=True)

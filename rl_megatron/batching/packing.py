@@ -46,8 +46,10 @@ def require_fitting(lengths: Sequence[int], capacity: int) -> None:
     """Check that a pack of `capacity` tokens holds each of the sequences.
 
     Raises:
-        ValueError: A length is negative, or exceeds `capacity`.
+        ValueError: A length is negative, or exceeds `capacity`, which is no number of tokens itself if it is below 1.
     """
+    if not capacity >= 1:
+        raise ValueError(f"a pack holds {capacity} tokens: its capacity must be at least 1.")
     for index, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"sequence {index} has length {length}: lengths must not be negative.")

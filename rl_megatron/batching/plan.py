@@ -11,7 +11,7 @@ from itertools import chain
 from typing import TypeVar
 
 from rl_megatron.batching.balance import Groups, balanced_shards, deal, imbalance
-from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
+from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs, require_count
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.packing import Packs, pack_sequences, round_up, split_packs
 
@@ -69,6 +69,9 @@ def plan_padded(
         ValueError: The sequences do not divide over shards and microbatches.
     """
     num_sequences = len(lengths)
+    require_count("num_shards", num_shards)
+    require_count("sequences_per_microbatch", sequences_per_microbatch)
+    require_within_width(lengths, width)
     if num_sequences % (num_shards * sequences_per_microbatch):
         raise ValueError(
             f"{num_sequences} sequences do not divide over {num_shards} shards in microbatches of "
@@ -81,7 +84,7 @@ def plan_padded(
             list(range(start, start + sequences_per_microbatch))
             for start in range(first, first + share, sequences_per_microbatch)
         ]
-        for first in range(0, num_sequences, share)
+        for first in (shard * share for shard in range(num_shards))
     ]
     return MicrobatchPlan(
         sequences,
@@ -110,6 +113,7 @@ def plan_dynamic_batching(lengths: Sequence[int], width: int, num_shards: int, a
         ValueError: The sequences do not divide over the shards in whole groups, or one group alone exceeds the budget.
     """
     num_groups = _num_groups(len(lengths), num_shards, args.group_size)
+    require_within_width(lengths, width)
     group_lengths = [max(lengths[member] for member in _members(group, args.group_size)) for group in range(num_groups)]
     order = sorted(range(num_groups), key=group_lengths.__getitem__)
     places = [order[start : start + num_shards] for start in range(0, num_groups, num_shards)]
@@ -195,7 +199,19 @@ def _sums(sequences: list[list[list[int]]], values: Sequence[_Number]) -> list[l
     ]
 
 
+def require_within_width(lengths: Sequence[int], width: int) -> None:
+    """Check that sequences fit the batch that they are in.
+
+    Raises:
+        ValueError: A length is negative, or exceeds `width`.
+    """
+    for index, length in enumerate(lengths):
+        if not 0 <= length <= width:
+            raise ValueError(f"sequence {index} has length {length}, and the batch is {width} tokens wide.")
+
+
 def _num_groups(num_sequences: int, num_shards: int, group_size: int) -> int:
+    require_count("num_shards", num_shards)
     multiple = num_shards * group_size
     if num_sequences % multiple:
         raise ValueError(

@@ -9,16 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_megatron.batching.config import Batching, BatchingKind, DynamicPlanArgs, PackingPlanArgs
+from rl_megatron.batching.config import Batching, BatchingKind, DynamicPlanArgs, PackingPlanArgs, require_count
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import Microbatch
 from rl_megatron.batching.packing import round_up
-from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_padded, plan_sequence_packing
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.batching.plan import (
+    MicrobatchPlan,
+    plan_dynamic_batching,
+    plan_padded,
+    plan_sequence_packing,
+    require_within_width,
+)
+from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import is_per_token
 from rl_megatron.topology.degrees import SequenceLayout, zigzag_slices
@@ -143,6 +150,11 @@ def plan_lengths(
         ConfigError: A group alone exceeds `batching.tokens`.
     """
     num_sequences = len(lengths)
+    if not num_sequences:
+        raise ValueError("there is no sequence to plan; a batch needs at least one")
+    require_count("num_shards", num_shards)
+    require_count("group_size", group_size)
+    require_within_width(lengths, width)
     per_rank = -(-num_sequences // (num_shards * group_size)) * group_size
     padded_batching = min(batching.sequences, per_rank)
     multiple = num_shards * (padded_batching if batching.kind == "padded" else group_size)
@@ -204,19 +216,51 @@ def _cut(batch: BatchedDataDict, width: int) -> BatchedDataDict:
     )
 
 
+def required(batch: Mapping[str, Any], key: str) -> Any:
+    """Return batch[key].
+
+    Raises:
+        KeyError: The batch does not have the key. The message names it and the nearest key of the batch.
+    """
+    if key not in batch:
+        raise KeyError(f"the batch needs {key!r}{nearest(key, batch)}")
+    return batch[key]
+
+
+def _described(value: Any) -> str:
+    """Return a value's type or its shape and dtype, for a message."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def sequence_lengths(batch: Mapping[str, Tensor]) -> list[int]:
     """Return the tokens of each sequence: its `input_lengths`, or all of its width.
 
     Raises:
-        ValueError: There is no sequence, a length does not fit the width, or a token that counts lies past the end of
-            its sequence.
+        KeyError: The batch has no `input_ids`.
+        ValueError: There is no sequence or no token, a shape or dtype does not fit, a length does not fit the width, or
+            a token that counts lies past the end of its sequence.
     """
-    num_sequences, width = batch["input_ids"].shape
-    if not num_sequences:
-        raise ValueError(f"the batch has no sequence: input_ids has the shape {(num_sequences, width)}")
+    ids = required(batch, "input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype is torch.bool:
+        raise ValueError(f"input_ids must be a tensor of integers [B, S], got {_described(ids)}")
+    num_sequences, width = ids.shape
+    if not ids.numel():
+        what = "sequence" if not num_sequences else "token"
+        raise ValueError(f"the batch has no {what}: input_ids has the shape {(num_sequences, width)}")
+    if "token_mask" in batch and batch["token_mask"].shape != ids.shape:
+        raise ValueError(
+            f"token_mask {tuple(batch['token_mask'].shape)} must have the shape of input_ids, {(num_sequences, width)}"
+        )
     if "input_lengths" not in batch:
         return [width] * num_sequences
-    lengths = batch["input_lengths"].cpu()
+    lengths = batch["input_lengths"]
+    whole = isinstance(lengths, Tensor) and not lengths.is_floating_point() and lengths.shape == (num_sequences,)
+    if not whole:
+        raise ValueError(
+            f"input_lengths must be a tensor of integers, one for each of the {num_sequences} sequences, got "
+            f"{_described(lengths)}"
+        )
+    lengths = lengths.cpu()
     wrong = ((lengths < 0) | (lengths > width)).nonzero()
     if len(wrong):
         number = int(wrong[0].item())

@@ -46,7 +46,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import num_experts
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.tokenizer_files import load_tokenizer
-from rl_megatron.model.families import family_of_model, read_model, same_weights
+from rl_megatron.model.families import family_of_model, read_model, same_weights, text_config
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.score import score_table, with_score_head
 from rl_megatron.model.families.table import Rows, Shape, WeightTable
@@ -57,6 +57,7 @@ Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in config.json, in transformers 5 and in transformers 4
 # Files that are copied with the weights: configuration, tokenizer, templates, licence.
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
+_OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def import_peft(source: Path, base: Path, checkpoint: Path) -> dict[str, Any]:
@@ -142,6 +143,7 @@ def export_weights(
     progress: Progress = lambda done, total: None,
     *,
     verify: bool = True,
+    cut_vocabulary: bool = False,
 ) -> dict[str, Any]:
     """Convert a checkpoint to a Hugging Face directory, and return its config.json.
 
@@ -156,15 +158,17 @@ def export_weights(
         max_shard_bytes: The most bytes of weights in a file. A larger tensor has its own file.
         progress: Called with the bytes written so far and the total.
         verify: Whether the checkpoint's files are compared with their digests.
+        cut_vocabulary: Whether to leave out the rows of the embedding and the head that no token has.
 
     Raises:
-        ConfigError: The checkpoint is wrong (nothing has been written then), or the directory cannot be written.
+        ConfigError: The checkpoint is wrong, or each row has a token that should be cut (nothing has been written
+            then), or the directory cannot be written.
     """
     manifest = read_manifest(checkpoint)
     refuse_adapter_with_head(checkpoint, manifest)
     if verify:
         check_digests(checkpoint, manifest)
-    adapters = None
+    adapters, num_tokens = None, manifest.get("vocab_size")
     if holds_adapter(manifest):
         base = saved_base(checkpoint, manifest)
         model, *_ = _described(base, read_manifest(base))
@@ -173,6 +177,8 @@ def export_weights(
         if verify:
             check_digests(checkpoint, manifest)
     _, config, table = _described(checkpoint, manifest)
+    if cut_vocabulary:
+        config, table = _without_unused_rows(config, table, num_tokens, checkpoint)
     stored = _checked(checkpoint, table)
     if adapters is not None and adapters.use_dora:
         adapted = {stored_name(f"{linear}.weight")[0] for linear in adapters.linears}
@@ -298,6 +304,33 @@ def _language_model(
     return family, config, family.table(model, rows)
 
 
+def _without_unused_rows(
+    config: dict[str, Any], table: WeightTable, num_tokens: int | None, checkpoint: Path
+) -> tuple[dict[str, Any], WeightTable]:
+    """Return the config.json and the weight table of the model with one row for each token."""
+    padded = [name for name in PADDED if table.shapes.get(name, (1,))[0] > 1]  # a score head has one row
+    rows = table.shapes[padded[0]][0]
+    if num_tokens is None or num_tokens == rows:
+        raise ConfigError(
+            f"--cut-vocabulary: checkpoint {checkpoint} has no row to cut: each of its {rows} rows has a token, or its "
+            "tokenizer is not known; leave it out"
+        )
+    generation = hugging_face_files(checkpoint)
+    generation = None if generation is None else generation / "generation_config.json"
+    files = {"config.json": config}
+    if generation is not None and generation.is_file():
+        files[generation.name] = read_json(generation)
+    for file, values in files.items():
+        for key, value in values.items():
+            ids = value if isinstance(value, list) else [value]
+            if key.endswith("_token_id") and any(isinstance(each, int) and each >= num_tokens for each in ids):
+                raise ConfigError(
+                    f"--cut-vocabulary: {file} of checkpoint {checkpoint} has {key}={value}, and the tokenizer has "
+                    f"{num_tokens} tokens; correct {key}, or leave the option out"
+                )
+    return config | {"vocab_size": num_tokens}, table.with_first_rows(padded, num_tokens)
+
+
 def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
     """Return the checkpoint's tensors, after checking that their names and shapes are those of the table.
 
@@ -373,7 +406,7 @@ def _write_side_files(checkpoint: Path, target: Path, config: dict[str, Any], dt
     keys = [key for key in _DTYPE_KEYS if key in config] or _DTYPE_KEYS
     config = config | dict.fromkeys(keys, name)
     if carried is None or config != read_json(carried / "config.json"):  # otherwise the copied file is right already
-        (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        _write_json(target / "config.json", config)
     return config
 
 
@@ -386,6 +419,16 @@ def _copy_side_files(source: Path, target: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file() and not file.name.endswith(INDEX.removeprefix("model.safetensors")):
                 shutil.copyfile(file, target / file.name)
+    config = read_json(source / "config.json")
+    of_text = text_config(config, str(source / "config.json"))
+    if of_text != config:  # the model reads images, and the checkpoint holds its text model
+        _write_json(target / "config.json", of_text)
+        for name in _OF_IMAGES:
+            (target / name).unlink(missing_ok=True)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 @contextmanager

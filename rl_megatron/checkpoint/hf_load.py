@@ -15,6 +15,7 @@ from rl_megatron.checkpoint.hf_weights import (
     check_tied,
     find_tensors,
     read_block,
+    text_tensors,
     tied_head,
 )
 from rl_megatron.checkpoint.safetensors_files import Place, WeightReader
@@ -108,8 +109,8 @@ def open_hugging_face(directory: Path, head: Head = "lm") -> HuggingFaceWeights:
     family, model = read_directory(directory, head)
     rows = embedding_rows(model, directory / "config.json")
     table = family.table(model, rows) if head == "lm" else score_table(family.table(model, rows), model.hidden_size)
-    places = {family.text_name(name): place for name, place in find_tensors(directory).items()}
-    check_tensors(places, table, str(directory), lambda name: family.is_dropped(name, model))
+    places = text_tensors(find_tensors(directory), family, model, str(directory))
+    check_tensors(places, table, str(directory), lambda name: family.leaves_out(name, model))
     if tied_head(places, table):
         with WeightReader(places) as reader:
             check_tied(reader, str(directory))

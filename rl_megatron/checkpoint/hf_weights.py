@@ -6,7 +6,7 @@ Names, shapes and dtypes are checked from the files' headers, before a weight is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,8 +14,11 @@ import torch
 from rl_megatron.checkpoint.hf_directory import INDEX, weight_files
 from rl_megatron.checkpoint.safetensors_files import NAMES, Place, WeightReader, read_header
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.log import once
+from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.table import Rows, Shape, WeightTable
+from rl_megatron.model.families.with_images import is_of_images, text_name
 
 BLOCK_BYTES = 16 << 20  # how much of a tensor is read at a time
 _SHOWN = 3  # how many tensors a message names
@@ -41,6 +44,47 @@ def find_tensors(directory: Path) -> dict[str, Place]:
     return places
 
 
+def text_tensors(places: Mapping[str, Place], family: Family, model: ModelConfig, where: str) -> dict[str, Place]:
+    """Return the places of all tensors, with the text model's under its own names, and one for each expert's linear.
+
+    Args:
+        places: The place of every tensor in the files.
+        family: The model's family.
+        model: The text model.
+        where: The directory, for messages.
+
+    Raises:
+        ConfigError: A tensor that stacks experts has no such shape. The message names it.
+    """
+    single: dict[str, Place] = {}
+    for hf_name, place in places.items():
+        name = hf_name if family.with_images is None else text_name(hf_name)
+        stack = next((end for end in family.stacked_experts if name.endswith(f".{end}")), None)
+        if stack is None or family.leaves_out(name, model):
+            single[name] = place
+        else:
+            prefix = f"{name.removesuffix(stack)}{stack.rpartition('.')[0]}"
+            single |= _experts_of(place, family.stacked_experts[stack], prefix, f"{where}: {hf_name}")
+    return single
+
+
+def _experts_of(stack: Place, linears: Sequence[str], prefix: str, what: str) -> dict[str, Place]:
+    """Return the place of each linear of each expert in a tensor that stacks them, [experts, rows, columns]."""
+    if len(stack.shape) != 3 or stack.shape[1] % len(linears):
+        raise ConfigError(
+            f"{what} has shape {stack.shape}; it must be [experts, rows, columns], with the rows of "
+            f"{' above those of '.join(linears)}"
+        )
+    experts, rows, columns = stack.shape
+    shape = (rows // len(linears), columns)
+    size = math.prod(shape) * stack.dtype.itemsize
+    numbered = ((expert, linear) for expert in range(experts) for linear in linears)
+    return {
+        f"{prefix}.{expert}.{linear}.weight": Place(stack.file, stack.start + index * size, stack.dtype, shape)
+        for index, (expert, linear) in enumerate(numbered)
+    }
+
+
 def check_tensors(
     places: Mapping[str, Place],
     table: WeightTable,
@@ -64,7 +108,10 @@ def check_tensors(
     extra = {name for name in places.keys() - table.hf_shapes.keys() if name != tied_head(places, table)}
     dropped = {name for name in extra if name.endswith(_NO_WEIGHT) or is_dropped(name)}
     if dropped:
-        once(f"{where}: {len(dropped)} tensors are not part of the model and are left out, such as {min(dropped)}")
+        images = {name for name in dropped if is_of_images(name)}
+        kinds = ((images, " that read images"), (dropped - images, " others" if images else ""))
+        counts = (f"{len(names)}{kind}, such as {min(names)}" for names, kind in kinds if names)
+        once(f"{where}: left out are tensors that are not part of the text model: {'; '.join(counts)}")
     _refuse(extra - dropped, f"{where} has tensors that its config.json does not ask for")
     _refuse(table.hf_shapes.keys() - places.keys(), f"{where} lacks tensors that its config.json asks for")
     for name, shape in table.hf_shapes.items():

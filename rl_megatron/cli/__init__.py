@@ -68,7 +68,8 @@ def _without_configuration(parsed: argparse.Namespace) -> int:
         if parsed.direction == "import":
             import_directory(parsed.source, parsed.target, parsed.base)
         else:
-            export_checkpoint(parsed.source, parsed.target, parsed.max_shard_size, parsed.merge, parsed.adapter)
+            options = parsed.max_shard_size, parsed.merge, parsed.adapter, parsed.cut_vocabulary
+            export_checkpoint(parsed.source, parsed.target, *options)
         return 0
     from rl_megatron.cli.inspect import inspect
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-from rl_megatron.checkpoint.directory import adapter_sections
+from rl_megatron.checkpoint.directory import adapter_sections, read_manifest
 from rl_megatron.checkpoint.hf_directory import MAX_SHARD_BYTES, check_export, check_import
 from rl_megatron.config.checkpoint_metadata import MANIFEST, no_checkpoint
 from rl_megatron.config.commands import command, override
@@ -32,7 +32,7 @@ def import_directory(source: str, target: str, base: str | None) -> None:
         ConfigError: The source cannot be converted, or the target exists.
     """
     check_import(Path(source), Path(target), None if base is None else Path(base))
-    from rl_megatron.checkpoint import hf_convert  # here, because it imports torch and megatron-core
+    from rl_megatron.checkpoint import hf_convert, unused_rows  # here, because they import torch and megatron-core
 
     console = _console()
     if base is not None:
@@ -42,13 +42,21 @@ def import_directory(source: str, target: str, base: str | None) -> None:
     else:
         with progress_bar(f"import {source}", console) as report:
             manifest = hf_convert.import_weights(Path(source), Path(target), report)
+        unused = unused_rows.find_unused_rows(Path(source))
+        if unused is not None:
+            console.print(f"{source}: {unused}")
         console.print(f"{target}: a checkpoint of {manifest['model']['num_layers']} layers. To start from it:")
     start = override("init_from", target), override("output_dir", f"outputs/{Path(target).name}")
     console.print(f"  {command('train', 'model=init_from', *start)}")
 
 
 def export_checkpoint(
-    source: str, target: str, max_shard_size: str | None, merge: bool, adapter: str | None = None
+    source: str,
+    target: str,
+    max_shard_size: str | None,
+    merge: bool,
+    adapter: str | None = None,
+    cut_vocabulary: bool = False,
 ) -> None:
     """Convert a checkpoint to a Hugging Face directory, or one of adapters to a directory for peft, and say what it is.
 
@@ -58,6 +66,7 @@ def export_checkpoint(
         max_shard_size: The largest file of weights, such as "5GB"; None for the default.
         merge: Whether adapters are merged into their base.
         adapter: The name of an adapter that is written alone; None for all.
+        cut_vocabulary: Whether to leave out the rows of the embedding and the head that no token has.
 
     Raises:
         ConfigError: The source cannot be converted, the target exists, or the size cannot be read.
@@ -69,7 +78,12 @@ def export_checkpoint(
     is_adapter = check_export(Path(source), Path(target), adapter)
     if merge and not is_adapter:
         raise ConfigError(f"--merge is for an adapter, and checkpoint {source} holds a whole model; leave it out")
-    from rl_megatron.checkpoint import hf_convert  # here, because it imports torch and megatron-core
+    if cut_vocabulary and is_adapter and not merge:
+        raise ConfigError(
+            f"--cut-vocabulary is for whole models, and checkpoint {source} holds an adapter; add --merge, or leave it "
+            "out"
+        )
+    from rl_megatron.checkpoint import hf_convert, unused_rows  # here, because they import torch and megatron-core
 
     console = _console()
     if is_adapter and not merge:
@@ -79,8 +93,12 @@ def export_checkpoint(
         )
         return
     with progress_bar(f"export {source}", console) as report:
-        config = hf_convert.export_weights(Path(source), Path(target), limit, report)
+        config = hf_convert.export_weights(Path(source), Path(target), limit, report, cut_vocabulary=cut_vocabulary)
     console.print(f"{target}: {config['architectures'][0]}, as transformers loads it")
+    if read_manifest(Path(source)).get("head", "lm") == "lm":
+        unused = unused_rows.find_unused_rows(Path(target))
+        if unused is not None:
+            console.print(f"{target}: {unused}; --cut-vocabulary leaves them out of the files")
 
 
 def _described(ranks: Mapping[str, int]) -> str:

@@ -244,6 +244,8 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
         if name == "export":
             limit = "largest file of weights, such as 500MB or 5GB (the default)"
             direction.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help=limit)
+            cut = "leave out the rows of the embedding and the head that no token of the tokenizer has"
+            direction.add_argument("--cut-vocabulary", action="store_true", help=cut)
             how = direction.add_mutually_exclusive_group()
             merge = "of adapters: their base with all of them merged, instead of a directory for peft"
             how.add_argument("--merge", action="store_true", help=merge)

@@ -199,6 +199,11 @@ class StageConfig:
     device: Literal["auto", "cpu", "cuda"]  # auto: one GPU per rank if there are GPUs, otherwise the CPU
 
     @property
+    def runs_programs(self) -> bool:
+        """Return whether programs that a model writes are run."""
+        return "python" in self.rollout.tools.functions or "code" in [each.name for each in self.reward.functions]
+
+    @property
     def scores_completions(self) -> bool:
         """Return whether the stage samples completions and scores them, to learn or to be evaluated."""
         return bool(self.eval.sets) or PROBLEMS in (self.algorithm.learns_from, self.data.heldout_kind)

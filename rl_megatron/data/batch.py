@@ -114,10 +114,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
         Args:
             indices: Indices, or a boolean tensor that is true for the sequences to return.
+
+        Raises:
+            IndexError: The batch does not have all of these sequences, or the boolean tensor is not [B].
         """
+        size = self.size
+        if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool and indices.shape != (size,):
+            raise IndexError(f"{tuple(indices.shape)} booleans cannot select from a batch with {size} sequences.")
         if isinstance(indices, torch.Tensor):
             indices = indices.nonzero().flatten().tolist() if indices.dtype == torch.bool else indices.tolist()
         numbers = list(indices)
+        if wrong := [number for number in numbers if not -size <= number < size]:
+            raise IndexError(f"sequence {wrong[0]} of a batch with {size} sequences.")
         # These are copies, not views: pickling a view sends the whole storage behind it to the other process.
         return self.map_values(
             lambda tensor: tensor[torch.tensor(numbers, dtype=torch.long, device=tensor.device)],

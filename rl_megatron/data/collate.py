@@ -29,9 +29,15 @@ class Padding:
             raise ValueError(f"pad_to_multiple_of must be at least 1, got {self.multiple}.")
 
     def collate(self, sequences: list[list[int]]) -> BatchedDataDict:
-        """Return `input_ids` `[B, S]`, `input_lengths` `[B]` and a `sample_mask` `[B]` of ones."""
+        """Return `input_ids` `[B, S]` with S ≥ 1, `input_lengths` `[B]` and a `sample_mask` `[B]` of ones.
+
+        Raises:
+            ValueError: There is no sequence.
+        """
+        if not sequences:
+            raise ValueError("a batch needs at least one sequence, got none.")
         lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long)
-        width = -(-int(lengths.max()) // self.multiple) * self.multiple
+        width = -(-max(int(lengths.max()), 1) // self.multiple) * self.multiple
         return BatchedDataDict(
             input_ids=torch.tensor([sequence + [self.pad_id] * (width - len(sequence)) for sequence in sequences]),
             input_lengths=lengths,

@@ -16,7 +16,7 @@ from rl_megatron.doctor.devices import check_devices, read_gpus
 from rl_megatron.doctor.experiment import check_files, check_layout, check_servers, check_tokenizer
 from rl_megatron.doctor.findings import Finding, count
 from rl_megatron.doctor.installed import Installed
-from rl_megatron.doctor.machine import check_ports, check_shared_memory
+from rl_megatron.doctor.machine import check_limits_of_programs, check_ports, check_shared_memory
 from rl_megatron.doctor.report import print_json, print_report, summary
 from rl_megatron.doctor.storage import check_storage
 from rl_megatron.doctor.versions import check_apex, check_transformer_engine, check_triton, check_versions
@@ -72,6 +72,7 @@ def check_node(config: RunConfig | None, check_early: Callable[[RunConfig], None
         *check_triton(installed, has_gpu),
         *check_shared_memory(config),
         *check_ports(config),
+        *check_limits_of_programs(config),
         *check_storage(Path("." if config is None else config.output_dir), config),
     ]
     if config is not None:

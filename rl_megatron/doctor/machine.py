@@ -13,6 +13,7 @@ from rl_megatron.config.refits import opens_memory
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.config.servers import ServersConfig
 from rl_megatron.doctor.findings import Finding, ok, problem, warning
+from rl_megatron.workers.confinement import find_missing_limits
 
 SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED, _USUAL_SHARED = 256 << 20, 1 << 30  # docker's default, 64 MiB, is too small for NCCL
@@ -41,6 +42,15 @@ def check_shared_memory(config: RunConfig | None = None, path: Path = SHARED_MEM
     if free < _USUAL_SHARED:
         return [warning("shared memory", f"{path} has only {_mib(free)} free", _MORE_SHARED)]
     return [ok("shared memory", f"{path} has {_mib(free)} free")]
+
+
+def check_limits_of_programs(config: RunConfig | None = None) -> list[Finding]:
+    """Return what the system cannot keep programs of the model from, if the run has such programs."""
+    if config is None or not any(stage.runs_programs for stage in config.stages.values()):
+        return []
+    check, remedy = "programs of the model", "docs/security.md says what is open; run the whole job in a container"
+    missing = [warning(check, remark, remedy) for remark in find_missing_limits()]
+    return missing or [ok(check, "all limits can be set")]
 
 
 def _mib(size: float) -> str:

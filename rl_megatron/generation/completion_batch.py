@@ -29,20 +29,29 @@ from rl_megatron.generation.interfaces import (
 from rl_megatron.topology.collective_errors import from_rank0, is_rank0
 
 
-def check_requests(requests: Iterable[Request], max_sequence_length: int) -> None:
+def check_requests(requests: Iterable[Request], max_sequence_length: int, vocab_size: int) -> None:
     """Check that the prompts and their completions fit the model.
 
     Args:
         requests: The requests.
         max_sequence_length: Tokens of the longest sequence that the model takes.
+        vocab_size: The number of valid token ids.
 
     Raises:
-        ConfigError: A prompt is empty, or prompt and `max_new_tokens` together exceed `max_sequence_length`.
+        ConfigError: A prompt is empty or has a token that the vocabulary does not have, or prompt and `max_new_tokens`
+            together exceed `max_sequence_length`.
     """
     longest, new = 0, 0
     for request in requests:
         if not request.prompt:
             raise ConfigError("a prompt is empty; every prompt needs at least one token")
+        lowest, highest = min(request.prompt), max(request.prompt)
+        if lowest < 0 or highest >= vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise ConfigError(
+                f"a prompt has the token id {wrong}, and the vocabulary has 0 … {vocab_size - 1}; encode prompts with "
+                "the model's tokenizer"
+            )
         if len(request.prompt) + request.sampling.max_new_tokens > longest + new:
             longest, new = len(request.prompt), request.sampling.max_new_tokens
     if longest + new > max_sequence_length:
@@ -148,9 +157,12 @@ def sequence_batch(sequences: Sequence[SampledSequence]) -> BatchedDataDict:
     `stopped` is that of the last completion of a sequence.
 
     Raises:
+        ValueError: There is no sequence.
         NonFiniteLoss: The logits of a sequence were NaN.
         EngineFailed: The routed experts of a completion are not those of its tokens.
     """
+    if not sequences:
+        raise ValueError("a batch of completions needs at least one prompt, got none")
     lengths = torch.tensor([len(sequence.ids) for sequence in sequences])
     columns = torch.arange(int(lengths.max()))
     mask = np.zeros((len(sequences), len(columns)), dtype=bool)

@@ -88,7 +88,7 @@ class EmbeddedEngine:
         """
         self.policy.model.require_head("lm", "generate")
         longest = self.policy.model_config.max_sequence_length
-        self._ranks.on_rank_0(lambda: check_requests(requests, longest), (ConfigError,))
+        self._ranks.on_rank_0(lambda: check_requests(requests, longest, self.policy.vocab_size), (ConfigError,))
         own, total = self._shared_out(requests)
         self.policy.finish_training()
         decoder = self._decoder()
@@ -115,7 +115,7 @@ class EmbeddedEngine:
         if self.policy.topology.rank != 0:
             raise RuntimeError(f"request {request_id}: only the policy's rank 0 takes requests")
         request = Request(request_id, tuple(ids), sampling, seed_of_id(request_id) if seed is None else seed)
-        check_requests([request], self.policy.model_config.max_sequence_length)
+        check_requests([request], self.policy.model_config.max_sequence_length, self.policy.vocab_size)
         future = self._requests.put(request)
         try:
             return await asyncio.wrap_future(future)

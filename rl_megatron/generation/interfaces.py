@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -25,6 +27,9 @@ class Sampling:
         stop_ids: Token ids that end a completion. They are part of it.
         stop_strings: Texts that end a completion, which includes them; None if there are none. An engine that obeys
             them says so when it is registered.
+
+    Raises:
+        ValueError: A number is out of its range. The message names it.
     """
 
     max_new_tokens: int
@@ -33,6 +38,25 @@ class Sampling:
     top_p: float = 1.0
     stop_ids: tuple[int, ...] = ()
     stop_strings: StopStrings | None = None
+
+    def __post_init__(self) -> None:
+        rules = {
+            "max_new_tokens": (_is_whole(self.max_new_tokens, 1), "must be a whole number, at least 1"),
+            "temperature": (
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "must be finite and not negative; 0 is greedy decoding",
+            ),
+            "top_k": (_is_whole(self.top_k, 0), "must be a whole number; 0 disables it"),
+            "top_p": (0 < self.top_p <= 1, "must lie in (0, 1]; 1 disables it"),
+            "stop_ids": (all(_is_whole(id_, 0) for id_ in self.stop_ids), "must be token ids, none negative"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)} {rule}")
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True)

@@ -77,11 +77,15 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _greedy(scores: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the lowest id among the best, so that ties break alike under every sharding."""
+    """Return the lowest id among the best, so that ties break alike under every sharding.
+
+    Of scores that are NaN none is the best, and the id is 0. The logprob is then NaN, which ends the run.
+    """
     best, index = scores.max(-1)
-    candidates = torch.where(best == 0, index + start, torch.iinfo(torch.long).max)
+    nowhere = torch.iinfo(torch.long).max
+    candidates = torch.where(best == 0, index + start, nowhere)
     _all_reduce(candidates, dist.ReduceOp.MIN, group)
-    return candidates
+    return torch.where(candidates == nowhere, 0, candidates)
 
 
 def _invert(weights: Tensor, blocks: Tensor, uniforms: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -132,11 +132,14 @@ def vocab_parallel_logprobs(
 def check_shapes(
     logits: torch.Size, targets: Int[Tensor, "*tokens"], gather_ids: Int[Tensor, "*tokens ids"] | None
 ) -> None:
-    """Check that targets and gather_ids fit logits of this shape.
+    """Check that targets and gather_ids are ids and fit logits of this shape.
 
     Raises:
-        ValueError: A shape does not fit. The message names both shapes.
+        ValueError: A dtype or shape does not fit. The message names it, or both shapes.
     """
+    for name, ids in (("targets", targets), ("gather_ids", gather_ids)):
+        if ids is not None and (ids.is_floating_point() or ids.dtype is torch.bool):
+            raise ValueError(f"{name} must be integers, got {ids.dtype}")
     if targets.shape != logits[:-1]:
         raise ValueError(
             f"targets must have the logits' leading shape: targets {tuple(targets.shape)}, logits {tuple(logits)}"

@@ -194,8 +194,8 @@ class Loss(ABC):
         unless they are a leaf: see `vocab_parallel_logprobs`. A second loss on the same logits needs a clone of them.
 
         Raises:
-            NaNLoss: The loss is NaN because an input is NaN at a token or sample that counts. The message names the
-                input and the position. It is a ValueError.
+            NaNLoss: The loss is NaN because an input is NaN or infinite at a token or sample that counts. The message
+                names the input and the position. It is a ValueError.
             ValueError: The shapes do not fit. Other errors of `evaluate` are raised as well.
         """
         call = self.prepare(bind(self, args, keywords))

@@ -45,7 +45,7 @@ class Call:
 
 
 class NaNLoss(ValueError):
-    """The error of a loss that is NaN because an input that counts is NaN.
+    """The error of a loss that is NaN because an input that counts is NaN or infinite.
 
     Attributes:
         loss: The loss that the call would have returned.
@@ -142,12 +142,13 @@ def refuse_nan(
         next_token_keys: The keys of data whose entry t corresponds to token t+1.
 
     Raises:
-        NaNLoss: The loss is NaN, and a NaN was found at a position that is not masked.
+        NaNLoss: The loss is NaN, and a NaN or an infinite value was found at a position that is not masked.
     """
     if not math.isnan(float(loss.detach().sum())):
         return
-    if nan_input := first_nan(data, keywords, required_keys, next_token_keys):
-        raise NaNLoss(f"{name} is NaN: {nan_input} is NaN and not masked", loss, metrics)
+    for what, wanted in {"NaN": torch.isnan, "infinite": torch.isinf}.items():
+        if found := first_nan(data, keywords, required_keys, next_token_keys, wanted):
+            raise NaNLoss(f"{name} is NaN: {found} is {what} and not masked", loss, metrics)
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,12 @@ def masked_sum(
     """Return Σ m·v over the positions where m ≠ 0.
 
     Other positions are not read, so that a NaN there has no effect on the value or the gradient.
+
+    Raises:
+        ValueError: The shapes differ.
     """
+    if values.shape != mask.shape:
+        raise ValueError(f"values {tuple(values.shape)} and mask {tuple(mask.shape)} must have the same shape")
     kept = torch.where(mask != 0, values, 0.0) * mask
     return kept.sum() if dim is None else kept.sum(dim=dim)
 
@@ -52,15 +57,21 @@ def masked_mean(
     a batch add up to the batch's mean.
 
     Shapes: values and mask have the same shape; N is a scalar. Returns a scalar, or the shape of values without `dim`.
+
+    Raises:
+        ValueError: The shapes differ, or N is a number that is negative, NaN or infinite.
     """
     total = masked_sum(values, mask, dim)
     if global_normalization_factor is None:
         count = mask.sum() if dim is None else mask.sum(dim=dim)
     else:
+        given = global_normalization_factor
+        if not isinstance(given, Tensor) and not (math.isfinite(given) and given >= 0):
+            raise ValueError(f"global_normalization_factor={given} must be a count: finite and not negative")
         count = torch.as_tensor(global_normalization_factor, dtype=total.dtype)  # the default dtype could be narrower
     count = count.to(total)
-    # If the count is 0, so is the sum: 0 / 1. An epsilon in the denominator would change every other mean.
-    return total / torch.where(count > 0, count, 1.0)
+    # An epsilon in the denominator would change every other mean. A count that is NaN makes the mean NaN.
+    return torch.where(count == 0, 0.0, total / torch.where(count == 0, 1.0, count))
 
 
 def sequence_mean(
@@ -239,6 +250,7 @@ def soft_surrogate(
 
     Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv:2511.20347), eq. 5.
     """
+    _require_positive(temperature_pos=temperature_pos, temperature_neg=temperature_neg)
     temperature = torch.where(advantages > 0, torch.full_like(advantages, temperature_pos), temperature_neg)
     return -advantages * torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
 
@@ -286,7 +298,12 @@ def mean_k3_above(
 def any_token_below(
     log_ratio: Float[Tensor, "batch tokens"], mask: Shaped[Tensor, "batch tokens"], low: float
 ) -> Bool[Tensor, "batch tokens"]:
-    """Return, at every token, whether its sequence has a token with e^x below `low`, or a NaN or infinite x."""
+    """Return, at every token, whether its sequence has a token with e^x below `low`, or a NaN or infinite x.
+
+    Raises:
+        ValueError: `low` is not above 0, and no e^x is below it.
+    """
+    _require_positive(low=low)
     below = ~(log_ratio.isfinite() & (log_ratio >= math.log(low))) & (mask != 0)
     return below.any(-1, keepdim=True).expand_as(log_ratio)
 
@@ -389,4 +406,11 @@ def identity_preference(margin: Float[Tensor, "*shape"], tau: float) -> Float[Te
     Source: Azar et al. 2023, "A General Theoretical Paradigm to Understand Learning from Human Preferences"
     (arXiv:2310.12036), eq. 17.
     """
+    _require_positive(tau=tau)
     return (margin - 1.0 / (2.0 * tau)).square()
+
+
+def _require_positive(**settings: float) -> None:
+    for name, value in settings.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be above 0")

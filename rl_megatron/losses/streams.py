@@ -5,7 +5,7 @@ In this module, `loss` is the name of the loss that reads the batch. It appears 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rl_megatron.config.errors import nearest
 from rl_megatron.data.token_keys import is_token_key
 
 
@@ -21,10 +22,10 @@ def require(data: Mapping[str, Any], key: str, loss: str) -> Any:
     """Return data[key].
 
     Raises:
-        KeyError: The batch does not have the key. The message names the key, the loss and the batch's keys.
+        KeyError: The batch does not have the key. The message names the key, the loss and the nearest key of the batch.
     """
     if key not in data:
-        raise KeyError(f"{loss} needs data[{key!r}]; the batch has {sorted(data.keys())}")
+        raise KeyError(f"{loss} needs data[{key!r}], which the batch does not have{nearest(key, data)}")
     return data[key]
 
 
@@ -81,6 +82,7 @@ def first_nan(
     keywords: Mapping[str, Any],
     required_keys: Sequence[str] = (),
     next_token_keys: Collection[str] = frozenset(),
+    wanted: Callable[[Tensor], Tensor] = torch.isnan,
 ) -> str | None:
     """Return the name and position of the first NaN that is not masked, such as "data['advantages'][2, 5]", or None.
 
@@ -93,6 +95,7 @@ def first_nan(
         keywords: The streams that the loss has from the model.
         required_keys: The keys of data that the loss reads.
         next_token_keys: The keys of data whose entry t corresponds to token t+1.
+        wanted: Returns which values are looked for. Differences of infinite values are NaN too.
     """
     mask = (data["token_mask"] * data["sample_mask"][:, None]) != 0
     by_shape = {mask.shape: mask, mask[:, 1:].shape: mask[:, 1:], mask.shape[:1]: data["sample_mask"] != 0}
@@ -105,7 +108,7 @@ def first_nan(
         if counts is None:
             continue
         counts = counts.to(value.device).view(*counts.shape, *(1,) * (value.dim() - counts.dim()))
-        positions = (value.isnan() & counts).nonzero()
+        positions = (wanted(value) & counts).nonzero()
         if len(positions):
             return f"{name}[{', '.join(map(str, positions[0].tolist()))}]"
     return None
@@ -140,6 +143,8 @@ class TokenMask:
                 f"{loss}: token_mask must be [B, S] and sample_mask [B], "
                 f"got {tuple(token_mask.shape)} and {tuple(sample_mask.shape)}"
             )
+        if not token_mask.size(1):
+            raise ValueError(f"{loss}: token_mask {tuple(token_mask.shape)} has no token; sequences need at least one")
         return cls(token_mask * sample_mask[:, None], sample_mask)
 
     @property

@@ -14,7 +14,7 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.owned_plan import owned_microbatches, part_of, plan_owned
 from rl_megatron.batching.ownership import OwnershipPlanner, default_blocks, plan_ownership
-from rl_megatron.batching.rank_plan import RankPlan, plan_global_batch
+from rl_megatron.batching.rank_plan import RankPlan, plan_global_batch, required
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.batching.sharded import ShardedBatch, reduction_over
 from rl_megatron.data.batch import BatchedDataDict
@@ -73,9 +73,12 @@ class StepPlanner:
             sizes: The sequences of each step, instead of `gbs`.
             counts_of: What the loss counts over the global batch of a step: `Loss.global_counts`.
         """
+        prepared, lengths = self._prepared(data), []
+        if isinstance(prepared, BatchedDataDict):
+            lengths = checked_lengths(self.model, prepared)
+            for key in ("token_mask", "sample_mask"):
+                required(prepared, key)
         ends = list(accumulate(sizes)) if sizes else [*range(gbs, data.size, gbs), data.size]
-        prepared = self._prepared(data)
-        lengths = checked_lengths(self.model.config, prepared) if isinstance(prepared, BatchedDataDict) else []
         if isinstance(prepared, ShardedBatch):
             return (self._of_owned(prepared, *part, batching, group_size, counts_of) for part in pairwise([0, *ends]))
         return (

@@ -14,7 +14,7 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import Microbatch
 from rl_megatron.batching.owned_plan import owned_microbatches, plan_owned
-from rl_megatron.batching.rank_plan import plan_global_batch, sequence_lengths
+from rl_megatron.batching.rank_plan import plan_global_batch, required, sequence_lengths
 from rl_megatron.batching.routing import ROUTED_EXPERTS, check_routed_experts
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.config.errors import ConfigError
@@ -27,6 +27,7 @@ from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.token_values import OwnTokenValues, TokenValues
 from rl_megatron.topology.collective_errors import on_all_or_none
 
+_LENGTH_KEYS = ("input_lengths", "token_mask")
 _NUMBER = torch.zeros(())  # the value of one token if it is a single number
 
 
@@ -52,15 +53,27 @@ def on_host(data: BatchedDataDict) -> BatchedDataDict:
     return copy.copy(data).to("cpu")
 
 
-def checked_lengths(model: ModelConfig, data: BatchedDataDict) -> list[int]:
-    """Return the length of each sequence.
+def checked_lengths(model: ShardedModel, data: BatchedDataDict) -> list[int]:
+    """Return the length of each sequence of a batch on the host.
+
+    A token that the vocabulary does not have would be no error on ranks that do not embed it.
 
     Raises:
         ConfigError: A sequence is longer than `model.max_sequence_length`.
-        ValueError: `input_lengths` does not fit the batch.
+        KeyError: The batch has no `input_ids`.
+        ValueError: `input_lengths` does not fit the batch, or a token is not in the vocabulary.
     """
-    check_width(model, data["input_ids"].size(1))
-    return sequence_lengths(data)
+    lengths = sequence_lengths(data)
+    ids = data["input_ids"]
+    check_width(model.config, ids.size(1))
+    wrong = (ids < 0) | (ids >= model.vocab_size)
+    if wrong.any():
+        number, position = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"input_ids[{number}, {position}]={ids[number, position].item()} is not a token of the vocabulary, "
+            f"0 … {model.vocab_size - 1}; pad with a token that it has"
+        )
+    return lengths
 
 
 def check_width(model: ModelConfig, width: int) -> None:
@@ -166,8 +179,11 @@ class Inference:
         """
         if isinstance(data, ShardedBatch):
             return self._of_own_tokens(read, data, batching, first_column, entry, keys)
-        home, lengths = data["input_ids"].device, checked_lengths(self.model.config, data)
-        batch = on_host(BatchedDataDict({key: data[key] for key in keys if key in data}))
+        home = required(data, "input_ids").device
+        batch = on_host(BatchedDataDict({key: data[key] for key in (*keys, *_LENGTH_KEYS) if key in data}))
+        lengths = checked_lengths(self.model, batch)
+        for key in _LENGTH_KEYS:
+            batch.pop(key, None)
         batch["sample_mask"] = torch.ones(batch.size)
         batch = replayable(self.model, batch)
         planned = plan_global_batch(batch, lengths, batching, self.model.topology, cost=self.cost)

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rl_megatron.batching.config import Batching
+from rl_megatron.batching.config import Batching, require_count
 from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.checkpoint.adapters import adapter_entries
@@ -224,10 +224,14 @@ class MegatronPolicy(ColocatablePolicyInterface):
         Raises:
             NonFiniteLoss: The loss or the gradient norm is not finite, and the step may not be skipped. It is raised on
                 every rank before a weight has changed.
-            ValueError: The sizes would separate sequences that the loss needs together (preference pairs), or
-                `prev_logprobs` are missing without `on_policy`, or with more than one step.
+            ValueError: The batch has no sequence or no token, a token is not in the vocabulary, or tensors do not fit
+                each other; a size is not a whole number above 0, `sizes` do not add up to the batch, or they would
+                separate sequences that the loss needs together (preference pairs); `prev_logprobs` are missing without
+                `on_policy`, or with more than one step.
         """
-        loss, gbs = as_loss(loss_fn), gbs or self._global_batch_size
+        loss, gbs = as_loss(loss_fn), self._global_batch_size if gbs is None else gbs
+        require_count("gbs", gbs)
+        data = data if isinstance(data, ShardedBatch) else BatchedDataDict(data)
         steps = self._steps.planned(data, loss, self._batching(mbs), gbs, sizes, teacher, on_policy)
         if eval_mode:
             self.finish_training()
@@ -238,14 +242,17 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return metrics
 
     def _batching(self, mbs: int | None) -> Batching:
-        return self.batching if mbs is None else replace(self.batching, sequences=mbs)
+        if mbs is None:
+            return self.batching
+        require_count("mbs", mbs)
+        return replace(self.batching, sequences=mbs)
 
     def accumulate_gradients(
         self, batch: Batch, loss_fn: LossFunction, mbs: int | None = None, teacher: Teacher | None = None
     ) -> dict[str, float]:
         """Return the loss's metrics on one global batch, and store its gradient in the parameters' `main_grad`."""
         loss = as_loss(loss_fn)
-        (planned,) = self._steps.planned(batch, loss, self._batching(mbs), batch.size, None, teacher)
+        (planned,) = self._steps.planned(batch, loss, self._batching(mbs), batch.size or 1, None, teacher)
         self.prepare_for_training()
         metrics = self._steps.accumulate(planned, loss)
         self.finish_training()
@@ -253,7 +260,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
         """Return the plan of this rank's microbatches of one global batch."""
-        (planned,) = self._steps.planned(batch, as_loss(loss_fn), self._batching(mbs), batch.size, None)
+        (planned,) = self._steps.planned(batch, as_loss(loss_fn), self._batching(mbs), batch.size or 1, None)
         return planned.plan
 
     # --- logprobs and scores ---

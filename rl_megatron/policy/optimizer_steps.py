@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_megatron.batching.config import Batching
+from rl_megatron.batching.config import Batching, require_count
 from rl_megatron.data.token_keys import declare_token_keys
 from rl_megatron.execution import Runner, over_steps
 from rl_megatron.losses.base import Loss
@@ -55,6 +55,11 @@ class OptimizerSteps:
                 before the first step.
         """
         declare_token_keys(*loss.next_token_keys)
+        if sizes is not None:
+            for number, size in enumerate(sizes):
+                require_count(f"sizes[{number}]", size)
+            if sum(sizes) != data.size:
+                raise ValueError(f"sizes {list(sizes)} must add up to the batch, which has {data.size} sequences")
         _require_logprobs(data, loss, on_policy, -(-data.size // gbs) if sizes is None else len(sizes))
         per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
         require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})

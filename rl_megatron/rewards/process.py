@@ -15,7 +15,7 @@ from typing import Any
 
 from rl_megatron.rewards.frames import CallMark, framed, split_frames
 from rl_megatron.rewards.samples import dumps
-from rl_megatron.topology.child_process import module_command
+from rl_megatron.topology.child_process import describe_end, module_command
 
 WORKER_MODULE = "rl_megatron.rewards.worker"
 _SECONDS_TO_LEAVE = 1.0
@@ -115,7 +115,7 @@ class WorkerProcess:
         self.socket.close()
         if before is None:
             return "was killed"
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        return describe_end(status)
 
     def leave(self) -> None:
         """Let the process end by itself; kill it if that takes too long, and its children in any case."""

@@ -22,7 +22,7 @@ from rl_megatron.rewards.coroutines import BusyTime, TimedCall, finished_within
 from rl_megatron.rewards.frames import CallMark, read_frame, write_frame
 from rl_megatron.rewards.results import BadResult, in_words, read_result, read_results
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
-from rl_megatron.topology.child_process import die_with
+from rl_megatron.topology.child_process import die_with, hide_memory
 
 _SECONDS_BETWEEN_TOUCHES = 0.1  # by an event loop that nothing blocks
 
@@ -177,6 +177,7 @@ def main(arguments: list[str]) -> None:
     """Serve the parent process. The arguments are the descriptors of socket and marks, and the parent's process id."""
     descriptor, marks, parent = map(int, arguments)
     die_with(parent)
+    hide_memory()
     shared = mmap.mmap(marks, CallMark.SIZE)
     os.close(marks)
     try:

@@ -23,7 +23,7 @@ from rl_megatron.rewards.frames import CallMark, read_frame, write_frame
 from rl_megatron.rewards.results import in_words
 from rl_megatron.rollouts.plain_data import BadAnswer, plain, plain_bytes
 from rl_megatron.rollouts.user_calls import call_user_code
-from rl_megatron.topology.child_process import die_with
+from rl_megatron.topology.child_process import die_with, hide_memory
 
 LOADING, RUNNING = 0, 1  # what a call does: it imports the user's module, or it runs the user's code
 _SECONDS_BETWEEN_TOUCHES = 0.1  # by an event loop that nothing blocks
@@ -165,6 +165,7 @@ def main(arguments: list[str]) -> None:
     """Serve the parent process. The arguments are the descriptors of socket and marks, and the parent's process id."""
     descriptor, marks, parent = map(int, arguments)
     die_with(parent)
+    hide_memory()
     shared = mmap.mmap(marks, CallMark.SIZE)
     os.close(marks)
     try:

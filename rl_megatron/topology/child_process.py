@@ -30,7 +30,7 @@ sys.modules[package] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules[package])
 importlib.import_module(name).main(sys.argv[1:])
 """
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of Linux's prctl
 
 
 def module_command(module: str, python: str | None) -> tuple[list[str], dict[str, str]]:
@@ -97,6 +97,20 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone already
         sys.exit(0)
+
+
+def hide_memory() -> None:
+    """Keep other processes of the user, such as the programs that this one runs, from reading its memory, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def describe_end(status: int) -> str:
+    """Return how a process ended, by its status as `subprocess` has it, as in "was killed by SIGKILL"."""
+    if status >= 0:
+        return f"exited with status {status}"
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+    return f"was killed by {names.get(-status, f'signal {-status}')}"
 
 
 def adopt_orphans() -> bool:

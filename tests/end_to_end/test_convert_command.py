@@ -46,6 +46,9 @@ def test_a_model_is_imported_trained_and_exported(tmp_path, forks, qwen):
     imported = forks.run(tmp_path, "convert", "import", str(qwen), "imported")
     assert imported.status == 0, imported.err
     assert "model=init_from init_from=imported" in imported.out
+    assert re.search(
+        r"1[0-9] of the 270 rows of the embedding have no token; together they have probability 0.\d+ ", imported.out
+    )
     begun = ("train", "model=init_from", "init_from=imported", "output_dir=run", *TRAINING)
     trained = forks.run_ranks(tmp_path, *begun, "train.steps=2", "parallel.tensor=2", ranks=2)
     assert all(rank.status == 0 for rank in trained), trained[0].err
@@ -60,6 +63,12 @@ def test_a_model_is_imported_trained_and_exported(tmp_path, forks, qwen):
     assert len(moved) == len(before), "two steps did not change every tensor"
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "exported" / name).read_bytes() == (qwen / name).read_bytes()
+    assert "of the 270 rows of the embedding have no token; together they have probability" in exported.out
+    assert "--cut-vocabulary leaves them out of the files" in exported.out
+    cut = forks.run(tmp_path, "convert", "export", arguments[1], "cut", "--cut-vocabulary")
+    assert cut.status == 0 and "no token" not in cut.out, cut
+    manifest = json.loads((tmp_path / "imported" / "manifest.json").read_text())
+    assert json.loads((tmp_path / "cut" / "config.json").read_text())["vocab_size"] == manifest["vocab_size"] < 270
 
 
 PAGE = (REPOSITORY / "docs" / "hugging_face.md").read_text()

@@ -110,13 +110,48 @@ def hf_model(case: str, **changes: Any) -> torch.nn.Module:
     keys = {key: value for key, value in {**SHAPE, **keys, **changes}.items() if value is not None}
     torch.manual_seed(0)
     config: Callable = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))
-    model = getattr(transformers, f"{name}ForCausalLM")(config(**keys)).eval()
+    return with_random_vectors(getattr(transformers, f"{name}ForCausalLM")(config(**keys)))
+
+
+def with_random_vectors(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model, after changing its vectors (norms, biases) at random."""
+    model.eval()
     with torch.no_grad():
         router_biases = (buffer for name, buffer in model.named_buffers() if name.endswith("_bias"))
         for tensor in [*model.parameters(), *router_biases]:
             if tensor.dim() == 1:
                 tensor += torch.randn_like(tensor) * 0.2
     return model
+
+
+_VISION = {"hidden_size": 16, "intermediate_size": 16}
+_SMALL_QWEN = _VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 20}
+_SMALL_VIT = _VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+# Case → (prefix of the class in transformers that reads images, its `vision_config`, other keys of its config).
+WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5", _SMALL_QWEN, {}),
+    "qwen3_5_moe": ("Qwen3_5Moe", _SMALL_QWEN, {}),
+    "gemma3": ("Gemma3", _SMALL_VIT, {"mm_tokens_per_image": 4}),
+    "mistral": ("Mistral3", _SMALL_VIT | {"model_type": "pixtral", "head_dim": 8}, {"spatial_merge_size": 1}),
+    "qwen3": ("Qwen3VL", _SMALL_QWEN | {"out_hidden_size": 22, "deepstack_visual_indexes": [0]}, {}),
+}
+
+
+def model_with_images(case: str) -> torch.nn.Module:
+    """Return a model that reads images, whose text model has the config of a case."""
+    import transformers  # not at the top: see `hf_model`
+
+    name, vision, keys = WITH_IMAGES[case]
+    text = hf_model(case).config.to_dict()
+    if name == "Qwen3VL":
+        text["model_type"] = "qwen3_vl_text"
+        text["rope_parameters"] |= {"mrope_section": [1, 1, 1], "mrope_interleaved": True}
+    tied = text["tie_word_embeddings"]
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=tied, **keys
+    )
+    torch.manual_seed(0)
+    return with_random_vectors(getattr(transformers, f"{name}ForConditionalGeneration")(config))
 
 
 def save(model: torch.nn.Module, directory: Path, max_shard_size: str = "20KB") -> Path:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from rl_megatron.checkpoint.hf_convert import export_weights, import_weights
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -21,7 +20,16 @@ from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 from rl_megatron.weight_sync.exporter import weights_digest
-from tests.parallel.family_cases import CASES, SHAPE, architecture, assert_same_tensors, hf_model, save, tensors
+from tests.parallel.family_cases import (
+    CASES,
+    SHAPE,
+    architecture,
+    assert_same_tensors,
+    hf_model,
+    model_with_images,
+    save,
+    tensors,
+)
 
 VOCAB_SIZE = SHAPE["vocab_size"]
 WHOLE, TENSOR, PIPELINE = (1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2})
@@ -211,12 +219,7 @@ def test_bf16_stays_bf16_and_becomes_fp32_in_a_run_of_fp32(ranks, imported, tmp_
 def test_the_text_of_a_model_that_reads_images_is_imported_with_the_names_that_transformers_gives_it(tmp_path):
     import transformers  # not at the top: it takes seconds, and ranks import this module
 
-    text = hf_model("qwen3_5").config.to_dict()
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 20}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
-    save(transformers.Qwen3_5ForConditionalGeneration(config), tmp_path / "images")
-    with pytest.raises(ConfigError, match="load the directory with transformers' AutoModelForCausalLM"):
-        import_weights(tmp_path / "images", tmp_path / "refused")
+    save(model_with_images("qwen3_5"), tmp_path / "images")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "images")
     source = save(model, tmp_path / "text")
     assert all(name.startswith(("model.language_model.", "lm_head.")) for name in tensors(source))

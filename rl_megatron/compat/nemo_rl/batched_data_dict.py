@@ -34,6 +34,7 @@ from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
 from rl_megatron.compat.nemo_rl.batch_settings import DynamicBatchingArgs, SequencePackingArgs, plan_args
 from rl_megatron.compat.nemo_rl.errors import MissingKeyError, RangeError, RuleError, require, rule_errors
+from rl_megatron.config.errors import shown
 from rl_megatron.data import batch as core
 
 DictT = TypeVar("DictT", bound=Mapping[str, Any])
@@ -80,7 +81,12 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         return self
 
     def truncate_tensors(self, dim: int, length: int) -> Self:
-        """Cut every tensor that is longer than `length` along `dim` in place, and return this batch."""
+        """Cut every tensor that is longer than `length` along `dim` in place, and return this batch.
+
+        Raises:
+            RuleError: `length` is negative.
+        """
+        require(length >= 0, f"truncate_tensors({dim}, {length}): the length must not be negative")
         for key, value in self.data.items():
             if isinstance(value, torch.Tensor) and value.ndim > dim and value.shape[dim] > length:
                 self.data[key] = value.narrow(dim, 0, length)
@@ -149,7 +155,12 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         return self.select_indices(range(rank * share, (rank + 1) * share))
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Return each sequence `num_repeats` times: `[a, b]` → `[a, a, b, b]`. List elements are deep copies."""
+        """Return each sequence `num_repeats` times: `[a, b]` → `[a, a, b, b]`. List elements are deep copies.
+
+        Raises:
+            RuleError: `num_repeats` is negative.
+        """
+        require(num_repeats >= 0, f"repeat_interleave({num_repeats}): the number must not be negative")
         return self.map_values(
             lambda tensor: tensor.repeat_interleave(num_repeats, dim=0),
             lambda items: [copy.deepcopy(item) for item in items for _ in range(num_repeats)],
@@ -297,7 +308,12 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         if key not in self.data:
             raise RuleError(f"planning microbatches needs the lengths {key!r}; the batch has {sorted(self.data)}.")
         lengths = self.data[key]
-        return [int(length) for length in (lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths)]
+        lengths = lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
+        require(
+            all(isinstance(length, int) and length >= 0 for length in lengths),
+            f"{key!r} must be whole numbers, none negative, got {shown(lengths)}",
+        )
+        return lengths
 
     def _sequence_width(self, key: str) -> int:
         """Return S of the token ids [B, S].

@@ -325,7 +325,7 @@ class ServerEngine:
         Raises:
             ConfigError: They do not.
         """
-        check_requests(requests, self.policy.model_config.max_sequence_length)
+        check_requests(requests, self.policy.model_config.max_sequence_length, self.policy.vocab_size)
         longest = max(len(request.prompt) + request.sampling.max_new_tokens for request in requests)
         most = self._kind.max_tokens
         if longest > most:

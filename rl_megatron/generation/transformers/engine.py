@@ -104,7 +104,7 @@ class TransformersEngine:
         """
         self.policy.model.require_head("lm", "generate")
         longest = self.policy.model_config.max_sequence_length
-        self._ranks.on_rank_0(lambda: check_requests(requests, longest), (ConfigError,))
+        self._ranks.on_rank_0(lambda: check_requests(requests, longest, self.policy.vocab_size), (ConfigError,))
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
         answers = self._with_restarts(lambda: self._ask_for_completions(list(requests)))
@@ -137,7 +137,7 @@ class TransformersEngine:
         if self._served is None:
             raise EngineLost("the rollout engine serves no weights; call update_weights() first")
         request = Request(request_id, tuple(ids), sampling, seed_of_id(request_id) if seed is None else seed)
-        check_requests([request], self.policy.model_config.max_sequence_length)
+        check_requests([request], self.policy.model_config.max_sequence_length, self.policy.vocab_size)
         try:
             return await asyncio.wrap_future(self._engines().requests.put(request))
         except asyncio.CancelledError:

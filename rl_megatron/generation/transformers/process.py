@@ -10,7 +10,6 @@ started the engine, so engines must be started from a thread that lives as long 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any
 from rl_megatron import log
 from rl_megatron.execution.spans import record_span
 from rl_megatron.generation.transformers.requests import EngineRequests
-from rl_megatron.topology.child_process import environment_of_a_child
+from rl_megatron.topology.child_process import describe_end, environment_of_a_child
 
 WORKER_MODULE = "rl_megatron.generation.transformers.worker"
 _SECONDS_TO_LEAVE = 5.0
@@ -93,7 +92,7 @@ class _Worker:
         except subprocess.TimeoutExpired:
             self.kill()
             return "stopped answering"
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        return describe_end(status)
 
     def kill(self) -> None:
         """Kill the process, and wait for its end."""

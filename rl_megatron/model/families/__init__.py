@@ -60,7 +60,8 @@ def read_model(hf_config: Mapping[str, Any], where: str) -> tuple[Family, ModelC
     Raises:
         ConfigError: The architecture is unknown, a key is missing, or a value is not supported. The message names it.
     """
-    family, strict = family_of_config(hf_config, where), HFConfig(hf_config, where)
+    family = family_of_config(hf_config, where)
+    strict = HFConfig(text_config(hf_config, where), where)
     only(strict, is_causal=True)  # encoders made from these decoders have false, which elsewhere means "off"
     try:
         model = family.read_config(strict)
@@ -86,17 +87,31 @@ def family_of_config(hf_config: Mapping[str, Any], where: str) -> Family:
         ConfigError: The architecture is unknown. The message lists the known ones.
     """
     named = hf_config.get("architectures") or []
-    for family in FAMILIES.values():
-        if family.architecture in named:
+    images = {family.with_images.architecture: family for family in FAMILIES.values() if family.with_images}
+    known = {**FAMILIES, **images}
+    for name, family in known.items():
+        if name in named:
             return family
-    message = f"{where}: architectures={list(named)} is not supported; supported architectures: {', '.join(FAMILIES)}"
-    of_text = (FAMILIES.get(name.replace("ForConditionalGeneration", "ForCausalLM")) for name in named)
-    if any(family is not None and family.text_name is not str for family in of_text):
-        message += (
-            ". For the text model of one that reads images, load the directory with transformers' "
-            "AutoModelForCausalLM, save that with save_pretrained, and use the new directory"
-        )
-    raise ConfigError(message)
+    raise ConfigError(
+        f"{where}: architectures={list(named)} is not supported; supported architectures: {', '.join(FAMILIES)}, and "
+        f"the text models of {', '.join(images)}"
+    )
+
+
+def text_config(hf_config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the config.json of the text model alone; it is `hf_config` itself unless that model reads images.
+
+    Args:
+        hf_config: The content of the config.json.
+        where: The file, for messages.
+
+    Raises:
+        ConfigError: The architecture is unknown, or a key may change the text model and is not known.
+    """
+    family = family_of_config(hf_config, where)
+    if family.architecture in hf_config["architectures"] or family.with_images is None:
+        return hf_config
+    return family.with_images.text_config(hf_config, family.architecture, where)
 
 
 def family_of_model(model: ModelConfig, vocab_size: int) -> Family:

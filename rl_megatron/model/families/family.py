@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.registry import Registry
 from rl_megatron.model.families.table import WeightTable
+from rl_megatron.model.families.with_images import WithImages, is_of_images
 
 
 def _none(hf_name: str, model: ModelConfig) -> bool:
@@ -29,8 +30,9 @@ class Family:
         is_dropped: Returns whether a tensor of a Hugging Face checkpoint, by its name, is ignored because it is not
             part of the model, neither here nor in transformers.
         ignored: Keys of config.json that change nothing, whatever their value.
-        text_name: Returns the name in the table of a checkpoint's tensor, if transformers keeps other names for a text
-            model that was loaded from one that reads images.
+        with_images: The models that read images and whose text model is one of this family, or None.
+        stacked_experts: The tensors of a layer that may stack all experts, [E, rows, columns], by the end of their
+            names: the linears whose rows each has, from top to bottom. The table has a tensor for each expert's linear.
     """
 
     architecture: str
@@ -39,7 +41,12 @@ class Family:
     table: Callable[[ModelConfig, int], WeightTable]
     is_dropped: Callable[[str, ModelConfig], bool] = _none
     ignored: frozenset[str] = frozenset()
-    text_name: Callable[[str], str] = str
+    with_images: WithImages | None = None
+    stacked_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def leaves_out(self, hf_name: str, model: ModelConfig) -> bool:
+        """Return whether a tensor is not part of the text model: it is dropped, or only reads images."""
+        return self.is_dropped(hf_name, model) or (self.with_images is not None and is_of_images(hf_name))
 
 
 FAMILIES: Registry[Family] = Registry("model family")  # by architecture

@@ -16,6 +16,7 @@ from rl_megatron.model.families.decoder import GLOBAL, LOCAL, layer_types, read_
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.rope import DEFAULT_BASE, read_scaling, write_scaling
 from rl_megatron.model.families.table import Layer, TableBuilder, WeightTable, decoder, gated_mlp, normed_attention
+from rl_megatron.model.families.with_images import WithImages
 
 _GLOBAL_BASE = 1_000_000.0  # the RoPE base of layers without a window if config.json has none
 _PATTERN = 6  # the period of layers without a window if config.json has none
@@ -151,4 +152,15 @@ _IGNORED = frozenset(
         "sliding_window_pattern",
     }
 )  # fmt: skip
-GEMMA3 = Family("Gemma3ForCausalLM", read_config, write_config, weight_table, ignored=_IGNORED)
+# The published files leave out what equals these defaults of transformers.
+_WITH_IMAGES = WithImages(
+    "Gemma3ForConditionalGeneration",
+    "gemma3_text",
+    defaults={
+        "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    },
+)  # fmt: skip
+GEMMA3 = Family(
+    "Gemma3ForCausalLM", read_config, write_config, weight_table, ignored=_IGNORED, with_images=_WITH_IMAGES
+)

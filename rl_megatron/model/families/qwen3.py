@@ -10,6 +10,7 @@ from rl_megatron.model.families.decoder import read_decoder, read_window, write_
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.hf_config import only
 from rl_megatron.model.families.table import dense_decoder
+from rl_megatron.model.families.with_images import WithImages
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
@@ -25,4 +26,5 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     return decoder | {"attention_bias": False} | write_window(model)
 
 
-QWEN3 = Family("Qwen3ForCausalLM", read_config, write_config, dense_decoder)
+_WITH_IMAGES = WithImages("Qwen3VLForConditionalGeneration", "qwen3_vl_text", model_type="qwen3")
+QWEN3 = Family("Qwen3ForCausalLM", read_config, write_config, dense_decoder, with_images=_WITH_IMAGES)

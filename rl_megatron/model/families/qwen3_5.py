@@ -12,6 +12,7 @@ from rl_megatron.model.families.decoder import GLOBAL, read_decoder, write_decod
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.hf_config import only
 from rl_megatron.model.families.table import Layer, TableBuilder, WeightTable, decoder, normed_attention, normed_mlp
+from rl_megatron.model.families.with_images import WithImages
 
 _DELTA_RULE = "linear_attention"  # the value of `layer_types` for a layer with the gated delta rule
 _PERIOD, _ROTATED = 4, 0.25  # defaults of transformers
@@ -123,10 +124,8 @@ def is_dropped(hf_name: str, model: ModelConfig) -> bool:
     return hf_name.startswith("mtp.")
 
 
-def text_name(hf_name: str) -> str:
-    """Return the name that a tensor has in a text model; one from a model that reads images keeps a prefix."""
-    return hf_name.replace("model.language_model.", "model.", 1)
-
-
 IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})  # of those layers
-QWEN3_5 = Family("Qwen3_5ForCausalLM", read_config, write_config, table, is_dropped, IGNORED, text_name)
+QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM", read_config, write_config, table, is_dropped, IGNORED,
+    WithImages("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+)  # fmt: skip

@@ -13,7 +13,6 @@ from rl_megatron.model.families.qwen3_5 import (
     attention_or_delta_rule,
     is_dropped,
     read_hybrid,
-    text_name,
     write_hybrid,
 )
 from rl_megatron.model.families.table import (
@@ -26,6 +25,7 @@ from rl_megatron.model.families.table import (
     mixture_of_experts,
     norm_of_experts,
 )
+from rl_megatron.model.families.with_images import WithImages
 
 _NAMES = ExpertNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
 
@@ -75,4 +75,8 @@ def _experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     table.same(f"{hf}_gate.weight", f"{megatron}gate_weight", 1, model.hidden_size)
 
 
-QWEN3_5_MOE = Family("Qwen3_5MoeForCausalLM", read_config, write_config, table, is_dropped, IGNORED, text_name)
+QWEN3_5_MOE = Family(
+    "Qwen3_5MoeForCausalLM", read_config, write_config, table, is_dropped, IGNORED,
+    WithImages("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
+    {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)},
+)  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -102,6 +102,17 @@ class WeightTable:
         if self.of_hf[hf_name][0].slab is None:
             return shape
         return (shape[0] * shape[-1], *shape[1:-1])
+
+    def with_first_rows(self, names: Iterable[str], count: int) -> WeightTable:
+        """Return the table with the first `count` rows of these Megatron tensors, each of which is a tensor alone."""
+        firsts = {name: self.of_megatron[name][0] for name in names}
+        cut = {first.hf_name: name for name, first in firsts.items()}
+        return replace(
+            self,
+            hf_shapes={name: (count, *shape[1:]) if name in cut else shape for name, shape in self.hf_shapes.items()},
+            shapes={name: (count, *shape[1:]) if name in firsts else shape for name, shape in self.shapes.items()},
+            rows=tuple(replace(rows, count=count) if rows.name in firsts else rows for rows in self.rows),
+        )
 
     @cached_property
     def of_hf(self) -> dict[str, list[Rows]]:

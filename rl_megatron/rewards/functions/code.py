@@ -1,7 +1,7 @@
 """The reward function `code`: the program in the completion passes the tests of the record.
 
-The program runs in a child process with limits on time, memory and files. The limits stop accidents, such as endless
-loops; they are no protection from a program that means harm. Run rewards of untrusted code in a container.
+The program runs in a child process with limits on time, memory, files, processes and the network. They are no sandbox:
+run rewards of code that may mean harm in a container.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.rewards.functions.child import Limits, running
 from rl_megatron.rewards.registry import register_reward
+from rl_megatron.workers.confinement import Limits, make_directory, run_confined
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _PROGRAM = "program.py"
@@ -99,19 +99,30 @@ class Code:
     def _num_passed(self, program: str, tests: Sequence[str]) -> int:
         """Return how many of the statements raise nothing after the program has run."""
         ours, theirs = socket.socketpair()
-        with ours, theirs, _written(program) as directory:
-            arguments = ["-c", _CHILD, str(theirs.fileno()), _PROGRAM]
-            nothing = subprocess.DEVNULL
-            with running(arguments, directory, self._limits, nothing, nothing, [theirs.fileno()]):
+        with ours, theirs, make_directory() as directory, tempfile.TemporaryFile() as text:
+            _write(program, directory)
+            text.write(_CHILD.encode())
+            text.seek(0)
+            arguments, nothing = [str(theirs.fileno()), _PROGRAM], subprocess.DEVNULL
+            with run_confined(
+                text.fileno(), arguments, directory, self._limits,
+                stdin=nothing, stdout=nothing, stderr=nothing, descriptors=[theirs.fileno()],
+            ):  # fmt: skip
                 theirs.close()
                 return _ask(ours, tests, time.monotonic() + self.seconds)
 
     def _prints(self, program: str, given: str, wanted: str) -> bool:
         """Return whether the program prints what it has to, apart from white space at the ends of lines."""
-        with _written(program) as directory, tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
+        with (
+            make_directory() as directory, tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout,
+            open(_write(program, directory), "rb") as text,
+        ):  # fmt: skip
             stdin.write(given.encode(errors="surrogatepass"))
             stdin.seek(0)
-            with running([_PROGRAM], directory, self._limits, stdin.fileno(), stdout.fileno()) as child:
+            with run_confined(
+                text.fileno(), (), directory, self._limits,
+                stdin=stdin.fileno(), stdout=stdout.fileno(), stderr=subprocess.DEVNULL,
+            ) as child:  # fmt: skip
                 try:
                     child.wait(self.seconds)
                 except subprocess.TimeoutExpired:
@@ -151,11 +162,11 @@ def _answer(connection: socket.socket, until: float) -> str:
     return line[:-1].decode(errors="replace")
 
 
-def _written(program: str) -> tempfile.TemporaryDirectory[str]:
-    """Return a new directory with the program in a file. A text that is no Unicode is written too, and cannot run."""
-    directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    (Path(directory.name) / _PROGRAM).write_bytes(program.encode(errors="surrogatepass"))
-    return directory
+def _write(program: str, directory: str) -> Path:
+    """Write a program to a file. A text that is no Unicode is written too, and cannot run."""
+    path = Path(directory) / _PROGRAM
+    path.write_bytes(program.encode(errors="surrogatepass"))
+    return path
 
 
 def _read_json(tests: str) -> Any:

@@ -5,33 +5,20 @@ The limits stop accidents, and some of what means harm. They are no sandbox; doc
 
 from __future__ import annotations
 
-import math
 import os
 import selectors
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 
-from rl_megatron import log
 from rl_megatron.rollouts.tools.registry import register_tool
+from rl_megatron.topology.child_process import describe_end
+from rl_megatron.workers.confinement import Limits, make_directory, run_confined
 
-_CONFINED = Path(__file__).with_name("confined.py")
 _SECONDS_TO_START = 0.5  # of Python, and for the way of the answer back
 _LENGTH_OF_REMARKS = 100  # characters
 _MOST_BYTES = 4  # of a character in UTF-8
-# What the log says if the system does not have a limit.
-_REMARKS = {
-    "namespace": "the tool python cannot give programs of the model a network of their own, because the system has no "
-    "user namespaces for this user; see docs/security.md",
-    "landlock": "the tool python cannot keep programs of the model from changing files, because the system has no "
-    "Landlock; see docs/security.md",
-    "filter": "the tool python cannot keep programs of the model from starting and ending processes, because it "
-    "cannot filter the system calls of this machine; see docs/security.md",
-}
 
 
 @register_tool("python", settings=("seconds_per_call", "memory_mb", "max_answer_characters"))
@@ -51,10 +38,10 @@ def python(code: str, seconds_per_call: float, memory_mb: int, max_answer_charac
     """
     seconds = max(seconds_per_call - _SECONDS_TO_START, seconds_per_call / 2)
     most = max(max_answer_characters - _LENGTH_OF_REMARKS, max_answer_characters // 2)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory, tempfile.TemporaryFile() as program:
+    with make_directory() as directory, tempfile.TemporaryFile() as program:
         program.write(code.encode("utf-8", "replace"))
         program.seek(0)
-        printed, ended = _run(program.fileno(), directory, seconds, memory_mb, most * _MOST_BYTES)
+        printed, ended = _run(program.fileno(), directory, Limits(seconds, memory_mb), most * _MOST_BYTES)
     text = printed.decode("utf-8", "replace")
     if len(text) > most:
         text = f"{text[:most]}…\n(the output is cut after {most} characters)"
@@ -63,45 +50,27 @@ def python(code: str, seconds_per_call: float, memory_mb: int, max_answer_charac
     return text
 
 
-def _run(program: int, directory: str, seconds: float, memory_mb: int, most: int) -> tuple[bytes, str | None]:
+def _run(program: int, directory: str, limits: Limits, most: int) -> tuple[bytes, str | None]:
     """Return the first bytes that a program prints, and how it ended, if not with the status 0 or 1.
 
     Args:
         program: The descriptor of the program's text.
         directory: The directory in which it runs.
-        seconds: How long it may take.
-        memory_mb: Its memory.
+        limits: Its limits. The time by the clock is that of the CPU.
         most: The most bytes.
     """
-    until = time.monotonic() + seconds
-    reported, reports = os.pipe()
-    limits = (math.ceil(seconds), memory_mb << 20, os.getpid(), reports)
-    try:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", str(_CONFINED), *map(str, limits)],
-            stdin=program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=directory, pass_fds=[reports],
-            env={"PATH": os.defpath, "HOME": directory, "TMPDIR": directory, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )  # fmt: skip
-    finally:
-        os.close(reports)
-    try:
+    until = time.monotonic() + limits.seconds
+    nothing, together = subprocess.DEVNULL, subprocess.STDOUT
+    with run_confined(program, (), directory, limits, stdin=nothing, stdout=subprocess.PIPE, stderr=together) as child:
         printed = _output(child, until, most)
         with suppress(subprocess.TimeoutExpired):
             child.wait(max(until - time.monotonic(), 0.0))
-    finally:
-        with suppress(ProcessLookupError, PermissionError):  # it has not been waited for, or there is no such group
-            os.killpg(child.pid, signal.SIGKILL)
-        has_ended = child.poll() is not None
-        status = child.wait()
+        status = child.poll()
         assert child.stdout is not None
         child.stdout.close()
-        _report(reported)
-    if not has_ended:
-        return printed, f"the program was ended after {seconds:g} seconds"
-    if status < 0:
-        return printed, f"the program was ended by {signal.Signals(-status).name}"
-    return printed, None if status in (0, 1) else f"the program exited with status {status}"
+    if status is None:
+        return printed, f"the program was ended after {limits.seconds:g} seconds"
+    return printed, None if status in (0, 1) else f"the program {describe_end(status)}"
 
 
 def _output(child: subprocess.Popen[bytes], until: float, most: int) -> bytes:
@@ -118,11 +87,3 @@ def _output(child: subprocess.Popen[bytes], until: float, most: int) -> bytes:
                 break
             printed += part[: most - len(printed)]
     return bytes(printed)
-
-
-def _report(reported: int) -> None:
-    """Log, once, which limits the system does not have."""
-    with os.fdopen(reported, "rb") as lines:
-        os.set_blocking(lines.fileno(), False)
-        for name in (lines.read() or b"").decode().split():
-            log.once(_REMARKS[name])

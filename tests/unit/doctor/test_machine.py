@@ -9,7 +9,7 @@ import pytest
 
 from rl_megatron.config.load import load_config
 from rl_megatron.doctor import machine, storage
-from rl_megatron.doctor.machine import check_ports, check_shared_memory
+from rl_megatron.doctor.machine import check_limits_of_programs, check_ports, check_shared_memory
 from rl_megatron.doctor.storage import check_storage, checkpoint_bytes, run_bytes
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
@@ -139,3 +139,13 @@ def test_checkpoints_have_weights_and_optimizer_state_and_the_critics():
 
 def test_the_shared_memory_is_that_of_linux():
     assert machine.SHARED_MEMORY == Path("/dev/shm")
+
+
+def test_limits_that_the_system_does_not_have_are_found_if_a_model_writes_programs(monkeypatch):
+    monkeypatch.setattr("rl_megatron.doctor.machine.find_missing_limits", lambda: ["programs can do it"])
+    grpo = ("algorithm=grpo", "data.task.name=gsm8k")
+    assert check_limits_of_programs(load_config([*grpo])) == []
+    tools = ("rollout.tools.functions=[python]", "rollout.tools.format=hermes", "rollout.worker=conversation")
+    for keys in (("reward.functions=[code]",), tools):
+        (finding,) = check_limits_of_programs(load_config([*grpo, *keys]))
+        assert (finding.state, finding.message) == ("warning", "programs can do it")

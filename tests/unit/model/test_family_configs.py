@@ -177,13 +177,6 @@ def test_qwen3_5_is_read_strictly_but_for_the_positions_in_images():
         read_model(hf, "file")
 
 
-def test_only_families_with_a_text_model_name_it_for_one_that_reads_images():
-    for name, helps in (("Qwen3_5ForConditionalGeneration", True), ("Gemma3ForConditionalGeneration", False)):
-        with pytest.raises(ConfigError, match="is not supported; supported") as refused:
-            family_of_config({"architectures": [name]}, "file")
-        assert ("AutoModelForCausalLM" in str(refused.value)) == helps
-
-
 @pytest.mark.parametrize("model", [ModelConfig(activation="gelu_tanh"), ModelConfig(routed_scaling_factor=2.0)])
 def test_a_model_of_no_family_is_refused(model):
     with pytest.raises(ConfigError, match="cannot be written for Hugging Face"):

@@ -1,8 +1,6 @@
 """The reward functions of the package."""
 
 import json
-import subprocess
-import sys
 import time
 
 import pytest
@@ -147,7 +145,7 @@ def test_code_counts_the_tests_that_a_program_passes(completion, tests, share):
     "program",
     [
         "while True: pass", "import time; time.sleep(100)", "x = bytearray(4 << 30)\ndef add(a, b): return a + b",
-        "import os\nos.fork()\nwhile True: pass",
+        "import os\nos.fork()\ndef add(a, b): return a + b",
         "open('big', 'wb').write(bytes(64 << 20))\ndef add(a, b): return a + b",
     ],
 )  # fmt: skip
@@ -166,12 +164,24 @@ for secret in re.findall("[0-9a-f]{32}", repr(sys._getframe(1).f_globals)) or ["
 os._exit(0)
 """
 
+READ = """
+import os, re
+memory = open(f"/proc/{os.getppid()}/mem", "rb")
+for line in open(f"/proc/{os.getppid()}/maps"):
+    begin, end, rights = re.match("(\\w+)-(\\w+) (\\S+)", line).groups()
+    if rights.startswith("rw"):
+        memory.seek(int(begin, 16))
+        if b"3" in memory.read(int(end, 16) - int(begin, 16)):
+            print(3)
+            break
+"""
+
 
 @pytest.mark.change
 @pytest.mark.parametrize(
     "program",
-    ["x = '\0'", "x = '\ud800'", "print(4, end='\ud800')", FORGED, "import sys, os; os.fork()\nassert 0"],
-    ids=["nul", "surrogate", "printed", "forged", "forked"],
+    ["x = '\0'", "x = '\ud800'", "print(4, end='\ud800')", FORGED, READ],
+    ids=["nul", "surrogate", "printed", "forged", "read from the parent"],
 )
 def test_a_program_that_cannot_run_or_forges_its_result_scores_zero(program):
     assert Code()(program, ["assert False"]) == Code()(program, {"inputs": ["1 2"], "outputs": ["3"]})
@@ -184,22 +194,6 @@ def test_a_long_program_runs_and_reads_what_no_text_holds():
     assert Code()(long, {"inputs": ["\ud800\n"], "outputs": ["3"]})["passed"] == 1
     assert Code()(long, {"inputs": ["abc\n"], "outputs": ["3"]})["passed"] == 1
     assert Code()("x = [1, 2]", "[1, 2] == x")["passed"] == 1, "a statement that is not JSON"
-
-
-@pytest.mark.change
-def test_no_process_of_a_program_outlives_the_call(tmp_path):
-    child = f"import time; time.sleep(1.5); open({str(tmp_path / 'lives')!r}, 'w')"
-    program = f"""
-import subprocess, sys
-subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session=True)
-def add(a, b): return a + b
-"""
-    ended = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
-    assert Code()(program, TESTS)["passed"] == 1
-    assert ended.poll() is None, "other children of this process live on"
-    time.sleep(2.5)
-    assert not (tmp_path / "lives").exists()
-    assert ended.wait() == 0
 
 
 def test_code_without_tests_is_an_error():

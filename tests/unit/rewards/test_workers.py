@@ -1,5 +1,6 @@
 """Worker processes: they load functions, call them in parallel, and survive whatever a function does."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -65,6 +66,12 @@ def test_functions_of_all_forms_score_together(workers_of):
         ]
         assert found[2][0].metrics == {"acc": 1.0}
         assert found[1][0].metrics == {"seen": len(texts)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's")
+def test_programs_that_a_worker_runs_cannot_read_its_memory(workers_of):
+    ((outcome,),) = scored(workers_of(settings("hidden_memory")), samples("a"))
+    assert outcome.score == 1.0
 
 
 def test_calls_of_an_async_function_wait_at_the_same_time(workers_of):

@@ -1,6 +1,7 @@
 """A user's file of reward functions: good ones of every form, and ones that misbehave as the completion says."""
 
 import asyncio
+import ctypes
 import time
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,6 +25,11 @@ def trl(prompts, completions, solution, log_metric, **columns):
     log_metric("seen", float(len(prompts)))
     texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
     return [None if wanted == "skip" else float(text == wanted) for text, wanted in zip(texts, solution, strict=True)]
+
+
+def hidden_memory(completion):
+    dumpable = 3  # PR_GET_DUMPABLE
+    return float(ctypes.CDLL(None).prctl(dumpable, 0, 0, 0, 0) == 0)
 
 
 async def trl_async(completions, **columns):

@@ -1,0 +1,93 @@
+"""Models that read images, as they are published: the text model of one is a model of a family.
+
+Its config.json has the text model's keys in `text_config`, and its tensors have a prefix in their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.model.families.hf_config import HFConfig
+
+_TEXT = "text_config"
+# Keys beside text_config that only say how images are read.
+_OF_IMAGES = frozenset(
+    {
+        "boi_token_index", "eoi_token_index", "image_token_id", "image_token_index", "mm_tokens_per_image",
+        "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "video_token_id", "vision_config",
+        "vision_end_token_id", "vision_feature_layer", "vision_start_token_id",
+    }
+)  # fmt: skip
+# The names of tensors at their beginning: those that transformers 5 writes, and those of older files.
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_IMAGE_PREFIXES = tuple(
+    f"{model}{part}." for model in ("model.", "") for part in ("visual", "vision_tower", "multi_modal_projector")
+)
+_POSITIONS = "mrope_"  # RoPE's keys about positions in an image; a token of text has one position in all sections
+_ROPES = ("rope_parameters", "rope_scaling")
+
+
+@dataclass(frozen=True)
+class WithImages:
+    """The models that read images and whose text model is one of a family.
+
+    Attributes:
+        architecture: Their name in `architectures` of a config.json.
+        text_type: The `model_type` of their `text_config`.
+        model_type: The `model_type` of the text model alone, if it is another one.
+        defaults: Keys that `text_config` may lack, with the values that transformers then takes.
+    """
+
+    architecture: str
+    text_type: str
+    model_type: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def text_config(self, hf_config: Mapping[str, Any], architecture: str, where: str) -> dict[str, Any]:
+        """Return the config.json of the text model alone.
+
+        Args:
+            hf_config: The config.json of a model that reads images.
+            architecture: The text model's architecture.
+            where: The file, for messages.
+
+        Raises:
+            ConfigError: There is no `text_config`, it is of another type, or another key may change the text model.
+        """
+        whole = HFConfig(hf_config, where)
+        text = whole[_TEXT]
+        if not isinstance(text, Mapping):
+            raise ConfigError(f"{where}: {_TEXT}={text!r} is not an object")
+        if text.get("model_type") != self.text_type:
+            raise ConfigError(
+                f"{where}: {_TEXT}.model_type={text.get('model_type')!r} is not supported; {self.architecture} is "
+                f"read with {self.text_type!r}"
+            )
+        tied = {key: whole[key] for key in ("tie_word_embeddings",) if key in whole}  # it decides in transformers, too
+        whole.refuse_unread(_OF_IMAGES)
+        config = {**self.defaults, **text, **tied, "architectures": [architecture]}
+        if self.model_type is None:
+            return config
+        for key in (key for key in _ROPES if config.get(key)):
+            config[key] = {name: value for name, value in config[key].items() if not name.startswith(_POSITIONS)}
+        return config | {"model_type": self.model_type}
+
+
+def text_name(hf_name: str) -> str:
+    """Return the name that a tensor has in the text model alone."""
+    for prefix, of_text in _PREFIXES.items():
+        if hf_name.startswith(prefix):
+            return of_text + hf_name.removeprefix(prefix)
+    return hf_name
+
+
+def is_of_images(hf_name: str) -> bool:
+    """Return whether a tensor only reads images."""
+    return hf_name.startswith(_IMAGE_PREFIXES)

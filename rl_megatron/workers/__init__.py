@@ -1,0 +1,3 @@
+"""Processes that run users' and models' code."""
+
+from rl_megatron.workers import confinement as confinement

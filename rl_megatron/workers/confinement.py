@@ -1,0 +1,147 @@
+"""Start a Python program of a model with limits on what it uses and reaches, and leave nothing of it behind.
+
+The limits stop accidents, and some of what means harm. They are no sandbox; docs/security.md says what they leave open.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_megatron import log
+from rl_megatron.topology.child_process import adopt_orphans
+
+_CONFINED = Path(__file__).with_name("confined.py")
+# With arenas of its own, each thread would take 64 MiB of address space.
+_ENVIRONMENT = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+_SECONDS_TO_END_ALL = 2.0  # for processes that start others faster than they are ended
+# What a program may do if the system does not have a limit.
+_REMARKS = {
+    "namespace": "programs of the model have no network of their own, because the system has no user namespaces for "
+    "this user",
+    "landlock": "programs of the model can change files and reach other processes, because the system has no Landlock, "
+    "or one of before Linux 6.2",
+    "filter": "programs of the model can start and end processes, because the system calls of this machine cannot be "
+    "filtered",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a program.
+
+    Attributes:
+        seconds: CPU time; it is rounded up.
+        memory_mb: Address space, in MiB.
+    """
+
+    seconds: float
+    memory_mb: int
+
+
+@contextmanager
+def run_confined(
+    text: int,
+    arguments: Sequence[str],
+    directory: str,
+    limits: Limits,
+    *,
+    stdin: int,
+    stdout: int,
+    stderr: int,
+    descriptors: Sequence[int] = (),
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program during the block of a `with` statement; it may only write to its directory. It is ended then.
+
+    Args:
+        text: The descriptor of the program's text.
+        arguments: Its `sys.argv[1:]`.
+        directory: Its working directory.
+        limits: Its limits.
+        stdin: Its standard input, as `subprocess.Popen` takes it.
+        stdout: Its standard output.
+        stderr: Its standard error.
+        descriptors: Further descriptors that it gets.
+    """
+    reported, reports = os.pipe()
+    others = _children() if adopt_orphans() else None
+    numbers = (math.ceil(limits.seconds), limits.memory_mb << 20, os.getpid(), reports, text)
+    with os.fdopen(reported, "rb") as names:
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-I", "-X", "utf8", str(_CONFINED), *map(str, numbers), *arguments],
+                stdin=stdin, stdout=stdout, stderr=stderr, cwd=directory, pass_fds=[reports, text, *descriptors],
+                env=_ENVIRONMENT | {"HOME": directory, "TMPDIR": directory},
+                start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(reports)
+        try:
+            yield child
+        finally:
+            with suppress(ProcessLookupError, PermissionError):  # there is no such group
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            missing = names.read().decode().split()
+            if others is not None and "filter" in missing:
+                _end_children_but(others)
+            for name in missing:
+                log.once(f"{_REMARKS[name]}; see docs/security.md")
+
+
+def find_missing_limits() -> list[str]:
+    """Return what programs may do here because the system does not have a limit, in sentences."""
+    limits = Limits(1, 1 << 10)
+    with make_directory() as directory, open(os.devnull, "r+b") as nothing, tempfile.TemporaryFile() as reports:
+        numbers = (math.ceil(limits.seconds), limits.memory_mb << 20, os.getpid(), reports.fileno(), nothing.fileno())
+        command = [sys.executable, "-I", str(_CONFINED), *map(str, numbers)]
+        subprocess.run(command, cwd=directory, pass_fds=[reports.fileno(), nothing.fileno()], check=True)
+        reports.seek(0)
+        return [_REMARKS[name] for name in reports.read().decode().split()]
+
+
+@contextmanager
+def make_directory() -> Iterator[str]:
+    """Make a directory for the block of a `with` statement, and remove it, whatever a program has made of it."""
+    directory = tempfile.mkdtemp(prefix="rl_megatron_program_")
+    try:
+        yield directory
+    finally:
+        # These follow directories of any depth, which Python's functions do not.
+        remove = ["rm", "-rf", "--", directory]
+        if subprocess.run(remove, stderr=subprocess.DEVNULL).returncode != 0:  # something in it has no rights
+            subprocess.run(["chmod", "-R", "u+rwX", "--", directory], stderr=subprocess.DEVNULL)
+            if (done := subprocess.run(remove, stderr=subprocess.PIPE, text=True)).returncode != 0:
+                log.LOGGER.warning(f"the directory of a program cannot be removed: {done.stderr.strip()[-200:]}")
+
+
+def _end_children_but(others: set[int]) -> None:
+    """End all children of this process but some: those that programs started, and that outlived their parents.
+
+    On Linux, a process whose parent has ended becomes a child of this one, also if it has a session of its own. On
+    other systems, such a process remains.
+    """
+    until = time.monotonic() + _SECONDS_TO_END_ALL
+    while (more := _children() - others) and time.monotonic() < until:
+        for pid in more:
+            with suppress(ProcessLookupError, PermissionError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)  # its own children are ours from now on
+
+
+def _children() -> set[int]:
+    """Return the children of all threads of this process."""
+    found: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended, or the kernel does not have this file
+            found.update(map(int, (thread / "children").read_text().split()))
+    return found
