@@ -11,10 +11,12 @@ import time
 import pytest
 import torch
 
+from rl_megatron.api.model import StartingModel
+from rl_megatron.checkpoint.directory import read_manifest
 from rl_megatron.model.families import FAMILIES
 from tests.end_to_end.launch import TINY, checkpoints
 from tests.forkserver import REPOSITORY, environment
-from tests.parallel.family_cases import hf_model, save, tensors
+from tests.parallel.family_cases import hf_model, model_with_images, save, save_as_published, tensors
 
 # The keys of TINY without those of the model, which is imported.
 TRAINING = tuple(
@@ -69,6 +71,35 @@ def test_a_model_is_imported_trained_and_exported(tmp_path, forks, qwen):
     assert cut.status == 0 and "no token" not in cut.out, cut
     manifest = json.loads((tmp_path / "imported" / "manifest.json").read_text())
     assert json.loads((tmp_path / "cut" / "config.json").read_text())["vocab_size"] == manifest["vocab_size"] < 270
+
+
+def test_a_published_model_that_reads_images_is_used_as_it_is(tmp_path, forks):
+    """It generates what its exported text model does, and is imported and trained."""
+    from rl_megatron.data.byte_level_bpe import train_bpe
+
+    save_as_published(model_with_images("qwen3_5_moe", vocab_size=270, max_position_embeddings=48), tmp_path / "images")
+    train_bpe(["1+2=3\n" * 9], 260).save(tmp_path / "images")
+    for arguments in (("import", "images", "imported"), ("export", "imported", "text")):
+        converted = forks.run(tmp_path, "convert", *arguments)
+        assert converted.status == 0, converted.err
+        assert "of the 270 rows of the embedding have no token; together they have probability" in converted.out
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+2="}\n')
+    for name in ("images", "text"):
+        options = ("--prompts", "prompts.jsonl", "--output", f"{name}.jsonl", "--seed", "1")
+        generated = forks.run(tmp_path, "generate", f"init_from={name}", *options, "generation.max_new_tokens=6")
+        assert generated.status == 0, generated.err
+    assert (tmp_path / "images.jsonl").read_bytes() == (tmp_path / "text.jsonl").read_bytes()
+    begun = ("train", "model=init_from", "init_from=imported", "output_dir=run", *TRAINING, "train.steps=1")
+    trained = forks.run(tmp_path, *begun)
+    assert trained.status == 0, trained.err
+    assert json.loads((tmp_path / "run/hugging_face/config.json").read_text())["model_type"] == "qwen3_5_moe_text"
+
+
+def test_a_run_from_python_starts_from_a_published_model_that_reads_images(tmp_path):
+    source = save_as_published(model_with_images("gemma3"), tmp_path / "images")
+    found = StartingModel.find(source, tmp_path / "run")
+    checkpoint = found.import_into(tmp_path / "run", "cpu")
+    assert read_manifest(checkpoint)["model"] == found.settings["model"]
 
 
 PAGE = (REPOSITORY / "docs" / "hugging_face.md").read_text()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 # The shape that all cases share: the heads together are wider than the hidden states, queries are grouped, and no size
@@ -137,12 +138,12 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def model_with_images(case: str) -> torch.nn.Module:
-    """Return a model that reads images, whose text model has the config of a case."""
+def model_with_images(case: str, **changes: Any) -> torch.nn.Module:
+    """Return a model that reads images, whose text model has the config of a case with `changes`."""
     import transformers  # not at the top: see `hf_model`
 
     name, vision, keys = WITH_IMAGES[case]
-    text = hf_model(case).config.to_dict()
+    text = hf_model(case, **changes).config.to_dict()
     if name == "Qwen3VL":
         text["model_type"] = "qwen3_vl_text"
         text["rope_parameters"] |= {"mrope_section": [1, 1, 1], "mrope_interleaved": True}
@@ -157,6 +158,18 @@ def model_with_images(case: str) -> torch.nn.Module:
 def save(model: torch.nn.Module, directory: Path, max_shard_size: str = "20KB") -> Path:
     """Save `model` with transformers and return the directory; a small `max_shard_size` gives several files."""
     model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def save_as_published(model: torch.nn.Module, directory: Path, **more: torch.Tensor) -> Path:
+    """Save a model under the names of its parameters, which stack experts, and return the directory."""
+    directory.mkdir()
+    state = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    save_file(state | more, directory / "model.safetensors")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
     return directory
 
 

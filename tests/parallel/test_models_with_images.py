@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from rl_megatron.checkpoint.hf_convert import export_weights, import_weights
 from rl_megatron.config.errors import ConfigError
@@ -22,6 +21,7 @@ from tests.parallel.family_cases import (
     hf_model,
     model_with_images,
     save,
+    save_as_published,
     save_tokenizer,
     tensors,
 )
@@ -29,18 +29,6 @@ from tests.parallel.test_families import EXPERT, SEQUENCE, TENSOR, WHOLE, logits
 
 FURTHER = ("mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj")  # the published files have tensors of such names
 OF_IMAGES = ("preprocessor_config.json", "video_preprocessor_config.json")
-
-
-def save_as_published(model: torch.nn.Module, directory: Path, **more: torch.Tensor) -> Path:
-    """Save a model under the names of its parameters, which stack experts, and return the directory."""
-    directory.mkdir()
-    state = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    save_file(state | more, directory / "model.safetensors")
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(directory)
-    return directory
 
 
 @dataclass

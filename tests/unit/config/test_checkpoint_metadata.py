@@ -13,6 +13,7 @@ import yaml
 from rl_megatron.checkpoint.directory import read_manifest
 from rl_megatron.cli.convert import export_checkpoint
 from rl_megatron.config.checkpoint_metadata import carried_tokenizer, hugging_face_files, run_tokenizer
+from rl_megatron.config.compose import config_directory
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config, to_yaml
 from rl_megatron.config.model import Llama3Rope, ModelConfig
@@ -47,6 +48,13 @@ def test_the_model_is_the_checkpoints_and_recomputation_the_runs(tmp_path):
     assert changed.first.model == replace(MODEL, recompute="selective", max_sequence_length=99)
     shown = yaml.safe_load(to_yaml(config))["stages"]["sft"]["model"]
     assert shown["rope_scaling"]["factor"] == 8.0 and shown["num_layers"] == 3
+
+
+def test_every_key_of_the_model_that_the_weights_depend_on_is_the_checkpoints():
+    given = yaml.safe_load((Path(config_directory()) / "model" / "init_from.yaml").read_text())
+    assert given.keys() == asdict(MODEL).keys()
+    of_run = {key for key, value in given.items() if value != f"${{of_checkpoint:{key},${{init_from}}}}"}
+    assert of_run == {"recompute", "backend", "cudnn_attention"}
 
 
 def test_keys_that_were_added_later_have_their_default(tmp_path):
