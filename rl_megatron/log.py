@@ -36,16 +36,29 @@ _NOT_FOR_USERS_LOGGED: tuple[tuple[str, str], ...] = (
     ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
 )
 
-# Environment variables whose values are secrets, such as HF_TOKEN and WANDB_API_KEY, by the ends of their names.
-_SECRET_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)$", re.I)
+# Environment variables whose values are secrets, such as HF_TOKEN and WANDB_API_KEY, by the ends of their names. Public
+# keys and settings such as SSH_AUTH_SOCK are none.
+_SECRET_VARIABLE = re.compile(
+    r"(TOKENS?|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|WEBHOOK_URL"
+    r"|((^|_)(API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|STORAGE|ACCOUNT)|OPENAI|WANDB|ANTHROPIC|GITHUB|HF)_?KEY"
+    r"|(^|_|SSH)(PAT|PASS|JWT))$",
+    re.I,
+)
 _SHORTEST_SECRET = 8  # characters of a value that is worth hiding; shorter ones are words such as "true"
 _IN_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", re.I)  # the user and the password of an address
+_IN_QUERY = re.compile(r"([?&](?:key|sig|signature|[\w-]*token|api[_-]?key|password|secret)=)[^&\s'\"]+", re.I)
+_AFTER_BEARER = re.compile(r"(\b(?:Bearer|Basic) +)[\w.~+/=-]{8,}", re.I)
 _AFTER_OPTION = re.compile(
     r"(--(?:[a-z-]+-)?(?:api-key|token|password|secret)(?:[= ]|['\"], ['\"])"
-    r"|\b(?:\w+\.)*(?:\w+_)?(?:api_?key|password|secret)['\"]?\s*[=:]\s*['\"]?)[^\s'\",;]+",
+    r"|\b(?:\w+\.)*(?:\w+_)?(?:api_?key|secret_?key|password|passphrase|secret)['\"]?\s*[=:]\s*['\"]?)[^\s'\",;]+",
     re.I,
 )
 REDACTED = "***"
+# C0 and C1 but for tab and line feed, lone surrogates, separators of lines, and overrides of the direction of writing.
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
+)
 
 Watcher = Callable[[int, int, str, str], None]
 _watcher: Watcher | None = None
@@ -67,7 +80,23 @@ def redact(text: str) -> str:
     for name, value in os.environ.items():
         if is_secret_variable(name) and len(value) >= _SHORTEST_SECRET and value in text:
             text = text.replace(value, REDACTED)
-    return _AFTER_OPTION.sub(rf"\1{REDACTED}", _IN_ADDRESS.sub(rf"\1{REDACTED}@", text))
+    text = _IN_ADDRESS.sub(rf"\1{REDACTED}@", text)
+    for pattern in (_IN_QUERY, _AFTER_BEARER, _AFTER_OPTION):
+        text = pattern.sub(rf"\1{REDACTED}", text)
+    return text
+
+
+def escape_controls(text: str) -> str:
+    """Return a text in which characters that control a terminal or the direction of writing are escaped.
+
+    Line feeds and tabs stay, and the joiners that scripts and emojis are written with.
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def make_printable(text: str) -> str:
+    """Return a text for terminals and logs: without secrets, and with control characters escaped."""
+    return escape_controls(redact(text))
 
 
 def setup() -> None:
@@ -84,7 +113,7 @@ def setup() -> None:
 
 def _print_without_secrets(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the traceback of an exception that ends this process."""
-    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
+    print(make_printable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
 
 
 def silence_libraries() -> None:
@@ -133,7 +162,7 @@ def error(message: object, on_every_node: bool = False) -> None:
         on_every_node: Whether the first rank of every node prints it, because the nodes may differ. Otherwise rank 0
             does, because the error is the same on every rank.
     """
-    text = redact(" ".join(str(message).splitlines()))
+    text = make_printable(" ".join(str(message).splitlines()))
     _tell_launcher(text)
     if is_main_rank() or (on_every_node and os.environ.get("LOCAL_RANK") == "0"):
         print("error:", text, file=sys.stderr, flush=True)
@@ -197,11 +226,11 @@ class StderrHandler(logging.StreamHandler):
 
 
 class _Formatter(logging.Formatter):
-    """A formatter that leaves secrets out of messages and tracebacks."""
+    """A formatter that makes messages and tracebacks printable."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
-        return redact(super().format(record))
+        return make_printable(super().format(record))
 
 
 class _Without(logging.Filter):

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.extras import require_extra
+from rl_megatron.log import escape_controls
 
 _WIDTH = 160
 _COLUMNS = (
@@ -83,8 +84,8 @@ def _panel(row: dict[str, Any]) -> Panel:
     facts = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
-    facts.add_row("prompt", Text(row["prompt"].strip("\n")))
-    facts.add_row("completion", Text(row["completion"].strip("\n")))
+    facts.add_row("prompt", Text(escape_controls(row["prompt"].strip("\n"))))
+    facts.add_row("completion", Text(escape_controls(row["completion"].strip("\n"))))
     title = f"step {row['step']}, prompt {row['group']}, sample {row['number']}: reward {row['reward']:g}"
     notes = [
         *([] if row["stopped"] else ["truncated"]),

@@ -9,7 +9,10 @@ from typing import Any
 from rl_megatron import log
 
 # Keys of options and of users' own settings. Keys such as stop_tokens and micro_batch_tokens hold no secrets.
-_SECRET_KEY = re.compile(r"(^|[_-])(api[_-]?key|secret|password|passwd|credentials?|private[_-]key)$", re.IGNORECASE)
+_SECRET_KEY = re.compile(
+    r"(^|[_-])((api|secret|private|access)[_-]?key|secret|password|passwd|passphrase|credentials?|authorization)$",
+    re.IGNORECASE,
+)
 _TOKEN_KEY = re.compile(r"^((access|auth|api|bearer|hf|hub)[_-])?token$", re.IGNORECASE)
 
 

@@ -32,7 +32,7 @@ def failure_of(error: BaseException, rank: int, place: Place, on_all_ranks: bool
         on_all_ranks: Whether it is an error that all ranks raise alike.
     """
     lost = isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
-    message = log.redact(" ".join(f"{type(error).__name__}: {error}".split()))
+    message = log.make_printable(" ".join(f"{type(error).__name__}: {error}".split()))
     return {
         "kind": "lost" if lost else "error",
         "rank": rank,
@@ -46,7 +46,7 @@ def failure_of(error: BaseException, rank: int, place: Place, on_all_ranks: bool
         "at": place_of_error(error),
         "message": message,
         "on_all_ranks": on_all_ranks,
-        "traceback": log.redact("".join(traceback.format_exception(error))).splitlines(),
+        "traceback": log.make_printable("".join(traceback.format_exception(error))).splitlines(),
     }
 
 

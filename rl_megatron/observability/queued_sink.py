@@ -164,4 +164,4 @@ class QueuedSink:
 
 
 def _in_words(error: Exception) -> str:
-    return log.redact(f"{type(error).__name__}: {error}")
+    return log.make_printable(f"{type(error).__name__}: {error}")

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 
+from rl_megatron.config.servers import is_loopback
+
 _POLL_SECONDS = 0.0005
 _PREFIXES = ("standalone",)
 # What torch's NCCL groups read when they are made. By default their threads end the process if a peer dies, before its
@@ -207,9 +209,8 @@ def listening_socket(ip: str, port: int, backlog: int) -> socket.socket:
     """
     family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
     several_nodes = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
-    is_loopback = str(address[0]).startswith("127.") or address[0] == "::1"
     try:
-        if not (several_nodes and is_loopback):
+        if not (several_nodes and is_loopback(str(address[0]))):
             return socket.create_server(address[:2], family=family, backlog=backlog)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:

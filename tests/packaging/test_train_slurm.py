@@ -33,7 +33,7 @@ def test_a_job_is_queued_again_if_all_nodes_ended_early(tmp_path, statuses, stat
     done = job(tmp_path, f'statuses=({of_nodes}); exit "${{statuses[$SLURM_NODEID]}}"')
     assert done.returncode == status, done.stderr
     assert ("queueing job 7 again" in done.stdout) == is_queued == (tmp_path / "requeued").exists()
-    assert list(tmp_path.glob("*.saved")) == []
+    assert list(tmp_path.glob("tmp.*")) == []
 
 
 def test_signals_reach_ranks_also_if_slurm_sends_them_to_the_first_process_of_a_task_alone(tmp_path):

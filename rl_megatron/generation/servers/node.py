@@ -11,11 +11,11 @@ from pathlib import Path
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.servers import ServersConfig
+from rl_megatron.config.servers import ServersConfig, is_loopback
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.dialect import Launch, ServerDialect
-from rl_megatron.generation.servers.process import LOOPBACK, LocalServers
+from rl_megatron.generation.servers.process import LocalServers
 from rl_megatron.model.families import family_of_model
 from rl_megatron.weight_sync.plan import RefitPlan
 from rl_megatron.weight_sync.servers import ServerDied
@@ -82,7 +82,7 @@ class NodeServers:
                 "--server-nodes HOST:8000 to the run"
             )
         token = os.environ.get(TOKEN, "")
-        if not token and not settings.host.startswith(LOOPBACK):
+        if not token and not is_loopback(settings.host):
             raise ConfigError(
                 f"{TOKEN} is not set, and {settings.key}.host={settings.host} lets other machines reach the servers, "
                 "whose weights anybody could replace; set the variable to the same secret here and for the run"

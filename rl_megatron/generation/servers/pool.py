@@ -12,13 +12,13 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.servers import ServersConfig
+from rl_megatron.config.servers import ServersConfig, is_loopback
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.rank_zero_loop import RankZeroLoop
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import ServerDialect, ServerFacts
-from rl_megatron.generation.servers.process import LOOPBACK, LocalServers
+from rl_megatron.generation.servers.process import LocalServers
 from rl_megatron.weight_sync.plan import RefitPlan
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
@@ -182,7 +182,7 @@ class ServerPool:
         """
         nodes = sum(self._ranks.of_every_rank(os.environ.get("LOCAL_RANK", "0") == "0"))
         host, key = self._settings.host, self._dialect.key
-        if nodes > 1 and not self._settings.urls and host.startswith(LOOPBACK):
+        if nodes > 1 and not self._settings.urls and is_loopback(host):
             raise ConfigError(
                 f"{key}.host={host}: the run has {nodes} nodes, and rank 0 cannot reach this address of another node; "
                 f"set {key}.host to 0.0.0.0, or to an address that the nodes reach"

@@ -33,7 +33,6 @@ _POLL_SECONDS = 0.5
 _LINES_SHOWN = 5
 _BYTES_READ = 1 << 16
 _PORT_IN_USE = "address already in use"
-LOOPBACK = ("127.", "localhost", "::1")  # how addresses begin that only this machine reaches
 _EVERYWHERE = ("0.0.0.0", "::")  # what a user may bind to
 
 

@@ -23,6 +23,15 @@ from rl_megatron.config.servers import VllmConfig
         ({"extra_args": ["--hf-token", "abc", "--seed", "1"]}, {"extra_args": ["--hf-token", "***", "--seed", "1"]}),
         ({"extra_args": ["--api-key=abc"]}, {"extra_args": ["--api-key=***"]}),
         ({"path": "data/planted-0123456789"}, {"path": "data/***"}),
+        ({"secret_key": "abc", "passphrase": "abc"}, {"secret_key": "***", "passphrase": "***"}),
+        (
+            {"headers": {"Authorization": "abc", "X": "Bearer abcdefgh.ij"}},
+            {"headers": {"Authorization": "***", "X": "Bearer ***"}},
+        ),
+        (
+            {"url": "http://host/x?key=abc&n=1&access_token=abc&sig=a%2B"},
+            {"url": "http://host/x?key=***&n=1&access_token=***&sig=***"},
+        ),
     ],
 )
 def test_a_secret_is_left_out(tree, written, monkeypatch):
@@ -40,6 +49,23 @@ def test_a_secret_is_left_out(tree, written, monkeypatch):
 )
 def test_what_is_no_secret_is_kept(tree):
     assert without_secrets(tree) == tree
+
+
+@pytest.mark.parametrize(
+    ("name", "is_secret"),
+    [
+        *((name, True) for name in (
+            "HF_TOKEN", "MY_TOKENS", "WANDB_API_KEY", "OPENAI_KEY", "WANDB_KEY", "GITHUB_PAT", "AZURE_STORAGE_KEY",
+            "DB_PASS", "SSHPASS", "JWT", "AUTH_JWT", "SLACK_WEBHOOK_URL", "AWS_SECRET_ACCESS_KEY", "KEY_PASSPHRASE",
+        )),
+        *((name, False) for name in (
+            "PATH", "SSH_AUTH_SOCK", "PUBLIC_KEY", "COMPASS", "PYTHONPATH", "TOKENIZERS_PARALLELISM", "MONKEY",
+            "BYPASS",
+        )),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_variable_says_whether_it_is_a_secret(name, is_secret):
+    assert log.is_secret_variable(name) == is_secret
 
 
 def test_short_values_of_such_variables_are_not_searched_for(monkeypatch):

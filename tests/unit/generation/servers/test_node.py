@@ -91,8 +91,11 @@ def test_servers_need_a_port_that_the_run_knows_and_a_token_if_other_machines_re
     monkeypatch.delenv(TOKEN, raising=False)
     with pytest.raises(ConfigError, match="generation.vllm.port=null: the run has to know"):
         node(tmp_path, VllmConfig())
-    with pytest.raises(ConfigError, match=f"{TOKEN} is not set, and generation.vllm.host=0.0.0.0 lets other"):
-        node(tmp_path, VllmConfig(host="0.0.0.0", port=8000))
+    for host in ("0.0.0.0", "127.evil.example", "localhost.evil.example", "::1234:5"):
+        with pytest.raises(ConfigError, match=f"{TOKEN} is not set, and generation.vllm.host={host} lets other"):
+            node(tmp_path, VllmConfig(host=host, port=8000))
+    for host in ("127.0.0.2", "::1", "localhost"):
+        node(tmp_path, VllmConfig(host=host, port=8000))
     monkeypatch.setenv(TOKEN, "a secret")
     node(tmp_path, VllmConfig(host="0.0.0.0", port=8000))
 
