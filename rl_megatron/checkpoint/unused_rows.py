@@ -59,26 +59,26 @@ class UnusedRows:
         return f"{first}; together they have probability {mean:.3g} ({of_text}); {last}"
 
 
-def find_unused_rows(directory: Path, measure: bool = True) -> UnusedRows | None:
+def find_unused_rows(directory: Path, run_model: bool = True) -> UnusedRows | None:
     """Return the rows without a token of a language model's Hugging Face directory, or None if each has one.
 
     Without a tokenizer each row counts as a token's.
 
     Args:
         directory: The directory, which can be read (`open_hugging_face`).
-        measure: Whether to measure their probability, by a forward pass of transformers on the CPU.
+        run_model: Whether to measure their probability, by a forward pass of transformers on the CPU.
     """
     weights = open_hugging_face(directory)
     count = weights.rows - weights.vocab_size
     if weights.tokenizer is None or count == 0:
         return None
-    reason = _find_obstacle(weights) if measure else "only rl-megatron convert measures it"
+    reason = _find_obstacle(weights) if run_model else "only rl-megatron convert measures it"
     if reason is not None:
         return UnusedRows(count, weights.rows, reason=reason)
     try:
         limit = min(_MOST_TOKENS, weights.model.max_sequence_length)
         ids = example_tokens(weights.tokenizer, limit)
-        return UnusedRows(count, weights.rows, _measure(directory, ids, weights.vocab_size))
+        return UnusedRows(count, weights.rows, _compute_probabilities(directory, ids, weights.vocab_size))
     except (OSError, ValueError, ImportError, RuntimeError) as error:  # the conversion itself does not need this
         return UnusedRows(count, weights.rows, reason=f"transformers cannot run it ({error})")
 
@@ -90,7 +90,7 @@ def example_tokens(tokenizer: Tokenizer, limit: int = _MOST_TOKENS) -> list[int]
 
 
 @torch.no_grad()
-def _measure(directory: Path, ids: list[int], num_tokens: int) -> tuple[float, ...]:
+def _compute_probabilities(directory: Path, ids: list[int], num_tokens: int) -> tuple[float, ...]:
     """Return the probability of all ids from `num_tokens` on, after each of the tokens `ids`."""
     import transformers
 
@@ -129,7 +129,7 @@ def _available_memory() -> int:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Hide the progress bars and advice of transformers."""
+    """Silence the progress bars and advice of transformers."""
     logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
