@@ -47,7 +47,7 @@ _ROWS = (
     ("data/readers/tables.py", r".*", "rows of a table"),
     ("model/lora/", r".*", "rows of a weight matrix"),
     ("model/shards.py", r"rows|row|hf_row|Rows|_INIT_ROWS", "rows of a weight matrix"),
-    ("checkpoint/", r"(hf_|embedding_|read_)?rows?|row_bytes|Rows|with_first_rows", "rows of a weight matrix"),
+    ("checkpoint/", r"(hf_|embedding_|read_|\.with_first_)?rows?|row_bytes|Rows", "rows of a weight matrix"),
     ("", r"\w*unused_rows|UnusedRows", "rows of a weight matrix"),
     ("", r"add_row", "rich's method"),
     ("model/", r"RowParallelLinear", "megatron-core's class"),

@@ -135,11 +135,11 @@ def test_a_mutant_of_the_table_whose_text_is_gone_is_named(package, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_reason_for_a_mutant_that_does_not_exist_is_refused(mutants, tmp_path):
-    read_reasons(mutants)
+def test_a_reason_for_a_mutant_that_does_not_exist_is_refused(package, tmp_path):
+    read_reasons(package.ids())
     (tmp_path / "reasons.toml").write_text('[[equivalent]]\nid = "gone"\nreason = "it is"\n')
     with pytest.raises(UnknownMutants, match="gone"):
-        read_reasons(mutants, tmp_path / "reasons.toml")
+        read_reasons(package.ids(), tmp_path / "reasons.toml")
 
 
 def test_marks_are_in_every_block_and_the_code_stays(package):

@@ -45,8 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         copy = Copy(options.scratch / "reach")
         return record(options.out, options.tests, options.tier, options.pytest, copy, Package(copy.package))
     try:
-        mutants = Package(REPOSITORY / "rl_megatron").mutants()
-        reasons = read_reasons(mutants)
+        package = Package(REPOSITORY / "rl_megatron")
+        mutants, reasons = package.mutants(), read_reasons(package.ids())
     except (StaleTable, UnknownMutants) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -89,16 +89,21 @@ class Package:
     def mutants(self) -> list[Mutant]:
         """Return all mutants, in the order of the files."""
         by_hand, fixes = self.of_table(TABLE), self.of_table(FIXES, "fix", "fix")
-        of_field = self.of_operators("field", FIELD)
+        of_field, of_general = self._of_operators
         field = self._sample(of_field, NUM_FIELD_BY_OPERATORS, by_hand)
         taken = {(mutant.file, mutant.start, mutant.after) for mutant in of_field}
-        others = [
-            mutant
-            for mutant in self.of_operators("general", GENERAL)
-            if (mutant.file, mutant.start, mutant.after) not in taken
-        ]
+        others = [mutant for mutant in of_general if (mutant.file, mutant.start, mutant.after) not in taken]
         general = self._sample(others, NUM_GENERAL, [*by_hand, *field])
         return sorted([*by_hand, *fixes, *field, *general], key=lambda mutant: (mutant.file, mutant.start, mutant.id))
+
+    def ids(self) -> set[str]:
+        """Return the ids of all mutants that a sample may have, and of those of the tables."""
+        return {mutant.id for mutants in (*self._of_operators, self.mutants()) for mutant in mutants}
+
+    @cached_property
+    def _of_operators(self) -> tuple[list[Mutant], list[Mutant]]:
+        """All mutants of the field's operators, and of the general ones."""
+        return self.of_operators("field", FIELD), self.of_operators("general", GENERAL)
 
     @cached_property
     def _places(self) -> dict[str, list[Place]]:

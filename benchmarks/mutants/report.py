@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,18 @@ class UnknownMutants(ValueError):
     """The error if a reason is given for mutants that do not exist."""
 
 
-def read_reasons(mutants: Sequence[Mutant], table: Path = SURVIVORS) -> dict[str, str]:
+def read_reasons(ids: Container[str], table: Path = SURVIVORS) -> dict[str, str]:
     """Return why mutants are equivalent to the package, by id.
+
+    Args:
+        ids: The ids of all mutants, also of those that the sample leaves out after an edit of the package.
+        table: The file of the reasons.
 
     Raises:
         UnknownMutants: A mutant of the table does not exist.
     """
     reasons = {entry["id"]: entry["reason"] for entry in tomllib.loads(table.read_text()).get("equivalent", ())}
-    unknown = sorted(reasons.keys() - {mutant.id for mutant in mutants})
+    unknown = sorted(each for each in reasons if each not in ids)
     if unknown:
         raise UnknownMutants(f"{table.name} has reasons for mutants that do not exist: {', '.join(unknown)}")
     return reasons

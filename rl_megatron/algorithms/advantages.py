@@ -74,7 +74,7 @@ def check_groups(group_size: int, **values: Tensor) -> None:
         raise ValueError(f"{sizes} must have the same number of samples")
     for name, size in sizes.items():
         if size % group_size:
-            raise ValueError(f"{size} samples of {name} do not form groups of {group_size}")
+            raise ValueError(f"{size} {name} do not form groups of {group_size}")
 
 
 def _compare_groups(

@@ -95,7 +95,7 @@ def _import(source: Path, imported: Path) -> None:
     imported.with_name(_SOURCE).write_text(json.dumps(_files_of(source), indent=1) + "\n", "utf-8")
     with progress_bar(f"import {source}") as report:
         import_weights(source, imported, report)
-    unused = find_unused_rows(source, run_model=False)
+    unused = find_unused_rows(source, runs_model=False)
     if unused is not None:
         LOGGER.info("%s: %s", source, unused)
 

@@ -23,7 +23,7 @@ def require_count(name: str, value: object) -> None:
         ValueError: It is not. The message has its `name` and its value.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}.")
+        raise ValueError(f"{name} must be at least 1 and a whole number, got {value!r}.")
 
 
 @dataclass(frozen=True)

@@ -59,20 +59,20 @@ class UnusedRows:
         return f"{first}; together they have probability {mean:.3g} ({of_text}); {last}"
 
 
-def find_unused_rows(directory: Path, run_model: bool = True) -> UnusedRows | None:
+def find_unused_rows(directory: Path, runs_model: bool = True) -> UnusedRows | None:
     """Return the rows without a token of a language model's Hugging Face directory, or None if each has one.
 
     Without a tokenizer each row counts as a token's.
 
     Args:
         directory: The directory, which can be read (`open_hugging_face`).
-        run_model: Whether to measure their probability, by a forward pass of transformers on the CPU.
+        runs_model: Whether to measure their probability, by a forward pass of transformers on the CPU.
     """
     weights = open_hugging_face(directory)
     count = weights.rows - weights.vocab_size
     if weights.tokenizer is None or count == 0:
         return None
-    reason = _find_obstacle(weights) if run_model else "only rl-megatron convert measures it"
+    reason = _find_obstacle(weights) if runs_model else "only rl-megatron convert measures it"
     if reason is not None:
         return UnusedRows(count, weights.rows, reason=reason)
     try:

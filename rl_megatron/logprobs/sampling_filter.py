@@ -45,7 +45,7 @@ class SamplingFilter:
 
     def __post_init__(self) -> None:
         if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
-            raise ValueError(f"top_k={self.top_k} must be a whole number, at least 1, or None to disable it")
+            raise ValueError(f"top_k={self.top_k} must be at least 1, or None to disable it, and a whole number")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]; 1 disables it")
         if self.outside not in get_args(Outside):

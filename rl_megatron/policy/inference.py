@@ -61,7 +61,8 @@ def checked_lengths(model: ShardedModel, data: BatchedDataDict) -> list[int]:
     Raises:
         ConfigError: A sequence is longer than `model.max_sequence_length`.
         KeyError: The batch has no `input_ids`.
-        ValueError: `input_lengths` does not fit the batch, or a token is not in the vocabulary.
+        ValueError: `input_lengths` or `temperature` does not fit the batch, a token is not in the vocabulary, or a
+            temperature is not positive and finite.
     """
     lengths = sequence_lengths(data)
     ids = data["input_ids"]
@@ -73,7 +74,31 @@ def checked_lengths(model: ShardedModel, data: BatchedDataDict) -> list[int]:
             f"input_ids[{number}, {position}]={ids[number, position].item()} is not a token of the vocabulary, "
             f"0 … {model.vocab_size - 1}; pad with a token that it has"
         )
+    if isinstance(data.get("temperature"), Tensor):
+        _check_temperatures(data["temperature"], ids.shape, lengths)
     return lengths
+
+
+def _check_temperatures(temperature: Tensor, shape: torch.Size, lengths: list[int]) -> None:
+    """Check the temperatures of tokens on every rank, because only the last pipeline stage uses them.
+
+    Raises:
+        ValueError: The shape does not fit, or the temperature of a token is not positive and finite.
+    """
+    if temperature.shape not in (torch.Size(), shape[:1], torch.Size((shape[0], 1)), shape):
+        raise ValueError(
+            f"temperature {tuple(temperature.shape)} must be a number, [B], [B, 1] or [B, S] for "
+            f"input_ids {tuple(shape)}"
+        )
+    per_token = (temperature[:, None] if temperature.dim() == 1 else temperature).expand(shape)
+    wrong = ~((per_token > 0) & per_token.isfinite()) & (torch.arange(shape[1]) < torch.tensor(lengths)[:, None])
+    wrong[:, 0] = False  # nobody predicts the first token
+    if wrong.any():
+        number, position = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"the temperature of token [{number}, {position}] is {per_token[number, position].item()}, and must be "
+            "positive and finite; greedy decoding does not have logprobs"
+        )
 
 
 def check_width(model: ModelConfig, width: int) -> None:

@@ -98,13 +98,11 @@ def test_gdpo_normalises_each_component_then_their_weighted_sum(keys):
 
 
 def test_gdpo_normalises_over_the_samples_that_are_valid():
-    estimator, valid = ESTIMATORS["GDPOAdvantageEstimator"]({}, {}), torch.tensor([1, 0, 1, 1, 1])
+    estimator, valid = ESTIMATORS["GDPOAdvantageEstimator"]({}, {}), torch.tensor([1, 1, 1, 1, 0])
     found = []
     for of_masked in (0.0, 100.0):
-        scores = torch.tensor([1.0, of_masked, 3.0, 2.0, 0.5])
-        batch = {"reward/a": scores, "reward/b": scores.flip(0)}
+        batch = {"reward/a": torch.tensor([1.0, 0.5, 3.0, 2.0, of_masked]), "reward/b": REWARDS}
         found.append(estimator.compute_advantage(PROMPTS, None, torch.ones(5, 2), batch, valid_mask=valid)[valid != 0])
-        batch["reward/b"][3] = 0.0
     close(*found)
 
 

@@ -96,6 +96,7 @@ DYNAMIC = {"max_tokens_per_microbatch": 4}
 LENGTHS = {"input_ids": ids(2, 2)}
 GROUPS = "do not form groups of 3"
 WHOLE = "must be a whole number"
+COUNT = "must be at least 1 and a whole number"
 SHAPES = "must have the same shape"
 POSITIVE = "must be above 0"
 NEGATIVE = "must not be negative"
@@ -154,7 +155,8 @@ ADVANTAGES = [
     Row("reinforce_plus_plus_baseline", "empty", lambda: A.reinforce_plus_plus_baseline(NONE, 2, torch.zeros(0, 3)),
         torch.zeros(0, 3)),
     Row("reinforce_plus_plus_baseline", "mask of other samples",
-        lambda: A.reinforce_plus_plus_baseline(TWO, 2, torch.ones(3, 3)), refused("must have the same number of samples")),
+        lambda: A.reinforce_plus_plus_baseline(TWO, 2, torch.ones(3, 3)),
+        refused("must have the same number of samples")),
     Row("reinforce_plus_plus", "empty", lambda: A.reinforce_plus_plus(torch.zeros(0, 3), torch.zeros(0, 3)),
         torch.zeros(0, 3)),
     Row("reinforce_plus_plus", "no token", lambda: A.reinforce_plus_plus(FLAT, FLAT), FLAT),
@@ -260,26 +262,28 @@ FUNCTIONAL = [
 BATCHING = [
     Row("Batching", "default arguments", lambda: (Batching().kind, Batching().sequences), ("padded", 8)),
     Row("Batching", "unknown kind", lambda: Batching("paded"), refused("did you mean 'padded'")),
-    Row("Batching", "no sequence", lambda: Batching(sequences=0), refused(f"sequences {WHOLE}")),
-    Row("Batching", "a part of a sequence", lambda: Batching(sequences=1.5), refused(f"sequences {WHOLE}")),
-    Row("Batching", "no token", lambda: Batching(tokens=0), refused(f"tokens {WHOLE}")),
-    Row("Batching", "−1 tokens", lambda: Batching("packed", tokens=-1), refused(f"tokens {WHOLE}")),
-    Row("DynamicPlanArgs", "no token", lambda: DynamicPlanArgs(0), refused(f"max_tokens_per_microbatch {WHOLE}")),
-    Row("DynamicPlanArgs", "NaN", lambda: DynamicPlanArgs(nan), refused(f"max_tokens_per_microbatch {WHOLE}")),
-    Row("PackingPlanArgs", "half a token", lambda: PackingPlanArgs(2.5), refused(f"max_tokens_per_microbatch {WHOLE}")),
-    Row("PackingPlanArgs", "groups of 0", lambda: PackingPlanArgs(8, group_size=0), refused(f"group_size {WHOLE}")),
+    Row("Batching", "no sequence", lambda: Batching(sequences=0), refused(f"sequences {COUNT}")),
+    Row("Batching", "a part of a sequence", lambda: Batching(sequences=1.5), refused(f"sequences {COUNT}")),
+    Row("Batching", "no token", lambda: Batching(tokens=0), refused(f"tokens {COUNT}")),
+    Row("Batching", "−1 tokens", lambda: Batching("packed", tokens=-1), refused(f"tokens {COUNT}")),
+    Row("DynamicPlanArgs", "no token", lambda: DynamicPlanArgs(0), refused(f"max_tokens_per_microbatch {COUNT}")),
+    Row("DynamicPlanArgs", "NaN", lambda: DynamicPlanArgs(nan), refused(f"max_tokens_per_microbatch {COUNT}")),
+    Row("PackingPlanArgs", "half a token", lambda: PackingPlanArgs(2.5), refused(f"max_tokens_per_microbatch {COUNT}")),
+    Row("PackingPlanArgs", "groups of 0", lambda: PackingPlanArgs(8, group_size=0), refused(f"group_size {COUNT}")),
     *(
-        Row("plan_lengths", f"{what}, {kind}", lambda kind=kind, change=change: planned(**{"kind": kind} | change), result)
+        Row("plan_lengths", f"{what}, {kind}", lambda kind=kind, change=change: planned(**{"kind": kind} | change),
+            result)
         for kind in ("padded", "dynamic", "packed")
         for what, change, result in (
             ("empty", {"lengths": []}, refused("there is no sequence to plan")),
             ("one token", {"lengths": [1]}, [[[0]]]),
             ("an empty sequence", {"lengths": [0]}, [[[0]]]),
-            ("more ranks than sequences", {"lengths": [3], "shards": 2}, [[[1]], [[0]]] if kind == "dynamic" else [[[0]], [[1]]]),
+            ("more ranks than sequences", {"lengths": [3], "shards": 2},
+             [[[1]], [[0]]] if kind == "dynamic" else [[[0]], [[1]]]),
             ("longer than the width", {"lengths": [9]}, refused("sequence 0 has length 9")),
             ("negative", {"lengths": [-1]}, refused("sequence 0 has length -1")),
-            ("no rank", {"lengths": [1], "shards": 0}, refused(f"num_shards {WHOLE}")),
-            ("groups of 0", {"lengths": [1], "group_size": 0}, refused(f"group_size {WHOLE}")),
+            ("no rank", {"lengths": [1], "shards": 0}, refused(f"num_shards {COUNT}")),
+            ("groups of 0", {"lengths": [1], "group_size": 0}, refused(f"group_size {COUNT}")),
         )
     ),
     Row("plan_padded", "empty", lambda: plan.plan_padded([], 3, 2, 1, SequenceCost()).sequences, [[], []]),
@@ -416,7 +420,7 @@ LOGPROBS = [
 BATCHES = [
     Row("BatchedDataDict", "no key", lambda: BatchedDataDict().size, 0),
     Row("common_size", "keys disagree", lambda: common_size({"a": TWO, "b": NONE}), refused("keys disagree")),
-    Row("BatchedDataDict.from_batches", "empty", lambda: BatchedDataDict.from_batches([]), refused("at least one batch")),
+    Row("BatchedDataDict.from_batches", "empty", lambda: BatchedDataDict.from_batches([]), refused("at least one")),
     Row("BatchedDataDict.from_batches", "no sequence", lambda: BatchedDataDict.from_batches([{"a": NONE}])["a"], NONE),
     Row("BatchedDataDict.slice", "past the end", lambda: batch_of(a=TWO).slice(0, 3), refused("0 to 3", IndexError)),
     Row("BatchedDataDict.slice", "empty", lambda: batch_of(a=TWO).slice(1, 1)["a"], NONE),
@@ -425,7 +429,8 @@ BATCHES = [
         refused("sequence 2 of a batch with 2", IndexError)),
     Row("BatchedDataDict.select_indices", "too few booleans", lambda: batch_of(a=TWO).select_indices(T([True])),
         refused("(1,) booleans", IndexError)),
-    Row("BatchedDataDict.pad_to_multiple", "empty", lambda: batch_of(a=NONE).pad_to_multiple(2), refused("0 sequences")),
+    Row("BatchedDataDict.pad_to_multiple", "empty", lambda: batch_of(a=NONE).pad_to_multiple(2),
+        refused("0 sequences")),
     Row("BatchedDataDict.pad_to_multiple", "multiple 0", lambda: batch_of(a=TWO).pad_to_multiple(0),
         refused("multiple of 0")),
     Row("nemo.from_batches", "empty", lambda: dict(NemoBatch.from_batches([])), {}),
@@ -487,7 +492,8 @@ EVALUATIONS = [
 PACKAGE = [
     Row("rl_megatron.masked_mean", "all masked", lambda: rl_megatron.masked_mean(nan * MASK, ALL_MASKED), T(0.0)),
     Row("rl_megatron.masked_max", "empty", lambda: rl_megatron.masked_max(NONE, NONE), T(-inf)),
-    Row("rl_megatron.build_loss", "default arguments", lambda: type(rl_megatron.build_loss("nll")), rl_megatron.NLLLoss),
+    Row("rl_megatron.build_loss", "default arguments", lambda: type(rl_megatron.build_loss("nll")),
+        rl_megatron.NLLLoss),
     Row("rl_megatron.linear_logprobs", "empty",
         lambda: rl_megatron.linear_logprobs(ROW[:0], torch.eye(5), ids(0)).logprobs, NONE),
     Row("rl_megatron.vocab_parallel_logprobs", "empty",

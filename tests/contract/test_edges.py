@@ -44,12 +44,14 @@ WITHOUT_ROW = {
     "RankPlan": "a result", "GlobalPlan": "a result", "LengthPlan": "a result", "LogprobStats": "a result",
     "TeacherDivergences": "a result", "ProblemSamples": "an input of problem_values",
     "Change": "a result", "Estimate": "a result",
-    "DeferredLogits": "its reader is linear_logprobs", "Sharding": "a description", "next_token_stats": "the losses' rows",
+    "DeferredLogits": "its reader is linear_logprobs", "Sharding": "a description",
+    "next_token_stats": "the losses' rows",
     "teacher_divergences": "the rows of full_distillation",
 }  # fmt: skip
 # Names of `rl_megatron` → where their edges are tested, if not in the table.
 ELSEWHERE = {
-    "Metric": "tests/unit/config", "Segment": "tests/unit/rollouts", "MegatronPolicy": "tests/parallel/test_policy_edges.py", "EmbeddedEngine": "tests/parallel/test_policy_edges.py",
+    "Metric": "tests/unit/config", "Segment": "tests/unit/rollouts",
+    "MegatronPolicy": "tests/parallel/test_policy_edges.py", "EmbeddedEngine": "tests/parallel/test_policy_edges.py",
     "MegatronEngine": "tests/parallel/test_policy_edges.py", "NLLLoss": "the rows of the registry's losses",
     "as_loss": "tests/unit/losses/test_foreign.py", "load_config": "tests/unit/config",
     "parse_settings": "tests/unit/config", "section": "tests/unit/config", "start_topology": "tests/unit/topology",

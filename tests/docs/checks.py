@@ -13,11 +13,13 @@ from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, MANIFEST
 from tests.docs import inputs, tables
 from tests.docs.collector import Block, Command, blocks, commands
 from tests.docs.forked import TIMEOUT, Fork, run_block, run_script
+from tests.docs.learning import check_learning, watching
 from tests.docs.small_runs import load_small_configs, small
 from tests.end_to_end.launch import Finished, Forks
 from tests.forkserver import REPOSITORY, environment
 
 _IN_THE_REPOSITORY = re.compile(r"(scripts|tests|benchmarks|docs|examples|configs|\.ci)/.*")
+_TRAINS = re.compile(r"(?<!def )\b(policy|trainer)\.train\(|\brl_megatron\.(train|sft|dpo|grpo)\(")
 _STEP = re.compile(r"(?P<stage>.*checkpoints/\w+)/step-\d{6}")
 
 
@@ -179,7 +181,18 @@ def run_page(page: str, directory: Path, forks: Forks) -> None:
                 for command in commands(block):
                     _run(command, directory, forks)
             elif is_run(block):
-                python.call(run_block, block)
+                run_python(python, block, directory)
+
+
+def run_python(python: Fork, block: Block, directory: Path) -> None:
+    """Run a Python block in a fork whose directory this is, and check that it learns if it trains.
+
+    Raises:
+        AssertionError: The block raised, or trains without learning; names it.
+    """
+    python.call(run_block, block)
+    trains = _TRAINS.search(block.text) is not None
+    check_learning(not_run_key(block), directory, tables.TOO_SHORT_TO_LEARN, trains)
 
 
 def is_run(block: Block) -> bool:
@@ -209,9 +222,11 @@ def _run(command: Command, directory: Path, forks: Forks) -> None:
     script = script_of(command)
     if command.arguments is not None:
         arguments = [_with_last_step(word, directory) for word in command.arguments]
-        ended = forks.run_ranks(directory, *arguments, ranks=command.ranks or 1, before=load_small_configs)
+        before = watching(directory, load_small_configs)
+        ended = forks.run_ranks(directory, *arguments, ranks=command.ranks or 1, before=before)
     elif script is not None:
-        ended = forks.run_ranks(directory, *script, ranks=command.ranks or 1, program=run_script)
+        before = watching(directory)
+        ended = forks.run_ranks(directory, *script, ranks=command.ranks or 1, program=run_script, before=before)
     elif command.words[0] in tables.SHELL:
         done = subprocess.run(
             ["bash", "-c", command.text],
@@ -226,6 +241,13 @@ def _run(command: Command, directory: Path, forks: Forks) -> None:
         return
     failed = next((rank for rank in ended if rank.status), None)
     assert failed is None, f"{command.place}: {command.text} ended with status {failed.status}:\n{failed.err}"
+    check_learning(f"{command.page}:{command.text}", directory, tables.TOO_SHORT_TO_LEARN, is_training(command))
+
+
+def is_training(command: Command) -> bool:
+    """Return whether a command starts a run that trains."""
+    arguments = command.arguments or ()
+    return "train" in arguments[:1] and not any(word.startswith("--") for word in arguments)
 
 
 def _with_last_step(word: str, directory: Path) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.docs.collector import Block
+from tests.docs.learning import steps_file, watch
 from tests.docs.small_runs import load_small_configs
 
 TIMEOUT = 300  # seconds
@@ -66,11 +67,12 @@ _names: dict[str, Any] = {"__name__": "__main__"}  # of the Python blocks that t
 
 
 def run_block(block: Block) -> None:
-    """Run a Python block with the names of the blocks that this process ran before. Its runs are small."""
+    """Run a Python block with the names of the blocks that this process ran before. Its runs are small, and watched."""
     if "__file__" not in _names:
         _names["__file__"] = block.page
         sys.path.insert(0, os.getcwd())
         load_small_configs()
+        watch(steps_file(Path.cwd()))
     exec(compile("\n" * (block.line - 1) + block.text, block.page, "exec"), _names)
 
 

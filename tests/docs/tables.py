@@ -11,6 +11,7 @@ Every bash and python block of README.md, CONTRIBUTING.md and docs/**/*.md is co
 - A block with `title="path"` behind its fence, as in ```python title="my_configs/my_loss.py", is a file. It is written
   before the commands of its page are checked.
 - A python block without a title is run, with the names of the page's earlier blocks, unless it is in PYTHON_NOT_RUN.
+- Whatever is run and trains has to learn after its first step (learning.py), unless it is in TOO_SHORT_TO_LEARN.
 - A page of RUN_BY_OTHER_TESTS is left to the test that is named there, which runs its commands.
 - Any other command must match NOT_RUN, with the reason why it is not run, or SHELL, which runs it on the pages of
   RUN_IN_ORDER. The test fails for a command that matches nothing.
@@ -74,6 +75,13 @@ NOT_RUN = {
     r"mkdocs ": "tests/docs/test_site.py builds the site",
     r"tensorboard ": "it is a server",
     r"(source|cd|export|eval) ": "it changes the state of the reader's shell only",
+}
+
+# Regular expression of "page:first line of the block" or "page:command" → why it trains in fewer than two steps that
+# have a gradient, so that no test sees whether it learns. All others have to (learning.py).
+TOO_SHORT_TO_LEARN = {
+    r"README.md:from rl_megatron import EmbeddedEngine": "it shows one step; examples/own_loss takes ten so",
+    r"stages\.grpo\.train\.steps=2 ": "its few samples have equal rewards; test_examples.py has longer runs",
 }
 
 # First words of commands that the shell itself runs, on the pages of RUN_IN_ORDER.

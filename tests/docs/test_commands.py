@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 
 import pytest
 
 from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import ALGORITHM_CONFIGS
-from tests.docs import checks, tables
+from tests.docs import checks, learning, tables
 from tests.docs.collector import Block, blocks, commands, pages
 from tests.docs.forked import Fork, run_block
 from tests.docs.small_runs import LIMITS
@@ -68,7 +69,7 @@ def test_the_python_blocks_of_a_page_run(page, tmp_path, forks):
     with Fork(forks.context, tmp_path) as fork:
         for block in PYTHON:
             if block.page == page and checks.is_run(block):
-                fork.call(run_block, block)
+                checks.run_python(fork, block, tmp_path)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if checks.covering_test(page)])
@@ -113,6 +114,53 @@ def test_the_collector_reads_shell_as_bash_does():
     ]  # fmt: skip
     with pytest.raises(ValueError, match="page.md:10: .* cannot be read as shell"):
         commands(block_of("rl-megatron train data.prompt_template='a\n"))
+
+
+TRAINING = """
+import torch
+from rl_megatron import BatchedDataDict, MegatronPolicy, ModelConfig, NLLLoss, OptimizerConfig, start_topology
+
+model = ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=2)
+ids = torch.arange(12).view(2, 6)
+batch = BatchedDataDict(input_ids=ids, token_mask=torch.ones(2, 6), sample_mask=torch.ones(2))
+optimizer = OptimizerConfig(lr=1e-3, decay_style="cosine", decay_steps=STEPS)
+policy = MegatronPolicy(model, start_topology(device="cpu"), vocab_size=12, optimizer=optimizer)
+losses = [policy.train(batch, NLLLoss())["loss"] for _ in range(4)]
+"""
+
+
+@pytest.mark.change
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (TRAINING.replace("STEPS", "10"), None),
+        (TRAINING.replace("STEPS", "1"), r"steps \[1, 2, 3\] move no weight, at learning rate 0"),
+        (TRAINING.replace("STEPS", "10").replace("range(4)", "range(1)"), "1 of 1 steps with NLLLoss have a gradient"),
+        (TRAINING.replace("STEPS", "10").replace("range(4)", "range(0)"), "has taken no optimizer step"),
+    ],
+    ids=["learns", "learning rate 0 after the first step", "one step", "no step"],
+)
+def test_a_block_that_trains_has_to_learn_after_its_first_step(tmp_path, forks, text, message):
+    block = dataclasses.replace(block_of(text), language="python")
+    with Fork(forks.context, tmp_path) as fork:
+        if message is None:
+            checks.run_python(fork, block, tmp_path)
+        else:
+            with pytest.raises(AssertionError, match=message):
+                checks.run_python(fork, block, tmp_path)
+
+
+def test_steps_that_lower_no_loss_are_named(tmp_path):
+    def steps(*falls):
+        made = [learning.Step("1", "NLLLoss", 2.0, 2.0 - fall, 0.1, 1e-3, 1.0) for fall in falls]
+        learning.steps_file(tmp_path).write_text("".join(json.dumps(dataclasses.asdict(step)) + "\n" for step in made))
+
+    steps(0.5, 0.2, 0.1)
+    learning.check_learning("page", tmp_path, {})
+    steps(0.5, 0.2, -0.3)
+    with pytest.raises(AssertionError, match="falls by 0.5 in the first step, and by -0.1 in the 2 steps after it"):
+        learning.check_learning("page", tmp_path, {})
+    learning.check_learning("page", tmp_path, {})  # the steps are forgotten
 
 
 def test_a_wrong_command_is_named(tmp_path, forks):

@@ -13,6 +13,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from tests.docs.learning import check_learning, watching
+from tests.docs.tables import TOO_SHORT_TO_LEARN
 from tests.end_to_end.launch import TIMEOUT, Finished, Forks
 from tests.forkserver import REPOSITORY, environment
 
@@ -72,7 +74,11 @@ def repository_in(directory: Path) -> Path:
 
 
 def run(command: str, directory: Path, forks: Forks) -> Finished:
-    """Run one line of a page in `directory`."""
+    """Run one line of a page in `directory`, and check that it learns if it trains.
+
+    Raises:
+        AssertionError: It trains, and its steps after the first learn nothing.
+    """
     words = shlex.split(command)
     variables = {}
     while re.match(r"[A-Z_]+=", words[0]):
@@ -94,11 +100,14 @@ def run(command: str, directory: Path, forks: Forks) -> Finished:
     else:
         assert program in ("python", "rl-megatron"), command
     assert not variables, command
-    before = None
+    script = ()
     if arguments[0].endswith(".py"):
-        before, arguments = partial(_run_script, *arguments), []
-    with forks.start(directory, *arguments, ranks=ranks, before=before) as running:
-        return running.finish()
+        script, arguments = (partial(_run_script, *arguments),), []
+    with forks.start(directory, *arguments, ranks=ranks, before=watching(directory, *script)) as running:
+        finished = running.finish()
+    if finished.status == 0:
+        check_learning(command, directory, TOO_SHORT_TO_LEARN)
+    return finished
 
 
 def _run_script(path: str, *arguments: str) -> None:

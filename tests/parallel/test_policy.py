@@ -87,6 +87,30 @@ def test_a_learning_rate_of_0_is_warned_of_once(ranks):
     assert ranks.run(1, warnings_of_a_decay_that_ends)[0] == [0, 1, 1, 1]
 
 
+class Weighted(NLLLoss):
+    """The loss with a weight of each token from the batch, whose entry t corresponds to token t + 1."""
+
+    next_token_keys = frozenset({"weights_of_next_tokens"})
+
+    def evaluate(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs, *arguments, **options):
+        weights = self.streams(data, next_token_logprobs)["weights_of_next_tokens"]
+        return super().evaluate(data, global_valid_seqs, global_valid_toks, next_token_logprobs * weights, **options)
+
+
+def losses_of_weighted_tokens() -> list[float]:
+    """Return the loss of tokens with weights, padded to the batch's width and to that of a microbatch."""
+    batch, found = random_batch(8, 16, 0), []
+    batch["weights_of_next_tokens"] = torch.rand(8, 16, generator=torch.Generator().manual_seed(1))
+    for batching in (Batching(sequences=8), Batching("dynamic", tokens=32)):
+        found.append(build_policy({}, batching=batching).train(batch, Weighted(), gbs=8)["loss"])
+    return found
+
+
+def test_a_microbatch_gets_its_tokens_of_the_keys_that_a_loss_declares(ranks):
+    padded, dynamic = ranks.run(1, losses_of_weighted_tokens)[0]
+    assert dynamic == pytest.approx(padded, rel=1e-6)
+
+
 def refusals_of_no_sequence(parallel: dict) -> list[str]:
     policy, empty, found = build_policy(parallel), random_batch(4, 16, 0).slice(0, 0), []
     kinds = {"padded": {"sequences": 2}, "dynamic": {"tokens": 32}, "packed": {"tokens": 32}}

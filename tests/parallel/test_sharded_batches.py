@@ -225,10 +225,10 @@ def moved_bytes(parallel) -> tuple[int, int, int, list[int]]:
     policy, batch = build_policy(parallel, batching=PACKED), whole_batch()
     found = policy.distribute(as_produced(batch, policy, False))
     own = {key: value for key, value in found.own.items()}
-    per_token = [value for value in own.values() if value.dim() > 1]
+    of_sequences = {key for key, value in own.items() if value.dim() == 1} | {"features"}
     tokens = int(found.lengths[found.numbers].sum())
-    held = sum(tokens * value.element_size() for value in per_token)
-    held += sum(value.nbytes for value in own.values() if value.dim() == 1)
+    held = sum(tokens * own[key].element_size() for key in own.keys() - of_sequences)
+    held += sum(own[key].nbytes for key in of_sequences)
     return found.moved.sent, found.moved.received, held, found.owners.tolist()
 
 

@@ -183,7 +183,9 @@ def learned_across_layouts(student: dict, teacher: dict, directory: str):
     """Return what `learned` returns, with a checkpoint's teacher in its own layout. All tokens are its top-k."""
     policy = build_policy(student, batching=PADDED)
     config = TeacherConfig(path=f"{directory}/step-000001", parallel=ParallelConfig(**teacher))
+    generator = torch.get_rng_state()
     beside = load_teacher(config, policy.topology, VOCAB_SIZE, "fp32", None)
+    assert torch.equal(torch.get_rng_state(), generator)
     assert beside.model.topology.tensor == teacher.get("tensor", 1)
     batch = random_batch(6, 14, 2)
     logprobs = beside.logprobs(batch, policy.batching)

@@ -13,6 +13,7 @@ from rl_megatron.algorithms.async_sampler import AsyncSampler
 from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.algorithms.synced_engine import SyncedEngine
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.generation.interfaces import Completion, Served, WeightSpan
@@ -161,6 +162,9 @@ def test_completions_have_the_data_sets_of_their_prompts(of_two_files, kind):
         sampler.keep(step, rollouts)
     replay = f"rollout.replay={stage.rollout_files}"
     assert data_sets_fit(of_two_files(Sampler, *MIXED, replay)[0].collect(2)[0])
+    renamed = [option.replace("upper]", "capitals]").replace("name: upper", "name: capitals") for option in MIXED]
+    with pytest.raises(ConfigError, match="step 2 has samples of the data set 'upper', and data.mix has .'capitals',"):
+        of_two_files(Sampler, *renamed, replay)[0].collect(2)
 
 
 def test_completions_of_a_failed_group_have_a_data_set(of_two_files, monkeypatch):

@@ -100,5 +100,5 @@ def test_advantages_are_divided_by_the_deviation_unless_told_otherwise(function)
 
 def test_samples_that_form_no_whole_groups_are_refused():
     rewards, turns = tensors(SAMPLES)
-    with pytest.raises(ValueError, match="6 samples do not form groups of 4"):
+    with pytest.raises(ValueError, match="6 token_rewards do not form groups of 4"):
         group_relative_turns(rewards, turns, 4)

@@ -169,7 +169,7 @@ def test_a_sequence_or_pair_over_the_budget_is_refused(batching, group_size, mes
 
 def test_lengths_must_fit_the_width_and_include_all_unmasked_tokens():
     assert sequence_lengths(batch()) == LENGTHS
-    assert sequence_lengths({"input_ids": torch.zeros(2, 5)}) == [5, 5]
+    assert sequence_lengths({"input_ids": torch.zeros(2, 5, dtype=torch.long)}) == [5, 5]
     with pytest.raises(ValueError, match=r"input_lengths\[2\]=13 does not fit sequences of 12 tokens"):
         sequence_lengths(batch() | {"input_lengths": torch.tensor([9, 3, 13, 1, 7, 7, 2])})
     lost = r"token_mask\[1, 3\] counts a token past the sequence's end: input_lengths\[1\]=3"

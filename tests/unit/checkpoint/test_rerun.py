@@ -289,6 +289,9 @@ def test_the_number_of_held_out_examples_may_not_change_if_it_decides_what_is_tr
     saved(tmp_path / "whole" / "checkpoints" / "sft", 3, to_yaml(load_config(whole)))
     assert "data.num_eval_examples: None → 4" in refusal(load_config([*whole, "data.num_eval_examples=4"]))
     refuse_changes(load_config([*whole, "data.num_eval_examples=1"]))  # the fraction of 9 records is one
+    mixed = ["algorithm=sft", f"data.mix=[{{path: {tmp_path}/train.jsonl}}]", f"output_dir={tmp_path}/mixed"]
+    saved(tmp_path / "mixed" / "checkpoints" / "sft", 3, to_yaml(load_config(mixed)))
+    assert "data.num_eval_examples: None → 4" in refusal(load_config([*mixed, "data.num_eval_examples=4"]))
     with_own_split = [*of_one_file, f"data.eval_path={tmp_path}/test.jsonl"]
     config = load_config([*with_own_split, "data.streaming=true"])
     saved(tmp_path / "run" / "checkpoints" / "sft", 4, to_yaml(config))

@@ -166,9 +166,8 @@ def test_a_model_without_a_tokenizer_has_no_row_without_a_token(directories, tmp
 
 def test_what_is_not_measured_is_said_with_the_reason(directories, monkeypatch):
     source = directories(UNTIED)
-    assert "not measured, because only rl-megatron convert measures it" in str(
-        find_unused_rows(source, run_model=False)
-    )
+    unused = find_unused_rows(source, runs_model=False)
+    assert "not measured, because only rl-megatron convert measures it" in str(unused)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     assert "not measured, because it needs 0.0 GB of memory, and 0.0 GB are available" in str(find_unused_rows(source))
     monkeypatch.setattr(unused_rows, "MOST_PARAMETERS", 1000)

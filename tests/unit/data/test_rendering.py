@@ -225,8 +225,12 @@ def test_both_answers_of_a_pair_end_as_a_rollout_does(families, tmp_path, family
         path.write_text(get_training_chat_template(theirs) or "", "utf-8")
         keys = {"chat_template": str(path)}
     rendered = renderer(tokenizer, PreferenceConfig, **keys)
-    fields = {"prompt": ONE_TURN[:1], "chosen": "The sum is 5.", "rejected": "It is 6."}
-    pair = rendered.pair(Record(fields, "pairs.jsonl:1"))
+    answers = {"chosen": "The sum is 5.", "rejected": "It is 6."}
+    pair = rendered.pair(Record({"prompt": ONE_TURN[:1], **answers}, "pairs.jsonl:1"))
+    of_fields = renderer(tokenizer, PreferenceConfig, format="chat", prompt_template="{question}", **keys)
+    assert of_fields.pair(Record({"question": ONE_TURN[0]["content"], **answers}, "pairs.jsonl:2")).chosen.ids == (
+        pair.chosen.ids
+    )
     for side in (pair.chosen, pair.rejected):
         assert (side.ids[-1],) == (rendered.end_of_turn_ids or (tokenizer.eos_id,))
         assert len(side.ids) == len(side.trained) and side.trained[-1]

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import load_config
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards import workers
+from rl_megatron.rewards.loading import check_rewards
 from rl_megatron.rewards.process import WORKER_MODULE
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
@@ -164,3 +166,24 @@ def test_a_file_that_is_missing_on_the_workers_is_an_error_on_all_ranks(ranks, t
     config = RewardConfig(functions=(RewardFunctionConfig(path=str(tmp_path / "gone.py"), name="f"),))
     (first, _), (second, _) = ranks.run(2, on_each_node, config, ["x"], 1, {})
     assert first == second and first[0] is ConfigError and "there is no file" in first[1]
+
+
+def test_samples_have_their_whole_sequence_if_a_reward_model_reads_it():
+    served = RewardFunctionConfig(name="reward_model", kwargs={"url": "http://127.0.0.1:9/pooling", "model": "m"})
+    for functions, reads in (((served,), True), ((function("reward_model"),), False), ((), False)):
+        assert Scorer(RewardConfig(functions=functions), lambda: None).reads_sequences == reads
+
+
+def test_reward_functions_are_checked_with_the_own_problems_of_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def graded(completion, level):\n    return 1.0\n")
+    for name, fields in (("answers", '"question": "1", "answer": "2"'), ("leveled", '"question": "1", "level": 3')):
+        (tmp_path / f"{name}.jsonl").write_text(f"{{{fields}}}\n" * 4)
+    options = ["algorithm=sft", "data.path=answers.jsonl", "reward.functions=[{path: mine.py, name: graded}]"]
+    for name in ("leveled", "answers"):
+        stage = load_config([*options, f"eval.sets=[{{name: own, path: {name}.jsonl}}]"]).first
+        if name == "leveled":  # the data that is learned from has no level, and no completion that is scored
+            check_rewards(stage, loads=True)
+        else:
+            with pytest.raises(ConfigError, match="'level', .*answers.jsonl:1"):
+                check_rewards(stage, loads=True)

@@ -17,6 +17,7 @@ class StubPolicy:
         self.topology = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
         self.model = SimpleNamespace(require_head=lambda head, what: None)
         self.model_config = SimpleNamespace(max_sequence_length=64)
+        self.vocab_size = VOCAB_SIZE
         self.weight_version, self.weights = 1, SimpleNamespace(plan=PLAN)
         self.offloads: list[str] = []
 

@@ -178,6 +178,11 @@ def test_the_format_comes_from_the_template_or_from_the_configuration():
         Tools(SETTINGS).parser(ChatTemplate({"default": "{{ tools }}"}, {}, "the template"))
 
 
+def test_tools_that_nothing_describes_are_warned_of(logged):
+    Tools(SETTINGS).parser(None)
+    assert any("prompts are plain text, which does not describe tools" in message for message in logged)
+
+
 def test_malformed_calls_are_told_apart_from_calls():
     calls = Tools(SETTINGS).box(HostsHere(), None).calls(call("weather") + "<tool_call>")
     assert [type(each) for each in calls] == [ToolCall, MalformedCall]
