@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Annotated, ClassVar
 from urllib.parse import urlsplit
 
@@ -16,14 +15,6 @@ VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes s
 TRIED_SGLANG = ("0.5.23",)
 NODE = r"^[^/\s]+:\d{1,5}$"  # a host and a port
 MAX_PORT = 65535
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address. Other names than localhost may be those of any machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @section

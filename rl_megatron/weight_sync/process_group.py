@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 
-from rl_megatron.config.servers import is_loopback
+from rl_megatron.config.addresses import is_loopback
 
 _POLL_SECONDS = 0.0005
 _PREFIXES = ("standalone",)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron import log
+from rl_megatron.config.addresses import is_loopback
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.servers import ServersConfig, is_loopback
+from rl_megatron.config.servers import ServersConfig
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.rank_zero_loop import RankZeroLoop
 from rl_megatron.generation.servers.access import TOKEN
