@@ -27,7 +27,7 @@ if [ -z "${NPROC_PER_NODE:-}" ]; then
 fi
 meeting=(--nproc-per-node "$NPROC_PER_NODE" --max-restarts "${MAX_RESTARTS:-0}")
 if [ "${NNODES:-1}" = 1 ]; then
-  meeting+=(--standalone ${NODE_ADDR:+--local-addr "$NODE_ADDR"})
+  meeting+=(--standalone) # the ranks meet at the loopback address
 else
   : "${MASTER_ADDR:?NNODES=$NNODES needs MASTER_ADDR, a node that all of them can reach}"
   MASTER_PORT=${MASTER_PORT:-29500}

@@ -7,27 +7,41 @@ It differs from `torchrun` in what it does about the ends of ranks:
 - Ranks that found bad input, or that ended because they were asked to, are not started again.
 - A rank that does not end after another one has ended well is named and killed.
 - Instead of torchrun's report, one line says which rank failed first and how. The exit status is that of this rank.
+- On one node, only this machine reaches the store at which ranks meet, and it holds no pickles. torchrun listens at all
+  interfaces, and reads a pickle from the store every few seconds.
+- On several nodes that meet by the rendezvous `c10d`, that pickle may name only what describes a rendezvous.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
 import tempfile
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch.distributed.launcher.api as launcher_api
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousParameters,
+    dynamic_rendezvous,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import get_args_parser, run
 
 from rl_megatron.config.errors import STOPPED
@@ -35,6 +49,13 @@ from rl_megatron.topology.step_times import FILE, read_step_times
 from rl_megatron.topology.stop_signals import SAME_SIGNAL_SECONDS, SIGNALS
 
 _NOT_STARTED_AGAIN = (2, STOPPED)  # exit statuses: bad input, and ended as asked
+_ONE_NODE, _LOOPBACK = "one_node", "127.0.0.1"  # a rendezvous of this module, and its address
+_SECONDS_TO_MEET = 600
+# What torch's state of a rendezvous consists of.
+_OF_A_RENDEZVOUS = {
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": {"_RendezvousState", "_NodeDesc"},
+    "datetime": {"datetime", "timedelta", "timezone"},
+}
 _OTHER_SIGNALS = "SIGHUP,SIGQUIT"  # torch handles them: it ends the ranks
 _SECONDS_OF_EVERYTHING_ELSE = 30.0  # that the ranks need to end, besides a step and a save
 _SECONDS_UNMEASURED = 300.0  # until a save has been measured
@@ -152,12 +173,52 @@ def _report(failures: dict[int, ProcessFailure]) -> int:
     return max(failure.exitcode, 0) or 1
 
 
+class _OneNodeRendezvous(StaticTCPRendezvous):
+    """The rendezvous of the only node, with a store that listens at the loopback address."""
+
+    def __init__(self, parameters: RendezvousParameters):
+        listening = socket.create_server((_LOOPBACK, 0))
+        port = listening.getsockname()[1]
+        super().__init__(_LOOPBACK, port, rank=0, world_size=1, run_id=parameters.run_id, timeout=_SECONDS_TO_MEET)
+        self._store = TCPStore(
+            _LOOPBACK, port, 1, is_master=True, timeout=self.timeout, master_listen_fd=listening.detach()
+        )
+
+    def get_backend(self) -> str:
+        """Return the name by which it is registered."""
+        return _ONE_NODE
+
+
+class _RendezvousUnpickler(pickle.Unpickler):
+    """An unpickler of what nodes that meet by `c10d` write to their store, which others may reach."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class that describes a rendezvous."""
+        if name in _OF_A_RENDEZVOUS.get(module, ()) or (module, name) == ("builtins", "set"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"the state of the rendezvous names {module}.{name}, which does not belong to it")
+
+
+def _meet_safely(parsed: argparse.Namespace) -> None:
+    """Let the nodes meet without code from others: see the module's docstring."""
+    dynamic_rendezvous.pickle = SimpleNamespace(  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+        dumps=pickle.dumps, loads=lambda data: _RendezvousUnpickler(io.BytesIO(data)).load(),
+        PickleError=pickle.PickleError,
+    )  # fmt: skip
+    is_one_node = parsed.nnodes in ("1", "1:1") and not parsed.rdzv_endpoint and parsed.master_port is None
+    if parsed.standalone or is_one_node:
+        rendezvous_handler_registry.register(_ONE_NODE, _OneNodeRendezvous)
+        parsed.standalone, parsed.rdzv_backend = False, _ONE_NODE
+        parsed.rdzv_endpoint, parsed.rdzv_id = f"{_LOOPBACK}:0", str(uuid.uuid4())
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Start the ranks of this node and return the exit status."""
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     parsed = get_args_parser().parse_args(arguments)
     parsed.signals_to_handle = _OTHER_SIGNALS
+    _meet_safely(parsed)
     launcher_api.LocalElasticAgent = RunAgent  # pyright: ignore[reportPrivateImportUsage]  # torch has no argument for it
     with tempfile.TemporaryDirectory(prefix="rl_megatron_launcher_") as directory:
         os.environ[FILE] = str(Path(directory) / "step_times.json")

@@ -11,17 +11,22 @@ from typing import Any
 
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
+LOOPBACK = "127.0.0.1"
+
 
 def share_gloo_device() -> None:
     """Give every gloo group that torch makes in this process from here on one device.
 
-    As in torch, there is one device for each of the network interfaces that GLOO_SOCKET_IFNAME names. Forks call this
-    again, because a device's thread is not there in a fork.
+    As in torch, there is one device for each of the network interfaces that GLOO_SOCKET_IFNAME names. If all ranks are
+    on this machine and it is not set, no other machine reaches the device. Forks call this again, because a device's
+    thread is not there in a fork.
     """
     gloo: Any = ProcessGroupGloo  # torch's stub leaves its options out
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     if names:
         devices = [gloo.create_device(interface=name) for name in names.split(",")]
+    elif os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
+        devices = [gloo.create_device(hostname=LOOPBACK)]
     else:
         devices = [gloo.create_default_device()]
 

@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 from rl_megatron.weight_sync.plan import WeightsRefused
-from rl_megatron.weight_sync.process_group import free_address
 from rl_megatron.weight_sync.sender import WeightSender
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, WeightServers
 from rl_megatron.weight_sync.vllm_plugin import BACKEND, PROTOCOL, REPORT
@@ -143,7 +142,7 @@ class SyncOverGroup(PluginSync):
         before = len(self._servers.ranks.of_every_rank(None))
         sizes = [answer["world_size"] for answer in self._servers.get("/get_world_size?include_dp=true")]
         world_size = before + sum(sizes)
-        address, port = self._servers.ranks.from_rank_0(free_address)
+        address, port = self._servers.find_meeting_point()
         common = {"address": address, "port": port, "world_size": world_size, "timeout_seconds": self._timeout}
         offsets = [before + sum(sizes[:index]) for index in range(len(sizes))]
         bodies = [{"init_info": {**init_info, "group": {**common, "rank_offset": offset}}} for offset in offsets]

@@ -98,13 +98,18 @@ class StandaloneGroup:
             store: Store = self._store
             for prefix in prefixes:
                 store = PrefixStore(prefix, store)
-            self.process_group = self._connect(store, timeout)
+            self.process_group = self._connect(store, timeout, ip)
         except (RuntimeError, ValueError, OSError) as error:  # torch's own errors are RuntimeErrors
             raise CollectiveFailed(f"{self._who} could not join: {error}") from error
 
-    def _connect(self, store: Store, timeout: timedelta) -> Any:
+    def _connect(self, store: Store, timeout: timedelta, ip: str) -> Any:
         if self.device.type != "cuda":
-            return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
+            gloo: Any = dist.ProcessGroupGloo  # torch's stub leaves its options out
+            if not is_loopback(ip) or os.environ.get("GLOO_SOCKET_IFNAME"):
+                return gloo(store, self.rank, self.world_size, timeout)
+            gloo_options = gloo._Options()  # torch's default would listen at the address of the machine's name
+            gloo_options._timeout, gloo_options._devices = timeout, [gloo.create_device(hostname=ip)]
+            return gloo(store, self.rank, self.world_size, gloo_options)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = 2 * timeout  # our own timeout comes first
         with _environment(_RAISE_ERRORS):
@@ -218,8 +223,24 @@ def listening_socket(ip: str, port: int, backlog: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=backlog)
 
 
-def free_address() -> tuple[str, int]:
-    """Return an address at which servers can meet the policy's ranks: that of rank 0, with a free port."""
+def free_address(hosts: Sequence[str] = ()) -> tuple[str, int]:
+    """Return an address at which servers can meet the policy's ranks: that of rank 0, with a free port.
+
+    Args:
+        hosts: Where the servers are, if not on the nodes of the ranks.
+    """
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    others = [host for host in hosts if not is_loopback(host)]
+    if others and is_loopback(address):  # the ranks are on one node, and the servers may be on another one
+        address = _address_towards(others[0])
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return os.environ.get("MASTER_ADDR", "127.0.0.1"), probe.getsockname()[1]
+        return address, probe.getsockname()[1]
+
+
+def _address_towards(host: str) -> str:
+    """Return the address of this machine at which another one reaches it; nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]

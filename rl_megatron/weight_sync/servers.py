@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
-from rl_megatron.weight_sync.process_group import CollectiveFailed
+from rl_megatron.weight_sync.process_group import CollectiveFailed, free_address
 
 _POLL_SECONDS = 0.1
 _LONGEST_WAIT_SECONDS = 60.0  # ranks other than 0 hear at least this often that rank 0 still waits
@@ -134,6 +134,7 @@ class WeightServers:
         ranks: PolicyRanks,
         timeout_seconds: float,
         seconds_after_a_break: float = 5.0,
+        hosts: Sequence[str] = (),
     ):
         """Keep the servers.
 
@@ -142,13 +143,19 @@ class WeightServers:
             ranks: The exchange among the policy's ranks.
             timeout_seconds: The longest time that a request of a weight sync may take.
             seconds_after_a_break: How long servers may take to answer after a collective has failed.
+            hosts: Where the servers are, if not on the nodes of the ranks. Only rank 0 needs it.
         """
         self.ranks = ranks
         self.count = ranks.from_rank_0(lambda: len(servers))
         self._servers, self._timeout, self._seconds_after_a_break = servers, timeout_seconds, seconds_after_a_break
+        self._hosts = hosts
         self._asked: list[WeightServer] = []  # those that got the pending request
         self._pending: list[Future[Any]] = []
         self._server_failed_first = False  # an error of a server is why a collective failed
+
+    def find_meeting_point(self) -> tuple[str, int]:
+        """Return on every rank an address and a free port of rank 0, at which the servers can meet the ranks."""
+        return self.ranks.from_rank_0(lambda: free_address(self._hosts))
 
     def post(
         self,

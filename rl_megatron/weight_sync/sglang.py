@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_megatron.topology.topology import Topology
 from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec, WeightsRefused
-from rl_megatron.weight_sync.process_group import CollectiveFailed, free_address
+from rl_megatron.weight_sync.process_group import CollectiveFailed
 from rl_megatron.weight_sync.sender import PendingGroup, SyncTimings, WeightSender
 from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
 
@@ -52,7 +52,7 @@ class SglangSync:
         self._history = ChecksumHistory(all(info.get("dtype") == plan.hf_config["dtype"] for info in infos))
         self._leave_earlier_group()
         sizes = [int(info["tp_size"]) for info in infos]
-        address, port = self._servers.ranks.from_rank_0(free_address)
+        address, port = self._servers.find_meeting_point()
         backend = "nccl" if self._topology.is_cuda else "gloo"
         world_size = 1 + sum(sizes)
         bodies = [

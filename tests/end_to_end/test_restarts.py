@@ -30,16 +30,20 @@ def test_torchrun_starts_the_ranks_again_after_each_kill(tmp_path, forks, whole,
 
 
 @pytest.mark.change
-def test_two_launchers_start_their_ranks_again_after_a_kill(tmp_path, forks, whole):
-    """Two nodes on the loopback address, which meet by torchrun's rendezvous."""
+@pytest.mark.parametrize("meets_by", ["c10d", "static"])
+def test_two_launchers_start_their_ranks_again_after_a_kill(tmp_path, forks, whole, meets_by):
+    """Two nodes on the loopback address, which meet by either rendezvous of torchrun."""
     out, port = tmp_path / "out", free_port()
     with ExitStack() as nodes:
         launchers = []
         for number in range(2):
             directory = tmp_path / f"node{number}"
             directory.mkdir()
-            options = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
-                       "--rdzv-id", "restarts", "--local-addr", "127.0.0.1")  # fmt: skip
+            options = {
+                "c10d": ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "restarts"),
+                "static": ("--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", str(port)),
+            }[meets_by]
+            options = ("--nnodes", "2", "--local-addr", "127.0.0.1", *options)
             launcher = forks.launch(directory, *RUN, f"output_dir={out}", ranks=1, restarts=1, meeting=options)
             launchers.append(nodes.enter_context(launcher))
         launchers[0].wait_until(lambda: newest(out) >= "step-000002", "the first save")

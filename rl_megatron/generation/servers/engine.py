@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
@@ -306,7 +307,8 @@ class ServerEngine:
             settings, clients, facts = self._kind.settings, self._pool.clients, self._pool.facts
             dialect = self._kind.dialect
             self._sender = RequestSender(clients, facts, dialect, plan.vocab_size, settings.max_requests_in_flight)
-        self._sync = self._kind.make_sync(WeightServers(self._pool.clients, self._ranks, self._timeout))
+        hosts = [urlsplit(client.url).hostname or "" for client in self._pool.clients]
+        self._sync = self._kind.make_sync(WeightServers(self._pool.clients, self._ranks, self._timeout, hosts=hosts))
         self._sync.connect()
 
     def _requests(self) -> RequestSender:
