@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "rl_megatron"
-# Module → where its pickles come from. None of them comes from a file, a socket that others reach, or HTTP.
+# Module → where its pickles come from. Those that others can reach have a list of the classes that they may name.
 UNPICKLING = {
     "certify/single_process.py": "the pipe from the parent process",
+    "cli/launcher.py": "the store in which nodes meet, with a list of the classes that it may name",
     "checkpoint/metadata.py": "a checkpoint, with a list of the classes that it may name",
     "rewards/frames.py": "the socket pair of a parent and its child",
     "rewards/worker.py": "the socket pair of a parent and its child",
