@@ -12,9 +12,15 @@ from rl_megatron.model.layers.norms import PortableRMSNorm
 from rl_megatron.topology.device import start_device
 
 
+@pytest.fixture(autouse=True)
+def process():
+    start_device("cpu")
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_zero_centred_norm_equals_gemmas(dtype):
-    start_device("cpu")
     torch.manual_seed(0)
     config = SimpleNamespace(params_dtype=dtype, layernorm_zero_centered_gamma=True, sequence_parallel=False)
     ours, theirs = PortableRMSNorm(config, 48, eps=1e-6), Gemma3RMSNorm(48, eps=1e-6).to(dtype)
@@ -28,7 +34,6 @@ def test_the_zero_centred_norm_equals_gemmas(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_the_norm_on_a_cpu_has_the_bits_of_torchs_and_its_gradient(dtype):
-    start_device("cpu")
     torch.manual_seed(0)
     config = SimpleNamespace(params_dtype=dtype, layernorm_zero_centered_gamma=False, sequence_parallel=False)
     norm, upstream = PortableRMSNorm(config, 48, eps=1e-6), torch.randn(5, 11, 48, dtype=dtype)
