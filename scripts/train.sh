@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Run rl_megatron under torchrun, on one node or on several (start it on each node, at about the same time).
 #   scripts/train.sh train experiment=quickstart parallel.tensor=2
-#   NNODES=2 MASTER_ADDR=first-node scripts/train.sh train experiment=quickstart     the same command on each node
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=first-node scripts/train.sh train experiment=quickstart     NODE_RANK=1 on the other
 # All arguments go to `python -m rl_megatron`. `serve` and `balance` are started without torchrun.
 #   NPROC_PER_NODE  ranks per node (default: the number of GPUs, or 1)
-#   NNODES          number of nodes (default 1); several nodes meet at MASTER_ADDR:MASTER_PORT (c10d rendezvous)
+#   NNODES          number of nodes (default 1); several nodes meet at MASTER_ADDR:MASTER_PORT
 #   MASTER_ADDR     name or address of a node that all nodes can reach
 #   MASTER_PORT     a free port on that node (default 29500)
-#   NODE_RANK       optional: 0 on the node MASTER_ADDR, and so on, to fix the order of the nodes (static rendezvous)
+#   NODE_RANK       0 on the node MASTER_ADDR, 1 on the next one, and so on (default: SLURM_NODEID)
 #   NODE_ADDR       optional: the address at which other nodes reach this node, if they cannot resolve its host name
-#   JOB_ID          distinguishes jobs that meet at the same address (default rl_megatron)
+#   JOB_ID          in the place of NODE_RANK: a word that only the job's nodes know. They get their ranks in the order in
+#                   which they come (c10d rendezvous)
 #   MAX_RESTARTS    how often torchrun restarts the ranks after a failure (default 0); a run resumes from its newest
 #                   checkpoint
 #   VENV            the virtual environment (default: .venv of this repository if it exists, otherwise python3)
@@ -32,10 +33,12 @@ else
   : "${MASTER_ADDR:?NNODES=$NNODES needs MASTER_ADDR, a node that all of them can reach}"
   MASTER_PORT=${MASTER_PORT:-29500}
   meeting+=(--nnodes "$NNODES" ${NODE_ADDR:+--local-addr "$NODE_ADDR"})
-  if [ -n "${NODE_RANK:-}" ]; then
-    meeting+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+  NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}}
+  if [ -n "${JOB_ID:-}" ]; then
+    meeting+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "$JOB_ID")
   else
-    meeting+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${JOB_ID:-rl_megatron}")
+    : "${NODE_RANK:?NNODES=$NNODES needs NODE_RANK, which is 0 on $MASTER_ADDR, or JOB_ID, a secret word}"
+    meeting+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
   fi
 fi
 exec "$python" -m rl_megatron.cli.launcher "${meeting[@]}" -m rl_megatron "$@"

@@ -259,7 +259,7 @@ def _why_no_command(result: Search, verified: Mapping[int, int]) -> str:
 
 
 def command_line(candidate: Candidate, options: argparse.Namespace, stage: str | None, cluster: Cluster) -> str:
-    """Return the command line that trains with a candidate, to be started on each node."""
+    """Return the command line that trains with a candidate, to be started on each node with its own NODE_RANK."""
     chosen = candidate.overrides(stage)
     replaced = {*chosen, *_REPLACED}
     kept = [override for override in options.overrides if key_of(override) not in replaced]
@@ -277,4 +277,5 @@ def _launcher(cluster: Cluster) -> str:
         return "rl-megatron "
     if cluster.nodes == 1:
         return f"torchrun --nproc-per-node {cluster.gpus_per_node} -m rl_megatron "
-    return f"NNODES={cluster.nodes} NPROC_PER_NODE={cluster.gpus_per_node} MASTER_ADDR=first-node scripts/train.sh "
+    each_node = f"NNODES={cluster.nodes} NODE_RANK=0 NPROC_PER_NODE={cluster.gpus_per_node}"
+    return f"{each_node} MASTER_ADDR=first-node scripts/train.sh "

@@ -7,7 +7,6 @@ import re
 import runpy
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -17,6 +16,7 @@ from tests.docs.learning import check_learning, watching
 from tests.docs.tables import TOO_SHORT_TO_LEARN
 from tests.end_to_end.launch import TIMEOUT, Finished, Forks
 from tests.forkserver import REPOSITORY, environment
+from tests.ports import free_port
 
 # What sbatch, srun and scontrol do here: all nodes are this machine, and sbatch waits for the end of the job.
 SLURM = {
@@ -121,7 +121,8 @@ def _run_script(path: str, *arguments: str) -> None:
 def _sbatch(arguments: list[str], directory: Path) -> Finished:
     bin_directory = directory / "bin"
     write_slurm(bin_directory)
-    variables = {"PATH": f"{bin_directory}:{os.environ['PATH']}", "VENV": sys.prefix, "SLURM_JOB_ID": free_job_id()}
+    variables = {"PATH": f"{bin_directory}:{os.environ['PATH']}", "VENV": sys.prefix, "SLURM_JOB_ID": "7"}
+    variables["MASTER_PORT"] = str(free_port())
     done = subprocess.run(
         [bin_directory / "sbatch", *arguments],
         cwd=directory, env=environment() | variables, capture_output=True, text=True, timeout=TIMEOUT,
@@ -135,12 +136,3 @@ def write_slurm(directory: Path) -> None:
     for name, body in SLURM.items():
         (directory / name).write_text(f"#!/usr/bin/env bash\n{body}")
         (directory / name).chmod(0o755)
-
-
-def free_job_id() -> str:
-    """Return a job's number whose port (20000 and the last four digits, in scripts/train.slurm) is free."""
-    for job in range(os.getpid() % 5000, 10_000):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", 20_000 + job)) != 0:
-                return str(job)
-    raise AssertionError("no port from 20000 to 29999 is free")

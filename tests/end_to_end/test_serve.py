@@ -9,8 +9,9 @@ import pytest
 
 from rl_megatron.config.load import from_yaml
 from tests.end_to_end.launch import TIMEOUT, TINY_GRPO, metrics
-from tests.end_to_end.page_commands import free_job_id, write_slurm
+from tests.end_to_end.page_commands import write_slurm
 from tests.forkserver import REPOSITORY, environment
+from tests.ports import free_port
 from tests.stand_ins import python_with_sglang
 
 OPTIONS = (
@@ -23,11 +24,11 @@ OPTIONS = (
 def test_a_slurm_job_trains_with_the_servers_of_another_node(tmp_path):
     """All nodes are this machine, and SGLang is a stand-in."""
     write_slurm(tmp_path / "bin")
-    number = free_job_id()
-    port = 10_000 + int(number) % 10_000
+    port = free_port()
     variables = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "VENV": sys.prefix, "ENGINE_NODES": "1",
-        "REPO": str(REPOSITORY), "SLURM_JOB_ID": number,
+        "REPO": str(REPOSITORY), "SLURM_JOB_ID": "7",
+        "SERVER_PORT": str(port), "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     command = [tmp_path / "bin" / "sbatch", "-N", "2", REPOSITORY / "scripts" / "train.slurm", "train", *OPTIONS]
     command.append(f"generation.sglang.python={python_with_sglang(tmp_path)}")

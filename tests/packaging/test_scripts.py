@@ -80,21 +80,26 @@ def test_train_sh_starts_the_ranks_of_one_node(one_node):
 
 
 @pytest.mark.change
-def test_two_nodes_with_fixed_ranks_form_one_job_with_the_metrics_of_one_node(one_node, tmp_path):
-    """Nodes without ranks, which meet by the c10d rendezvous, are tested with scripts/train.slurm (test_examples)."""
+def test_two_nodes_form_one_job_with_the_metrics_of_one_node(one_node, tmp_path):
+    """The nodes get their ranks by a word; scripts/train.slurm gives them (test_examples)."""
     meeting = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     meeting["NODE_ADDR"] = "127.0.0.1"
-    nodes = [meeting | {"NODE_RANK": str(rank)} for rank in range(2)]
-    finish(*[launch(tmp_path / "run", "parallel.tensor=2", **node) for node in nodes])
+    meeting["JOB_ID"] = "a word"
+    finish(*[launch(tmp_path / "run", "parallel.tensor=2", **meeting) for _ in range(2)])
     assert world(tmp_path / "run") == world(one_node)
     assert metrics(tmp_path / "run") == metrics(one_node)
 
 
-def test_several_nodes_need_an_address_to_meet_at(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
-    environment |= {"NNODES": "2", "NPROC_PER_NODE": "1", "VENV": sys.prefix}
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [({}, "needs MASTER_ADDR"), ({"MASTER_ADDR": "first"}, "needs NODE_RANK, which is 0 on first")],
+)
+def test_several_nodes_need_an_address_to_meet_at_and_ranks(variables, message):
+    left_out = ("MASTER_ADDR", "NODE_RANK", "SLURM_NODEID", "JOB_ID")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"NNODES": "2", "NPROC_PER_NODE": "1", "VENV": sys.prefix} | variables
     refused = subprocess.run([REPO / "scripts" / "train.sh", "train"], env=environment, capture_output=True, text=True)
-    assert refused.returncode != 0 and "MASTER_ADDR" in refused.stderr
+    assert refused.returncode != 0 and message in refused.stderr
 
 
 def test_install_sh_refuses_an_old_python(tmp_path):

@@ -159,8 +159,8 @@ def prepared(directory, train_sh, variables):
         write(directory / "bin" / name, text)
     return {
         "PATH": f"{directory / 'bin'}:{os.environ['PATH']}", "TMPDIR": str(directory), "REPO": str(directory),
-        "REQUEUE": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_SUBMIT_DIR": str(directory),
+        "REQUEUE": "1", "SERVER_PORT": "10007", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(directory),
     } | variables  # fmt: skip
 
 
