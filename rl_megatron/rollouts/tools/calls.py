@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MOST_CALLS = 256  # that are looked for in a turn, so that the time grows with its length alone
 _LONGEST_SHOWN = 200  # characters of a call in a message
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from rl_megatron.rollouts.tools.calls import (
+    MOST_CALLS,
     BadCall,
     FoundCall,
     Parameters,
@@ -25,7 +26,7 @@ def hermes_calls(text: str, parameters: Parameters) -> list[FoundCall]:
     """Return the calls `<tool_call>{"name": …, "arguments": {…}}</tool_call>` of a text."""
     found: list[FoundCall] = []
     begin = text.find(_HERMES_BEGIN)
-    while begin >= 0:
+    while begin >= 0 and len(found) < MOST_CALLS:
         inside = begin + len(_HERMES_BEGIN)
         try:
             value, end = read_json(text, inside)
@@ -53,7 +54,7 @@ def llama_calls(text: str, parameters: Parameters) -> list[FoundCall]:
     found: list[FoundCall] = []
     place = 0
     try:
-        while True:
+        while len(found) < MOST_CALLS:
             value, end = read_json(text, place)
             if not tag and isinstance(value, dict) and "parameters" not in value and not found:
                 return []  # an answer in JSON
@@ -65,7 +66,8 @@ def llama_calls(text: str, parameters: Parameters) -> list[FoundCall]:
                 raise BadCall("has a text behind the call")
             place += 1
     except BadCall as error:
-        return [*found, malformed(text[place:], error)]
+        found.append(malformed(text[place:], error))
+    return found
 
 
 def mistral_calls(text: str, parameters: Parameters) -> list[FoundCall]:
@@ -86,7 +88,7 @@ def mistral_calls(text: str, parameters: Parameters) -> list[FoundCall]:
 def _mistral_parts(text: str) -> list[str]:
     """Return the parts of a text that begin with the tag. A tag inside a JSON string begins none."""
     parts, begin = [], 0
-    while True:
+    while len(parts) < MOST_CALLS:
         inside = begin + len(_MISTRAL_TAG)
         named = _MISTRAL_NAMED.match(text, inside)
         try:
@@ -98,6 +100,7 @@ def _mistral_parts(text: str) -> list[str]:
             return [*parts, text[begin:]]
         parts.append(text[begin:following])
         begin = following
+    return parts
 
 
 def _mistral_call(inside: str) -> list[ToolCall]:
@@ -119,7 +122,7 @@ def _behind_space(text: str, place: int) -> int:
 
 def _end_of_block(text: str, inside: int) -> int:
     """Return where a block that cannot be read ends: behind its end tag, or before the next block."""
-    following, end = text.find(_HERMES_BEGIN, inside), text.find(_HERMES_END, inside)
-    if end >= 0 and (following < 0 or end < following):
-        return end + len(_HERMES_END)
-    return following if following >= 0 else len(text)
+    following = text.find(_HERMES_BEGIN, inside)
+    following = following if following >= 0 else len(text)
+    end = text.find(_HERMES_END, inside, following)
+    return end + len(_HERMES_END) if end >= 0 else following

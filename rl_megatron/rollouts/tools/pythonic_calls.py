@@ -8,7 +8,7 @@ import re
 import warnings
 from typing import Any
 
-from rl_megatron.rollouts.tools.calls import BadCall, FoundCall, Parameters, ToolCall, malformed
+from rl_megatron.rollouts.tools.calls import MOST_CALLS, BadCall, FoundCall, Parameters, ToolCall, malformed
 
 _MARKERS = ("<|python_start|>", "<|python_end|>")
 _BEGIN = re.compile(r"\[\s*([A-Za-z_]\w*)\s*\(")
@@ -39,12 +39,20 @@ def pythonic_calls(text: str, parameters: Parameters) -> list[FoundCall]:
         reason = error if isinstance(error, BadCall) else BadCall(f"is not Python: {_said(error)}")
         return [malformed(text, reason)]
     found: list[FoundCall] = []
-    for node in calls:
+    for node in calls[:MOST_CALLS]:
         try:
             found.append(_call(node))
         except BadCall as error:
-            found.append(malformed(ast.get_source_segment(text, node) or text, error))
+            found.append(malformed(_unparse(node, text), error))
     return found
+
+
+def _unparse(node: ast.Call, text: str) -> str:
+    """Return a call as Python writes it. Cutting it out of the text would split the whole text for each call."""
+    try:
+        return ast.unparse(node)
+    except RecursionError:
+        return text
 
 
 def _call(node: ast.Call) -> ToolCall:

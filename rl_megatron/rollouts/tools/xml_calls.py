@@ -8,7 +8,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rl_megatron.rollouts.tools.calls import BadCall, FoundCall, Parameters, ToolCall, malformed, read_json
+from rl_megatron.rollouts.tools.calls import (
+    MOST_CALLS,
+    BadCall,
+    FoundCall,
+    Parameters,
+    ToolCall,
+    malformed,
+    read_json,
+)
 
 _BEGIN = re.compile(r"<tool_call>\s*(<function=)")
 _END = re.compile(r"(</function>)\s*</tool_call>")
@@ -28,7 +36,7 @@ def qwen_calls(text: str, parameters: Parameters) -> list[FoundCall]:
     """
     found: list[FoundCall] = []
     place, ends = 0, True  # whether a call may end behind the place: the rest of the text is searched for an end once
-    while (meant := _MEANT.search(text, place)) is not None:
+    while len(found) < MOST_CALLS and (meant := _MEANT.search(text, place)) is not None:
         begin, end = _BEGIN.match(text, meant.start()), None
         if begin is not None and ends:
             end = _END.search(text, begin.end())

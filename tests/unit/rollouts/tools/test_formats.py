@@ -2,13 +2,14 @@
 
 import json
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.rollouts.tools.calls import MalformedCall, ToolCall, after_thinking
+from rl_megatron.rollouts.tools.calls import MOST_CALLS, MalformedCall, ToolCall, after_thinking
 from rl_megatron.rollouts.tools.formats import PARSERS, format_of
 from rl_megatron.rollouts.tools.xml_calls import qwen_calls
 from tests.unit.data.chat_families import template_of
@@ -313,3 +314,31 @@ def test_calls_in_xml_are_the_blocks_that_one_regular_expression_finds(text):
             assert (call.reason.startswith("is not")) == (_BLOCK.fullmatch(whole) is None)
         else:
             assert qwen_calls(whole, PARAMETERS) == [call]
+
+
+# Units that a policy may repeat, of each format, and what stands before and behind them.
+REPEATED = [
+    *(("hermes", "", unit, "") for unit in ("<tool_call>", '<tool_call>{"name": "f"', '<tool_call>"', "<tool_call>[")),
+    *(("qwen", "", unit, "") for unit in ("<tool_call>", "<tool_call><function=f>", "<function=", "</function> ")),
+    *(
+        ("qwen", "<tool_call><function=f>", unit, "</function></tool_call>")
+        for unit in ("<parameter=a>", "</parameter> ")
+    ),
+    *(("llama", "", unit, "") for unit in ("<|python_tag|>", '{"name": "f", "parameters": {}};', "[")),
+    *(("mistral", "", unit, "") for unit in ("[TOOL_CALLS]", "[TOOL_CALLS][{", "[TOOL_CALLS]f[ARGS]{}")),
+    *(("pythonic", "[", unit, "]") for unit in ("f(1),", "f(a=1),", "f(a=[")),
+]
+
+
+@pytest.mark.parametrize(("format_", "before", "unit", "behind"), REPEATED, ids=lambda text: text or "nothing")
+def test_the_time_grows_with_the_length_of_the_text_alone(format_, before, unit, behind):
+    """With its square, the last text would take minutes."""
+    for size in (1 << 17, 1 << 18, 1 << 19, 1 << 20):
+        text, began = f"{before}{unit * (size // len(unit))}{behind}", time.process_time()
+        assert len(PARSERS[format_](text, PARAMETERS)) <= MOST_CALLS + 1
+        assert time.process_time() - began < 20
+
+
+def test_a_call_that_is_nested_too_deep_to_be_shown_is_malformed():
+    (call,) = PARSERS["pythonic"](f"[f({'+'.join('1' * 2000)})]", PARAMETERS)
+    assert isinstance(call, MalformedCall)
