@@ -78,6 +78,7 @@ class Gateway:
             import uvicorn
 
             from rl_megatron.rollouts.gateway.application import application
+            from rl_megatron.rollouts.gateway.connections import limit_connections
         except ImportError as error:
             raise ConfigError(
                 f"the gateway needs the Python package {error.name}, which is not installed; "
@@ -85,7 +86,8 @@ class Gateway:
             ) from error
         listening = self._listening()
         options = uvicorn.Config(
-            application(self._sessions.get), log_config=None, access_log=False, lifespan="off", ws="none", http="h11",
+            application(self._sessions.get), log_config=None, access_log=False, lifespan="off", ws="none",
+            http=limit_connections(4 * self._settings.max_processes + 16),
             proxy_headers=False, server_header=False, timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = uvicorn.Server(options)

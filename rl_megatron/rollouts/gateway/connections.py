@@ -1,0 +1,48 @@
+"""Limits of the gateway's connections, which need no key: how many there are, and how long one may say nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+SECONDS_TO_ASK = 10.0  # until the header of a request is complete
+
+
+def limit_connections(most: int) -> type[H11Protocol]:
+    """Return uvicorn's protocol for at most so many connections; further ones are closed."""
+
+    class Limited(H11Protocol):
+        _closing: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                transport.abort()
+            else:
+                self._limit_silence()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._limit_silence()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._cancel()
+            super().connection_lost(exc)
+
+        def _limit_silence(self) -> None:
+            """Close the connection later if it still waits for a header by then, however many bytes of it come."""
+            waits = self.conn.their_state is h11.IDLE
+            if waits and self._closing is None:
+                self._closing = self.loop.call_later(SECONDS_TO_ASK, self.transport.abort)
+            elif not waits:
+                self._cancel()
+
+        def _cancel(self) -> None:
+            if self._closing is not None:
+                self._closing.cancel()
+                self._closing = None
+
+    return Limited
