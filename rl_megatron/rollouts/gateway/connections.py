@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -11,15 +12,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 SECONDS_TO_ASK = 10.0  # until the header of a request is complete
 
 
-def limit_connections(most: int) -> type[H11Protocol]:
-    """Return uvicorn's protocol for at most so many connections; further ones are closed."""
+def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
+    """Return uvicorn's protocol for at most `most()` connections; further ones are closed."""
 
     class Limited(H11Protocol):
         _closing: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if len(self.connections) > most:
+            if len(self.connections) > most():
                 transport.abort()
             else:
                 self._limit_silence()

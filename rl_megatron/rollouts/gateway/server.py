@@ -17,6 +17,7 @@ from rl_megatron.rollouts.gateway.tool_calls import parser_of
 from rl_megatron.rollouts.tools.calls import Parser
 
 _SECONDS_TO_END = 3.0
+_CONNECTIONS_OF_A_SESSION, _FURTHER_CONNECTIONS = 4, 16
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # what agents of this machine reach instead
 
 
@@ -87,7 +88,7 @@ class Gateway:
         listening = self._listening()
         options = uvicorn.Config(
             application(self._sessions.get), log_config=None, access_log=False, lifespan="off", ws="none",
-            http=limit_connections(4 * self._settings.max_processes + 16),
+            http=limit_connections(lambda: _FURTHER_CONNECTIONS + _CONNECTIONS_OF_A_SESSION * len(self._sessions)),
             proxy_headers=False, server_header=False, timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = uvicorn.Server(options)
