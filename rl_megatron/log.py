@@ -37,9 +37,9 @@ _NOT_FOR_USERS_LOGGED: tuple[tuple[str, str], ...] = (
 )
 
 # Environment variables whose values are secrets, such as HF_TOKEN and WANDB_API_KEY, by the ends of their names. Public
-# keys and settings such as SSH_AUTH_SOCK are none.
+# keys are none, and neither are numbers of tokens, which agents need.
 _SECRET_VARIABLE = re.compile(
-    r"(TOKENS?|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|WEBHOOK_URL"
+    r"(TOKEN|(?<!MAX_)(?<!MIN_)(?<!NUM_)(?<!NEW_)(?<!STOP_)TOKENS|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|WEBHOOK_URL"
     r"|((^|_)(API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|STORAGE|ACCOUNT)|OPENAI|WANDB|ANTHROPIC|GITHUB|HF)_?KEY"
     r"|(^|_|SSH)(PAT|PASS|JWT))$",
     re.I,

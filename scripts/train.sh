@@ -33,10 +33,10 @@ else
   : "${MASTER_ADDR:?NNODES=$NNODES needs MASTER_ADDR, a node that all of them can reach}"
   MASTER_PORT=${MASTER_PORT:-29500}
   meeting+=(--nnodes "$NNODES" ${NODE_ADDR:+--local-addr "$NODE_ADDR"})
-  NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}}
-  if [ -n "${JOB_ID:-}" ]; then
+  if [ -z "${NODE_RANK:-}" ] && [ -n "${JOB_ID:-}" ]; then
     meeting+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "$JOB_ID")
   else
+    NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}}
     : "${NODE_RANK:?NNODES=$NNODES needs NODE_RANK, which is 0 on $MASTER_ADDR, or JOB_ID, a secret word}"
     meeting+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
   fi

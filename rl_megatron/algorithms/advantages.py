@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor
 
+from rl_megatron.batching.config import require_count
 from rl_megatron.topology.reductions import ALONE, RankReduction
 
 _EPSILON = 1e-6  # prevents division by zero in a group of nearly equal rewards
@@ -67,8 +68,7 @@ def check_groups(group_size: int, **values: Tensor) -> None:
     Raises:
         ValueError: They do not, or the group size is not a whole number above 0. The message has their names.
     """
-    if not isinstance(group_size, int) or group_size < 1:
-        raise ValueError(f"group_size={group_size!r} must be a whole number, at least 1")
+    require_count("group_size", group_size)
     sizes = {name: len(value) for name, value in values.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"{sizes} must have the same number of samples")

@@ -95,7 +95,6 @@ def planned(lengths: list[int], width: int = 3, kind: str = "padded", shards: in
 DYNAMIC = {"max_tokens_per_microbatch": 4}
 LENGTHS = {"input_ids": ids(2, 2)}
 GROUPS = "do not form groups of 3"
-WHOLE = "must be a whole number"
 COUNT = "must be at least 1 and a whole number"
 SHAPES = "must have the same shape"
 POSITIVE = "must be above 0"
@@ -118,9 +117,9 @@ def estimator_rows() -> list[Row]:
         "group_relative_steps": lambda size: TA.group_relative_steps(MASK, turns, size),
     }
     sizes = {
-        "group of 0": (0, WHOLE),
-        "group of -1": (-1, WHOLE),
-        "group of 2.0": (2.0, WHOLE),
+        "group of 0": (0, COUNT),
+        "group of -1": (-1, COUNT),
+        "group of 2.0": (2.0, COUNT),
         "groups of 3": (3, GROUPS),
     }
     return [

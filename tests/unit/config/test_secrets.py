@@ -59,7 +59,8 @@ def test_what_is_no_secret_is_kept(tree):
             "DB_PASS", "SSHPASS", "JWT", "AUTH_JWT", "SLACK_WEBHOOK_URL", "AWS_SECRET_ACCESS_KEY", "KEY_PASSPHRASE",
         )),
         *((name, False) for name in (
-            "PATH", "SSH_AUTH_SOCK", "PUBLIC_KEY", "COMPASS", "PYTHONPATH", "TOKENIZERS_PARALLELISM", "MONKEY",
+            "PATH", "MAX_TOKENS", "MAX_NEW_TOKENS",
+            "SSH_AUTH_SOCK", "PUBLIC_KEY", "COMPASS", "PYTHONPATH", "TOKENIZERS_PARALLELISM", "MONKEY",
             "BYPASS",
         )),
     ],

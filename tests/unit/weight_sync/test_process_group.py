@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup, listening_socket
+from rl_megatron.config.addresses import is_loopback
+from rl_megatron.weight_sync.process_group import (
+    CollectiveFailed,
+    StandaloneGroup,
+    free_address,
+    listening_socket,
+)
 from tests.ports import free_port
 
 CPU = torch.device("cpu")
@@ -112,3 +120,19 @@ def test_rank_0_listens_everywhere_if_other_nodes_reach_it_by_another_address(mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with listening_socket("127.0.0.1", 0, 2) as listening:  # what /etc/hosts may say about the node's own name
         assert listening.getsockname()[0] == "0.0.0.0"
+
+
+def test_servers_of_another_node_meet_the_ranks_at_an_address_that_they_reach(monkeypatch):
+    own = [
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family == socket.AF_INET and not is_loopback(address.address)
+    ]
+    if not own:
+        pytest.skip("this machine has no address but the loopback's")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert free_address()[0] == free_address(["127.0.0.1", "localhost"])[0] == "127.0.0.1"
+    assert free_address(["localhost", own[0]])[0] == own[0], "the way to itself"
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
+    assert free_address([own[0]])[0] == "192.0.2.7"
