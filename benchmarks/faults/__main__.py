@@ -30,7 +30,8 @@ import hydra._internal.hydra  # noqa: F401  # these before the first fork, becau
 import matplotlib.pyplot  # noqa: F401
 
 import rl_megatron.algorithms.run  # noqa: F401
-from benchmarks.faults.cases import ASYNCHRONOUS_COUNTS, COUNTS, RUNS, faults
+from benchmarks.faults.cases import ASYNCHRONOUS_COUNTS, COUNTS, DISK_COUNTS, RUNS, faults
+from benchmarks.faults.full_disk import enter_namespace
 from benchmarks.faults.judge import CONTINUED, GOOD, NAMED, RECOVERED, Wrong, outcome_of, undisturbed
 
 
@@ -53,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [fault for fault in every if fault.number % parts == part - 1 and RUNS[fault.run].part == wanted_part]
     if options.only is not None:
         chosen = [fault for fault in every if fault.number in options.only]
+    if any(fault.target == "disk" for fault in chosen) and not options.table:
+        enter_namespace("benchmarks.faults", sys.argv[1:] if arguments is None else arguments)
     out.mkdir(parents=True, exist_ok=True)
     results = out / f"results-seed-{options.seed}.jsonl"
     done = _read(results)
@@ -116,7 +119,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the Markdown table of the results: a row for each kind of fault, and one for each run, that were hit."""
     rows = [f"| what is hit | faults | {RECOVERED} | {CONTINUED} | {NAMED} | wrong |", "|---|---|---|---|---|---|"]
     for name, key in (
-        *((f"{target}: {action}", "kind") for target, action in {**COUNTS, **ASYNCHRONOUS_COUNTS}),
+        *((f"{target}: {action}", "kind") for target, action in {**COUNTS, **DISK_COUNTS, **ASYNCHRONOUS_COUNTS}),
         *((name, "run") for name in RUNS),
         ("all", None),
     ):

@@ -40,6 +40,7 @@ ASYNCHRONOUS = (
     f"generation.engine_timeout_minutes={_ASYNCHRONOUS_SECONDS / 60}",
 )  # fmt: skip
 _LEARNING = ("load", "train", "save")
+_OF_DISKS = ("start", "load", "train", "record", "save", "finish")
 _SAMPLING = ("load", "generate", "reward", "logprobs", "train", "refit", "save")
 
 
@@ -79,7 +80,9 @@ class Run:
 RUNS = {
     "SFT": Run((*TINY, "algorithm=sft", "parallel.tensor=2", "parallel.context=2"), _LEARNING),
     "DPO": Run((*PAIRS, "algorithm=dpo", "loss=dpo", "parallel.tensor=2", "parallel.pipeline=2"), _LEARNING),
-    "GRPO, embedded engine": Run((*TINY, *ROLLOUTS, *EMBEDDED, "algorithm=grpo", "parallel.tensor=2"), _SAMPLING),
+    "GRPO, embedded engine": Run(
+        (*TINY, *ROLLOUTS, *EMBEDDED, "algorithm=grpo", "parallel.tensor=2", "rollout.save_every=1"), _SAMPLING
+    ),
     "GRPO, transformers engine": Run(
         (*TINY, *ROLLOUTS, *TRANSFORMERS, "algorithm=grpo", "parallel.tensor=2", "parallel.pipeline=2"), _SAMPLING
     ),
@@ -100,10 +103,10 @@ class Fault:
     Attributes:
         number: Its number in the campaign.
         run: The run that it hits, a key of `RUNS`.
-        target: What is hit: "rank", "engine", "launcher", "disk" (of a rank) or "file" (of the output directory). In
+        target: What is hit: "rank", "engine", "launcher", "disk" or "file" (of the output directory). In
             asynchronous runs also "coordinator", which is rank 0 with the queue of groups, and "environment", a process
             of environments; "rank" is then another one.
-        action: The signal's name, "full", "truncated" or "one bit flipped".
+        action: The signal's name, `FULL`, `FULL_FOR_A_WHILE`, "truncated" or "one bit flipped".
         moment: During which call it comes; see `in_rank.MOMENTS`.
         rank: The rank that is hit, or that counts the calls.
         call: Which call of the moment it is, from 1.
@@ -132,15 +135,16 @@ COUNTS = {
     ("rank", "SIGKILL"): 30, ("rank", "SIGTERM"): 24, ("rank", "SIGSTOP"): 24,
     ("engine", "SIGKILL"): 12, ("engine", "SIGTERM"): 6, ("engine", "SIGSTOP"): 8,
     ("launcher", "SIGKILL"): 10, ("launcher", "SIGTERM"): 10,
-    ("disk", "full"): 14,
     ("file", "truncated"): 12, ("file", "one bit flipped"): 12,
 }  # fmt: skip
+FULL, FULL_FOR_A_WHILE = "full", "full for a while"  # until the run has ended, and while it goes on
+DISK_COUNTS = {("disk", FULL): 21, ("disk", FULL_FOR_A_WHILE): 21}
 SERVER_COUNTS = {("engine", "SIGKILL"): 5, ("engine", "SIGTERM"): 3, ("engine", "SIGSTOP"): 4}  # of vLLM servers
 ASYNCHRONOUS_COUNTS = {
     (target, "SIGKILL"): 20 for target in ("engine", "environment", "coordinator", "rank")
 }  # of asynchronous runs
-_OF_RANK_0 = ("engine", "environment")  # processes that rank 0 starts
-_LAST_CALL = {"load": 1, "save": 2}
+_OF_RANK_0 = ("engine", "environment", "disk")  # what rank 0 starts, or strikes
+_LAST_CALL = {"start": 1, "load": 1, "save": 2, "finish": 1}
 _BEFORE_THE_END = {"train": 3, "save": 1}  # a run that is asked to end in a later call is complete
 _CALLED_ONCE = {"logprobs": 1}  # a run takes them from the embedded engine, once it has compared them with its own
 _LONGEST = {"load": 1.0, "save": 0.2}  # seconds from the begin of a call
@@ -152,7 +156,9 @@ def faults(seed: int) -> list[Fault]:
     Each kind hits all runs, and each of their moments, about equally often.
     """
     drawn: list[Fault] = []
-    for part, counts in (("plain", COUNTS), ("vllm", SERVER_COUNTS), ("asynchronous", ASYNCHRONOUS_COUNTS)):
+    for part, counts in (
+        ("plain", COUNTS), ("plain", DISK_COUNTS), ("vllm", SERVER_COUNTS), ("asynchronous", ASYNCHRONOUS_COUNTS)
+    ):  # fmt: skip
         drawn += _drawn(random.Random(seed), counts, {name: run for name, run in RUNS.items() if run.part == part})
     return [Fault(**{**vars(fault), "number": number}) for number, fault in enumerate(drawn)]
 
@@ -170,10 +176,12 @@ def _drawn(chance: random.Random, counts: dict[tuple[str, str], int], runs: dict
             (name, moment)
             for name, run in runs.items()
             for moment in run.moments
-            if target not in _OF_RANK_0 or moment != "load"
+            if target not in ("engine", "environment") or moment != "load"
             if target != "engine" or run.has_engine_process
         ]
-        if target in ("disk", "file"):  # they matter at saves and loads, whenever they come
+        if target == "disk":  # rank 0 writes, but for checkpoints
+            places = [(name, moment) for name in runs for moment in _OF_DISKS]
+        if target == "file":  # they matter at saves and loads, whenever they come
             places = [(name, moment) for name, moment in places if moment in ("train", "save")]
         chance.shuffle(places)
         for _, (name, moment) in zip(range(count), cycle(places), strict=False):

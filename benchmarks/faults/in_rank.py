@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import threading
 import time
@@ -12,9 +11,11 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.faults.cases import Fault
+from benchmarks.faults.cases import FULL_FOR_A_WHILE, Fault
+from benchmarks.faults.full_disk import fill_disk, free_disk
 from rl_megatron.algorithms.checkpointer import Checkpointer
 from rl_megatron.algorithms.synced_engine import SyncedEngine
+from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts
@@ -28,18 +29,23 @@ MOMENTS = {
     "logprobs": (MegatronPolicy, "get_logprobs"),
     "train": (MegatronPolicy, "train"),
     "refit": (SyncedEngine, "update_weights"),
+    "record": (MetricsLogger, "record"),
     "save": (Checkpointer, "save"),
+    "finish": (MetricsLogger, "finish"),
     "wait": (AsyncRollouts, "take"),
 }
 _ENGINES = ("rl_megatron.generation.transformers.worker", "vllm.entrypoints.cli.main")  # in their command lines
 _HOSTS = ("rl_megatron.rollouts.host_worker",)
 _CHILD_STARTS_SECONDS = 300.0
-_LEFT_ON_DISK = 20_000  # bytes that a file may have on a full disk: enough for metrics, and too few for weights
+_LONGEST_FULL_SECONDS = 3.0
 
 
 def arm(fault: Fault, directory: Path) -> None:
     """Let the fault strike in this process, unless it has come or belongs to another rank."""
     if int(os.environ["RANK"]) != fault.rank or (directory / STRUCK).exists():
+        return
+    if fault.moment == "start":
+        _strike(fault, directory)
         return
     owner, method = MOMENTS[fault.moment]
     original, calls = getattr(owner, method), 0
@@ -57,7 +63,9 @@ def arm(fault: Fault, directory: Path) -> None:
 def _strike(fault: Fault, directory: Path) -> None:
     if fault.target == "disk":
         (directory / STRUCK).touch()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_LEFT_ON_DISK, _LEFT_ON_DISK))  # Python ignores its signal
+        fill_disk(directory)
+        if fault.action == FULL_FOR_A_WHILE:
+            threading.Timer(fault.chance * _LONGEST_FULL_SECONDS, free_disk, (directory,)).start()
         return
     if fault.target == "file":
         pid, number = os.getppid(), signal.SIGTERM  # the run is saved and ends; the campaign then damages a file

@@ -17,9 +17,10 @@ import psutil
 
 from benchmarks.faults import in_rank
 from benchmarks.faults.cases import RUNS, Fault, Run
+from benchmarks.faults.full_disk import free_disk, mount_disk, unmount_disk
 from benchmarks.faults.launch import OUTPUT, Fork, start
 from rl_megatron.checkpoint.digests import check_digests
-from rl_megatron.checkpoint.directory import complete_checkpoints, read_manifest
+from rl_megatron.checkpoint.directory import LEFTOVERS, complete_checkpoints, read_manifest
 from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.metrics import METRICS_FILE, is_cost
 from rl_megatron.rollouts.rollout_log import RolloutLog
@@ -100,16 +101,20 @@ def outcome_of(fault: Fault, directory: Path, wanted: Sequence[dict[str, Any]]) 
     shutil.rmtree(directory, ignore_errors=True)
     prepare(directory)
     try:
+        if fault.target == "disk":
+            mount_disk(directory)
         outcome = _run(fault, directory)
         if RUNS[fault.run].is_asynchronous:
             _check_log(directory, RUNS[fault.run])
         else:
             _check_metrics(_metrics(directory), wanted, RUNS[fault.run])
         _check_checkpoints(directory)
+        _check_leftovers(directory)
     except Wrong as wrong:
         outcome = str(wrong)
     finally:
         _kill_what_is_left(directory)
+        unmount_disk(directory)
     return {"outcome": outcome, "seconds": round(time.monotonic() - began, 1), "said": _output(directory)[-6000:]}
 
 
@@ -178,6 +183,10 @@ def _run(fault: Fault, directory: Path) -> str:
         raise Wrong(f"the fault did not come, and the run ended with status {status}")
     if fault.target == "file" and status != STOPPED:
         raise Wrong(f"the run ended with status {status} instead of {STOPPED} after SIGTERM")
+    if fault.target == "disk":
+        free_disk(directory)
+        if "Traceback (most recent call last)" in _output(directory):
+            raise Wrong(f"status {status} with a traceback")
     if status == 0:
         return RECOVERED
     outcome = CONTINUED if status == STOPPED else NAMED
@@ -288,6 +297,17 @@ def _check_checkpoints(directory: Path) -> None:
             check_digests(path, read_manifest(path), 0, 1)
         except ConfigError as error:
             raise Wrong(f"a damaged checkpoint was left: {error}") from error
+
+
+def _check_leftovers(directory: Path) -> None:
+    """Check that a finished run has left nothing that it was writing.
+
+    Raises:
+        Wrong: There is something.
+    """
+    left = [path for path in (directory / "out").rglob("*") if path.suffix in LEFTOVERS]
+    if left:
+        raise Wrong(f"{left[0].relative_to(directory)} was left")
 
 
 def _metrics(directory: Path, output: str = "out") -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -20,6 +21,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from benchmarks.faults.cases import RANKS, SECONDS
+from benchmarks.faults.full_disk import DISK
 from rl_megatron.cli import launcher
 from rl_megatron.cli import main as rl_megatron
 from rl_megatron.topology.child_process import die_with
@@ -86,6 +88,9 @@ def start(directory: Path, arguments: Sequence[str], restarts: int, prepare: Cal
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ["OMP_NUM_THREADS"] = "1"
+        if Path(DISK, "tmp").is_dir():
+            os.environ["TMPDIR"] = str(directory / DISK / "tmp")
+            tempfile.tempdir = None  # this process knows another one
         launcher.SECONDS_TO_FOLLOW = SECONDS
         options = ["--nproc-per-node", str(RANKS), "--max-restarts", str(restarts), "--standalone"]
         options += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS), "--monitor-interval", "0.1"]

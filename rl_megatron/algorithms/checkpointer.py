@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.checkpoint.retention import delete_older
@@ -43,6 +43,7 @@ class Checkpointer:
         policy: MegatronPolicy,
         critic: MegatronPolicy | None,
         saved: Callable[[float], object] = lambda seconds: None,
+        finish_writing: Callable[[], object] = lambda: None,
     ):
         """Prepare the saves of a stage.
 
@@ -52,8 +53,11 @@ class Checkpointer:
             policy: The stage's policy.
             critic: Its critic, or None.
             saved: Is given the seconds of each save, from its begin until it is complete.
+            finish_writing: Is called on rank 0 before each save. If it raises OSError, the save fails, so that a
+                checkpoint has the metrics of its steps.
         """
         self._directory, self._train, self._saved, self._began = checkpoints, train, saved, 0.0
+        self._finish_writing = finish_writing
         self._models = [(policy, checkpoints)]
         self._companions: Path | None = None
         if critic is not None:
@@ -104,6 +108,9 @@ class Checkpointer:
     def _begin(self, step: int, kept: dict[str, Any]) -> None:
         self._began = time.monotonic()
         self.exporter.discard(step)
+        failure = run_on_rank0(self._finish_writing, lambda error: disk.describe(error, self._directory))
+        if failure is not None:
+            raise SaveFailed(f"the checkpoint of step {step} was not saved, because metrics are not written: {failure}")
         try:
             for model, directory in self._models:
                 self._under_way.append(model.begin_checkpoint(directory, step, **kept))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.algorithms.eval_statistics import ProblemSamples, problem_values
 
 _DIGEST, _VALUES = b"problems", "values"
@@ -57,9 +58,9 @@ def write_results(path: Path, results: Sequence[ProblemResult], right_from: floa
     table = pyarrow.Table.from_pylist(lines, schema=_schema())
     table = table.replace_schema_metadata({_DIGEST: digest.encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".incomplete")
-    pyarrow.parquet.write_table(table, partial)
-    partial.replace(path)
+    content = io.BytesIO()
+    pyarrow.parquet.write_table(table, content)
+    disk.replace_file(path, content.getvalue())
 
 
 def start_values(path: Path, digest: str) -> list[Mapping[str, float]] | None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.algorithms.eval_results import write_results
 from rl_megatron.algorithms.eval_sets import COMPLETIONS_PER_BLOCK, Answered, EvalSet
 from rl_megatron.algorithms.generate import exit_status, loaded_engine
@@ -165,9 +165,7 @@ def _finish(job: EvalJob, opened: list[_SetFile]) -> None:
         results, name = one.each.results([Answered(*columns)]), one.each.config.name
         metrics |= one.each.metrics(results, None if job.baseline is None else job.baseline / f"{name}.parquet")
         write_results(job.output / f"{name}.parquet", results, one.each.config.right_from, one.each.digest)
-    partial = job.output / f"{METRICS}.incomplete"
-    partial.write_text(json.dumps(metrics, indent=1) + "\n", "utf-8")
-    partial.replace(job.output / METRICS)
+    disk.replace_file(job.output / METRICS, json.dumps(metrics, indent=1) + "\n")
     names = [name for one in opened for name in one.each.metric_names]
     Console().print(_table(names, metrics, with_changes=job.baseline is not None))
 

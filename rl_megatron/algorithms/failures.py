@@ -13,6 +13,11 @@ from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.runner import RolloutFailed
 from rl_megatron.weight_sync.plan import WeightsRefused
 
+
+class DiskFull(RuntimeError):
+    """Raised if the disk is full where a run cannot go on without writing. Other ranks may not know of it."""
+
+
 # Errors that end a run after its start, with exit status 1.
 FAILURES = (
     NonFiniteLoss,
@@ -24,5 +29,6 @@ FAILURES = (
     AdvantagesFailed,
     TeacherFailed,
     SaveFailed,
+    DiskFull,
     RanksDiffer,
 )

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.algorithms import preflight, verify
 from rl_megatron.algorithms.desync import check_configuration
-from rl_megatron.algorithms.failures import FAILURES
+from rl_megatron.algorithms.failures import FAILURES, DiskFull
 from rl_megatron.algorithms.next_commands import next_commands
 from rl_megatron.algorithms.roll_back import with_roll_backs
 from rl_megatron.algorithms.run_output import begin_output, open_metrics
@@ -119,6 +119,8 @@ def run_stages(config: RunConfig) -> RunResults:
                 raise
             except Exception as error:
                 foreseen = isinstance(error, (ConfigError, *FAILURES))
+                if isinstance(error, DiskFull) and layout.world_size > 1:
+                    foreseen = False  # it is this rank's alone
                 watch.failed(error, on_all_ranks=foreseen)
                 attempts.end("failed", watch.position.place.describe())
                 if layout.rank == 0 and file.has_begun:
@@ -174,9 +176,7 @@ def _run_locked(
             last[name] = newest = complete_checkpoints(directory)[-1]
     except (ConfigError, *FAILURES) as error:
         metrics_logger.close(has_failed=True)
-        newest = [newest, *complete_checkpoints(directory)][-1]
-        kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
-        raise type(error)(f"{error}; {kept}") from error
+        raise type(error)(f"{error}; {_newest(newest, directory)}") from error
     except RunStopped as stopped:
         results[name] = stopped.results
         done = {name: result for name, result in results.items() if result}
@@ -184,8 +184,11 @@ def _run_locked(
         attempts.end("stopped", f"stage {stopped.stage}, step {stopped.step}")
         metrics_logger.finish(summary | {"stopped": {"stage": stopped.stage, "step": stopped.step}})
         raise
-    except Exception:
+    except Exception as error:
         metrics_logger.close(has_failed=True)
+        if disk.is_full(error):
+            reason = disk.describe(error, output_dir)
+            raise DiskFull(f"the disk is full: {reason}; free space; {_newest(newest, directory)}") from error
         raise
     assert newest is not None  # the last stage's last checkpoint
     summary = _summary(results, layout, time.perf_counter() - started)
@@ -198,6 +201,12 @@ def _run_locked(
 def _put_back_checkpoints(output_dir: Path) -> None:
     for stage in (output_dir / "checkpoints").glob("*/"):
         put_back(stage)
+
+
+def _newest(of_stages_before: Path | None, directory: Path) -> str:
+    """Return in words which checkpoint of a run is the newest while it trains the stage of `directory`."""
+    newest = [of_stages_before, *complete_checkpoints(directory)][-1]
+    return f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
 def _refuse_failure(failure: str | None) -> None:

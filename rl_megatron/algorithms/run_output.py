@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rl_megatron.checkpoint.directory import CONFIG
+from rl_megatron import disk
+from rl_megatron.checkpoint.directory import CONFIG, LEFTOVERS
 from rl_megatron.checkpoint.lock import OutputLock
 from rl_megatron.checkpoint.rerun import move_aside
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
@@ -33,12 +34,11 @@ def begin_output(config: RunConfig, run_yaml: str, lock: OutputLock, tokenizer: 
     move_aside(config)
     output_dir.mkdir(parents=True, exist_ok=True)
     lock.acquire()
+    disk.remove_leftovers(output_dir, LEFTOVERS)
     save_tokenizer(tokenizer, output_dir)
     path = output_dir / CONFIG
     if not path.is_file() or path.read_text() != run_yaml:
-        partial = path.with_suffix(".yaml.incomplete")
-        partial.write_text(run_yaml)
-        partial.replace(path)
+        disk.replace_file(path, run_yaml)
     carried = hugging_face_files(Path(config.init_from)) if config.init_from else None
     kept = output_dir / HUGGING_FACE
     if carried is not None and carried.resolve() != kept.resolve():
@@ -63,6 +63,8 @@ def open_metrics(config: RunConfig, layout: Topology, attempts: Attempts) -> Met
         return MetricsLogger(output_dir, is_writer, config.metric_sinks, services, config.logger.prometheus)
     except ConfigError:
         raise
+    except OSError as error:
+        raise ConfigError(f"{output_dir} cannot be written: {disk.describe(error, output_dir)}") from error
     except Exception as error:  # a sink may be the user's code and raise anything, and the other ranks must not wait
         chosen = [*config.metric_sinks, *(f"logger.{name}" for name, _ in config.logger.chosen())]
         raise ConfigError(f"metric_sinks={chosen} cannot be opened: {error}") from error

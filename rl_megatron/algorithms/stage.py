@@ -104,8 +104,9 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.checkpointer = Checkpointer(
-            self.checkpoints, self.config.train, self.policy, self.critic, self.stopping.saved
-        )
+            self.checkpoints, self.config.train, self.policy, self.critic, self.stopping.saved,
+            self.metrics_logger.finish_writing,
+        )  # fmt: skip
         train = self.config.train
         self._resumed_state = ResumedState()
         self._resumed_state.add("order", MustBe({"seed": train.seed, "global_batch_size": train.global_batch_size}))

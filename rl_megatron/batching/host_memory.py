@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import weakref
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from rl_megatron import disk
 
 
 class TensorStore:
@@ -64,9 +67,16 @@ class TensorStore:
 
     def _mapped(self, size: int, dtype: torch.dtype) -> Tensor:
         if self._directory is None:
-            self._directory = tempfile.TemporaryDirectory(prefix="rl_megatron-sequences-", dir=self._parent)
+            prefix = disk.prefix_of_process("sequences", Path(self._parent) if self._parent else None)
+            self._directory = tempfile.TemporaryDirectory(prefix=prefix, dir=self._parent)
         self._number += 1
         path = Path(self._directory.name) / str(self._number)
+        num_bytes = max(size, 1) * dtype.itemsize
+        with path.open("wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would end the process at a later write
+            except OSError as error:
+                raise OSError(error.errno, f"{num_bytes:,} bytes of sequences: {error.strerror}", str(path)) from error
         mapped = torch.from_file(str(path), shared=True, size=max(size, 1), dtype=dtype)
         path.unlink()
         return mapped[:size]

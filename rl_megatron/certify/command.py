@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.algorithms.preflight import check_loss
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.batching.config import Batching
@@ -71,7 +71,7 @@ def _certify(config: RunConfig) -> int:
     fused_head = SMALL_FUSED_HEAD if first.train.fused_head else None
     workload = Workload(model, objectives, optimizer=replace(Workload.optimizer, **taken), fused_head=fused_head)
 
-    with tempfile.TemporaryDirectory(prefix="rl_megatron_certify_") as directory:
+    with tempfile.TemporaryDirectory(prefix=disk.prefix_of_process("certify")) as directory:
         reference = Reference(workload, Path(directory), first.device, config.plugins) if dist.get_rank() == 0 else None
         try:
             measured = run_workload(workload, layout, batching)

@@ -30,7 +30,9 @@ from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
 CONFIG = "config.yaml"  # the effective configuration of the run that wrote the checkpoint
 FORMAT = 2  # older manifests have no "format" and no digests
 REPLACED = ".replaced"  # the suffix of a checkpoint that another one is about to replace
-LEFTOVERS = (".incomplete", REPLACED, ".deleted")  # a run that is killed while saving or deleting leaves these
+REPLACING = ".new"  # the suffix of an export that takes its name in the next moment
+# What a run leaves that is killed while it saves, exports or deletes.
+LEFTOVERS = (".incomplete", REPLACED, REPLACING, ".deleted")
 _STEP = re.compile(r"step-(\d+)")
 _BLOCK = 1 << 20
 
@@ -86,17 +88,6 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[
     _sync_directory(final.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-def system_error(error: BaseException) -> OSError | None:
-    """Return the operating system's error that caused `error`, or None.
-
-    Torch reports a full disk as an unexpected file position, and the real error is only among the causes.
-    """
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause
 
 
 def put_back(directory: Path) -> None:

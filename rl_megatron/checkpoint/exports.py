@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.checkpoint.adapters import holds_adapter
-from rl_megatron.checkpoint.directory import LEFTOVERS, complete_checkpoints, manifest_of, name_of
+from rl_megatron.checkpoint.directory import LEFTOVERS, REPLACING, complete_checkpoints, manifest_of, name_of
 from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, hugging_face_model
 from rl_megatron.checkpoint.hf_directory import refuse_adapter_with_head
 from rl_megatron.checkpoint.save import SaveFailed
@@ -31,7 +31,6 @@ from rl_megatron.topology.collective_errors import from_rank0, is_rank0
 _GB = 1e9
 _KEY = "train.export_hf=true"
 _PAUSE_SECONDS = 0.05  # the time between two checks whether an export has ended
-_REPLACED_WITH = ".new"  # the suffix of an export that takes its name in the next moment
 
 
 def exports_of(checkpoints: Path) -> Path:
@@ -118,15 +117,16 @@ class Exporter:
             return
         except Exception as error:  # whatever it is, training must not end without the remedy
             by_hand = command("convert", "export", str(checkpoint), str(target))
+            reason = f"{error}; {disk.describe_space(target)}"
             self._failure = (
-                f"{checkpoint} could not be exported to {target}: {error}; the checkpoint is complete, and {by_hand} "
+                f"{checkpoint} could not be exported to {target}: {reason}; the checkpoint is complete, and {by_hand} "
                 "exports it"
             )
             return
         log.LOGGER.info("%s: exported for Hugging Face in %.1f s", target, time.monotonic() - began)
 
     def _write(self, checkpoint: Path, target: Path) -> None:
-        new = target.with_name(f"{target.name}{_REPLACED_WITH}")
+        new = target.with_name(f"{target.name}{REPLACING}")
         _delete(new)
         if holds_adapter(manifest_of(checkpoint)):
             export_peft(checkpoint, new, verify=False)
@@ -194,7 +194,7 @@ def _delete_without_checkpoint(checkpoints: Path) -> None:
     """Delete the exports of checkpoints that were deleted, and what runs have left that were killed meanwhile."""
     kept = {path.name for path in complete_checkpoints(checkpoints)}
     for path in exports_of(checkpoints).glob("step-*"):
-        if path.suffix in (*LEFTOVERS, _REPLACED_WITH) or path.name not in kept:
+        if path.suffix in LEFTOVERS or path.name not in kept:
             _delete(path)
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_megatron import disk
 from rl_megatron.checkpoint.adapters import holds_adapter, saved_base
 from rl_megatron.checkpoint.digests import check_digests
-from rl_megatron.checkpoint.directory import publish, read_manifest, saved_model, system_error
+from rl_megatron.checkpoint.directory import publish, read_manifest, saved_model
 from rl_megatron.checkpoint.hf_directory import (
     INDEX,
     MAX_SHARD_BYTES,
@@ -445,7 +446,7 @@ def _whole_or_not_at_all(final: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
     except (OSError, RuntimeError) as error:
-        cause = system_error(error)
+        cause = disk.find_system_error(error)
         if cause is None:
             raise
         raise ConfigError(f"{final} was not written: {cause}") from error

@@ -34,8 +34,8 @@ from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_st
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from torch import Tensor
 
-from rl_megatron import __version__
-from rl_megatron.checkpoint.directory import CONFIG, SCORE_POSITION, file_entry, name_of, publish, system_error
+from rl_megatron import __version__, disk
+from rl_megatron.checkpoint.directory import CONFIG, SCORE_POSITION, file_entry, name_of, publish
 from rl_megatron.checkpoint.rng_state import random_state, random_state_file
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.topology.collective_errors import first_failure, run_on_rank0
@@ -102,7 +102,7 @@ class Save:
             self._written = self._part.write()
             self._failure = None
         except Exception as error:  # any error must reach the main thread of every rank
-            self._failure = _failure(error, self.path)
+            self._failure = disk.describe(error, self.path)
         self._part = None  # frees the copied tensors
 
     def is_written(self) -> bool:
@@ -123,7 +123,7 @@ class Save:
         if failure is None:
             gathered: list = [None] * dist.get_world_size()
             dist.gather_object(self._written, gathered if dist.get_rank() == 0 else None)
-            failure = run_on_rank0(lambda: self._publish(gathered), lambda error: _failure(error, self.path))
+            failure = run_on_rank0(lambda: self._publish(gathered), lambda error: disk.describe(error, self.path))
         if failure is not None:
             self.abandon()
             raise SaveFailed(f"checkpoint {self.path} could not be saved: {failure}")
@@ -183,7 +183,7 @@ def _begin_save(
     """
     final = directory / name_of(step)
     partial = _partial(final)
-    failure = run_on_rank0(lambda: _make_empty(partial), lambda error: _failure(error, final))
+    failure = run_on_rank0(lambda: _make_empty(partial), lambda error: disk.describe(error, final))
     if failure is not None:
         raise SaveFailed(f"checkpoint {final} could not be saved: {failure}")
     tensors, common = save_preprocess(state)
@@ -254,14 +254,3 @@ def _serialised(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _failure(error: BaseException, final: Path) -> str:
-    """Return a message with the error (or the operating system's error that caused it) and the free disk space."""
-    reported = system_error(error) or error
-    try:
-        disk = shutil.disk_usage(next(parent for parent in final.parents if parent.exists()))
-        free = f"{disk.free:,} bytes free of {disk.total:,} on its file system"
-    except OSError:  # the file system itself may be gone
-        free = "its file system does not answer"
-    return f"{type(reported).__name__}: {reported}; {free}"

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.cli.parser import COMPOSED, WITHOUT_CONFIGURATION, command_parser
 from rl_megatron.config.commands import override
 from rl_megatron.config.errors import ConfigError
@@ -145,6 +145,7 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
         return show_batch(config, parsed)
     from rl_megatron.algorithms.run import run
 
+    disk.keep_printing()
     return run(config)
 
 

@@ -44,6 +44,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import get_args_parser, run
 
+from rl_megatron import disk
 from rl_megatron.config.errors import STOPPED
 from rl_megatron.topology.step_times import FILE, read_step_times
 from rl_megatron.topology.stop_signals import SAME_SIGNAL_SECONDS, SIGNALS
@@ -220,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed.signals_to_handle = _OTHER_SIGNALS
     _meet_safely(parsed)
     launcher_api.LocalElasticAgent = RunAgent  # pyright: ignore[reportPrivateImportUsage]  # torch has no argument for it
-    with tempfile.TemporaryDirectory(prefix="rl_megatron_launcher_") as directory:
+    with tempfile.TemporaryDirectory(prefix=disk.prefix_of_process("launcher")) as directory:
         os.environ[FILE] = str(Path(directory) / "step_times.json")
         try:
             run(parsed)

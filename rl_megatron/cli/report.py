@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_megatron import disk
 from rl_megatron.config.errors import ConfigError
 
 
@@ -36,8 +37,8 @@ def compare(runs: Sequence[Path], output: Path) -> int:
 
 def _written(path: Path, page: str) -> int:
     try:
-        path.write_text(page, "utf-8")
+        disk.replace_file(path, page)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be written: {disk.describe(error, path)}") from error
     print(f"Written to {path}")
     return 0

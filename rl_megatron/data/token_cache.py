@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from rl_megatron import __version__, log
+from rl_megatron import __version__, disk, log
 from rl_megatron.data.chat_template import template_text
 from rl_megatron.data.encoding import EncodedPair, EncodedSequence
 from rl_megatron.data.progress import tracked
@@ -227,7 +227,8 @@ def _kept_on_disk(directory: Path | None, count: int, make: Callable[[], _Tokens
     try:
         _write(directory, tokens)
     except OSError as error:
-        log.once(f"tokens cannot be kept in {directory.parent} ({error}); set data.cache_dir, or data.cache_dir={OFF}")
+        reason = disk.describe(error, directory)
+        log.once(f"tokens cannot be kept in {directory.parent} ({reason}); set data.cache_dir, or data.cache_dir={OFF}")
         return tokens
     return _read(directory, count) or tokens
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from rl_megatron import disk
 from rl_megatron.config.errors import ConfigError
 
 SETTINGS_SUFFIX = ".settings.json"
@@ -93,9 +94,7 @@ class CompletionsFile:
             self._file = None
 
     def _write_settings(self) -> None:
-        partial = self.settings_path.with_name(self.settings_path.name + ".incomplete")
-        partial.write_text(json.dumps(self._settings, indent=1) + "\n", "utf-8")
-        partial.replace(self.settings_path)
+        disk.replace_file(self.settings_path, json.dumps(self._settings, indent=1) + "\n")
 
     def _refuse_other_settings(self) -> None:
         try:

@@ -7,7 +7,7 @@ import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rl_megatron import log
+from rl_megatron import disk, log
 
 ATTEMPTS = "attempts.jsonl"
 
@@ -30,11 +30,11 @@ class Attempts:
             try:
                 self._append({"ended": _now(), "how": how, "place": place})
             except OSError as error:  # a full disk must not hide why the run ended
-                log.LOGGER.warning("%s: the end of the run cannot be recorded: %s", self._path, error)
+                reason = disk.describe(error, self._path)
+                log.LOGGER.warning("%s: the end of the run cannot be recorded: %s", self._path, reason)
 
     def _append(self, line: dict[str, str]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        disk.append(self._path, (json.dumps(line) + "\n").encode())
 
 
 def _now() -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_megatron import disk
+
 FAILURE = "failure.json"
 PREVIOUS = "failure.previous.json"
 
@@ -28,10 +30,8 @@ class FailureFile:
         """Write the file. Return a sentence that says where `what` is, or why it is nowhere."""
         if not self.has_begun:
             return f"No file has {what}, because the run has not begun its output_dir"
-        partial = self.path.with_name(f"{FAILURE}.incomplete")
         try:
-            partial.write_text(json.dumps(content, indent=1) + "\n")
-            partial.replace(self.path)
+            disk.replace_file(self.path, json.dumps(content, indent=1) + "\n")
         except OSError as error:  # a full disk must not hide the report
-            return f"{self.path} could not be written ({error})"
+            return f"{self.path} could not be written ({disk.describe(error, self.path)})"
         return f"{self.path} has {what}"

@@ -9,7 +9,7 @@ import socket
 import traceback
 from typing import Any
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.observability.position import Place
 from rl_megatron.observability.waiting import place_of_error
 
@@ -46,6 +46,7 @@ def failure_of(error: BaseException, rank: int, place: Place, on_all_ranks: bool
         "at": place_of_error(error),
         "message": message,
         "on_all_ranks": on_all_ranks,
+        "disk_is_full": disk.is_full(error),
         "traceback": log.make_printable("".join(traceback.format_exception(error))).splitlines(),
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined
 
+from rl_megatron import disk
 from rl_megatron.config.eval_metrics import is_eval_metric
 from rl_megatron.config.metrics import is_cost
 from rl_megatron.observability.curves import Points, line_chart, stacked_chart
@@ -57,10 +57,7 @@ def write_html_report(output_dir: Path) -> None:
         ConfigError: The directory is not that of a run.
         OSError: The file cannot be written.
     """
-    page = report_page(RecordedRun.read(output_dir))
-    partial = output_dir / f"{REPORT}.{os.getpid()}.incomplete"  # several processes may write one
-    partial.write_text(page, "utf-8")
-    partial.replace(output_dir / REPORT)
+    disk.replace_file(output_dir / REPORT, report_page(RecordedRun.read(output_dir)))
 
 
 def report_page(run: RecordedRun) -> str:
@@ -321,14 +318,14 @@ def start_to_write(output_dir: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def quietly(write: Callable[[], object]) -> None:
-    """Call `write`; a page that cannot be written is said, and nothing else depends on it."""
+def quietly(name: str, write: Callable[[], object]) -> None:
+    """Call `write`, which writes the file `name`; if it cannot, that is said, because nothing else depends on it."""
     from rl_megatron import log
 
     try:
         write()
     except Exception as error:  # a plot or a file may fail in any way, and the run must not
-        log.LOGGER.warning("%s cannot be written: %s: %s", REPORT, type(error).__name__, error)
+        log.LOGGER.warning("%s cannot be written: %s: %s", name, type(error).__name__, error)
 
 
 def main() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.config.loggers import PrometheusConfig
-from rl_megatron.observability.html_report import ReportPages, quietly, write_html_report
+from rl_megatron.observability.html_report import REPORT, ReportPages, quietly, write_html_report
 from rl_megatron.observability.progress import ConsoleProgress
 from rl_megatron.observability.prometheus_sink import PrometheusSink
 from rl_megatron.observability.queued_sink import QueuedSink
@@ -57,6 +59,7 @@ class MetricsLogger:
             if prometheus is not None:
                 self._sinks.append(PrometheusSink(prometheus, output_dir))
         self._pages = ReportPages(output_dir)
+        self._writes = disk.WaitingWrites(output_dir)
         self._noted: dict[str, float] = {}
         self._stage, self._last = "", time.perf_counter()
 
@@ -106,15 +109,24 @@ class MetricsLogger:
             return
         line = MetricLine(self._stage, step, kind, metrics, seconds)
         for sink in self._sinks:
-            sink.write(line)
+            self._writes.write(str(id(sink)), partial(sink.write, line))
         self._progress.show(step, metrics, kind)
         self._pages.renew()
 
     def record_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Add completions of an evaluation to samples.jsonl, for people to read."""
         if self.enabled and samples:
-            with (self.output_dir / SAMPLES).open("a") as file:
-                file.write(json.dumps({"stage": self._stage, "step": step, "kind": "eval", "samples": samples}) + "\n")
+            line = {"stage": self._stage, "step": step, "kind": "eval", "samples": samples}
+            content = (json.dumps(line) + "\n").encode()
+            self._writes.write(SAMPLES, partial(disk.append, self.output_dir / SAMPLES, content))
+
+    def finish_writing(self) -> None:
+        """Write the lines that a full disk did not take before.
+
+        Raises:
+            OSError: It does not take them yet.
+        """
+        self._writes.finish()
 
     def close(self, has_failed: bool = False) -> None:
         """Close the sinks, which those of services may delay by `queued_sink.CLOSE_SECONDS` at most, together.
@@ -124,6 +136,8 @@ class MetricsLogger:
         Args:
             has_failed: Whether the run has failed, which services show.
         """
+        with suppress(OSError):  # a checkpoint has no lines that wait, so the steps of these come again
+            self._writes.finish()
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             if isinstance(sink, QueuedSink):
@@ -149,4 +163,4 @@ class MetricsLogger:
             return
         self.close()
         write_report(self.output_dir, summary, self._console, next_commands, has_trained)
-        quietly(lambda: write_html_report(self.output_dir))
+        quietly(REPORT, lambda: write_html_report(self.output_dir))

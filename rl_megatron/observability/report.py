@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,10 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from rl_megatron import disk
 from rl_megatron.config.eval_metrics import is_eval_metric, shown_name
 from rl_megatron.config.metrics import METRICS_FILE
+from rl_megatron.observability.html_report import quietly
 
 # The evaluation metrics that the curves show.
 HELDOUT = ("accuracy", "nll_per_token", "nll_per_character", "preference_accuracy", "reward_accuracy")
@@ -35,8 +38,9 @@ def write_report(
     """
     is_written = has_trained or not (output_dir / "summary.json").is_file()
     if is_written:
-        plot_curves(output_dir / METRICS_FILE, output_dir / "curves.png")
-        (output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        quietly("curves.png", lambda: plot_curves(output_dir / METRICS_FILE, output_dir / "curves.png"))
+        content = json.dumps(summary, indent=1) + "\n"
+        quietly("summary.json", lambda: disk.replace_file(output_dir / "summary.json", content))
     if summary["stages"]:
         console.print("Held-out results after each stage")
         console.print(_results(summary["stages"], console), soft_wrap=False)
@@ -105,8 +109,10 @@ def plot_curves(metrics: Path, picture: Path) -> None:
         if _are_shares(axes[1][column]):
             axes[1][column].set_ylim(0, 1)
     figure.tight_layout()
-    figure.savefig(picture, dpi=110)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=110, format="png")
     pyplot.close(figure)
+    disk.replace_file(picture, content.getvalue())
 
 
 def _plot(axis: Any, lines: list[dict[str, Any]], kind: str, names: tuple[str, ...], title: str | None) -> None:

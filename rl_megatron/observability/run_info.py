@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from rl_megatron import disk
 from rl_megatron.checkpoint.save import versions
 from rl_megatron.config.load import to_yaml
 from rl_megatron.config.schema import RunConfig
@@ -44,7 +45,7 @@ class RunInfo:
 
     def write(self, output_dir: Path) -> None:
         """Write run_info.json. Users' own sinks, which get only `output_dir`, read it there."""
-        replace_file(output_dir / RUN_INFO, json.dumps(asdict(self), indent=2) + "\n")
+        disk.replace_file(output_dir / RUN_INFO, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def git_revision(directory: Path) -> str | None:
@@ -55,10 +56,3 @@ def git_revision(directory: Path) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.strip() or None if found.returncode == 0 else None
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file so that a killed run leaves the old content or the new, and nothing between them."""
-    partial = path.with_name(f"{path.name}.incomplete")
-    partial.write_text(text)
-    partial.replace(path)

@@ -160,7 +160,7 @@ class RunWatch:
         log.error(text)
         if self._rank != 0:
             print("error:", text, file=sys.stderr, flush=True)
-        if not self.file.path.is_file():
+        if not self.file.path.is_file() and not first["disk_is_full"]:
             print("\n".join(first["traceback"]), file=sys.stderr, flush=True)
 
     def _say_without_store(self, failure: dict[str, Any], error: RuntimeError) -> None:

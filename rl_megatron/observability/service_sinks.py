@@ -18,10 +18,10 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.config.loggers import LoggerConfig, MlflowConfig, SwanlabConfig, TrackioConfig, WandbConfig
 from rl_megatron.observability.run_files import flat
-from rl_megatron.observability.run_info import RunInfo, replace_file
+from rl_megatron.observability.run_info import RunInfo
 from rl_megatron.observability.sinks import MetricLine, MetricSink
 
 _FINISH_SECONDS = 12.0  # time that W&B takes to send what is left at the end, before the files are left to `wandb sync`
@@ -147,7 +147,7 @@ def _drop_unfinished_points(store: Path, run_id: str) -> None:
         if not whole:
             path.unlink()
         elif whole != content:
-            path.write_bytes(whole)
+            disk.replace_file(path, whole)
 
 
 class SwanlabSink:
@@ -255,7 +255,7 @@ class KnownRun:
     def keep(self, run_id: str) -> None:
         """Write the id to the file."""
         self.id = run_id
-        replace_file(self._path, json.dumps({"id": run_id, "place": self._place}) + "\n")
+        disk.replace_file(self._path, json.dumps({"id": run_id, "place": self._place}) + "\n")
 
 
 SERVICES: dict[str, Callable[[Any, Path, RunInfo], MetricSink]] = {

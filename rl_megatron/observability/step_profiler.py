@@ -14,13 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.config.profiling import ProfileConfig
 from rl_megatron.execution.phase_timer import Path as Phases
 from rl_megatron.execution.phase_timer import PhaseTimer
 from rl_megatron.execution.spans import Span, recording_spans
 
 _MOST_ALLOCATIONS = 200_000  # of a snapshot of memory
+# What a full disk raises: Python when it writes, torch by a file without an end, and gzip when it reads such a file.
+_UNWRITTEN = (OSError, ValueError, EOFError)
 
 
 class StepProfiler:
@@ -69,26 +71,41 @@ class StepProfiler:
         self._timer.listener = None
         self._change(())
         self._open.close()
-        self._directory.mkdir(parents=True, exist_ok=True)
-        events = list(convert_spans(self._spans))
-        if self._profiler is not None:
-            self._profiler.stop()
-            path = self._directory / f"step-{step:06}-rank-{self._rank}.json"
-            self._profiler.export_chrome_trace(str(path))
-            events += _events_of(json.loads(path.read_text()), f"rank {self._rank}")
-            self._profiler = None
-            if self._is_cuda and self._config.memory:
-                snapshot = self._directory / f"step-{step:06}-rank-{self._rank}-memory.pickle"
-                torch.cuda.memory._dump_snapshot(str(snapshot))
-                torch.cuda.memory._record_memory_history(enabled=None)
-        part = self._part(step, self._rank)
-        with gzip.open(part, "wt") as file:
-            json.dump(events, file)
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+        try:
+            self._write_part(step, profiler)
+        except _UNWRITTEN as error:
+            self._warn(step, error)
+        if self._is_cuda and self._config.memory and profiler is not None:
+            torch.cuda.memory._record_memory_history(enabled=None)
         dist.barrier()  # all parts are written
         if self._rank == 0:
             merged = self._directory / f"step-{step:06}.json.gz"
-            _write_trace(merged, [self._part(step, rank) for rank in range(dist.get_world_size())])
+            try:
+                _write_trace(merged, [self._part(step, rank) for rank in range(dist.get_world_size())])
+            except _UNWRITTEN as error:
+                self._warn(step, error)
+                return
             log.LOGGER.info("step %d is profiled: open %s at https://ui.perfetto.dev", step, merged)
+
+    def _write_part(self, step: int, profiler: torch.profiler.profile | None) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        events = list(convert_spans(self._spans))
+        if profiler is not None:
+            path = self._directory / f"step-{step:06}-rank-{self._rank}.json"
+            profiler.export_chrome_trace(str(path))
+            events += _events_of(json.loads(path.read_text()), f"rank {self._rank}")
+            if self._is_cuda and self._config.memory:
+                snapshot = self._directory / f"step-{step:06}-rank-{self._rank}-memory.pickle"
+                torch.cuda.memory._dump_snapshot(str(snapshot))
+        with gzip.open(self._part(step, self._rank), "wt") as file:
+            json.dump(events, file)
+
+    def _warn(self, step: int, error: Exception) -> None:
+        reason = disk.describe(error, self._directory)
+        log.LOGGER.warning("rank %d: the profile of step %d cannot be written: %s", self._rank, step, reason)
 
     def abandon(self) -> None:
         """Stop to record a step that does not end, and drop what was recorded."""

@@ -7,7 +7,6 @@ may read more sequences than before.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.sharded import ShardedBatch
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.topology.collective_errors import run_on_rank0
 
@@ -52,14 +50,12 @@ class RecordedReference:
     def complete(self, batches: Iterable[BatchedDataDict], logprobs: _Logprobs) -> None:
         """Record the sequences of `batches` that are not recorded yet. Collective.
 
-        The file is written once, at the end, so it is either complete or unchanged.
+        The file is written once, at the end, so it is either complete or unchanged. If it cannot be written, a warning
+        says so, and the logprobs are kept in memory alone.
 
         Args:
             batches: Batches of sequences.
             logprobs: Returns the logprobs [B, S] of a batch.
-
-        Raises:
-            ConfigError: The file cannot be written.
         """
         known = len(self._sequences)
         for batch in batches:
@@ -70,9 +66,9 @@ class RecordedReference:
                 for index, values in zip(fresh, found, strict=True):
                     self._sequences[digests[index]] = values[: int(batch["input_lengths"][index])].clone()
         if len(self._sequences) > known:
-            failure = run_on_rank0(self._write)
+            failure = run_on_rank0(self._write, lambda error: disk.describe(error, self._path))
             if failure is not None:
-                raise ConfigError(f"{self._path} cannot be written: {failure}; free some disk space for output_dir")
+                log.once(f"{self._path} cannot be written ({failure}); a resumed run computes these logprobs again")
 
     def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching | None = None) -> Tensor:
         """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entries past `input_lengths` are 0.
@@ -114,8 +110,11 @@ class RecordedReference:
         digests = torch.tensor([list(digest) for digest in self._sequences], dtype=torch.uint8)
         lengths = torch.tensor([len(values) for values in self._sequences.values()])
         tensors = (digests, lengths, torch.cat(list(self._sequences.values())))
-        save_file(dict(zip(_TENSORS, tensors, strict=True)), partial, metadata={"reference": self._reference})
-        os.replace(partial, self._path)
+        try:
+            save_file(dict(zip(_TENSORS, tensors, strict=True)), partial, metadata={"reference": self._reference})
+            partial.replace(self._path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _split(digests: Tensor, lengths: Tensor, logprobs: Tensor) -> dict[bytes, Tensor]:

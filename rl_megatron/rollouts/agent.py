@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.config.agent import AGENT, AgentConfig
 from rl_megatron.config.errors import nearest, shown
 from rl_megatron.generation.interfaces import Sampling
@@ -71,7 +71,7 @@ class AgentWorker:
             AgentFailed: The program failed, took too long, or left a result that cannot be used.
         """
         async with client.openai(sampling=sampling) as session:
-            with TemporaryDirectory(prefix="rl-megatron-agent-") as scratch:
+            with TemporaryDirectory(prefix=disk.prefix_of_process("agent")) as scratch:
                 directory = Path(scratch)
                 (directory / "record.json").write_text(_as_json(record), "utf-8")
                 await self._run(client, session, directory)

@@ -7,7 +7,7 @@ training reads is kept to the bit, so that a run can learn from the files as it 
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_megatron import disk
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.batching.sharded import DATA_SET
 from rl_megatron.config.errors import ConfigError
@@ -152,12 +153,9 @@ def write_rows(path: Path, written: Sequence[Mapping[str, Any]]) -> None:
 
     table = pyarrow.Table.from_pylist(list(written), schema=_schema())
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.incomplete")
-    with partial.open("wb") as file:
-        pyarrow.parquet.write_table(table, file, compression="zstd")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    content = io.BytesIO()
+    pyarrow.parquet.write_table(table, content, compression="zstd")
+    disk.replace_file(path, content.getvalue(), is_synced=True)
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:

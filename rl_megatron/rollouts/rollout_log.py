@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rl_megatron import disk
+
 
 @dataclass(frozen=True)
 class LoggedGroup:
@@ -95,9 +97,4 @@ class RolloutLog:
         kept = [step for number, step in self.read().items() if number <= after]
         if not self._path.exists():
             return
-        partial = self._path.with_name(f"{self._path.name}.incomplete")
-        with partial.open("wb") as file:
-            file.writelines(json.dumps(asdict(step)).encode() + b"\n" for step in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._path)
+        disk.replace_file(self._path, "".join(json.dumps(asdict(step)) + "\n" for step in kept), is_synced=True)

@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+from rl_megatron import disk, log
+
 FILE = "RL_MEGATRON_STEP_TIMES"  # environment variable: the path of the file; unset without a launcher that reads it
 
 
@@ -13,9 +15,10 @@ def write_step_times(step_seconds: float, save_seconds: float) -> None:
     """Write the longest times so far, on the first rank of each node; 0 stands for what has not been measured."""
     if FILE in os.environ and os.environ.get("LOCAL_RANK") == "0":
         path = Path(os.environ[FILE])
-        partial = path.with_suffix(".incomplete")
-        partial.write_text(json.dumps({"step_seconds": step_seconds, "save_seconds": save_seconds}))
-        partial.replace(path)  # the launcher may read at any time
+        try:
+            disk.replace_file(path, json.dumps({"step_seconds": step_seconds, "save_seconds": save_seconds}))
+        except OSError as error:
+            log.once(f"the launcher is not told how long steps and saves take: {disk.describe(error, path)}")
 
 
 def read_step_times() -> dict[str, float] | None:

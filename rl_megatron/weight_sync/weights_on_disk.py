@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from rl_megatron import disk
 from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SINGLE
 from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
 from rl_megatron.config.errors import ConfigError
@@ -87,7 +86,7 @@ class WeightDirectory:
             try:
                 target = self._write(name, plan, weights, files)
             except (OSError, RuntimeError, ConfigError) as error:
-                failure = f"the weights could not be written to {self._parent}: {error}"
+                failure = f"the weights could not be written to {self._parent}: {disk.describe(error, self._parent)}"
         for _ in weights:  # all ranks take part in the collectives, also if rank 0 cannot write
             pass
         failure = self._ranks.first_failure(failure)
@@ -111,8 +110,8 @@ class WeightDirectory:
     def _write(self, name: str, plan: RefitPlan, weights: Iterator[tuple[str, Tensor]], files: FileNames) -> Path:
         if self._own is None:
             self._parent.mkdir(parents=True, exist_ok=True)
-            _delete_what_ended_processes_left(self._parent)
-            self._own = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{os.getpid()}-", dir=self._parent)).absolute()
+            prefix = disk.prefix_of_process("weights", self._parent)
+            self._own = Path(tempfile.mkdtemp(prefix=prefix, dir=self._parent)).absolute()
             self._own.chmod(0o755)  # servers may run as another user
         partial, target = self._own / f"{name}.partial", self._own / name
         for directory in (partial, target):
@@ -143,25 +142,3 @@ class WeightDirectory:
             path.chmod(0o755 if path.is_dir() else 0o644)
         partial.rename(target)
         return target
-
-
-def _prefix() -> str:
-    return f"weights-{socket.gethostname()}-"
-
-
-def _delete_what_ended_processes_left(parent: Path) -> None:
-    """Delete the weights of processes of this machine that were killed before they could."""
-    for directory in parent.glob(f"{_prefix()}*"):
-        process = directory.name.removeprefix(_prefix()).partition("-")[0]
-        if process.isdigit() and not _is_running(int(process)):
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is another user's
-        pass
-    return True

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.topology.child_process import adopt_orphans
 
 _CONFINED = Path(__file__).with_name("confined.py")
@@ -112,7 +112,7 @@ def find_missing_limits() -> list[str]:
 @contextmanager
 def make_directory() -> Iterator[str]:
     """Make a directory for the block of a `with` statement, and remove it, whatever a program has made of it."""
-    directory = tempfile.mkdtemp(prefix="rl_megatron_program_")
+    directory = tempfile.mkdtemp(prefix=disk.prefix_of_process("program"))
     try:
         yield directory
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rl_megatron.losses import NLLLoss
 from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import HostWeights
 from rl_megatron.weight_sync.exporter import weights_digest
+from tests.full_disk import files_of_at_most
 from tests.parallel.layouts import build_policy
 from tests.parallel.test_layouts import random_batch
 
@@ -97,6 +99,21 @@ def test_a_record_is_reused_in_any_layout_but_only_for_the_same_weights(ranks, t
     path.write_bytes(path.read_bytes()[:-40])
     assert ranks.run(1, recorded, {}, str(tmp_path), 2)[0]["computed"] == [4, 4]
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def record_on_a_full_disk(directory: str) -> tuple[set[str], list[str]]:
+    """Record logprobs that do not fit. Return the warnings, and what is left in the directory."""
+    record, batch = RecordedReference(Path(directory) / "reference.safetensors", "digest"), random_batch(4, 12, 0)
+    with files_of_at_most(100):
+        record.complete([batch], lambda part: part["input_ids"] / 7)
+    assert torch.equal(record.logprobs(batch)[0, 0], batch["input_ids"][0, 0] / 7)
+    return log.once.messages, os.listdir(directory)
+
+
+def test_logprobs_that_do_not_fit_are_kept_in_memory(ranks, tmp_path):
+    messages, left = ranks.run(1, record_on_a_full_disk, str(tmp_path))[0]
+    assert any("cannot be written" in message and "bytes free of" in message for message in messages)
+    assert left == []
 
 
 def bytes_of_a_resume(directory: str, num_sequences: int, width: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import random
-import resource
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -19,6 +19,7 @@ from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.losses import NLLLoss
+from tests.full_disk import files_of_at_most
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, OPTIMIZER, build_policy, weights
 from tests.parallel.test_layouts import random_batch
 
@@ -69,33 +70,26 @@ def test_a_save_in_the_background_holds_the_state_at_its_step_bit_for_bit(ranks,
     ranks.run(2, save_while_training, str(tmp_path), distributed, precision)
 
 
-def limit_files(largest: int) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
-
-
 def fill_the_disk(directory: str) -> list[str]:
     """Return the messages of saves that fail in rank 1's part, in rank 0's tensors, and in rank 0's metadata."""
     policy, where, messages = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER), Path(directory), []
     rank = torch.distributed.get_rank()
     first = policy.save_checkpoint(where, 1)
     train(policy, 0)
-    try:
-        for limited, limit in ((1, 1000), (0, 50_000)):
-            limit_files(limit if rank == limited else resource.RLIM_INFINITY)
-            with pytest.raises(SaveFailed) as error:
-                policy.begin_checkpoint(where, 2).finish()
-            messages.append(str(error.value))
-            limit_files(resource.RLIM_INFINITY)
-        save = policy.begin_checkpoint(where, 2)
-        while not save.is_written():
-            pass
-        limit_files(1000 if rank == 0 else resource.RLIM_INFINITY)
-        with pytest.raises(SaveFailed) as error:
-            save.finish()
+
+    def limited_on(limited: int, size: int):
+        return files_of_at_most(size) if rank == limited else nullcontext()
+
+    for limited, limit in ((1, 1000), (0, 50_000)):
+        with limited_on(limited, limit), pytest.raises(SaveFailed) as error:
+            policy.begin_checkpoint(where, 2).finish()
         messages.append(str(error.value))
-    finally:
-        limit_files(resource.RLIM_INFINITY)
+    save = policy.begin_checkpoint(where, 2)
+    while not save.is_written():
+        pass
+    with limited_on(0, 1000), pytest.raises(SaveFailed) as error:
+        save.finish()
+    messages.append(str(error.value))
     assert [path.name for path in where.iterdir()] == [first.name], "files of a failed save were left"
     policy.load_checkpoint(first)
     train(policy, 0)

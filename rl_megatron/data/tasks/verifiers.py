@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rl_megatron import disk
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.interpreters import check_interpreter
 from rl_megatron.data.order import epoch_order
@@ -110,7 +111,7 @@ def _exported(name: str, kwargs: str, python: str | None, limit: int | None) -> 
         ConfigError: The environment cannot be loaded.
     """
     asked = {"name": name, "kwargs": json.loads(kwargs), "limit": limit, "paths": own_import_path()}
-    with tempfile.TemporaryDirectory(prefix="rl-megatron-verifiers-") as scratch:
+    with tempfile.TemporaryDirectory(prefix=disk.prefix_of_process("verifiers")) as scratch:
         file = Path(scratch) / "examples.json"
         command, environment = module_command(_EXPORT, python)
         done = subprocess.run(

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx2
 import psutil
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.servers import ServersConfig
 from rl_megatron.generation.interfaces import EngineFailed
@@ -194,7 +194,7 @@ class LocalServers:
 
     def _start(self, index: int) -> ServerProcess:
         port = self._port(index)
-        directory = Path(tempfile.mkdtemp(prefix=f"rl_megatron_{self._dialect.key.rpartition('.')[2]}_"))
+        directory = Path(tempfile.mkdtemp(prefix=disk.prefix_of_process("server")))
         (directory / "config.json").write_text(json.dumps(self._plan.hf_config, indent=1))
         devices = self._devices[index] if self._devices else ()
         host, weights = self._settings.host, self._weights

@@ -1,5 +1,6 @@
 """Policy and critic are saved together, one step at a time; a failed save does not end training."""
 
+import errno
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -46,14 +47,14 @@ class Saving:
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    def build(log, critic_fails=(), policy_fails=(), **train):
+    def build(log, critic_fails=(), policy_fails=(), finish_writing=lambda: None, **train):
         monkeypatch.setattr(
             "rl_megatron.algorithms.checkpointer.delete_older",
             lambda where, *_: log.append(("delete older", where.name)),
         )
         settings = replace(load_config([]).first.train, **train)
         models = Model("policy", log, set(policy_fails)), Model("critic", log, set(critic_fails))
-        return Checkpointer(Path(tmp_path / "ppo"), settings, *models), models
+        return Checkpointer(Path(tmp_path / "ppo"), settings, *models, finish_writing=finish_writing), models
 
     return build
 
@@ -119,6 +120,24 @@ def test_the_last_save_has_to_succeed(make):
     checkpointer, _ = make([], policy_fails={("finish", 3)})
     with pytest.raises(SaveFailed, match="policy cannot finish 3"):
         checkpointer.save(3, last=True)
+
+
+def test_a_checkpoint_has_the_metrics_of_its_steps(make, logged):
+    """As long as lines of metrics wait for space, none begins."""
+    log, space = [], [False, True]
+
+    def finish_writing():
+        if not space.pop(0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpointer, _ = make(log, finish_writing=finish_writing)
+    checkpointer.save(1, last=False)
+    assert log == []
+    (message,) = logged
+    assert message.startswith("the checkpoint of step 1 was not saved, because metrics are not written: OSError")
+    assert "bytes free of" in message and "training goes on" in message
+    checkpointer.save(2, last=True)
+    assert ("policy", "finish", 2) in log
 
 
 class Exports:

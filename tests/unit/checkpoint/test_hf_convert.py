@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.llama import LLAMA
+from tests.full_disk import files_of_at_most
 from tests.parallel.family_cases import assert_same_tensors, save_tokenizer, tensors
 
 MODEL = ModelConfig(
@@ -144,16 +144,11 @@ def test_special_tokens_without_a_row_are_left_out(tmp_path, source):
 
 
 def test_a_disk_that_fills_within_a_tensor_is_reported(tmp_path, source):
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     import_weights(source, tmp_path / "whole")
     largest = max(file.stat().st_size for file in (tmp_path / "whole").glob("*.distcp"))
     for limit in range(largest // 8, largest, largest // 8):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        try:
-            with pytest.raises(ConfigError, match="File too large"):
-                import_weights(source, tmp_path / "checkpoint")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        with files_of_at_most(limit), pytest.raises(ConfigError, match="File too large"):
+            import_weights(source, tmp_path / "checkpoint")
     assert left(tmp_path) == {"hf", "whole"}
 
 

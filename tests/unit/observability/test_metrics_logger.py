@@ -2,6 +2,8 @@
 
 import io
 import json
+import logging
+import resource
 
 import pytest
 from rich.console import Console
@@ -9,6 +11,7 @@ from rich.console import Console
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.report import plot_curves, write_report
 from rl_megatron.observability.sinks import SINKS, MetricLine, register_sink
+from tests.full_disk import files_of_at_most
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SUMMARY = {
@@ -282,3 +285,46 @@ def test_tensorboard_has_one_point_for_each_metric_of_a_stage_and_kind(logger, t
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert sorted(events.Tags()["scalars"]) == ["sft/eval/accuracy", "sft/train/loss"]
     assert [(point.step, point.value) for point in events.Scalars("sft/train/loss")] == [(1, 1.0), (2, 0.5)]
+
+
+def test_lines_wait_while_the_disk_is_full_and_are_written_later(tmp_path, caplog, capsys):
+    """All three files of metrics then have what they would have with space, in the same order. `capsys` keeps stdout in
+    memory, because it would be a file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = {}
+    for name, size in (("always space", resource.RLIM_INFINITY), ("full for a while", 300)):
+        directory = tmp_path / name
+        directory.mkdir()
+        logger = MetricsLogger(directory, enabled=True)
+        logger.begin_stage("sft", 0, 4)
+        logger.record(1, {"loss": 1.0})
+        with files_of_at_most(size), caplog.at_level(logging.WARNING, logger="rl_megatron"):
+            for step in (2, 3, 4):
+                logger.record(step, {"loss": 1.0 / step})
+                logger.record_samples(step, [{"prompt": "1+1=", "completion": "2" * 300}])
+            if size != resource.RLIM_INFINITY:
+                with pytest.raises(OSError, match="File too large"):
+                    logger.finish_writing()
+        logger.record(4, {"accuracy": 0.5}, kind="eval")
+        logger.finish(SUMMARY)
+        points = EventAccumulator(str(directory / "tensorboard")).Reload().Scalars("sft/train/loss")
+        found[name] = (
+            [{key: value for key, value in line.items() if key != "seconds"} for line in lines_of(directory)],
+            (directory / "samples.jsonl").read_text(),
+            [(point.step, point.value) for point in points],
+        )
+    assert found["full for a while"] == found["always space"]
+    warnings = [record.getMessage() for record in caplog.records if "cannot be written (" in record.getMessage()]
+    assert len(warnings) == 1 and "they wait in memory" in warnings[0]
+
+
+def test_a_report_that_does_not_fit_is_said_and_shown_all_the_same(logger, tmp_path, capsys, caplog):
+    fill(logger)
+    with files_of_at_most(50), caplog.at_level(logging.WARNING, logger="rl_megatron"):
+        logger.finish(SUMMARY)
+    assert "0.5000" in capsys.readouterr().out
+    said = "".join(record.getMessage() for record in caplog.records)
+    for name in ("curves.png", "summary.json"):
+        assert f"{name} cannot be written" in said and not (tmp_path / name).exists()
+    assert not list(tmp_path.glob("*.incomplete"))

@@ -3,10 +3,14 @@
 import gzip
 import json
 
+import pytest
+
+from rl_megatron import log
 from rl_megatron.config.profiling import ProfileConfig
 from rl_megatron.execution.phase_timer import PhaseTimer
 from rl_megatron.execution.spans import Span, record_span
 from rl_megatron.observability.step_profiler import StepProfiler, convert_spans
+from tests.full_disk import files_of_at_most
 
 
 def test_spans_that_overlap_are_on_tracks_of_their_own():
@@ -46,6 +50,19 @@ def repeat_a_step(profiles):
 def test_a_profiled_step_that_fails_can_be_taken_again(tmp_path, ranks):
     ranks.run(1, repeat_a_step, tmp_path / "profiles")
     assert (tmp_path / "profiles" / "step-000002.json.gz").is_file()
+
+
+def take_steps_on_a_full_disk(profiles):
+    with files_of_at_most(10), pytest.MonkeyPatch.context() as patched:
+        warnings = []
+        patched.setattr(log.LOGGER, "warning", lambda text, *values: warnings.append(text % values))
+        take_steps(profiles)
+    return warnings
+
+
+def test_a_profile_that_does_not_fit_is_said_and_training_goes_on(tmp_path, ranks):
+    (warnings,) = ranks.run(1, take_steps_on_a_full_disk, tmp_path / "profiles")
+    assert warnings and all("the profile of step 2 cannot be written" in warning for warning in warnings)
 
 
 def test_a_step_that_is_chosen_is_written_with_all_its_phases(tmp_path, ranks):
