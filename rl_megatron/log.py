@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -173,8 +172,10 @@ def _tell_launcher(text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):  # the message is printed anyway
+        try:
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        except OSError:  # the message is printed anyway; torchrun fails if there is half a file
+            Path(path).unlink(missing_ok=True)
 
 
 def watch_progress(watcher: Watcher | None) -> None:

@@ -8,9 +8,8 @@ from itertools import cycle
 from pathlib import Path
 
 RANKS = 4
-SECONDS = 15.0  # of the time limits of collectives and engines
-# The same in asynchronous runs, whose twelve processes share the cores. No fault of theirs waits for a limit.
-_ASYNCHRONOUS_SECONDS = 60.0
+SECONDS = 60.0  # of the time limits of collectives and engines, which a busy machine does not reach
+_BRIEF_SECONDS = 15.0  # the same where the fault is found by such a limit
 TINY = (
     "train", "model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=2",
     "model.num_query_groups=2", "model.max_sequence_length=48", "tokenizer.vocab_size=260", "data.num_documents=200",
@@ -36,8 +35,6 @@ VLLM = (
 ASYNCHRONOUS = (
     "train.steps=8", "rollout.async_enabled=true", "rollout.max_trajectory_age_steps=2", "rollout.worker=conversation",
     "rollout.environment.name=game.py:Game", "rollout.environment.processes=2", "rollout.retries=2",
-    f"train.collective_timeout_minutes={_ASYNCHRONOUS_SECONDS / 60}",
-    f"generation.engine_timeout_minutes={_ASYNCHRONOUS_SECONDS / 60}",
 )  # fmt: skip
 _LEARNING = ("load", "train", "save")
 _OF_DISKS = ("start", "load", "train", "record", "save", "finish")
@@ -123,6 +120,19 @@ class Fault:
     call: int
     delay: float
     chance: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the time limit of collectives and engines in the run that it hits."""
+        return _BRIEF_SECONDS if self.action == "SIGSTOP" else SECONDS
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Return the command line of the run that it hits."""
+        limits = f"train.collective_timeout_minutes={self.seconds / 60}"
+        if RUNS[self.run].has_engine_process and RUNS[self.run].is_exact:
+            return (*RUNS[self.run].arguments, limits, f"generation.engine_timeout_minutes={self.seconds / 60}")
+        return (*RUNS[self.run].arguments, limits)
 
     @property
     def kind(self) -> str:

@@ -30,7 +30,7 @@ CONTINUED = "saved, ended and continued"
 NAMED = "named failure, then continued"
 GOOD = (RECOVERED, CONTINUED, NAMED)
 RESTARTS = 2
-_LIMIT_SECONDS = 240.0  # of one start; the longest wait in a run is SECONDS, and is met a few times
+_LIMIT_SECONDS = 480.0  # of one start; the longest wait in a run is SECONDS, and is met a few times
 _LEAVING_SECONDS = 40.0  # in which processes of a dead run must be gone
 _OF_AN_ENGINE = ("refit_", "gate_")  # metrics that an engine has when it is started again
 _REWARD = """
@@ -178,7 +178,8 @@ def _run(fault: Fault, directory: Path) -> str:
             raise Wrong(f"a complete checkpoint was lost: {sorted(lost)[0]}")
         seen.update(found)
 
-    status = _wait(start(directory, arguments, RESTARTS, partial(in_rank.arm, fault, directory)), directory, look)
+    struck = start(directory, fault.arguments, RESTARTS, partial(in_rank.arm, fault, directory), fault.seconds)
+    status = _wait(struck, directory, look)
     if not (directory / in_rank.STRUCK).exists():
         raise Wrong(f"the fault did not come, and the run ended with status {status}")
     if fault.target == "file" and status != STOPPED:

@@ -70,7 +70,9 @@ class Fork:
             os.kill(self.pid, number)
 
 
-def start(directory: Path, arguments: Sequence[str], restarts: int, prepare: Callable[[], object]) -> Fork:
+def start(
+    directory: Path, arguments: Sequence[str], restarts: int, prepare: Callable[[], object], seconds: float = SECONDS
+) -> Fork:
     """Start a run under the launcher.
 
     Args:
@@ -78,6 +80,7 @@ def start(directory: Path, arguments: Sequence[str], restarts: int, prepare: Cal
         arguments: The arguments of `rl-megatron`.
         restarts: How often the launcher starts ranks again.
         prepare: Called in every rank before the command.
+        seconds: How long the launcher waits for a rank after another one has ended well.
     """
     parent = os.getpid()
 
@@ -91,7 +94,7 @@ def start(directory: Path, arguments: Sequence[str], restarts: int, prepare: Cal
         if Path(DISK, "tmp").is_dir():
             os.environ["TMPDIR"] = str(directory / DISK / "tmp")
             tempfile.tempdir = None  # this process knows another one
-        launcher.SECONDS_TO_FOLLOW = SECONDS
+        launcher.SECONDS_TO_FOLLOW = seconds
         options = ["--nproc-per-node", str(RANKS), "--max-restarts", str(restarts), "--standalone"]
         options += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS), "--monitor-interval", "0.1"]
         return launch(launcher.main, [*options, "-m", "rl_megatron", *arguments], prepare)

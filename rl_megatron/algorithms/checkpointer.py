@@ -110,7 +110,9 @@ class Checkpointer:
         self.exporter.discard(step)
         failure = run_on_rank0(self._finish_writing, lambda error: disk.describe(error, self._directory))
         if failure is not None:
-            raise SaveFailed(f"the checkpoint of step {step} was not saved, because metrics are not written: {failure}")
+            raise SaveFailed(
+                f"the checkpoint of step {step} was not saved, because metrics are not written: {failure}; free space"
+            )
         try:
             for model, directory in self._models:
                 self._under_way.append(model.begin_checkpoint(directory, step, **kept))

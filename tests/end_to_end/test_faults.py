@@ -10,7 +10,7 @@ from tests.forkserver import REPOSITORY, environment
 
 # Fast ones of two runs, one for each target. test_ending_early has more signals that ask a run to end, test_hangs
 # stopped ranks, test_saves truncated files, and test_async asynchronous runs.
-NUMBERS = (28, 60, 118, 147, 158)
+NUMBERS = (10, 41, 62, 87, 164)
 
 
 @pytest.mark.change
