@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from benchmarks.faults.cases import RANKS, SECONDS
@@ -91,6 +92,7 @@ def start(
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)  # it was imported before
         if Path(DISK, "tmp").is_dir():
             os.environ["TMPDIR"] = str(directory / DISK / "tmp")
             tempfile.tempdir = None  # this process knows another one

@@ -102,6 +102,7 @@ def run(monkeypatch):
             show_phase=lambda phase: None,
             end_stage=lambda: None,
             record_samples=lambda step, samples: None,
+            finish_writing=lambda: None,
             record=lambda step, report, kind="train": records.setdefault(kind, {}).setdefault(step, report),
         )
         monkeypatch.setattr(training_loop, "sampler_of", Rollouts)

@@ -78,6 +78,9 @@ class Silent:
     def record_samples(self, step, samples):
         pass
 
+    def finish_writing(self):
+        pass
+
 
 class Engine:
     """An engine that writes into a list when it sleeps."""
