@@ -87,6 +87,9 @@ def test_a_part_runs_on_the_cpu_and_reports_every_figure_or_why_not(name, tmp_pa
     process.join()
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert status == 0, error or [check for check in found["checks"] if not check["holds"]]
+    if name == "te":
+        assert found["skipped"] == "Transformer Engine needs a GPU"
+        return
     assert found["checks"] and all(check["holds"] for check in found["checks"])
     figures = [figure["name"] for figure in found["figures"]]
     assert sorted([*figures, *found["not_measured"]]) == sorted(_rows(name, tiny=True))

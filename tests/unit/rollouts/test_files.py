@@ -1,5 +1,7 @@
 """Files of rollouts: what training reads comes back to the bit, with what people want to see."""
 
+import os
+
 import pytest
 import torch
 
@@ -119,7 +121,7 @@ def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced = note_syncs(monkeypatch)
     written(tmp_path, draw(), {})
     path = rollout_file(tmp_path / "files", 7)
-    assert synced == [(f"{path}.incomplete", path.stat().st_size)]
+    assert synced == [(f"{path}.{os.getpid()}.incomplete", path.stat().st_size)]
 
 
 @pytest.mark.parametrize("experts", [False, True])

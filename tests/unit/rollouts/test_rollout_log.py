@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from rl_megatron.rollouts.rollout_log import LoggedGroup, LoggedStep, RolloutLog
@@ -49,4 +51,4 @@ def test_a_step_is_on_disk_when_it_is_written(log, tmp_path, monkeypatch):
     log.append(step(4))
     assert synced == [(str(path), path.stat().st_size)]
     log.forget(2)
-    assert synced[1:] == [(f"{path}.incomplete", path.stat().st_size)]
+    assert synced[1:] == [(f"{path}.{os.getpid()}.incomplete", path.stat().st_size)]

@@ -61,7 +61,7 @@ def test_weights_of_a_killed_process_are_deleted_and_those_of_a_running_one_are_
     ended = subprocess.Popen(["true"])
     ended.wait()
     killed, running, other = (
-        tmp_path / f"weights-{name}-x"
+        tmp_path / f"rl-megatron-weights-{name}-x"
         for name in (f"{socket.gethostname()}-{ended.pid}", f"{socket.gethostname()}-{os.getppid()}", "elsewhere-1")
     )
     for directory in (killed, running, other):
