@@ -96,7 +96,7 @@ def prefix_of_process(what: str, parent: Path | None = None) -> str:
         what: What it is for, in one word.
         parent: Where the directory will be. None: the system's directory for temporary files.
     """
-    kind = f"rl_megatron-{what}-{socket.gethostname()}-"
+    kind = f"rl-megatron-{what}-{socket.gethostname()}-"
     _remove_of_ended_processes(Path(parent or tempfile.gettempdir()), kind)
     return f"{kind}{os.getpid()}-"
 
