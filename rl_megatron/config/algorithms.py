@@ -27,7 +27,7 @@ from rl_megatron.config.algorithm_kinds import (
 from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, LABELLED
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import ClosedFraction, NonNegative, Number, Positive, PositiveFloat, section
-from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.config.optimizer import CriticOptimizerConfig
 from rl_megatron.config.schema import AlgorithmConfig, StageConfig
 from rl_megatron.config.teachers import TeacherConfig, check_teachers
 from rl_megatron.config.train import TrainConfig
@@ -320,7 +320,7 @@ class PPOConfig(PolicyGradientConfig):
     discount: Annotated[float, Field(gt=0.0, le=1.0), Number] = 1.0  # discount γ of the reward, per token
     gae_lambda: ClosedFraction = 0.95  # λ of GAE: 0 relies on the critic alone, 1 on the observed rewards alone
     whiten_advantages: bool = True  # scale advantages to mean 0 and standard deviation 1 over the tokens of a rollout
-    critic_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # the critic's optimizer section
+    critic_optimizer: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)  # the critic's optimizer
     critic_warmup_steps: NonNegative = 0  # rollout steps at the start in which only the critic learns
     value_clip: PositiveFloat | None = 0.2  # how far a value may move from the rollout's value; null: any distance
 

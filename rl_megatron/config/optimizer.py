@@ -7,6 +7,8 @@ from typing import Literal
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
 
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
+
 
 @section
 class OptimizerConfig:
@@ -18,7 +20,7 @@ class OptimizerConfig:
     # Optimizer step at which the decay ends; grpo and ppo may take several per rollout step. null: the stage's last.
     decay_steps: Positive | None = None
     # How lr falls after warmup. A policy that is built in Python without total_steps needs decay_steps for a decay.
-    decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
+    decay_style: DecayStyle = "constant"
     weight_decay: NonNegativeFloat = 0.01  # decoupled weight decay; 0: none
     beta1: Fraction = 0.9  # Adam's decay rate of the mean of gradients
     beta2: Fraction = 0.95  # Adam's decay rate of the mean of squared gradients
@@ -45,3 +47,10 @@ class OptimizerConfig:
             )
         if self.min_lr > self.lr:
             raise ConfigError(f"{where}.min_lr={self.min_lr} must not exceed {where}.lr={self.lr}")
+
+
+@section
+class CriticOptimizerConfig(OptimizerConfig):
+    """The optimizer of a critic, which is trained in runs alone. They know their last step, so its rate decays to it."""
+
+    decay_style: DecayStyle = "cosine"

@@ -393,3 +393,16 @@ def test_logprobs_that_something_needs_cannot_be_left_out(refused, algorithm, ov
     assert message.startswith("algorithm.recompute_logprobs=never: ") and reason in message and "to auto" in message
     load_config([*given, override, "algorithm.recompute_logprobs=auto"])
     load_config([*given, "loss.use_kl_in_reward=true", "loss.reference_policy_kl_penalty=0"])
+
+
+def test_the_rate_of_a_critic_decays_in_a_stage_that_changes_another_key_of_its_optimizer(tmp_path):
+    """As in a run of one stage, whose section begins with configs/algorithm/ppo.yaml."""
+    settings = "{algorithm: {name: ppo, critic_optimizer: {lr: 0.5}}, init_from: stages.sft}"
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text(
+        f"# @package _global_\nstages:\n  sft: {{algorithm: {{name: sft}}}}\n  after: {settings}\n"
+    )
+    stages = load_config(["experiment=own"], str(tmp_path)).stages
+    critic = load_config(["algorithm=ppo", "algorithm.critic_optimizer.lr=0.5"]).first.algorithm.critic_optimizer
+    assert stages["after"].algorithm.critic_optimizer == critic
+    assert critic.decay_style == stages["after"].optimizer.decay_style == "cosine"

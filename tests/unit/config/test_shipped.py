@@ -153,8 +153,6 @@ def test_the_yaml_defaults_are_those_of_the_schema(name):
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_the_defaults_of_an_algorithm_are_those_of_the_schema(name):
     declared = {field.name: plain(default_of(field)) for field in fields(ALGORITHMS[name])}
-    if name == "ppo":
-        declared["critic_optimizer"] |= DECAYS
     assert read("algorithm", f"{name}.yaml") == declared
 
 
