@@ -51,6 +51,6 @@ class OptimizerConfig:
 
 @section
 class CriticOptimizerConfig(OptimizerConfig):
-    """The optimizer of a critic, which is trained in runs alone. They know their last step, so its rate decays to it."""
+    """The optimizer of a critic. A run alone trains one, and knows its last step, to which the rate decays."""
 
     decay_style: DecayStyle = "cosine"
