@@ -13,7 +13,11 @@ SECONDS_TO_ASK = 10.0  # until the header of a request is complete
 
 
 def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
-    """Return uvicorn's protocol for at most `most()` connections; further ones are closed."""
+    """Return uvicorn's protocol for at most `most()` connections.
+
+    A further one takes the place of the one that has waited longest for the header of a request; if there is no such
+    one, it is closed.
+    """
 
     class Limited(H11Protocol):
         _closing: asyncio.TimerHandle | None = None
@@ -21,8 +25,11 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.connections) > most():
-                transport.abort()
-            else:
+                silent = [each for each in self.connections if isinstance(each, Limited) and each._closing is not None]
+                longest = min(silent, key=Limited._closes_at, default=self)
+                longest._cancel()
+                longest.transport.abort()
+            if not transport.is_closing():
                 self._limit_silence()
 
         def data_received(self, data: bytes) -> None:
@@ -40,6 +47,9 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
                 self._closing = self.loop.call_later(SECONDS_TO_ASK, self.transport.abort)
             elif not waits:
                 self._cancel()
+
+        def _closes_at(self) -> float:
+            return 0.0 if self._closing is None else self._closing.when()
 
         def _cancel(self) -> None:
             if self._closing is not None:

@@ -18,6 +18,7 @@ from rl_megatron.rollouts.tools.calls import Parser
 
 _SECONDS_TO_END = 3.0
 _CONNECTIONS_OF_A_SESSION, _FURTHER_CONNECTIONS = 4, 16
+_BACKLOG = 128  # connections that are accepted at once, before those over the limit are closed
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # what agents of this machine reach instead
 
 
@@ -89,7 +90,7 @@ class Gateway:
         options = uvicorn.Config(
             application(self._sessions.get), log_config=None, access_log=False, lifespan="off", ws="none",
             http=limit_connections(lambda: _FURTHER_CONNECTIONS + _CONNECTIONS_OF_A_SESSION * len(self._sessions)),
-            proxy_headers=False, server_header=False, timeout_graceful_shutdown=1,
+            backlog=_BACKLOG, proxy_headers=False, server_header=False, timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = uvicorn.Server(options)
         self._serving = asyncio.get_running_loop().create_task(self._server.serve([listening]))
@@ -99,7 +100,7 @@ class Gateway:
         host, port = self._settings.host, self._settings.port
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            listening = socket.create_server((host, port), family=family, backlog=2048)
+            listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise ConfigError(
                 f"the gateway cannot listen at rollout.agent.host={host}, rollout.agent.port={port}: {error}; set "
