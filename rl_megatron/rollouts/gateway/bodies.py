@@ -6,9 +6,9 @@ Sizes follow from what the context can hold. Threads read bodies, so nothing her
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from json import scanner
+from json import decoder, scanner
 from typing import Any
 
 from rl_megatron.rollouts.gateway.errors import RequestRefused
@@ -45,9 +45,9 @@ class BodyLimits:
 
     @property
     def values(self) -> int:
-        """Return the most messages, and the most values in each of them and in another parameter.
+        """Return the most lists and objects of a long body, and the most values of a message or another parameter.
 
-        A message or a value costs a token at least; the smallest contexts get some that no template writes.
+        Each costs a token or more; small contexts get some that no template writes.
         """
         return max(_LEAST_VALUES, self.context)
 
@@ -60,7 +60,11 @@ def read_body(raw: bytes, limits: BodyLimits) -> Mapping[str, Any]:
         HistoryFull: Its messages, prompt or tools are more than fits the context.
     """
     try:
-        body = read_json(raw)
+        body = read_json(raw, limits.values)
+    except TooMany as error:
+        raise HistoryFull(
+            f"the body has more than {limits.values} lists and objects, and the context {limits.context} tokens"
+        ) from error
     except RecursionError as error:
         raise RequestRefused(_too_deep("the body")) from error
     except ValueError as error:
@@ -143,19 +147,41 @@ def _too_deep(where: str) -> str:
 class _Yielding(json.JSONDecoder):
     """The decoder in Python, during which other threads run."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        """Raise `TooMany` for more lists and objects than `most`, which the garbage collector would walk through."""
         super().__init__()
+        self._left = most
+        self.parse_array = self._counting(decoder.JSONArray)
+        self.parse_object = self._counting(decoder.JSONObject)
         self.scan_once = scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
 
+    def _counting(self, parse: Callable[..., Any]) -> Callable[..., Any]:
+        def parse_counted(*arguments: Any) -> Any:
+            self._left -= 1
+            if self._left < 0:
+                raise TooMany
+            return parse(*arguments)
 
-def read_json(text: str | bytes) -> Any:
+        return parse_counted
+
+
+class TooMany(Exception):
+    """A JSON text has more lists and objects than allowed."""
+
+
+def read_json(text: str | bytes, most: int) -> Any:
     """Return what a JSON text says. Other threads run meanwhile.
+
+    Args:
+        text: The text.
+        most: The most lists and objects of a long text.
 
     Raises:
         ValueError: It is not JSON.
         RecursionError: It is nested too deep.
+        TooMany: It has more lists and objects.
     """
-    return json.loads(text, cls=None if len(text) <= _SHORT else _Yielding)
+    return json.loads(text) if len(text) <= _SHORT else json.loads(text, cls=_Yielding, most=most)
 
 
 def write_json(value: Any) -> str:

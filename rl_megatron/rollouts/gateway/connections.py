@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import select
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +17,8 @@ SECONDS_TO_ASK = 10.0  # until the header of a request is complete
 def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
     """Return uvicorn's protocol for at most `most()` connections.
 
-    A further one takes the place of the one that has waited longest for the header of a request; if there is no such
-    one, it is closed.
+    A further one takes the place of the one that has said nothing for the longest time since it was to send the header
+    of a request; if there is no such one, it is closed.
     """
 
     class Limited(H11Protocol):
@@ -25,10 +27,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.connections) > most():
-                silent = [each for each in self.connections if isinstance(each, Limited) and each._closing is not None]
-                longest = min(silent, key=Limited._closes_at, default=self)
-                longest._cancel()
-                longest.transport.abort()
+                (self._longest_silent() or self).transport.abort()
             if not transport.is_closing():
                 self._limit_silence()
 
@@ -48,8 +47,22 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
             elif not waits:
                 self._cancel()
 
+        def _longest_silent(self) -> Limited | None:
+            """Return the connection whose silence ends next, among those of which no byte waits to be read."""
+            silent = {
+                each.transport.get_extra_info("socket").fileno(): each
+                for each in self.connections
+                if isinstance(each, Limited) and each._closing is not None and not each.transport.is_closing()
+            }
+            asked = select.poll()
+            for number in silent:
+                asked.register(number, select.POLLIN)
+            for number, _ in asked.poll(0):
+                del silent[number]
+            return min(silent.values(), key=Limited._closes_at, default=None)
+
         def _closes_at(self) -> float:
-            return 0.0 if self._closing is None else self._closing.when()
+            return math.inf if self._closing is None else self._closing.when()
 
         def _cancel(self) -> None:
             if self._closing is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_megatron.data.conversations import ROLES
-from rl_megatron.rollouts.gateway.bodies import BodyLimits, check_value, read_json, write_json
+from rl_megatron.rollouts.gateway.bodies import BodyLimits, TooMany, check_value, read_json, write_json
 from rl_megatron.rollouts.gateway.errors import RequestRefused
 from rl_megatron.rollouts.limits import HistoryFull
 
@@ -89,9 +89,9 @@ def _parsed(arguments: str) -> Any:
     So does one that is nested too deep, is too large, or has half of a surrogate pair, which no tokenizer takes.
     """
     try:
-        found = read_json(arguments)
+        found = read_json(arguments, _LIMITS_OF_ARGUMENTS.values)
         check_value(found, "arguments", _LIMITS_OF_ARGUMENTS)
-    except (ValueError, RecursionError, RequestRefused, HistoryFull):
+    except (ValueError, RecursionError, TooMany, RequestRefused, HistoryFull):
         return arguments
     return found if isinstance(found, dict) else arguments
 

@@ -18,7 +18,7 @@ from rl_megatron.rollouts.tools.calls import Parser
 
 _SECONDS_TO_END = 3.0
 _CONNECTIONS_OF_A_SESSION, _FURTHER_CONNECTIONS = 4, 16
-_BACKLOG = 128  # connections that are accepted at once, before those over the limit are closed
+_BACKLOG = 64  # connections that are accepted at once, before those over the limit are closed
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # what agents of this machine reach instead
 
 
