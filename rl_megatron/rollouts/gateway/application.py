@@ -16,7 +16,7 @@ from rl_megatron.config.importing import raised
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rollouts.gateway.answers import chat_answer, chat_pieces, model_list, text_answer, text_pieces
 from rl_megatron.rollouts.gateway.errors import RequestRefused
-from rl_megatron.rollouts.gateway.session import Choices, Session
+from rl_megatron.rollouts.gateway.session import SHORT_COMPLETION, Choices, Session
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -130,4 +130,5 @@ async def _answer(
         return Response(status_code=499)  # nobody reads it
     if choices.parameters.stream:
         return StreamingResponse(pieces(choices, session.tokenizer), media_type="text/event-stream")
-    return await session.run_in_thread(lambda: JSONResponse(whole(choices, session.tokenizer)))
+    is_short = sum(len(turn.completion.ids) for turn in choices.turns) <= SHORT_COMPLETION
+    return await session.work(lambda: JSONResponse(whole(choices, session.tokenizer)), is_short)

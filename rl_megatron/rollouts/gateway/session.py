@@ -27,6 +27,10 @@ from rl_megatron.rollouts.tools.calls import Parser
 from rl_megatron.rollouts.trajectory import Trajectory
 
 _T = TypeVar("_T")
+# What takes a few milliseconds is not worth the change of threads, for which the loop would wait.
+_SHORT_BODY = 8192  # bytes
+_FEW_TURNS = 256  # among which a conversation is looked for
+SHORT_COMPLETION = 1024  # tokens
 
 
 class SessionClient(Protocol):
@@ -94,7 +98,7 @@ class _Prepared:
 class Session:
     """An agent's requests in one trajectory.
 
-    A thread of the session's own reads, renders and encodes what they say, one job at a time, so that the requests of
+    A thread of the session's own reads, renders and encodes long requests, one after the other, so that the requests of
     others do not wait for it. It changes nothing: the asyncio loop puts what it returns in place.
 
     Attributes:
@@ -170,15 +174,15 @@ class Session:
             await asyncio.wait(tasks)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def run_in_thread(self, job: Callable[[], _T]) -> _T:
-        """Return the result of a function that the thread of the session runs.
+    async def work(self, job: Callable[[], _T], is_short: bool) -> _T:
+        """Return the result of a function, which the thread of the session runs if it may take long.
 
         Raises:
             RequestRefused: The session has ended.
         """
         if self._has_ended:
             raise _ended()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+        return job() if is_short else await asyncio.get_running_loop().run_in_executor(self._thread, job)
 
     async def chat(self, raw: bytes) -> Choices:
         """Answer a request to /v1/chat/completions, of which the body is given.
@@ -186,7 +190,7 @@ class Session:
         Raises:
             RequestRefused: The request is wrong, or cannot be answered.
         """
-        return await self._answer(lambda: self._prepare_chat(read_body(raw, self.body_limits)))
+        return await self._answer(raw, self._prepare_chat)
 
     def _prepare_chat(self, body: Mapping[str, Any]) -> _Prepared:
         parameters = self._parameters.of_chat(body)
@@ -212,7 +216,7 @@ class Session:
         Raises:
             RequestRefused: The request is wrong, or cannot be answered.
         """
-        return await self._answer(lambda: self._prepare_text(read_body(raw, self.body_limits)))
+        return await self._answer(raw, self._prepare_text)
 
     def _prepare_text(self, body: Mapping[str, Any]) -> _Prepared:
         parameters = self._parameters.of_text(body)
@@ -236,15 +240,16 @@ class Session:
 
         return _Prepared(parameters, before, extends_branch, histories, (), add)
 
-    async def _answer(self, prepare: Callable[[], _Prepared]) -> Choices:
-        """Complete a request that `prepare` makes ready in the thread of the session.
+    async def _answer(self, raw: bytes, prepare: Callable[[Mapping[str, Any]], _Prepared]) -> Choices:
+        """Complete a request, whose body `prepare` makes ready for the engine.
 
         Raises:
             RequestRefused: The request is wrong, or does not fit the context.
         """
         try:
             async with self._order:
-                prepared = await self.run_in_thread(prepare)
+                is_short = len(raw) <= _SHORT_BODY and self._num_turns <= _FEW_TURNS
+                prepared = await self.work(lambda: prepare(read_body(raw, self.body_limits)), is_short)
                 branches = self._put_in_place(prepared)
             prompt = branches[0].history.ids
             turns = await self._complete(branches, prepared.parameters, prepared.asked)
@@ -385,8 +390,9 @@ class Session:
             sampling = self._client.fitting(len(ids), parameters.sampling)
             completion = await self._client.complete(ids, sampling)
             async with self._order:
-                grown, answered = await self.run_in_thread(
-                    lambda: self._read_completion(history.copy(), completion, sampling, parameters)
+                grown, answered = await self.work(
+                    lambda: self._read_completion(history.copy(), completion, sampling, parameters),
+                    is_short=len(completion.ids) <= SHORT_COMPLETION,
                 )
                 branch.history = grown
                 turn = AnsweredTurn(branch, grown.num_turns, self._num_turns, answered, completion, asked)
