@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -68,11 +69,12 @@ def _post(connection: http.client.HTTPConnection, key: str, body: bytes) -> int:
     return answer.status
 
 
-def attack(address: tuple[str, int], key: str, body: bytes, until: float, counted: Connection) -> None:
+def attack(address: tuple[str, int], key: str, body: bytes, stop: Event, counted: Connection) -> None:
     """Send a body again and again, and send how often each status was answered."""
     statuses: dict[str, int] = {}
     connection = http.client.HTTPConnection(*address, timeout=60)
-    while time.time() < until:
+    counted.send("started")
+    while not stop.is_set():
         try:
             status = str(_post(connection, key, body))
         except (OSError, http.client.HTTPException) as error:
@@ -82,11 +84,12 @@ def attack(address: tuple[str, int], key: str, body: bytes, until: float, counte
     counted.send(statuses)
 
 
-def be_silent(address: tuple[str, int], until: float) -> None:
+def be_silent(address: tuple[str, int], stop: Event, counted: Connection) -> None:
     """Keep connections that have sent half of a header, and open one again a second after the server has closed it."""
-    closed = [0.0] * CONNECTIONS  # when connections are opened again
+    closed, num_again = [0.0] * CONNECTIONS, 0  # when connections are opened again, and how many have been closed
+    counted.send("started")
     with selectors.DefaultSelector() as selector:
-        while time.time() < until:
+        while not stop.is_set():
             now = time.time()
             for _ in range(sum(when <= now for when in closed)):
                 connection = socket.create_connection(address)
@@ -97,12 +100,15 @@ def be_silent(address: tuple[str, int], until: float) -> None:
                 selector.unregister(key.fileobj)
                 key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
                 closed.append(time.time() + 1)
+                num_again += 1
+    counted.send({"opened again": num_again})
 
 
-def ask(address: tuple[str, int], key: str, until: float, measured: Connection) -> None:
+def ask(address: tuple[str, int], key: str, seconds: float, measured: Connection) -> None:
     """Send short requests, and send how long each of them took, and how many were sent again."""
     body = json.dumps({"messages": [{"role": "user", "content": "What is 2 + 3?"}]}).encode()
-    connection, seconds, num_repeated = http.client.HTTPConnection(*address, timeout=60), [], 0
+    connection, delays, num_repeated = http.client.HTTPConnection(*address, timeout=60), [], 0
+    until = time.time() + seconds
     while time.time() < until:
         began, status = time.perf_counter(), None
         while status is None:
@@ -111,10 +117,10 @@ def ask(address: tuple[str, int], key: str, until: float, measured: Connection) 
             except (OSError, http.client.HTTPException):  # OpenAI's client tries again too
                 connection.close()
                 num_repeated += 1
-        seconds.append(time.perf_counter() - began)
+        delays.append(time.perf_counter() - began)
         assert status == 200, status
         time.sleep(_PAUSE_SECONDS)
-    measured.send((seconds, num_repeated))
+    measured.send((delays, num_repeated))
 
 
 def make_client(name: str, texts: Sequence[str]) -> Callable[[str], Any]:
@@ -158,39 +164,42 @@ async def measure(make: Callable[[str], Any], seconds: float, attacked: bool) ->
         agent = await open_session("agent")
         url = urlsplit(agent.base_url)
         address = (str(url.hostname), int(url.port or 0))
-        until = time.time() + 3 + seconds  # after the processes have started
-        results: dict[str, Connection] = {}
-        processes: list[Any] = []
+        stop, processes, pipes = spawn.Event(), [], {}
 
-        def start(target: Callable[..., None], *arguments: Any, name: str | None = None) -> None:
-            if name is not None:
-                results[name], other = spawn.Pipe(duplex=False)
-                arguments = (*arguments, other)
-            processes.append(spawn.Process(target=target, args=arguments))
+        def start(name: str, target: Callable[..., None], *arguments: Any) -> None:
+            pipes[name], other = spawn.Pipe(duplex=False)
+            processes.append(spawn.Process(target=target, args=(*arguments, other)))
             processes[-1].start()
 
+        async def receive(name: str) -> Any:
+            return await asyncio.to_thread(pipes[name].recv)
+
         if attacked:
-            start(be_silent, address, until)
+            start("silent connections", be_silent, address, stop)
             for name, body in attacks(agent.body_limits.num_bytes).items():
                 session = await open_session(name)
-                start(attack, address, session.api_key, body, until, name=name)
-        await asyncio.sleep(2)
-        start(ask, address, agent.api_key, until, name="agent")
+                start(name, attack, address, session.api_key, body, stop)
+        for name in pipes:
+            await receive(name)
+        attackers = list(pipes)
+        start("agent", ask, address, agent.api_key, seconds)
+        measured = asyncio.create_task(receive("agent"))
         ticks, used, descriptors = [], [], []
-        while time.time() < until:
+        while not measured.done():
             began, used_before = time.perf_counter(), time.process_time()
             await asyncio.sleep(_TICK_SECONDS)
             ticks.append(time.perf_counter() - began - _TICK_SECONDS)
             used.append(time.process_time() - used_before)
             descriptors.append(len(os.listdir("/proc/self/fd")))
-        found = {name: await asyncio.to_thread(pipe.recv) for name, pipe in results.items()}
+        stop.set()
+        statuses = {name: await receive(name) for name in attackers}
         for process in processes:
             await asyncio.to_thread(process.join)
     await gateway.close()
-    seconds_of_agent, num_repeated = found.pop("agent")
+    delays, num_repeated = measured.result()
     return {
-        "agent": seconds_of_agent, "repeated": num_repeated, "clock": ticks, "processor": used,
-        "descriptors": max(descriptors), "statuses": found,
+        "agent": delays, "repeated": num_repeated, "clock": ticks, "processor": used,
+        "descriptors": max(descriptors), "statuses": statuses,
     }  # fmt: skip
 
 
@@ -201,7 +210,7 @@ def _lines(name: str, result: dict[str, Any]) -> Iterator[str]:
         yield f"{name:12} {what:9} n={len(delays):6} p50={at[0]:7.1f} p99={at[1]:7.1f} max={at[2]:7.1f}"
     yield f"{name:12} {result['descriptors']} open descriptors at most; {result['repeated']} requests sent again"
     for attack_name, statuses in result["statuses"].items():
-        yield f"{name:12} {attack_name}: answers {statuses}"
+        yield f"{name:12} {attack_name}: {statuses}"
 
 
 def parser() -> argparse.ArgumentParser:

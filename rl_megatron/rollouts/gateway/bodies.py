@@ -80,7 +80,6 @@ def read_body(raw: bytes, limits: BodyLimits) -> Mapping[str, Any]:
 def _parameters(body: Mapping[str, Any], limits: BodyLimits) -> Iterator[tuple[str, Any]]:
     for name, value in body.items():
         if name == "messages" and isinstance(value, list):
-            _check_number(len(value), "messages", limits)
             yield from ((f"messages[{number}]", message) for number, message in enumerate(value))
         else:
             yield name, value
@@ -94,9 +93,10 @@ def check_value(value: Any, where: str, limits: BodyLimits) -> None:
         HistoryFull: It is too large, and would become tokens.
     """
     level, number = [value], 0
-    for _ in range(MOST_LEVELS):
+    for _ in range(MOST_LEVELS + 1):  # the last one has no lists and objects
         number += len(level)
-        _check_number(number, where, limits)
+        if number > limits.values:
+            raise _too_large(where, f"more than {limits.values} values, and the context {limits.context} tokens")
         deeper: list[Any] = []
         for each in level:
             if isinstance(each, str):
@@ -111,11 +111,6 @@ def check_value(value: Any, where: str, limits: BodyLimits) -> None:
             return
         level = deeper
     raise RequestRefused(_too_deep(where), param=where)
-
-
-def _check_number(number: int, where: str, limits: BodyLimits) -> None:
-    if number > limits.values:
-        raise _too_large(where, f"more than {limits.values} values, and the context {limits.context} tokens")
 
 
 def _check_text(text: str, where: str, limits: BodyLimits) -> None:
@@ -151,8 +146,8 @@ class _Yielding(json.JSONDecoder):
         """Raise `TooMany` for more lists and objects than `most`, which the garbage collector would walk through."""
         super().__init__()
         self._left = most
-        self.parse_array = self._counting(decoder.JSONArray)
-        self.parse_object = self._counting(decoder.JSONObject)
+        self.parse_array = self._counting(decoder.JSONArray)  # pyright: ignore[reportAttributeAccessIssue]
+        self.parse_object = self._counting(decoder.JSONObject)  # pyright: ignore[reportAttributeAccessIssue]
         self.scan_once = scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _counting(self, parse: Callable[..., Any]) -> Callable[..., Any]:
