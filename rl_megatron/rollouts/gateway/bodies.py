@@ -61,10 +61,6 @@ def read_body(raw: bytes, limits: BodyLimits) -> Mapping[str, Any]:
     """
     try:
         body = read_json(raw, limits.values)
-    except TooMany as error:
-        raise HistoryFull(
-            f"the body has more than {limits.values} lists and objects, and the context {limits.context} tokens"
-        ) from error
     except RecursionError as error:
         raise RequestRefused(_too_deep("the body")) from error
     except ValueError as error:
@@ -143,9 +139,9 @@ class _Yielding(json.JSONDecoder):
     """The decoder in Python, during which other threads run."""
 
     def __init__(self, most: int) -> None:
-        """Raise `TooMany` for more lists and objects than `most`, which the garbage collector would walk through."""
+        """Let more lists and objects than `most` raise `HistoryFull`: the garbage collector would walk through them."""
         super().__init__()
-        self._left = most
+        self._most = self._left = most
         self.parse_array = self._counting(decoder.JSONArray)  # pyright: ignore[reportAttributeAccessIssue]
         self.parse_object = self._counting(decoder.JSONObject)  # pyright: ignore[reportAttributeAccessIssue]
         self.scan_once = scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
@@ -154,14 +150,12 @@ class _Yielding(json.JSONDecoder):
         def parse_counted(*arguments: Any) -> Any:
             self._left -= 1
             if self._left < 0:
-                raise TooMany
+                raise HistoryFull(
+                    f"the body has more than {self._most} lists and objects, each of which takes a token or more"
+                )
             return parse(*arguments)
 
         return parse_counted
-
-
-class TooMany(Exception):
-    """A JSON text has more lists and objects than allowed."""
 
 
 def read_json(text: str | bytes, most: int) -> Any:
@@ -174,7 +168,7 @@ def read_json(text: str | bytes, most: int) -> Any:
     Raises:
         ValueError: It is not JSON.
         RecursionError: It is nested too deep.
-        TooMany: It has more lists and objects.
+        HistoryFull: It has more lists and objects.
     """
     return json.loads(text) if len(text) <= _SHORT else json.loads(text, cls=_Yielding, most=most)
 

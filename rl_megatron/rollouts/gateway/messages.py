@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_megatron.data.conversations import ROLES
-from rl_megatron.rollouts.gateway.bodies import BodyLimits, TooMany, check_value, read_json, write_json
+from rl_megatron.rollouts.gateway.bodies import BodyLimits, check_value, read_json, write_json
 from rl_megatron.rollouts.gateway.errors import RequestRefused
 from rl_megatron.rollouts.limits import HistoryFull
 
@@ -91,7 +91,7 @@ def _parsed(arguments: str) -> Any:
     try:
         found = read_json(arguments, _LIMITS_OF_ARGUMENTS.values)
         check_value(found, "arguments", _LIMITS_OF_ARGUMENTS)
-    except (ValueError, RecursionError, TooMany, RequestRefused, HistoryFull):
+    except (ValueError, RecursionError, RequestRefused, HistoryFull):
         return arguments
     return found if isinstance(found, dict) else arguments
 

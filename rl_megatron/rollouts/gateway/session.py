@@ -262,7 +262,7 @@ class Session:
         return Choices(prepared.parameters, prompt, turns)
 
     def refuse_full(self, reason: str, status: int = 400) -> RequestRefused:
-        """Note that a request does not fit the context, and return its error."""
+        """Return the error of a request that does not fit the context; the trajectory counts as truncated now."""
         self._is_full = True
         message = f"the messages exceed the context length: {reason}"  # clients look for the last words
         return RequestRefused(message, status, code="context_length_exceeded", param="messages")
