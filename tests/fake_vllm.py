@@ -28,7 +28,7 @@ class FakeVllm:
         most_in_flight: The most requests for completions that were in flight at the same time.
     """
 
-    def __init__(self, port=0):
+    def __init__(self, port=0, token=""):
         self.version, self.weights, self.settings, self.healthy = "0.32.0", "1", json.loads(json.dumps(SETTINGS)), True
         self.wrong, self.wrong_times, self.seconds, self.health_status = None, 1 << 30, 0.0, 200
         self.asked, self.called, self.aborted = [], [], set()
@@ -44,7 +44,9 @@ class FakeVllm:
                 pass
 
             def do_GET(self):
-                fake.get(self)
+                if token and self.path != "/health" and self.headers.get("Authorization") != f"Bearer {token}":
+                    return fake.answer(self, {}, 401)
+                return fake.get(self)
 
             def do_POST(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -22,6 +22,7 @@ from benchmarks import (
     distillation,
     early_answers,
     eval_layouts,
+    gateway_load,
     generation,
     grpo_step,
     misbehaving_rewards,
@@ -244,6 +245,8 @@ def test_a_command_of_the_page_is_valid(command):
         assert async_throughput.parser().parse_args(words[words.index("benchmarks.async_throughput") + 1 :])
     elif "benchmarks/eval_layouts.py" in words:
         assert eval_layouts.parser().parse_args(words[words.index("benchmarks/eval_layouts.py") + 1 :])
+    elif "benchmarks/gateway_load.py" in words:
+        assert gateway_load.parser().parse_args(words[words.index("benchmarks/gateway_load.py") + 1 :])
     elif "benchmarks/rewards.py" in words:
         assert rewards.parser().parse_args(words[words.index("benchmarks/rewards.py") + 1 :])
     elif "benchmarks.reward_failures" in words:

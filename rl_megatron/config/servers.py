@@ -57,11 +57,12 @@ class ServersConfig:
                 servers that run already.
         """
         self._check_addresses()
-        secret = next((each for each in self.extra_args if each.startswith("--api-key")), None)
+        keys = ("--api-key", "--admin-api-key")
+        secret = next((each for each in self.extra_args if each.startswith(keys)), None)
         if secret is not None:
             raise ConfigError(
-                f"{self.key}.extra_args has --api-key: the run sends no key, and servers log their arguments; leave it "
-                f"out, and keep {self.key}.host at an address that only the run reaches"
+                f"{self.key}.extra_args has {secret.partition('=')[0]}: servers that are started here ask for the "
+                "token of the run, and everybody on the machine can read arguments; leave it out"
             )
         if not self.server_urls:
             return

@@ -22,6 +22,7 @@ _OTHER_BYTES = (byte for byte in range(0x100) if byte not in _VISIBLE_BYTES)
 # The byte that each character of a byte-level vocabulary stands for.
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE_BYTES} | {chr(0x100 + n): b for n, b in enumerate(_OTHER_BYTES)}
 _MOST_BYTES = 4  # of a character in UTF-8
+_SHORT = 4096  # characters; while a longer text is encoded, other threads run
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are decoded to
 
 
@@ -40,8 +41,11 @@ class Tokenizer:
         config: The `tokenizer_config.json`, kept for `save`.
         side_files: Name → text of further files that `save` writes.
 
+    Threads may use it at the same time.
+
     Attributes:
         chat_templates: Name → Jinja text of the chat templates. The name of the usual one is "default".
+        longest_token: The most characters with which the vocabulary writes a token.
 
     Raises:
         ValueError: A token is not in the vocabulary.
@@ -65,7 +69,9 @@ class Tokenizer:
         self.pad_token = eos_token if pad_token is None else pad_token
         self.eos_id = self._id_of(self.eos_token, "eos_token")
         self.pad_id = self._id_of(self.pad_token, "pad_token")
-        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.longest_token = max(map(len, vocabulary))
         self.special_tokens: dict[str, int] = {
             token.content: token_id
             for token_id, token in self._backend.get_added_tokens_decoder().items()
@@ -96,6 +102,11 @@ class Tokenizer:
         """Return the tokenizer as the content of a `tokenizer.json`: the same object each time, to be sent once."""
         return self._backend.to_str()
 
+    @cached_property
+    def _special_backend(self) -> Backend:
+        """Return a copy that makes special tokens; the switch cannot be turned while another thread encodes."""
+        return Backend.from_str(self.definition)
+
     @property
     def digest(self) -> str:
         """Return a fingerprint of the tokenizer's definition. Equal definitions give every text the same ids."""
@@ -114,7 +125,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without special tokens before, in or after it."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return _encode(self._backend, text).ids
 
     def encode_template(self, template: str, values: Mapping[str, Any]) -> list[int]:
         """Return the token ids of `template.format(**values)`.
@@ -144,11 +155,7 @@ class Tokenizer:
         Raises:
             ValueError: The text spells a special token that the model cannot read.
         """
-        self._backend.encode_special_tokens = False
-        try:
-            encoding = self._backend.encode(text, add_special_tokens=False)
-        finally:
-            self._backend.encode_special_tokens = True
+        encoding = _encode(self._special_backend, text)
         beyond = next((id_ for id_ in encoding.ids if id_ >= self.vocab_size), None)
         if beyond is not None:
             raise ValueError(
@@ -218,3 +225,10 @@ class Tokenizer:
         for name, text in self._side_files.items():
             (target / name).parent.mkdir(exist_ok=True)
             (target / name).write_text(text, "utf-8")
+
+
+def _encode(backend: Backend, text: str) -> Encoding:
+    if len(text) <= _SHORT:
+        return backend.encode(text, add_special_tokens=False)
+    (encoding,) = backend.encode_batch([text], add_special_tokens=False)  # `encode` keeps other threads waiting
+    return encoding

@@ -16,7 +16,7 @@ from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import Completion, Request, Sampling
 from rl_megatron.rollouts.gateway.server import Gateway
 from rl_megatron.rollouts.gateway.session import Session
-from rl_megatron.rollouts.history import ChatHistory, History, OnRewrite, TextHistory
+from rl_megatron.rollouts.history import ChatHistory, History, OnRewrite, TextHistory, check_length
 from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
 from rl_megatron.rollouts.tools.calls import Parser
 from rl_megatron.rollouts.trajectory import TokensDiffer, Trajectory
@@ -33,6 +33,7 @@ class RolloutClient:
         name: The name of the trajectory. It is the id of its first request.
         prompt: The prompt of the task, as the data section renders it.
         tokenizer: The run's tokenizer.
+        limits: The limits of its tokens.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class RolloutClient:
             on_rewrite: What happens if the chat template rewrites the past; see `ChatHistory`.
             gateway: What `openai` opens sessions of; None if there is none.
         """
-        self.name, self.prompt, self.tokenizer = name, prompt, tokenizer
-        self._seed, self._sampling, self._limits, self._answer = seed, sampling, limits, answer
+        self.name, self.prompt, self.tokenizer, self.limits = name, prompt, tokenizer, limits
+        self._seed, self._sampling, self._answer = seed, sampling, answer
         self._on_rewrite: OnRewrite = on_rewrite
         self._gateway = gateway
         self._answered: dict[str, tuple[tuple[int, ...], Completion]] = {}
@@ -133,17 +134,20 @@ class RolloutClient:
         """
         sampling = sampling or self._sampling
         sampled = sum(len(completion.ids) for _, completion in self._answered.values())
-        most = self._limits.sampled - sampled - self._num_reserved
-        left = min(self._limits.context - num_tokens, most, sampling.max_new_tokens)
+        most = self.limits.sampled - sampled - self._num_reserved
+        left = min(self.limits.context - num_tokens, most, sampling.max_new_tokens)
         if left < 1:
             raise HistoryFull(
                 f"trajectory {self.name} has {num_tokens} tokens, {sampled} of them sampled, and its limits are "
-                f"{self._limits.context} and {self._limits.sampled}"
+                f"{self.limits.context} and {self.limits.sampled}"
             )
         return sampling if left == sampling.max_new_tokens else replace(sampling, max_new_tokens=left)
 
     def history(
-        self, messages: Sequence[Message] | None = None, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Message] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        most_characters: int | None = None,
     ) -> History:
         """Return the history that begins with the prompt of the task, or with messages.
 
@@ -151,9 +155,11 @@ class RolloutClient:
             messages: The first messages; None: those of the prompt. Without a chat template, their texts are the
                 prompt.
             tools: JSON schemas of the tools that the chat template describes.
+            most_characters: The most characters of a text that is encoded; None: as many as there are.
 
         Raises:
             ValueError: There are tools, and no chat template.
+            HistoryFull: A text has more characters.
         """
         chat = self.prompt.chat()
         if chat is None:
@@ -163,9 +169,11 @@ class RolloutClient:
                     "one"
                 )
             if messages is None:
-                return TextHistory(self, self.tokenizer, self.prompt.ids)
+                return TextHistory(self, self.tokenizer, self.prompt.ids, most_characters)
             texts = "".join(message_text(message) for message in messages)
-            return TextHistory(self, self.tokenizer, [*self.tokenizer.prefix_ids, *self.tokenizer.encode(texts)])
+            check_length(texts, most_characters)
+            ids = [*self.tokenizer.prefix_ids, *self.tokenizer.encode(texts)]
+            return TextHistory(self, self.tokenizer, ids, most_characters)
         template, conversation = chat
         is_that_of_the_prompt = messages is None and not tools
         if messages is not None:
@@ -174,7 +182,7 @@ class RolloutClient:
             known = conversation.tools or []
             conversation = replace(conversation, tools=[*known, *(dict(tool) for tool in tools if tool not in known)])
         ids = self.prompt.ids if is_that_of_the_prompt else None
-        return ChatHistory(self, self.tokenizer, template, conversation, self._on_rewrite, ids)
+        return ChatHistory(self, self.tokenizer, template, conversation, self._on_rewrite, ids, most_characters)
 
     def openai(
         self, parser: Parser | None = None, sampling: Sampling | None = None

@@ -18,6 +18,7 @@ from rl_megatron.data.chat_template import ChatTemplate
 from rl_megatron.data.conversations import Conversation, Message, message_text
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import Completion, Sampling
+from rl_megatron.rollouts.limits import HistoryFull
 from rl_megatron.rollouts.special_tokens import without_special_tokens
 from rl_megatron.rollouts.tools.turns import ToolTurns
 from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
@@ -59,6 +60,16 @@ class _End:
     end_of_turn: str
 
 
+def check_length(text: str, most_characters: int | None) -> None:
+    """Check that a text can fit before it is encoded.
+
+    Raises:
+        HistoryFull: It has more characters.
+    """
+    if most_characters is not None and len(text) > most_characters:
+        raise HistoryFull(f"a text has {len(text)} characters, and the context holds at most {most_characters}")
+
+
 class History(ABC):
     """The messages and the tokens of one trajectory. Environments and tools extend it, and the engine completes it.
 
@@ -66,8 +77,12 @@ class History(ABC):
         messages: The conversation so far.
     """
 
-    def __init__(self, client: Completes, ids: Sequence[int], messages: Sequence[Message]):
+    def __init__(
+        self, client: Completes, ids: Sequence[int], messages: Sequence[Message], most_characters: int | None = None
+    ):
+        """Begin with tokens and the messages that they come from; longer texts are not encoded."""
         self.messages: list[Message] = list(messages)
+        self._most_characters = most_characters
         self._client = client
         self._ids = list(ids)
         self._text, self._end_of_turn = "", ""  # the text that the tokens stand for, and that of the last stop token
@@ -99,12 +114,28 @@ class History(ABC):
         """
         used = self._client.fitting(len(self._ids), sampling)
         completion = await self._client.complete(self._ids, used)
-        self._turns.append(Turn(len(self._ids), completion, used))
+        self.append_completion(completion, used)
+        return completion
+
+    def append_completion(self, completion: Completion, sampling: Sampling) -> None:
+        """Append a completion of all tokens so far.
+
+        Args:
+            completion: The completion.
+            sampling: How it was sampled.
+        """
+        self._turns.append(Turn(len(self._ids), completion, sampling))
         self._has_sampled = True
         self._ids += completion.ids
-        self._note(completion, used)
+        self._note(completion, sampling)
         self._ends.append(_End(len(self._closed), len(self.messages), len(self._text), self._end_of_turn))
-        return completion
+
+    def copy(self) -> Self:
+        """Return a history that can be extended while this one stays as it is."""
+        copied = copy(self)
+        for name in ("messages", "_ids", "_closed", "_closed_texts", "_turns", "_ends"):
+            setattr(copied, name, list(getattr(self, name)))
+        return copied
 
     @abstractmethod
     def extend(self, messages: Sequence[Message]) -> None:
@@ -188,15 +219,17 @@ class History(ABC):
 class TextHistory(History):
     """A history of plain text: what is said is appended as it is."""
 
-    def __init__(self, client: Completes, tokenizer: Tokenizer, ids: Sequence[int]):
+    def __init__(self, client: Completes, tokenizer: Tokenizer, ids: Sequence[int], most_characters: int | None = None):
         """Begin with the tokens of a prompt."""
-        super().__init__(client, ids, [{"role": "user", "content": tokenizer.decode(ids)}])
+        super().__init__(client, ids, [{"role": "user", "content": tokenizer.decode(ids)}], most_characters)
         self._tokenizer = tokenizer
 
     def extend(self, messages: Sequence[Message]) -> None:
         """Append the texts of messages."""
+        text = "".join(message_text(message) for message in messages)
+        check_length(text, self._most_characters)
         self.messages += messages
-        self._ids += self._tokenizer.encode("".join(message_text(message) for message in messages))
+        self._ids += self._tokenizer.encode(text)
 
     def extend_ids(self, ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample."""
@@ -218,6 +251,7 @@ class ChatHistory(History):
         conversation: Conversation,
         on_rewrite: OnRewrite,
         ids: Sequence[int] | None = None,
+        most_characters: int | None = None,
     ):
         """Begin with a conversation that the policy answers.
 
@@ -230,9 +264,15 @@ class ChatHistory(History):
                 begins a segment with what it writes now, "keep" goes on behind the tokens that are there, and "error"
                 raises `PastRewritten`.
             ids: The tokens of the conversation, if they are known.
+            most_characters: The most characters of a text that can fit; None: as many as there are.
+
+        Raises:
+            HistoryFull: The text has more characters.
         """
         text = template.prompt(conversation)
-        super().__init__(client, tokenizer.encode_special(text).ids if ids is None else ids, conversation.messages)
+        check_length(text, most_characters)
+        ids = tokenizer.encode_special(text).ids if ids is None else ids
+        super().__init__(client, ids, conversation.messages, most_characters)
         self._tokenizer, self._template, self._on_rewrite = tokenizer, ToolTurns(template), on_rewrite
         self._conversation, self._text = conversation, text
 
@@ -244,9 +284,11 @@ class ChatHistory(History):
         Raises:
             PastRewritten: The template writes the messages before in another way, and `on_rewrite` is "error".
             ValueError: The template fails.
+            HistoryFull: The text has more characters than can fit.
         """
         self.messages += [without_special_tokens(message, self._tokenizer) for message in messages]
         rendered = self._template.prompt(self._so_far())
+        check_length(rendered, self._most_characters)
         if not self._has_sampled:  # nothing was sampled in this segment, so nothing has to stay
             self._text, self._ids = rendered, self._tokenizer.encode_special(rendered).ids
             return

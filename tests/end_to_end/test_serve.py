@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from rl_megatron.config.load import from_yaml
+from rl_megatron.generation.sglang import launch
 from tests.end_to_end.launch import TIMEOUT, TINY_GRPO, metrics
 from tests.end_to_end.page_commands import write_slurm
 from tests.forkserver import REPOSITORY, environment
@@ -47,4 +48,4 @@ def servers_at(port):
     """Return the processes of the servers of a port."""
     found = psutil.process_iter(["cmdline"])
     words = {process: process.info["cmdline"] or [] for process in found}
-    return [each for each, line in words.items() if "sglang.launch_server" in line[:3] and str(port) in line]
+    return [each for each, line in words.items() if str(launch.__file__) in line[:3] and str(port) in line]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,7 +114,19 @@ def use_servers(parallel: dict, settings: dict, directory: Path) -> dict:
         engine.update_weights()
         found["differences"].append(greedy_difference(policy, engine))
         found["called"] = stand_in(engine)
+        found["without the token"] = [status_without_the_token(server) for server in servers()]
     return found
+
+
+def status_without_the_token(server) -> int:
+    """Return what a server answers to a request that would abort all others."""
+    command = server.cmdline()
+    url = f"http://127.0.0.1:{command[command.index('--port') + 1]}/abort_request"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, b'{"abort_all": true}'), timeout=20) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 @pytest.fixture(
@@ -131,6 +144,11 @@ def test_the_servers_generate_what_the_policy_does_after_each_weight_sync(found)
         assert len(each["differences"]) == 4 and max(each["differences"]) < 1e-5
         assert each["gate"]["gate_max"] < 1e-5
         assert each["ratios"][0] < 1e-4 < each["ratios"][1]
+
+
+def test_servers_answer_only_the_run(found):
+    statuses = [status for each in found for status in each["without the token"]]
+    assert statuses and set(statuses) == {401}
 
 
 def test_weights_go_through_the_paths_of_sglang_in_their_order(found):

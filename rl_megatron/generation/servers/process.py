@@ -29,6 +29,7 @@ from rl_megatron.weight_sync.servers import ServerDied
 
 GUARDIAN = "rl_megatron.generation.servers.guardian"
 _SECONDS_OF_HEALTH = 2.0
+_NEEDS_A_TOKEN = "/v1/models"  # a path that says nothing about the model's weights
 _POLL_SECONDS = 0.5
 _LINES_SHOWN = 5
 _BYTES_READ = 1 << 16
@@ -42,6 +43,7 @@ class ServerProcess:
     def __init__(self, launch: Launch, dialect: ServerDialect, log_path: Path):
         """Start the server; its log is appended to `log_path`."""
         self.name, self.log_path, self._dialect = f"{dialect.name} {launch.index}", log_path, dialect
+        self._has_token = bool(launch.token)
         reached_at = socket.gethostname() if launch.host in _EVERYWHERE else launch.host
         self.url = f"http://{f'[{reached_at}]' if ':' in reached_at else reached_at}:{launch.port}"
         command, environment = dialect.command(launch)
@@ -89,9 +91,25 @@ class ServerProcess:
         try:
             url = self.url + self._dialect.health_path
             answer = httpx2.get(url, timeout=_SECONDS_OF_HEALTH, trust_env=False, verify=False)
+            if answer.status_code == 200 and self._has_token:
+                self._check_token()
             self.is_ready = answer.status_code == 200
         except httpx2.RequestError:
             self.is_ready = False
+
+    def _check_token(self) -> None:
+        """Check that the server asks for the token of the run.
+
+        Raises:
+            EngineFailed: It answers without.
+        """
+        answer = httpx2.get(self.url + _NEEDS_A_TOKEN, timeout=_SECONDS_OF_HEALTH, trust_env=False, verify=False)
+        if answer.status_code != 401:
+            raise EngineFailed(
+                f"{self.name} answers GET {_NEEDS_A_TOKEN} without the token of the run with status "
+                f"{answer.status_code}, so that others could replace its weights; install a version of it that this "
+                f"package was tried with, and leave out what turns its check off from {self._dialect.key}.extra_args"
+            )
 
     def log(self) -> str:
         """Return the end of what this process has printed."""

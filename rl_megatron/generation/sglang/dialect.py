@@ -7,6 +7,7 @@ span of tokens. The server has no tokenizer and reads no weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.servers import TRIED_SGLANG, SglangConfig
@@ -16,6 +17,7 @@ from rl_megatron.generation.servers.dialect import Launch, RawAnswer, ServerFact
 from rl_megatron.weight_sync.servers import ServerRefused
 
 # Against a stand-in that answers as this version does (docs/rollout_engines.md), and not against SGLang itself.
+_LAUNCH = Path(__file__).with_name("launch.py")
 _ID_END = "/"  # SGLang aborts all requests whose ids *begin* with the given one; with it, no id begins with another
 
 
@@ -38,7 +40,7 @@ class SglangDialect:
     # --- launching ---
 
     def command(self, launch: Launch) -> tuple[list[str], dict[str, str]]:
-        """Return the command of `sglang.launch_server` and its environment."""
+        """Return the command that runs `sglang.launch_server`, and its environment, which gets the token as well."""
         settings = self._settings
         options = {
             "model-path": launch.model_directory,
@@ -57,7 +59,7 @@ class SglangDialect:
             "disable-cuda-graph": settings.disable_cuda_graph,
             "enable-deterministic-inference": settings.enable_deterministic_inference,
         }
-        command = [settings.python, "-m", "sglang.launch_server"]
+        command = [settings.python, str(_LAUNCH)]
         command += [part for key, value in options.items() if value is not None for part in (f"--{key}", str(value))]
         command += [f"--{flag}" for flag, is_set in flags.items() if is_set]
         # Its check of health would generate a token, and wait for it while the server is paused.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,9 +16,8 @@ from rl_megatron.config.importing import raised
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rollouts.gateway.answers import chat_answer, chat_pieces, model_list, text_answer, text_pieces
 from rl_megatron.rollouts.gateway.errors import RequestRefused
-from rl_megatron.rollouts.gateway.session import Choices, Session
+from rl_megatron.rollouts.gateway.session import SHORT_COMPLETION, Choices, Session
 
-LARGEST_BODY = 32 << 20  # bytes
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -39,13 +37,13 @@ def application(session_of: Callable[[str], Session | None]) -> Starlette:
 
     async def chat(request: Request) -> Response:
         session = _session(request, session_of)
-        body = await _body(request)
-        return await _answer(request, session, session.run(session.chat(body)), chat_answer, chat_pieces)
+        raw = await _read(request, session)
+        return await _answer(request, session, session.run(session.chat(raw)), chat_answer, chat_pieces)
 
     async def text(request: Request) -> Response:
         session = _session(request, session_of)
-        body = await _body(request)
-        return await _answer(request, session, session.run(session.text(body)), text_answer, text_pieces)
+        raw = await _read(request, session)
+        return await _answer(request, session, session.run(session.text(raw)), text_answer, text_pieces)
 
     return Starlette(
         routes=[
@@ -96,31 +94,27 @@ def _session(request: Request, session_of: Callable[[str], Session | None]) -> S
     return session
 
 
-async def _body(request: Request) -> Mapping[str, Any]:
+async def _read(request: Request, session: Session) -> bytes:
     """Return the body of a request.
 
     Raises:
-        RequestRefused: It is too large, or not a JSON object, or has text that is no Unicode.
+        RequestRefused: It is too large; what is left of it is not kept.
     """
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > LARGEST_BODY:
-            raise RequestRefused(f"the body has more than {LARGEST_BODY} bytes", status=413)
-        parts.append(part)
-    try:
-        raw = b"".join(parts)
-        body = json.loads(raw)
-        if b"\\u" in raw:  # only an escape can stand for half of a surrogate pair
-            json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise RequestRefused(f"the body has {half!r}, half of a surrogate pair, which is no character") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestRefused("the body must be a JSON object")
-    return body
+    most = session.body_limits.num_bytes
+    size, parts = int(request.headers.get("content-length", "0")), []
+    if size <= most:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                break
+            parts.append(part)
+    if size > most:
+        raise session.refuse_full(
+            f"the body has more than {most} bytes, which a context of {session.body_limits.context} tokens allows",
+            status=413,
+        )
+    return b"".join(parts)
 
 
 async def _answer(
@@ -136,4 +130,5 @@ async def _answer(
         return Response(status_code=499)  # nobody reads it
     if choices.parameters.stream:
         return StreamingResponse(pieces(choices, session.tokenizer), media_type="text/event-stream")
-    return JSONResponse(whole(choices, session.tokenizer))
+    is_short = sum(len(turn.completion.ids) for turn in choices.turns) <= SHORT_COMPLETION
+    return await session.work(lambda: JSONResponse(whole(choices, session.tokenizer)), is_short)

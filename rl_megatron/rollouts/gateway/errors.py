@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_MOST_CHARACTERS = 1000  # of a message, which may show a value of the request
+
 
 class RequestRefused(Exception):
     """A request that is answered with an error.
@@ -16,6 +18,7 @@ class RequestRefused(Exception):
     """
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
+        message = message if len(message) <= _MOST_CHARACTERS else f"{message[:_MOST_CHARACTERS]}…"
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
 

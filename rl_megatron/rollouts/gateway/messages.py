@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rl_megatron.data.conversations import ROLES
+from rl_megatron.rollouts.gateway.bodies import BodyLimits, check_value, read_json, write_json
 from rl_megatron.rollouts.gateway.errors import RequestRefused
+from rl_megatron.rollouts.limits import HistoryFull
 
+_LIMITS_OF_ARGUMENTS = BodyLimits(10_000, 1 << 30)  # those of the policy's calls and of the agent's alike
 # What makes a message: its role, its text, its tool calls, and the call and the name that it answers for.
 Key = tuple[str, str, tuple[tuple[str, str, str], ...], str, str]
 
@@ -84,12 +86,12 @@ def _string(value: Any, where: str) -> str:
 def _parsed(arguments: str) -> Any:
     """Return the mapping that a JSON text has, which templates write themselves; another text stays as it is.
 
-    So does one with half of a surrogate pair, which no tokenizer takes.
+    So does one that is nested too deep, is too large, or has half of a surrogate pair, which no tokenizer takes.
     """
     try:
-        found = json.loads(arguments)
-        json.dumps(found, ensure_ascii=False).encode()
-    except ValueError:
+        found = read_json(arguments, _LIMITS_OF_ARGUMENTS.values)
+        check_value(found, "arguments", _LIMITS_OF_ARGUMENTS)
+    except (ValueError, RecursionError, RequestRefused, HistoryFull):
         return arguments
     return found if isinstance(found, dict) else arguments
 
@@ -111,7 +113,7 @@ def _call_keys(calls: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, str]
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str):
             arguments = _parsed(arguments)
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, sort_keys=True)
+        written = arguments if isinstance(arguments, str) else write_json(arguments)
         found.append((call["id"], call["function"]["name"], written))
     return tuple(found)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -13,19 +13,24 @@ from rl_megatron.data.conversations import Message
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import Completion, Sampling
+from rl_megatron.rollouts.gateway.bodies import BodyLimits, read_body, write_json
 from rl_megatron.rollouts.gateway.errors import RequestRefused
 from rl_megatron.rollouts.gateway.messages import Answered, Key, checked_messages, key_of
 from rl_megatron.rollouts.gateway.parameters import ParameterReader, Parameters
 from rl_megatron.rollouts.gateway.text_turns import TextTurns
 from rl_megatron.rollouts.gateway.tool_calls import tool_calls
 from rl_megatron.rollouts.gateway.turns import AnsweredTurn, Branch, joined_segments, longest_match
-from rl_megatron.rollouts.history import History, PastRewritten, TextHistory
-from rl_megatron.rollouts.limits import HistoryFull
+from rl_megatron.rollouts.history import History, PastRewritten, TextHistory, check_length
+from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
 from rl_megatron.rollouts.special_tokens import without_special_tokens
 from rl_megatron.rollouts.tools.calls import Parser
 from rl_megatron.rollouts.trajectory import Trajectory
 
 _T = TypeVar("_T")
+# What takes a few milliseconds is not worth the change of threads, for which the loop would wait.
+_SHORT_BODY = 8192  # bytes
+_FEW_TURNS = 256  # among which a conversation is looked for
+SHORT_COMPLETION = 1024  # tokens
 
 
 class SessionClient(Protocol):
@@ -34,9 +39,13 @@ class SessionClient(Protocol):
     name: str
     prompt: EncodedPrompt
     tokenizer: Tokenizer
+    limits: TokenLimits
 
     def history(
-        self, messages: Sequence[Message] | None = None, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Message] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        most_characters: int | None = None,
     ) -> History:
         """Return the history that begins with messages."""
         ...
@@ -65,12 +74,37 @@ class Choices:
     turns: Sequence[AnsweredTurn]
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A request that the engine can complete.
+
+    Attributes:
+        parameters: Its parameters.
+        before: The turn that it continues, or None.
+        extends_branch: Whether the first choice extends the branch of that turn.
+        histories: The history of each choice.
+        asked: See `AnsweredTurn`.
+        add: Lets later requests find its turns.
+    """
+
+    parameters: Parameters
+    before: AnsweredTurn | None
+    extends_branch: bool
+    histories: Sequence[History]
+    asked: Sequence[Key]
+    add: Callable[[Sequence[AnsweredTurn]], None]
+
+
 class Session:
     """An agent's requests in one trajectory.
+
+    A thread of the session's own reads, renders and encodes long requests, one after the other, so that the requests of
+    others do not wait for it. It changes nothing: the asyncio loop puts what it returns in place.
 
     Attributes:
         base_url: The address for OpenAI's client.
         api_key: The key of this session alone.
+        body_limits: What the bodies of its requests may have.
         texts: The turns of requests with a prompt of text or tokens.
     """
 
@@ -98,6 +132,9 @@ class Session:
         self._parameters = ParameterReader(sampling, client.tokenizer, stops_at_strings)
         self._branches: list[Branch] = []
         self._roots: dict[str, list[AnsweredTurn]] = {}  # by the tools of the conversation
+        self.body_limits = BodyLimits(client.limits.context, client.tokenizer.longest_token)
+        self._thread = ThreadPoolExecutor(1, "rl-megatron-session")
+        self._order = asyncio.Lock()  # held from the begin of a job in the thread until its result is in place
         self.texts = TextTurns()
         self._num_turns, self._num_unheard = 0, 0
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -135,53 +172,100 @@ class Session:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def chat(self, body: Mapping[str, Any]) -> Choices:
-        """Answer a request to /v1/chat/completions.
+    async def work(self, job: Callable[[], _T], is_short: bool) -> _T:
+        """Return the result of a function, which the thread of the session runs if it may take long.
+
+        Raises:
+            RequestRefused: The session has ended.
+        """
+        if self._has_ended:
+            raise _ended()
+        return job() if is_short else await asyncio.get_running_loop().run_in_executor(self._thread, job)
+
+    async def chat(self, raw: bytes) -> Choices:
+        """Answer a request to /v1/chat/completions, of which the body is given.
 
         Raises:
             RequestRefused: The request is wrong, or cannot be answered.
         """
+        return await self._answer(raw, self._prepare_chat)
+
+    def _prepare_chat(self, body: Mapping[str, Any]) -> _Prepared:
         parameters = self._parameters.of_chat(body)
         messages = checked_messages(body.get("messages"))
         keys = [key_of(message) for message in messages]
-        roots = self._roots.setdefault(json.dumps(parameters.tools, sort_keys=True), [])
-        before, num_known = longest_match(roots, keys)
-        branches = self._branches_behind(
+        tools = write_json(parameters.tools)
+        before, num_known = longest_match(self._roots.get(tools, ()), keys)
+        extends_branch, histories = self._histories(
             before,
             parameters.num_choices,
-            begin=lambda: self._begun(messages, parameters.tools),
+            begin=lambda: self._begin(messages, parameters.tools),
             extend=lambda history: history.extend(messages[num_known:]),
         )
-        prompt = branches[0].history.ids
-        new_keys = tuple(keys[num_known:])
-        turns = await self._complete(branches, parameters, new_keys)
-        (roots if before is None else before.following).extend(turns)
-        return Choices(parameters, prompt, turns)
 
-    async def text(self, body: Mapping[str, Any]) -> Choices:
-        """Answer a request to /v1/completions.
+        def add(turns: Sequence[AnsweredTurn]) -> None:
+            (self._roots.setdefault(tools, []) if before is None else before.following).extend(turns)
+
+        return _Prepared(parameters, before, extends_branch, histories, tuple(keys[num_known:]), add)
+
+    async def text(self, raw: bytes) -> Choices:
+        """Answer a request to /v1/completions, of which the body is given.
 
         Raises:
             RequestRefused: The request is wrong, or cannot be answered.
         """
+        return await self._answer(raw, self._prepare_text)
+
+    def _prepare_text(self, body: Mapping[str, Any]) -> _Prepared:
         parameters = self._parameters.of_text(body)
         prompt = _checked_prompt(body.get("prompt"), self._client.tokenizer)
         before, rest = self.texts.match(prompt)
-        ids = self._encoded(rest, is_first=before is None) if isinstance(rest, str) else rest
+        ids = self._encode(rest, is_first=before is None) if isinstance(rest, str) else rest
         if not ids:
             raise RequestRefused("prompt has no token", param="prompt")
-        branches = self._branches_behind(
+        if len(ids) > self.body_limits.context:
+            raise HistoryFull(f"the prompt has {len(ids)} tokens, and the context {self.body_limits.context}")
+        extends_branch, histories = self._histories(
             before,
             parameters.num_choices,
             begin=lambda: TextHistory(self._client, self._client.tokenizer, ids),
             extend=lambda history: history.extend_ids(ids),
         )
-        known = branches[0].history.ids
-        turns = await self._complete(branches, parameters, ())
-        for turn in turns:
-            self.texts.add(turn, before, rest, ids)
-        return Choices(parameters, known, turns)
+
+        def add(turns: Sequence[AnsweredTurn]) -> None:
+            for turn in turns:
+                self.texts.add(turn, before, rest, ids)
+
+        return _Prepared(parameters, before, extends_branch, histories, (), add)
+
+    async def _answer(self, raw: bytes, prepare: Callable[[Mapping[str, Any]], _Prepared]) -> Choices:
+        """Complete a request, whose body `prepare` makes ready for the engine.
+
+        Raises:
+            RequestRefused: The request is wrong, or does not fit the context.
+        """
+        try:
+            async with self._order:
+                is_short = len(raw) <= _SHORT_BODY and self._num_turns <= _FEW_TURNS
+                prepared = await self.work(lambda: prepare(read_body(raw, self.body_limits)), is_short)
+                branches = self._put_in_place(prepared)
+            prompt = branches[0].history.ids
+            turns = await self._complete(branches, prepared.parameters, prepared.asked)
+        except PastRewritten as error:
+            self._failure = error
+            raise RequestRefused(str(error), code="past_rewritten", param="messages") from error
+        except HistoryFull as error:
+            raise self.refuse_full(str(error)) from error
+        prepared.add(turns)
+        return Choices(prepared.parameters, prompt, turns)
+
+    def refuse_full(self, reason: str, status: int = 400) -> RequestRefused:
+        """Return the error of a request that does not fit the context; the trajectory counts as truncated now."""
+        self._is_full = True
+        message = f"the messages exceed the context length: {reason}"  # clients look for the last words
+        return RequestRefused(message, status, code="context_length_exceeded", param="messages")
 
     def ignore(self, choices: Choices) -> None:
         """Leave out the turns of a request whose answer nobody has got, so that nothing is learned from them."""
@@ -231,49 +315,57 @@ class Session:
         unheard = {"unheard_completions": self._num_unheard} if self._num_unheard else {}
         return Trajectory(tuple(segments), reward, truncated, tuple(last.messages), {**(metadata or {}), **unheard})
 
-    def _begun(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> History:
+    def _begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> History:
         tokenizer = self._client.tokenizer
         return self._client.history(
             [without_special_tokens(message, tokenizer) for message in messages],
             [without_special_tokens(tool, tokenizer) for tool in tools] or None,
+            self.body_limits.characters,
         )
 
-    def _encoded(self, text: str, is_first: bool) -> list[int]:
+    def _encode(self, text: str, is_first: bool) -> list[int]:
+        check_length(text, self.body_limits.characters)
         ids, prefix = self._client.tokenizer.encode_special(text).ids, self._client.tokenizer.prefix_ids
         return [*prefix, *ids] if is_first and ids[: len(prefix)] != prefix else ids
 
-    def _branches_behind(
+    def _histories(
         self, before: AnsweredTurn | None, number: int, begin: Callable[[], History], extend: Callable[[Any], None]
-    ) -> list[Branch]:
-        """Return so many branches that begin, or that go on behind a turn. The first one may be that of the turn.
+    ) -> tuple[bool, list[History]]:
+        """Return whether the first choice extends the branch of a turn, and the history of each choice.
 
         Raises:
             RequestRefused: The messages cannot be rendered.
         """
-        found: list[Branch] = []
-        for _ in range(number):
-            if before is None:
-                branch = Branch(self._rendered(begin))
-                self._branches.append(branch)
-            elif before.can_grow:
-                branch = before.branch
-            else:
-                branch = Branch(before.branch.history.fork(before.number), before)
-                self._branches.append(branch)
-            if before is not None:
-                self._rendered(lambda history=branch.history: extend(history))
-            branch.is_busy = True
-            found.append(branch)
-        return found
-
-    def _rendered(self, render: Callable[[], _T]) -> _T:
+        extends_branch = before is not None and before.can_grow
+        histories: list[History] = []
         try:
-            return render()
-        except PastRewritten as error:
-            self._failure = error
-            raise RequestRefused(str(error), code="past_rewritten", param="messages") from error
+            for choice in range(number):
+                if choice > int(extends_branch):
+                    histories.append(histories[-1].copy())
+                elif before is None:
+                    histories.append(begin())
+                else:
+                    history = before.branch.history
+                    grown = history.copy() if extends_branch and choice == 0 else history.fork(before.number)
+                    extend(grown)
+                    histories.append(grown)
         except ValueError as error:  # the chat template or the tokenizer refuses the messages
             raise RequestRefused(str(error), param="messages") from error
+        return extends_branch, histories
+
+    def _put_in_place(self, prepared: _Prepared) -> list[Branch]:
+        """Return the branches of the choices, which wait for the engine from now on."""
+        branches: list[Branch] = []
+        for choice, history in enumerate(prepared.histories):
+            if prepared.before is not None and prepared.extends_branch and choice == 0:
+                branch = prepared.before.branch
+                branch.history = history
+            else:
+                branch = Branch(history, prepared.before)
+                self._branches.append(branch)
+            branch.is_busy = True
+            branches.append(branch)
+        return branches
 
     async def _complete(
         self, branches: Sequence[Branch], parameters: Parameters, asked: Sequence[Key]
@@ -281,7 +373,7 @@ class Session:
         """Return a turn for each branch. They are completed at the same time.
 
         Raises:
-            RequestRefused: No token fits one of them.
+            HistoryFull: No token fits one of them.
         """
         done = await asyncio.gather(*(self._turn(each, parameters, asked) for each in branches), return_exceptions=True)
         turns = [each for each in done if isinstance(each, AnsweredTurn)]
@@ -289,35 +381,42 @@ class Session:
         if error is None:
             return turns
         self._mark_unheard(turns)
-        if isinstance(error, HistoryFull):
-            self._is_full = True
-            raise RequestRefused(_full(error), code="context_length_exceeded", param="messages") from error
         raise error
 
     async def _turn(self, branch: Branch, parameters: Parameters, asked: Sequence[Key]) -> AnsweredTurn:
+        history = branch.history
         try:
-            completion = await branch.history.complete(parameters.sampling)
+            ids = history.ids
+            sampling = self._client.fitting(len(ids), parameters.sampling)
+            completion = await self._client.complete(ids, sampling)
+            async with self._order:
+                grown, answered = await self.work(
+                    lambda: self._read_completion(history.copy(), completion, sampling, parameters),
+                    is_short=len(completion.ids) <= SHORT_COMPLETION,
+                )
+                branch.history = grown
+                turn = AnsweredTurn(branch, grown.num_turns, self._num_turns, answered, completion, asked)
+                branch.turns.append(turn)
+                self._num_turns += 1
         finally:
             branch.is_busy = False
-        text = str(branch.history.messages[-1]["content"])
+        return turn
+
+    def _read_completion(
+        self, history: History, completion: Completion, sampling: Sampling, parameters: Parameters
+    ) -> tuple[History, Answered]:
+        """Append a completion to a history, and return it with what is answered."""
+        history.append_completion(completion, sampling)
+        text = str(history.messages[-1]["content"])
         ends = [place for stop in parameters.stop if (place := text.find(stop)) >= 0]
         content = text[: min(ends, default=len(text))]
         calls = tool_calls(self._parser, content, parameters.tools) if parameters.calls_tools else []
-        answered = Answered(None if calls else content, text, calls)
-        number = branch.history.num_turns
-        turn = AnsweredTurn(branch, number, self._num_turns, answered, completion, asked)
-        branch.turns.append(turn)
-        self._num_turns += 1
-        return turn
+        return history, Answered(None if calls else content, text, calls)
 
     def _mark_unheard(self, turns: Sequence[AnsweredTurn]) -> None:
         for turn in turns:
             turn.is_heard = False
         self._num_unheard += len(turns)
-
-
-def _full(error: HistoryFull) -> str:
-    return f"the messages exceed the context length: {error}"  # clients look for the last words
 
 
 def _ended() -> RequestRefused:

@@ -164,6 +164,7 @@ POSTS = (
     "destroy_weights_update_group begin_weight_update end_weight_update update_weights_from_distributed "
     "weights_checker stand_in"
 ).split()
+OPEN = ("/health", "/ready", "/metrics", "/stand_in")  # the paths that need no key; the last one is not SGLang's
 GETS = {"health": "health", "health_generate": "health", "server_info": "server_info", "model_info": "model_info"}
 
 
@@ -183,8 +184,12 @@ def handler_of(server):
             self._answer(path if path in POSTS else None, json.loads(text) if text else {})
 
         def _answer(self, method, body):
-            server.called += [method] if method not in ("generate", "stand_in") else []
-            status, text = 404, b"{}"
+            status, text, key = 404, b"{}", server.args.api_key
+            is_allowed = self.path.startswith(OPEN) or self.headers.get("Authorization") == f"Bearer {key}"
+            if key and not is_allowed:
+                status, text, method = 401, b'{"error": "Unauthorized"}', None
+            else:
+                server.called += [method] if method not in ("generate", "stand_in") else []
             if method is not None:
                 try:
                     found = getattr(server, method)(body)
@@ -203,7 +208,7 @@ def handler_of(server):
 def parsed(arguments=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-path", required=True, type=lambda path: str(Path(path)))
-    for option in ("--load-format", "--log-level", "--host"):
+    for option in ("--load-format", "--log-level", "--host", "--api-key"):
         parser.add_argument(option)
     for option, default in (
         ("--port", 30000),

@@ -9,7 +9,7 @@ from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import from_yaml, load_config, to_yaml
 from rl_megatron.config.secrets import without_secrets
-from rl_megatron.config.servers import VllmConfig
+from rl_megatron.config.servers import SglangConfig, VllmConfig
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,10 @@ def test_log_lines_and_errors_have_no_secrets(monkeypatch, capsys):
     assert shown.count("http://***@host") >= 4
 
 
-def test_a_key_among_the_arguments_of_a_server_is_refused():
-    with pytest.raises(ConfigError, match="extra_args has --api-key: the run sends no key"):
-        VllmConfig(extra_args=("--api-key", "abc")).check()
+@pytest.mark.parametrize("given", [("--api-key", "planted"), ("--admin-api-key=planted",)])
+@pytest.mark.parametrize("kind", [VllmConfig, SglangConfig])
+def test_a_key_among_the_arguments_of_a_server_is_refused(kind, given):
+    name = given[0].partition("=")[0]
+    with pytest.raises(ConfigError, match=f"extra_args has {name}: servers that .* ask for the token") as refused:
+        kind(extra_args=given).check()
+    assert "planted" not in str(refused.value)

@@ -1,4 +1,6 @@
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tokenizers import AddedToken, models, pre_tokenizers, processors
@@ -32,6 +34,27 @@ class TestTrainedBpe:
         ids = bpe.encode(text)
         assert bpe.decode(ids) == text
         assert bpe.eos_id not in ids and bpe.pad_id not in ids, "text never becomes a special token"
+
+    def test_threads_encode_texts_with_and_without_special_tokens_at_the_same_time(self, bpe):
+        text = "the cat <eos> sat\n" * 2000  # longer than what is encoded at once
+        plain, special = bpe.encode(text), bpe.encode_special(text).ids
+        assert bpe.decode(plain) == text and bpe.eos_id not in plain and special.count(bpe.eos_id) == 2000
+        with ThreadPoolExecutor(4) as threads:
+            made = [threads.submit(encode, text) for _ in range(5) for encode in (bpe.encode, bpe.encode_special)]
+            ids = [each.result() for each in made]
+        assert all(each == plain for each in ids[::2]) and all(each.ids == special for each in ids[1::2])
+
+    def test_other_threads_run_while_a_long_text_is_encoded(self, bpe):
+        done, turns = threading.Event(), 0
+
+        def encode():
+            bpe.encode("the cat sat on the mat " * 20_000)
+            done.set()
+
+        threading.Thread(target=encode).start()
+        while not done.wait(0.001):
+            turns += 1
+        assert turns > 5
 
     def test_the_same_corpus_gives_the_same_vocabulary(self, bpe, tmp_path):
         bpe.save(tmp_path / "first")

@@ -48,7 +48,7 @@ def result(found):
 class Encodes(type(CHARACTERS)):
     """A tokenizer of characters that can also encode special tokens, of which it has none."""
 
-    definition = "{}"
+    definition, longest_token = "{}", 1
 
     def encode_special(self, text):
         return SimpleNamespace(ids=self.encode(text))

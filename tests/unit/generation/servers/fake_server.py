@@ -1,13 +1,16 @@
 """Run the fake server as a program, in place of `vllm serve`.
 
-    python -m tests.unit.generation.servers.fake_server PORT [after=SECONDS] [exit=TEXT] [seconds=SECONDS]
+    python -m tests.unit.generation.servers.fake_server PORT [after=SECONDS] [exit=TEXT] [seconds=SECONDS] [token=TOKEN]
 
-It listens after some seconds, or prints a text and ends; and it takes some seconds for an answer.
+It listens after some seconds, or prints a text and ends; it takes some seconds for an answer, and asks
+for a token, which is by default that of the run.
 """
 
+import os
 import sys
 import time
 
+from rl_megatron.generation.servers.access import TOKEN
 from tests.fake_vllm import FakeVllm
 
 if __name__ == "__main__":
@@ -18,6 +21,6 @@ if __name__ == "__main__":
         print(settings["exit"], flush=True)
         sys.exit(3)
     time.sleep(float(settings.get("after", 0)))
-    FakeVllm(int(port)).seconds = float(settings.get("seconds", 0))
+    FakeVllm(int(port), settings.get("token", os.environ.get(TOKEN, ""))).seconds = float(settings.get("seconds", 0))
     while True:
         time.sleep(1)

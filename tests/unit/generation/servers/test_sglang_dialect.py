@@ -1,12 +1,16 @@
 """SGLang's command, requests and answers, and the servers that are refused with the remedy."""
 
 import asyncio
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rl_megatron.config.servers import SglangConfig
 from rl_megatron.generation.interfaces import Request, Sampling
+from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.dialect import Launch
 from rl_megatron.generation.sglang.dialect import SglangDialect
 from rl_megatron.weight_sync.plan import RefitPlan
@@ -77,10 +81,46 @@ def test_the_command_has_the_settings_and_neither_a_tokenizer_nor_weights():
         Launch(0, Path("/model"), PLAN, "127.0.0.1", 30000, (0, 1))
     )
     text = " ".join(command)
-    for part in ("-m sglang.launch_server", "--model-path /model", "--load-format dummy", "--skip-tokenizer-init"):
+    for part in ("/sglang/launch.py ", "--model-path /model", "--load-format dummy", "--skip-tokenizer-init"):
         assert part in text
     assert "--tp-size 2" in text and "--disable-cuda-graph" in text and text.endswith("--x 1")
     assert "None" not in text
+
+
+# What SGLang's module is, as far as it matters: its processes are spawned, and so import it again.
+SPAWNS = """
+import json, multiprocessing, os, sys
+
+def report(queue):
+    queue.put([__name__, sys.argv[1:]])
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=report, args=(queue,))
+    process.start()
+    child = queue.get()
+    process.join()
+    command = open(f"/proc/{os.getpid()}/cmdline").read()
+    print(json.dumps({"arguments": sys.argv[1:], "child": child, "command": command, "path": sys.path}))
+"""
+
+
+@pytest.mark.parametrize("token", ["the-token-of-the-run", ""])
+def test_the_token_is_the_key_of_the_server_and_is_not_in_its_command(tmp_path, token):
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(SPAWNS)
+    launch = Launch(0, Path("/model"), PLAN, "0.0.0.0", 30000, (), token)
+    command, environment = dialect(python=sys.executable).command(launch)
+    assert not any("token" in part and "tokenizer" not in part for part in command)
+    variables = environment | {"PYTHONPATH": str(tmp_path), TOKEN: token}
+    printed = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=True).stdout
+    told = json.loads(printed)
+    assert told["arguments"] == [*command[2:], *(["--api-key", token] if token else [])]
+    assert told["child"] == ["__mp_main__", told["arguments"]]
+    assert "the-token" not in told["command"]
+    assert not any(path.endswith("generation/sglang") for path in told["path"]), "its engine.py would be found"
 
 
 @pytest.mark.parametrize(

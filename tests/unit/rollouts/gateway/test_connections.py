@@ -1,7 +1,10 @@
 """Connections of the gateway that say nothing, or too little."""
 
 import asyncio
+import os
+import socket
 import time
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import httpx
@@ -58,4 +61,53 @@ async def test_silent_connections_are_few_and_are_closed_while_others_are_answer
                 await asyncio.sleep(2 * SECONDS)
         for _, writer in opened:
             writer.close()
+    await gateway.close()
+
+
+@acts
+async def test_a_new_connection_takes_the_place_of_the_longest_silent_one(qwen, monkeypatch):
+    monkeypatch.setattr(connections, "SECONDS_TO_ASK", 60.0)
+    agent, gateway = qwen.agent("one"), Gateway(AgentConfig())
+    async with gateway.session(agent.client, Sampling(8, stop_ids=(qwen.end,))) as session:
+        host, port = urlsplit(session.base_url).netloc.split(":")
+        opened = []
+        for _ in range(30):
+            opened.append(await asyncio.open_connection(host, int(port)))
+            opened[-1][1].write(HEADER)
+            await opened[-1][1].drain()
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        async with httpx.AsyncClient(headers=headers) as http:
+            answer = await http.post(f"{session.base_url}/chat/completions", json={"messages": [user("Hello")]})
+            assert answer.status_code == 200, answer.text
+            readers = [reader for reader, _ in opened]
+            assert await count_open(readers) == await count_open(readers[11:]) == 16 + 4 - 1
+        for _, writer in opened:
+            writer.close()
+    await gateway.close()
+
+
+def accepted(port):
+    """Return the connections that this process has accepted at a port."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            connection = socket.socket(fileno=os.dup(int(name)))
+            is_internet = connection.family == socket.AF_INET
+            if is_internet and connection.getsockname()[1] == port and connection.getpeername():
+                found.append(connection)
+    return found
+
+
+@acts
+async def test_the_body_of_an_answer_does_not_wait_for_the_acknowledgement_of_its_header(qwen):
+    agent, gateway = qwen.agent("one"), Gateway(AgentConfig())
+    async with gateway.session(agent.client, Sampling(8, stop_ids=(qwen.end,))) as session:
+        host, port = urlsplit(session.base_url).netloc.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        while not (found := accepted(int(port))):
+            await asyncio.sleep(0.01)
+        for connection in found:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            connection.close()
+        writer.close()
     await gateway.close()

@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from rl_megatron.rollouts.gateway.application import LARGEST_BODY, application
+from rl_megatron.rollouts.gateway.application import application
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.tools.json_calls import hermes_calls
 from tests.unit.data.chat_families import user
@@ -153,7 +153,7 @@ async def test_what_says_nothing_is_ignored(qwen):
 @acts
 async def test_bodies_that_are_not_requests_are_refused(qwen):
     agent = qwen.agent("5")
-    for content, status in ((b"{", 400), (b"[]", 400), (b" " * (LARGEST_BODY + 1), 413)):
+    for content, status in ((b"{", 400), (b"[]", 400), (b" " * (agent.session.body_limits.num_bytes + 1), 413)):
         answer = await agent.http.post("/chat/completions", content=content)
         assert answer.status_code == status and answer.json()["error"]["message"]
     for prompt in (None, "", [], ["a", "b"], [[1], [2]], [-1], [10**6], [1.5]):

@@ -1,5 +1,6 @@
 """A prompt of /v1/completions goes on behind the turn that a search of all turns finds."""
 
+import json
 import random
 
 from tests.unit.rollouts.engines import RandomTokens
@@ -59,7 +60,9 @@ async def test_prompts_of_random_agents_go_on_behind_the_turn_that_a_search_find
             assert agent.session.texts.match(prompt) == expected, (seed, prompt)
             num_known += expected[0] is not None
             num_shared += expected[0] is not None and not expected[0].can_grow
-            choices = await agent.session.text({"prompt": prompt, "n": chance.choice([1, 1, 2]), "stop": "ba"})
+            choices = await agent.session.text(
+                json.dumps({"prompt": prompt, "n": chance.choice([1, 1, 2]), "stop": "ba"}).encode()
+            )
             turns += [(turn, prompt if isinstance(prompt, str) else None) for turn in choices.turns]
             if chance.random() < 0.1:
                 agent.session.ignore(choices)

@@ -1,0 +1,21 @@
+"""Start SGLang's server with the run's token as its key.
+
+Usage: python launch.py ARGUMENTS…
+
+The environment variable `RL_MEGATRON_SERVER_TOKEN` has the token. SGLang takes its key only as an argument, which
+everybody would see in the list of processes; here the argument is added within the process. It runs in SGLang's
+environment, which may lack this package.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+if __name__ == "__main__":
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if path != here]  # its modules have names that others use, too
+    token = os.environ.get("RL_MEGATRON_SERVER_TOKEN")
+    sys.argv += ["--api-key", token] if token else []
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
