@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from rl_megatron.rewards.frames import CallMark, framed, split_frames
 from rl_megatron.rewards.samples import dumps
@@ -21,6 +21,11 @@ WORKER_MODULE = "rl_megatron.rewards.worker"
 _SECONDS_TO_LEAVE = 1.0
 _SECONDS_TO_EXIT = 0.2  # the socket of a process that ends closes a moment before it has ended
 _STDERR = 2
+
+
+def _open_memory() -> IO[bytes]:
+    """Return a file that two processes can map. On Linux it is on no disk, which could be full."""
+    return os.fdopen(os.memfd_create("call"), "r+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
 class WorkerProcess:
@@ -47,8 +52,9 @@ class WorkerProcess:
         """
         self._split = split
         ours, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as shared:
-            shared.truncate(CallMark.SIZE)
+        with theirs, _open_memory() as shared:
+            shared.write(bytes(CallMark.SIZE))
+            shared.flush()
             self.mark = CallMark(mmap.mmap(shared.fileno(), CallMark.SIZE))
             self.mark.clear()
             command, environment = module_command(module, python)
