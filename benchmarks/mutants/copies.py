@@ -20,7 +20,6 @@ class Copy:
     def __init__(self, directory: Path, repository: Path = REPOSITORY) -> None:
         """Copy the files; an earlier copy in the directory is deleted."""
         self.root = directory
-        self._written_at = int(time.time())
         shutil.rmtree(directory, ignore_errors=True)
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=repository, stdout=subprocess.PIPE, check=True).stdout
         for name in filter(None, listed.decode().split("\0")):
@@ -30,6 +29,7 @@ class Copy:
         environment = self.root / ".venv"
         if not environment.exists() and (repository / ".venv").exists():
             environment.symlink_to((repository / ".venv").resolve())
+        self._written_at = int(time.time())  # that of the last file, at most
 
     @property
     def package(self) -> Path:

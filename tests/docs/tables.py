@@ -82,8 +82,7 @@ NOT_RUN = {
 TOO_SHORT_TO_LEARN = {
     r"README.md:from rl_megatron import EmbeddedEngine": "it shows one step; examples/own_loss takes ten so",
     r"stages\.grpo\.train\.steps=2 ": "its few samples have equal rewards; test_examples.py has longer runs",
-    r"docs/lora.md:.*stages\.grpo\.peft\.use_dora": "the same; tests/parallel/test_dora.py trains more",
-    r"docs/quickstart.md:torchrun": "the same; test_examples.py has longer runs",
+    r"docs/(lora|quickstart)\.md:.* experiment=quickstart": "the same",
 }
 
 # First words of commands that the shell itself runs, on the pages of RUN_IN_ORDER.
