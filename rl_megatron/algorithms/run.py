@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -41,7 +42,7 @@ from rl_megatron.topology.determinism import compute_deterministically
 from rl_megatron.topology.device import join
 from rl_megatron.topology.job_store import JOB
 from rl_megatron.topology.stop_signals import StopSignals
-from rl_megatron.topology.topology import Topology, build, keep_launch_order
+from rl_megatron.topology.topology import Topology, build, keep_launch_order, keep_nccl_on_loopback
 
 _LEAVING_TIMEOUT = timedelta(seconds=30)
 
@@ -103,6 +104,7 @@ def run_stages(config: RunConfig) -> RunResults:
     if first.train.deterministic:
         compute_deterministically()
     keep_launch_order(first.parallel)
+    keep_nccl_on_loopback(_hosts_of_servers(config))
     device, store = join(first.device, timeout_minutes)
     check_configuration(config, device)
     layout = build(first.parallel, device, first.train.seed, timeout_minutes, store)
@@ -129,6 +131,12 @@ def run_stages(config: RunConfig) -> RunResults:
                 raise RankFailed(f"rank {layout.rank} was ended by an error: {error}") from error
             finally:
                 lock.release()
+
+
+def _hosts_of_servers(config: RunConfig) -> list[str]:
+    """Return the hosts of the servers that run already."""
+    kinds = [kind for stage in config.stages.values() for kind in (stage.generation.vllm, stage.generation.sglang)]
+    return [urlsplit(url).hostname or "" for kind in kinds for url in kind.urls]
 
 
 def _run_locked(
