@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,7 +38,7 @@ from rl_megatron.observability.failure_file import FailureFile
 from rl_megatron.observability.html_report import start_to_write
 from rl_megatron.observability.run_watch import RunWatch
 from rl_megatron.topology import degrees
-from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
+from rl_megatron.topology.collective_errors import in_words, on_all_or_none, run_on_rank0
 from rl_megatron.topology.determinism import compute_deterministically
 from rl_megatron.topology.device import join
 from rl_megatron.topology.job_store import JOB
@@ -150,7 +151,7 @@ def _run_locked(
 ) -> RunResults:
     output_dir, earlier = Path(config.output_dir), earlier_run(config)
     on_all_or_none(lambda: lock.acquire() if dist.get_rank() == 0 else None)
-    _refuse_failure(run_on_rank0(lambda: _put_back_checkpoints(earlier)))
+    _prepare(lambda: _put_back_checkpoints(earlier))
     tokenizer = on_all_or_none(lambda: preflight.check(config, earlier))
     verify.refuse_damage(config, earlier)
     if dist.get_rank() == 0:
@@ -160,7 +161,7 @@ def _run_locked(
             if isinstance(stage.algorithm, RolloutConfig):
                 log.LOGGER.info("stage %s: %s", name, stage.algorithm.describe_step(stage.train))
     run_yaml = on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
-    _refuse_failure(run_on_rank0(lambda: begin_output(config, run_yaml, lock, tokenizer)))
+    _prepare(lambda: begin_output(config, run_yaml, lock, tokenizer))
     watch.begin_writing()
     metrics_logger = on_all_or_none(lambda: open_metrics(config, layout, attempts))
     stages = StageRunner(config, layout, tokenizer, metrics_logger, run_yaml, stopping, watch.position)
@@ -208,10 +209,15 @@ def _put_back_checkpoints(output_dir: Path) -> None:
         put_back(stage)
 
 
-def _refuse_failure(failure: str | None) -> None:
-    """Raise ConfigError, on every rank, if `failure` is the message of a failure on rank 0."""
+def _prepare(action: Callable[[], object]) -> None:
+    """Prepare the output directory on rank 0. If that fails, ConfigError is raised on every rank."""
+
+    def describe(error: Exception) -> str:
+        return str(error) if isinstance(error, ConfigError) else f"output_dir cannot be written: {in_words(error)}"
+
+    failure = run_on_rank0(action, describe)
     if failure is not None:
-        raise ConfigError(f"output_dir cannot be written: {failure}")
+        raise ConfigError(failure)
 
 
 def leave_together() -> None:
