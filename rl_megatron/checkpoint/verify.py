@@ -31,7 +31,7 @@ def verify_checkpoint(path: Path) -> None:
     try:
         manifest = read_manifest(path)
         check_digests(path, manifest, dist.get_rank(), dist.get_world_size())
-        _check_contents(path, manifest["files"], dist.get_rank())
+        _check_files(path, manifest["files"], dist.get_rank())
     except ConfigError as error:
         failure = str(error)
     failure = first_failure(failure)
@@ -39,7 +39,7 @@ def verify_checkpoint(path: Path) -> None:
         raise Damaged(failure)
 
 
-def _check_contents(checkpoint: Path, files: Collection[str], rank: int) -> None:
+def _check_files(checkpoint: Path, files: Collection[str], rank: int) -> None:
     checks: dict[str, Callable[[Path], object]] = {random_state_file(rank): _check_random_state}
     if rank == 0:
         check_metadata(checkpoint)
