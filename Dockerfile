@@ -12,11 +12,15 @@ FROM ${PYTORCH_IMAGE}
 ARG MEGATRON_CORE=0.19.2
 COPY . /opt/rl_megatron
 # The image's own constraints hold what its Transformer Engine and Apex were built with. The second file makes pip stop
-# if a package needs another torch than the image's.
+# if a package needs another torch than the image's. The third has our pins of all packages that the image does not have,
+# and that are not pinned above.
 RUN python -c "import torch; print(f'torch=={torch.__version__}')" >/tmp/torch.txt \
-    && PIP_CONSTRAINT="${PIP_CONSTRAINT:-} /tmp/torch.txt" pip install --no-cache-dir --prefer-binary \
+    && { cat ${PIP_CONSTRAINT:-/dev/null}; pip list --format=freeze; echo megatron-core==; echo triton==; } \
+       | sed -nE 's/^([A-Za-z0-9._-]+) *[=<>!~@].*/^\1==/p' | sed 's/[-_.]/[-_.]/g' >/tmp/held.txt \
+    && grep -viEf /tmp/held.txt /opt/rl_megatron/constraints.txt >/tmp/pins.txt \
+    && PIP_CONSTRAINT="${PIP_CONSTRAINT:-} /tmp/torch.txt /tmp/pins.txt" pip install --no-cache-dir --prefer-binary \
        "megatron-core==${MEGATRON_CORE}" "/opt/rl_megatron[data,rewards]" \
-    && rm /tmp/torch.txt
+    && rm /tmp/torch.txt /tmp/held.txt /tmp/pins.txt
 
 # Any user may write to /workspace. Some libraries need HOME and USER.
 ENV HOME=/workspace USER=trainer OMP_NUM_THREADS=1

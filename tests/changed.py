@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 ROOTS = ("rl_megatron", "tests", "benchmarks", "docs", "examples")
 ALWAYS = ("tests/test_architecture.py", "tests/test_language.py")
 PRELOADED = "tests.preloaded"  # it spares ranks their imports; what they run is imported by the tests themselves
-EVERYTHING = ("tests/conftest.py", "pyproject.toml", "setup.py", "constraints.txt")
+EVERYTHING = ("tests/conftest.py", "pyproject.toml", "setup.py", "constraints.txt", "hashes.txt")
 
 
 class Imports:

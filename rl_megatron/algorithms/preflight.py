@@ -48,7 +48,7 @@ from rl_megatron.rewards.loading import check_rewards
 from rl_megatron.rewards.reward_models import check_reward_models
 from rl_megatron.rollouts.build import check_worker
 from rl_megatron.topology.degrees import sequence_multiple, zigzag_slices
-from rl_megatron.workers.confinement import find_missing_limits
+from rl_megatron.workers.confinement import log_missing_limits
 
 
 def check(config: RunConfig, output_dir: Path) -> Tokenizer:
@@ -85,9 +85,8 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
         _check_exports(config, stage, tokenizer)
     for message in different_prompts(config.stages, tokenizer):
         log.LOGGER.warning(message)
-    if log.is_main_rank() and any(stage.runs_programs for stage in config.stages.values()):
-        for remark in find_missing_limits():
-            log.once(f"{remark}; see docs/security.md")
+    if any(stage.runs_programs for stage in config.stages.values()):
+        log_missing_limits()
     if config.init_from:
         path = Path(config.init_from)
         manifest = check_checkpoint(path, config.first.model, tokenizer.digest)

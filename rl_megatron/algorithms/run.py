@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -41,7 +43,7 @@ from rl_megatron.topology.determinism import compute_deterministically
 from rl_megatron.topology.device import join
 from rl_megatron.topology.job_store import JOB
 from rl_megatron.topology.stop_signals import StopSignals
-from rl_megatron.topology.topology import Topology, build, keep_launch_order
+from rl_megatron.topology.topology import Topology, build, keep_launch_order, keep_nccl_on_loopback
 
 _LEAVING_TIMEOUT = timedelta(seconds=30)
 
@@ -103,6 +105,7 @@ def run_stages(config: RunConfig) -> RunResults:
     if first.train.deterministic:
         compute_deterministically()
     keep_launch_order(first.parallel)
+    keep_nccl_on_loopback(_hosts_of_servers(config))
     device, store = join(first.device, timeout_minutes)
     check_configuration(config, device)
     layout = build(first.parallel, device, first.train.seed, timeout_minutes, store)
@@ -133,6 +136,12 @@ def run_stages(config: RunConfig) -> RunResults:
                 lock.release()
 
 
+def _hosts_of_servers(config: RunConfig) -> list[str]:
+    """Return the hosts of the servers that run already."""
+    kinds = [kind for stage in config.stages.values() for kind in (stage.generation.vllm, stage.generation.sglang)]
+    return [urlsplit(url).hostname or "" for kind in kinds for url in kind.urls]
+
+
 def _run_locked(
     config: RunConfig,
     lock: OutputLock,
@@ -144,7 +153,7 @@ def _run_locked(
 ) -> RunResults:
     output_dir, earlier = Path(config.output_dir), earlier_run(config)
     on_all_or_none(lambda: lock.acquire() if dist.get_rank() == 0 else None)
-    _refuse_failure(run_on_rank0(lambda: _put_back_checkpoints(earlier)))
+    _prepare(lambda: _put_back_checkpoints(earlier), output_dir)
     tokenizer = on_all_or_none(lambda: preflight.check(config, earlier))
     verify.refuse_damage(config, earlier)
     if dist.get_rank() == 0:
@@ -154,7 +163,7 @@ def _run_locked(
             if isinstance(stage.algorithm, RolloutConfig):
                 log.LOGGER.info("stage %s: %s", name, stage.algorithm.describe_step(stage.train))
     run_yaml = on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
-    _refuse_failure(run_on_rank0(lambda: begin_output(config, run_yaml, lock, tokenizer)))
+    _prepare(lambda: begin_output(config, run_yaml, lock, tokenizer), output_dir)
     watch.begin_writing()
     metrics_logger = on_all_or_none(lambda: open_metrics(config, layout, attempts))
     stages = StageRunner(config, layout, tokenizer, metrics_logger, run_yaml, stopping, watch.position)
@@ -209,10 +218,17 @@ def _newest(of_stages_before: Path | None, directory: Path) -> str:
     return f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
-def _refuse_failure(failure: str | None) -> None:
-    """Raise ConfigError, on every rank, if `failure` is the message of a failure on rank 0."""
+def _prepare(action: Callable[[], object], output_dir: Path) -> None:
+    """Prepare the output directory on rank 0. If that fails, ConfigError is raised on every rank."""
+
+    def describe(error: Exception) -> str:
+        if isinstance(error, ConfigError):
+            return str(error)
+        return f"output_dir cannot be written: {disk.describe(error, output_dir)}"
+
+    failure = run_on_rank0(action, describe)
     if failure is not None:
-        raise ConfigError(f"output_dir cannot be written: {failure}")
+        raise ConfigError(failure)
 
 
 def leave_together() -> None:

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from rl_megatron import log
 from rl_megatron.config.checkpoint_metadata import MANIFEST, no_checkpoint
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.metrics import METRICS_FILE, SAMPLES
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import with_derived_sizes
 from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
@@ -47,6 +49,11 @@ class Damaged(ConfigError):
 def name_of(step: int) -> str:
     """Return the directory name of the checkpoint of `step`."""
     return f"step-{step:06d}"
+
+
+def random_state_file(rank: int) -> str:
+    """Return the name of the file that holds the state of a rank's random number generators."""
+    return f"random_{rank:05d}.pt"
 
 
 def file_entry(path: Path) -> dict[str, Any]:
@@ -80,6 +87,8 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[
         file.flush()
         os.fsync(file.fileno())
     _sync_directory(partial)
+    if _STEP.fullmatch(final.name) and final.exists() and not (final / MANIFEST).is_file():
+        _set_aside(final)
     replaced = final.with_name(f"{final.name}{REPLACED}") if final.exists() else None
     if replaced is not None:  # a run that went back to an earlier step saves this step again
         shutil.rmtree(replaced, ignore_errors=True)
@@ -88,6 +97,14 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[
     _sync_directory(final.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _set_aside(path: Path) -> None:
+    """Rename what is not a whole checkpoint, so that it is not deleted when its step is saved again."""
+    names = (path.with_name(f"{path.name}.without-manifest-{number}") for number in count(1))
+    kept = next(name for name in names if not name.exists())
+    log.LOGGER.warning("%s has no %s, and is now %s", path, MANIFEST, kept)
+    path.rename(kept)
 
 
 def put_back(directory: Path) -> None:
@@ -114,23 +131,31 @@ def _sync_directory(path: Path) -> None:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Return the complete checkpoints in `directory`, oldest first."""
+    """Return the complete checkpoints in `directory`, oldest first, and warn of a directory without a manifest."""
     steps = {}
     for path in directory.glob("step-*"):
         match = _STEP.fullmatch(path.name)
         if match is not None and (path / MANIFEST).is_file():
             steps[path] = int(match.group(1))
+        elif match is not None and path.is_dir():
+            log.once(
+                f"{path} has no {MANIFEST}, so it is not a whole checkpoint and is passed over; copy the missing file "
+                "from a backup, or remove the directory"
+            )
     return sorted(steps, key=lambda path: steps[path])
 
 
 def check_output_dir(output_dir: Path) -> None:
-    """Check that the output directory of a run is a directory or does not exist.
+    """Check that the output directory of a run is a directory or does not exist, and that its metrics are files.
 
     Raises:
-        ConfigError: It is a file.
+        ConfigError: It is a file, or one of them is a directory.
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
+    for path in (output_dir / METRICS_FILE, output_dir / SAMPLES):
+        if path.is_dir():
+            raise ConfigError(f"{path} is a directory, and the run writes a file there; move it, or set output_dir")
 
 
 def check_checkpoint(checkpoint: Path, model: ModelConfig, tokenizer_digest: str | None) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from rl_megatron.checkpoint.adapters import (
     saved_adapters,
     saved_base,
 )
-from rl_megatron.checkpoint.directory import check_head, read_manifest
+from rl_megatron.checkpoint.directory import check_head, random_state_file, read_manifest
 from rl_megatron.checkpoint.metadata import check_metadata
-from rl_megatron.checkpoint.rng_state import random_state_file, restore_random_state
+from rl_megatron.checkpoint.rng_state import restore_random_state
 from rl_megatron.checkpoint.stored_adapters import read_adapters
 from rl_megatron.checkpoint.training_state import TrainingState, load_model
 from rl_megatron.checkpoint.verify import verify_checkpoint

@@ -14,11 +14,6 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
-def random_state_file(rank: int) -> str:
-    """Return the name of the file that holds the state of a rank's generators."""
-    return f"random_{rank:05d}.pt"
-
-
 def _megatron_generators() -> Any:
     """Return megatron-core's generators. The object's class is megatron-core's or Transformer Engine's."""
     return get_cuda_rng_tracker()

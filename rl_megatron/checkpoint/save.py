@@ -35,8 +35,15 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from torch import Tensor
 
 from rl_megatron import __version__, disk
-from rl_megatron.checkpoint.directory import CONFIG, SCORE_POSITION, file_entry, name_of, publish
-from rl_megatron.checkpoint.rng_state import random_state, random_state_file
+from rl_megatron.checkpoint.directory import (
+    CONFIG,
+    SCORE_POSITION,
+    file_entry,
+    name_of,
+    publish,
+    random_state_file,
+)
+from rl_megatron.checkpoint.rng_state import random_state
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.topology.collective_errors import first_failure, run_on_rank0
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rl_megatron.checkpoint.digests import check_digests
-from rl_megatron.checkpoint.directory import Damaged, read_manifest
+from rl_megatron.checkpoint.directory import Damaged, damaged, random_state_file, read_manifest
+from rl_megatron.checkpoint.metadata import check_metadata
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.topology.collective_errors import first_failure
 
@@ -15,15 +20,43 @@ from rl_megatron.topology.collective_errors import first_failure
 def verify_checkpoint(path: Path) -> None:
     """Compare every file of a checkpoint with its digest. Each rank reads its share of the files. Collective.
 
+    The files that describe the tensors and hold what is not a tensor are also read, because somebody may have replaced
+    them and their digests.
+
     Raises:
-        Damaged: A rank found a file that has changed. It is raised on every rank, and the message names the file.
+        Damaged: A rank found a file that has changed, or that cannot be read. It is raised on every rank, and the
+            message names the file.
     """
     failure = None
     try:
         manifest = read_manifest(path)
         check_digests(path, manifest, dist.get_rank(), dist.get_world_size())
+        _check_files(path, manifest["files"], dist.get_rank())
     except ConfigError as error:
         failure = str(error)
     failure = first_failure(failure)
     if failure is not None:
         raise Damaged(failure)
+
+
+def _check_files(checkpoint: Path, files: Collection[str], rank: int) -> None:
+    checks: dict[str, Callable[[Path], object]] = {random_state_file(rank): _check_random_state}
+    if rank == 0:
+        check_metadata(checkpoint)
+        checks |= {"metadata.json": lambda path: dict(json.loads(path.read_text())), "common.pt": _check_state}
+    for name, check in checks.items():
+        if name in files:
+            try:
+                check(checkpoint / name)
+            except Exception as error:  # a damaged pickle may raise anything
+                raise damaged(checkpoint, f"{name} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _check_state(path: Path) -> dict[str, Any]:
+    return dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _check_random_state(path: Path) -> None:
+    state = _check_state(path)
+    torch.Generator().set_state(state["cpu"])
+    dict(state["megatron"])

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from rl_megatron.config.registry import Registry
 
-METRICS_FILE = "metrics.jsonl"  # in the output directory of a run
+METRICS_FILE, SAMPLES = "metrics.jsonl", "samples.jsonl"  # in the output directory of a run
 _COST = re.compile(r"seconds|.*_seconds|time_.*_s|.*_per_s(_.*)?|tflops_per_rank|mfu|pipeline_bubble|peak_memory_.*_gb")
 
 # How a value is computed from its parts. sum: the parts of microbatches and ranks are added; for a mean over tokens,

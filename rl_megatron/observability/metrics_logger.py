@@ -14,12 +14,12 @@ from rich.console import Console
 
 from rl_megatron import disk, log
 from rl_megatron.config.loggers import PrometheusConfig
+from rl_megatron.config.metrics import SAMPLES
 from rl_megatron.observability.html_report import REPORT, ReportPages, quietly, write_html_report
 from rl_megatron.observability.progress import ConsoleProgress
 from rl_megatron.observability.prometheus_sink import PrometheusSink
 from rl_megatron.observability.queued_sink import QueuedSink
 from rl_megatron.observability.report import write_report
-from rl_megatron.observability.run_files import SAMPLES
 from rl_megatron.observability.sinks import SINKS, MetricLine, MetricSink, drop_later_lines
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.metrics import METRICS_FILE
+from rl_megatron.config.metrics import METRICS_FILE, SAMPLES
 from rl_megatron.observability.attempts import ATTEMPTS, joined
 from rl_megatron.observability.failure_file import FAILURE, PREVIOUS
 
-CONFIG, SUMMARY, SAMPLES, RUN_INFO = "config.yaml", "summary.json", "samples.jsonl", "run_info.json"
+CONFIG, SUMMARY, RUN_INFO = "config.yaml", "summary.json", "run_info.json"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
+from rl_megatron.topology.job_store import is_on_one_node
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -25,7 +27,7 @@ def share_gloo_device() -> None:
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     if names:
         devices = [gloo.create_device(interface=name) for name in names.split(",")]
-    elif os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
+    elif is_on_one_node():
         devices = [gloo.create_device(hostname=LOOPBACK)]
     else:
         devices = [gloo.create_default_device()]

@@ -7,11 +7,14 @@ dead ranks there, and connect to them. So the ranks of each attempt meet under a
 from __future__ import annotations
 
 import os
+import socket
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from rl_megatron.config.addresses import is_loopback
 from rl_megatron.config.errors import ConfigError
 
 JOB = "RL_MEGATRON_JOB"  # environment variable: the name of this process's job among the jobs of a sweep
@@ -29,12 +32,41 @@ def job_store(timeout: timedelta) -> tuple[Any, int, int]:
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
+    kept = _serve_on_loopback(timeout)  # which torch then finds, and would otherwise serve to all machines
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    del kept
     if JOB in os.environ:
         store = PrefixStore(os.environ[JOB], store)
     if launcher_has_the_store():
         store = store_of_attempt(store, rank, world_size, timeout)
     return store, rank, world_size
+
+
+def is_on_one_node() -> bool:
+    """Return whether all ranks of the job are on this machine, as far as the variables of its launcher tell."""
+    is_only_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+    return is_only_node or is_loopback(os.environ.get("MASTER_ADDR", ""))
+
+
+def _serve_on_loopback(timeout: timedelta) -> Any:
+    """Serve the store of rank 0 at the loopback address, if MASTER_ADDR is one, and return it.
+
+    torch alone would listen at all interfaces. It shares a store that this process serves at the same port already. If
+    something else has the port, torch reports it.
+    """
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
+
+    host, port, size = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    if launcher_has_the_store() or os.environ.get("RANK") != "0" or not (is_loopback(host) and port.isdecimal()):
+        return None
+    with suppress(OSError):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, int(port)), family=family, backlog=int(size))
+        return TCPStore(
+            host, listening.getsockname()[1], int(size), is_master=True, timeout=timeout, wait_for_workers=False,
+            multi_tenant=True, master_listen_fd=listening.detach(),
+        )  # fmt: skip
+    return None
 
 
 def launcher_has_the_store() -> bool:

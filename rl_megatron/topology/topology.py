@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +14,11 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
+from rl_megatron.config.addresses import is_loopback
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.topology.degrees import sequence_multiple, validate
 from rl_megatron.topology.device import TIMEOUT_MINUTES, join
+from rl_megatron.topology.job_store import is_on_one_node
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,16 @@ def keep_launch_order(parallel: ParallelConfig) -> None:
     """
     if parallel.tensor > 1 or parallel.context > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def keep_nccl_on_loopback(others: Iterable[str]) -> None:
+    """Let NCCL listen at the loopback address only, unless the user has set the variable.
+
+    NCCL reads it once, so nothing is changed if the ranks or `others`, the hosts that they send weights to, are on
+    several machines.
+    """
+    if is_on_one_node() and all(is_loopback(host) for host in others):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def leave() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 from rl_megatron.config.addresses import is_loopback
+from rl_megatron.topology.job_store import is_on_one_node
 
 _POLL_SECONDS = 0.0005
 _PREFIXES = ("standalone",)
@@ -213,9 +214,8 @@ def listening_socket(ip: str, port: int, backlog: int) -> socket.socket:
     if it is the loopback address and the job has several nodes, which find this one by its name.
     """
     family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
-    several_nodes = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
     try:
-        if not (several_nodes and is_loopback(str(address[0]))):
+        if is_on_one_node() or not is_loopback(str(address[0])):
             return socket.create_server(address[:2], family=family, backlog=backlog)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:

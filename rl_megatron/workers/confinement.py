@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from rl_megatron.topology.child_process import adopt_orphans
 _CONFINED = Path(__file__).with_name("confined.py")
 # With arenas of its own, each thread would take 64 MiB of address space.
 _ENVIRONMENT = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+_SAID = "RL_MEGATRON_LIMITS_SAID"  # environment variable: the run has logged which limits the system does not have
 _SECONDS_TO_END_ALL = 2.0  # for processes that start others faster than they are ended
 # What a program may do if the system does not have a limit.
 _REMARKS = {
@@ -94,8 +95,20 @@ def run_confined(
             missing = names.read().decode().split()
             if others is not None and "filter" in missing:
                 _end_children_but(others)
-            for name in missing:
-                log.once(f"{_REMARKS[name]}; see docs/security.md")
+            if _SAID not in os.environ:
+                _log(_REMARKS[name] for name in missing)
+
+
+def log_missing_limits() -> None:
+    """Log what programs may do here, on rank 0. This process and those that it starts do not log it again."""
+    if log.is_main_rank():
+        _log(find_missing_limits())
+    os.environ[_SAID] = "1"
+
+
+def _log(remarks: Iterable[str]) -> None:
+    for remark in remarks:
+        log.once(f"{remark}; see docs/security.md")
 
 
 def find_missing_limits() -> list[str]:

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.launch import TINY_GRPO, metrics
+from tests.end_to_end.listening import listening, reached_from_outside
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n"
@@ -133,9 +134,11 @@ def test_agents_that_hang_end_at_their_limit_of_time(tmp_path, forks):
     assert pids(tmp_path) and not any(psutil.pid_exists(pid) for pid in pids(tmp_path))
 
 
-def test_agents_do_not_outlive_a_run_that_is_killed(tmp_path, forks):
+def test_only_this_machine_reaches_the_gateway_and_agents_do_not_outlive_a_run_that_is_killed(tmp_path, forks):
     with forks.start(written(tmp_path, HANGS), "train", *OPTIONS, ranks=1) as running:
         running.wait_until(lambda: pids(tmp_path), "an agent that runs")
+        addresses = listening(running.pids)
+        assert addresses and reached_from_outside(addresses) == []
     until = time.monotonic() + 30
     while any(psutil.pid_exists(pid) for pid in pids(tmp_path)):
         assert time.monotonic() < until, "an agent outlives the run"

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from tests.end_to_end.launch import TINY_GRPO, metrics
+from tests.end_to_end.listening import reached_from_outside, watched
 from tests.end_to_end.test_engines import engines
 from tests.end_to_end.weight_versions import difference_from_versions
 
@@ -55,13 +56,26 @@ def trained(directory, without=()):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, forks):
-    """The directory of an asynchronous run on two ranks that nothing disturbs."""
+def watched_run(tmp_path_factory, forks):
+    """The directory of an asynchronous run on two ranks that nothing disturbs, and where its processes listened."""
     directory = tmp_path_factory.mktemp("asynchronous")
     (directory / "reward.py").write_text(REWARD)
-    ranks = forks.run_ranks(directory, "train", *OPTIONS, "parallel.tensor=2", ranks=2)
+    with forks.start(directory, "train", *OPTIONS, "parallel.tensor=2", ranks=2) as running:
+        with watched(running.pids) as addresses:
+            ranks = running.finish_ranks()
     assert [rank.status for rank in ranks] == [0, 0], ranks[0].err
-    return directory
+    return directory, addresses
+
+
+@pytest.fixture(scope="module")
+def whole(watched_run):
+    """The directory of the run."""
+    return watched_run[0]
+
+
+def test_only_this_machine_reaches_the_ranks_and_their_engine(watched_run):
+    _, addresses = watched_run
+    assert len(addresses) > 2 and reached_from_outside(addresses) == []
 
 
 def test_every_group_is_learned_from_once_and_none_is_too_old(whole):

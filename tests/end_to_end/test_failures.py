@@ -7,6 +7,7 @@ import shutil
 import pytest
 import yaml
 
+from rl_megatron.config.errors import ConfigError
 from tests.end_to_end.launch import TINY, checkpoints, metrics
 
 PRETRAIN = ("data=text", "algorithm=pretrain")
@@ -19,6 +20,22 @@ def tiny_for(overrides):
     of_tasks = ("data.num_documents", "data.task", "data.num_demonstrations")
     unused = {"data=text": of_tasks, "data=gsm8k": (*of_tasks, "data.sequence_length")}
     return [key for key in TINY if not any(key.startswith(unused.get(chosen, ())) for chosen in overrides)]
+
+
+def let_another_run_come_first():
+    """Let another run take the output directory while this one makes it."""
+    from rl_megatron.algorithms import run_output
+
+    def refuse(config):
+        raise ConfigError(f"output_dir={config.output_dir} is in use by another run (process 1 on node)")
+
+    run_output.move_aside = refuse
+
+
+def test_a_directory_that_another_run_takes_first_is_said_to_be_in_use(tmp_path, forks):
+    done = forks.run(tmp_path, "train", *TINY, before=let_another_run_come_first)
+    assert done.status == 2
+    assert "error: output_dir=out is in use by another run (process 1 on node)\n" in done.err
 
 
 @pytest.fixture

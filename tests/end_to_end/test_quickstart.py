@@ -6,6 +6,7 @@ import math
 import pytest
 
 from tests.end_to_end.launch import metrics
+from tests.end_to_end.listening import reached_from_outside, watched
 
 SHORT = (
     "stages.pretrain.train.steps=3", "stages.sft.train.steps=2", "stages.grpo.train.steps=2",
@@ -17,7 +18,9 @@ SHORT = (
 @pytest.mark.fast
 def test_a_shortened_quickstart_runs_its_stages_in_order_on_two_ranks(tmp_path, forks):
     given = ("experiment=quickstart", "parallel.tensor=2", *SHORT, "output_dir=out")
-    done = forks.run_ranks(tmp_path, "train", *given, ranks=2)
+    with forks.start(tmp_path, "train", *given, ranks=2) as running, watched(running.pids) as addresses:
+        done = running.finish_ranks()
+    assert addresses and reached_from_outside(addresses) == []
     assert [rank.status for rank in done] == [0, 0], done
     lines = [line for line in metrics(tmp_path / "out") if line["kind"] == "train"]
     assert [(line["stage"], line["step"]) for line in lines] == [

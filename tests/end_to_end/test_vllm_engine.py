@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.vllm.engine import build_vllm_engine
 from rl_megatron.losses import build_loss
 from rl_megatron.model.lora.attach import switched_off
+from tests.end_to_end.listening import reached_from_outside, watched
 from tests.parallel.layouts import build_policy
 from tests.vllm_servers import NUM_TOKENS, PYTHON, STEP_TOKENS, model_of_runs, needs_vllm, ready
 
@@ -132,7 +134,9 @@ def test_a_group_larger_than_a_step_of_the_server_keeps_its_seeds(answers):
 
 def test_a_request_is_aborted_with_what_it_has_or_goes_on_with_other_weights(ranks, faulty_servers, tmp_path):
     """On the server with one worker alone, which starts in half the time of both."""
-    (found,) = ranks.run(1, use_servers, ready(faulty_servers[1:]), str(tmp_path), True)
+    with watched([os.getpid()]) as addresses:
+        (found,) = ranks.run(1, use_servers, ready(faulty_servers[1:]), str(tmp_path), True)
+    assert addresses and reached_from_outside(addresses) == []
     aborted, kept = found["aborted"], found["kept"]
     assert aborted.reason == "abort" and 0 < len(aborted.ids) < 90 and len(aborted.logprobs) == len(aborted.ids)
     assert kept.reason == "length" and len(kept.ids) == 90

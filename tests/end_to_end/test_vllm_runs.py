@@ -6,6 +6,7 @@ The ranks call `run` themselves, so that a test can break what they send, or kil
 from __future__ import annotations
 
 import io
+import os
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from rl_megatron.config.load import load_config
 from rl_megatron.config.metrics import is_cost
 from tests.end_to_end.launch import TINY_GRPO, metrics
+from tests.end_to_end.listening import reached_from_outside, watched
 from tests.end_to_end.weight_versions import difference_from_versions
 from tests.vllm_servers import OF_RUNS, PYTHON, needs_vllm
 
@@ -185,7 +187,9 @@ def results_of(directory: Path) -> list[dict]:
 def test_a_run_whose_servers_are_killed_has_the_metrics_of_an_undisturbed_run(urls, ranks, tmp_path, is_nightly):
     """`test_vllm_weight_sync` kills a server in a weight sync. A start takes a minute, so that one kill is enough."""
     kills = 2 if is_nightly else 1
-    (status, stderr), (_, of_rank_1) = ranks.run(2, run_with_kills, tmp_path / "killed", kills)
+    with watched([os.getpid()]) as addresses:
+        (status, stderr), (_, of_rank_1) = ranks.run(2, run_with_kills, tmp_path / "killed", kills)
+    assert addresses and reached_from_outside(addresses) == []
     assert status == 0, stderr + of_rank_1
     assert [f"starting again ({n} of at most 3 times)" in stderr for n in (1, 2, 3)] == [n <= kills for n in (1, 2, 3)]
     assert "only requests with the token of its run" in (tmp_path / "refused").read_text()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
+import os
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from rl_megatron.checkpoint.directory import publish
 from rl_megatron.checkpoint.training_state import load_model
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
@@ -179,6 +184,54 @@ def test_unusable_checkpoints_are_named(ranks, tmp_path):
     assert "damaged" in truncated and "bytes instead of" in truncated
     assert "is missing" in missing
     assert MANIFEST in incomplete
+
+
+class Planted:
+    """An object whose pickle makes a directory when it is read without limits."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def replace_file(checkpoint: Path, name: str, content: bytes) -> None:
+    """Replace a file of a checkpoint and its digest."""
+    manifest, partial = json.loads((checkpoint / MANIFEST).read_text()), checkpoint.with_suffix(".incomplete")
+    checkpoint.rename(partial)
+    (partial / MANIFEST).unlink()
+    (partial / name).write_bytes(content)
+    publish(partial, checkpoint, {key: manifest[key] for key in manifest.keys() - {"format", "files", "sha256"}})
+
+
+def errors_of_replaced_files(directory: str) -> dict[str, list[str]]:
+    """Return the messages of attempts to load checkpoints of which one file, with its digest, is another one."""
+    whole, planted = Path(directory) / "step-000002", pickle.dumps(Planted(f"{directory}/planted"))
+    state, messages = io.BytesIO(), {}
+    torch.save({"cpu": torch.zeros(3)}, state)
+    for name, contents in {
+        "common.pt": (planted, b"", pickle.dumps(3)),
+        "random_00000.pt": (planted, state.getvalue()),
+        "metadata.json": (b"[1", b"3", b"\xff"),
+        ".metadata": (planted, b""),
+    }.items():
+        before, messages[name] = (whole / name).read_bytes(), []
+        for content in contents:
+            replace_file(whole, name, content)
+            with pytest.raises(ConfigError) as error:
+                build_policy({}).load_checkpoint(whole)
+            messages[name].append(str(error.value))
+        replace_file(whole, name, before)
+    build_policy({}).load_checkpoint(whole)
+    return messages
+
+
+def test_a_file_that_was_replaced_with_its_digest_is_named_and_runs_no_code(ranks, tmp_path):
+    ranks.run(1, save_after_two_steps, {}, str(tmp_path), True)
+    for name, messages in ranks.run(1, errors_of_replaced_files, str(tmp_path))[0].items():
+        assert all(f"is damaged: {name} cannot be read (" in message for message in messages), messages
+    assert not (tmp_path / "planted").exists()
 
 
 def names_of_a_checkpoint(directory: str) -> tuple[set[str], list[str]]:

@@ -18,12 +18,14 @@ import httpx2
 import psutil
 
 from rl_megatron import disk, log
+from rl_megatron.config.addresses import is_loopback
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.servers import ServersConfig
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.dialect import Launch, ServerDialect
 from rl_megatron.topology.child_process import environment_of_a_server
+from rl_megatron.topology.job_store import is_on_one_node
 from rl_megatron.weight_sync.plan import RefitPlan
 from rl_megatron.weight_sync.servers import ServerDied
 
@@ -35,6 +37,8 @@ _LINES_SHOWN = 5
 _BYTES_READ = 1 << 16
 _PORT_IN_USE = "address already in use"
 _EVERYWHERE = ("0.0.0.0", "::")  # what a user may bind to
+# With these, only this machine reaches the processes of a server. They would listen at the address of its name.
+_ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
 class ServerProcess:
@@ -47,6 +51,8 @@ class ServerProcess:
         reached_at = socket.gethostname() if launch.host in _EVERYWHERE else launch.host
         self.url = f"http://{f'[{reached_at}]' if ':' in reached_at else reached_at}:{launch.port}"
         command, environment = dialect.command(launch)
+        if is_loopback(launch.host) and is_on_one_node():
+            environment = _ON_LOOPBACK | environment
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as output:
             self._began = output.tell()

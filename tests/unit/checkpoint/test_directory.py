@@ -90,10 +90,17 @@ def test_a_changed_byte_at_the_end_of_a_large_file_is_damage(tmp_path):
         check_digests(path, read_manifest(path))
 
 
-def test_a_directory_without_a_manifest_is_not_a_checkpoint(tmp_path):
+def test_a_directory_without_a_manifest_is_named_once_and_kept_when_its_step_is_saved(tmp_path, logged):
     path = published(tmp_path)
-    (tmp_path / "step-000002").mkdir()
-    assert complete_checkpoints(tmp_path) == [path]
+    assert complete_checkpoints(tmp_path) == [path] and logged == []
+    for number in (1, 2):
+        (path / MANIFEST).unlink()
+        for _ in range(2):
+            assert complete_checkpoints(tmp_path) == []
+        assert len([text for text in logged if f"{path} has no {MANIFEST}, so it is not a whole" in text]) == 1
+        assert published(tmp_path) == path and complete_checkpoints(tmp_path) == [path]
+        kept = tmp_path / f"{path.name}.without-manifest-{number}"
+        assert (kept / "weights").is_file() and str(kept) in logged[-1]
 
 
 def test_files_and_directory_are_on_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         "cannot be read as a tokeni",
     ),
     "output_dir is a file": (("train", "algorithm=sft", "output_dir=bad.jsonl"), "output_dir=bad.jsonl is a file"),
+    "metrics.jsonl is a directory": (("train", "algorithm=sft", "output_dir=odd"), "odd/metrics.jsonl is a directory"),
     "init_from is missing": (("train", "data=arithmetic", "init_from=absent"), "checkpoint absent does not exist"),
     "init_from is no checkpoint": (
         ("train", "data=arithmetic", "init_from=tokenizer"),
@@ -185,6 +186,7 @@ def write_files(directory: Path) -> None:
     (directory / "pairs.jsonl").write_text('{"question": "1+1=", "chosen": "2"}\n')
     (directory / "mine.py").write_text("class Task:\n    def train_problems(self): ...\n\ndef wrong(x): ...\n")
     (directory / "raises.py").write_text("raise ValueError('no')\n")
+    (directory / "odd" / "metrics.jsonl").mkdir(parents=True)
     (directory / "llama").mkdir()
     llama = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     llama |= {"num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": 9, "rms_norm_eps": 1e-5}

@@ -284,3 +284,14 @@ def test_first_layers_without_experts_divide_over_tensor_parallelism():
     validate_model(model, ParallelConfig(tensor=2, sequence=True))
     with pytest.raises(ConfigError, match="must divide model.ffn_hidden_size=90"):
         validate_model(model, ParallelConfig(tensor=4, sequence=True))
+
+
+def test_nccl_stays_on_the_loopback_if_ranks_and_servers_are_on_this_machine(monkeypatch):
+    def chosen(*hosts, **variables):
+        monkeypatch.setattr(os, "environ", variables)
+        topology.keep_nccl_on_loopback(hosts)
+        return variables.get("NCCL_SOCKET_IFNAME")
+
+    assert chosen() == chosen("127.0.0.1", "::1") == chosen(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1") == "lo"
+    assert chosen(NCCL_SOCKET_IFNAME="eth0") == "eth0", "the user's"
+    assert chosen("10.0.0.5") is chosen(WORLD_SIZE="16", LOCAL_WORLD_SIZE="8", MASTER_ADDR="node-1") is None

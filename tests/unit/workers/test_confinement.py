@@ -16,9 +16,15 @@ from types import SimpleNamespace
 import pytest
 
 from rl_megatron import log
-from rl_megatron.topology.child_process import describe_end
+from rl_megatron.topology.child_process import describe_end, environment_of_a_child
 from rl_megatron.workers import confined
-from rl_megatron.workers.confinement import Limits, find_missing_limits, make_directory, run_confined
+from rl_megatron.workers.confinement import (
+    Limits,
+    find_missing_limits,
+    log_missing_limits,
+    make_directory,
+    run_confined,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="some limits are Linux's")
 # "not allowed …" is what Python says to a higher limit.
@@ -126,6 +132,16 @@ def test_what_the_system_does_not_have_is_logged_once_and_found_before(without_a
     (record,) = caplog.records
     (remark,) = find_missing_limits()
     assert record.message == f"{remark}; see docs/security.md" and "can start and end processes" in remark
+
+
+def test_what_a_run_has_logged_is_not_repeated_by_the_processes_that_it_starts(without_a_filter, logged, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    program, remark = "import os\nif os.fork():\n    os.wait()", f"{find_missing_limits()[0]}; see docs/security.md"
+    log_missing_limits()
+    assert logged == [remark]
+    monkeypatch.setattr(log.once, "messages", set())  # as in another process
+    monkeypatch.setattr(os, "environ", environment_of_a_child())
+    assert run(program) == (0, "") and logged == [remark]
 
 
 @pytest.mark.change

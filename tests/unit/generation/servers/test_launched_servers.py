@@ -22,6 +22,7 @@ def test_launched_servers_answer_log_into_the_run_and_end_with_the_engine(engine
     engine.update_weights()
     assert engine.generate(PROMPTS, SAMPLING, seed=1)["input_ids"][0].tolist() == [3, 4, 5, 6, 7, 8, 9]
     processes = servers()
+    assert all(process.environ()["GLOO_SOCKET_IFNAME"] == "lo" for process in processes), "for this machine only"
     logs = sorted((tmp_path / "servers").glob("vllm-*-[01].log"))
     assert len(logs) == 2 and all("the fake server starts" in path.read_text() for path in logs)
     engine.shutdown()
