@@ -37,7 +37,8 @@ def _serve(rank: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     while (job := connection.recv()) is not None:
         function, args, world_size, store_path = job
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update({key: str(value) for key, value in place.items()})
         try:
             share_gloo_device()
             store = dist.FileStore(store_path, world_size)
