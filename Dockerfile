@@ -14,8 +14,9 @@ COPY . /opt/rl_megatron
 # The image's own constraints hold what its Transformer Engine and Apex were built with. The second file makes pip stop
 # if a package needs another torch than the image's. The third has our pins of all packages that the image does not have,
 # and that are not pinned above.
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN python -c "import torch; print(f'torch=={torch.__version__}')" >/tmp/torch.txt \
-    && { cat ${PIP_CONSTRAINT:-/dev/null}; pip list --format=freeze; echo megatron-core==; echo triton==; } \
+    && { echo "${PIP_CONSTRAINT:-/dev/null}" | xargs cat; pip list --format=freeze; echo megatron-core==; echo triton==; } \
        | sed -nE 's/^([A-Za-z0-9._-]+) *[=<>!~@].*/^\1==/p' | sed 's/[-_.]/[-_.]/g' >/tmp/held.txt \
     && grep -viEf /tmp/held.txt /opt/rl_megatron/constraints.txt >/tmp/pins.txt \
     && PIP_CONSTRAINT="${PIP_CONSTRAINT:-} /tmp/torch.txt /tmp/pins.txt" pip install --no-cache-dir --prefer-binary \

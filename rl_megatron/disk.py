@@ -6,13 +6,14 @@ import errno
 import glob
 import io
 import os
+import re
 import shutil
 import socket
 import stat
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_UNFINISHED = ".incomplete"  # the suffix of a file that is being written
+_UNFINISHED = ".incomplete"  # the suffix of a file that is being written, after the number of the process
+_OF_A_PROCESS = re.compile(r"\.\d+\.incomplete$")
 
 
 def replace_file(path: Path, content: str | bytes, is_synced: bool = False) -> None:
@@ -68,23 +70,15 @@ def append(path: Path, content: bytes) -> None:
         raise
 
 
-def remove_leftovers(directory: Path, of_directories: Sequence[str]) -> None:
-    """Remove what killed processes have left in a directory and below it: files that they were writing, and more.
+def remove_unfinished(directory: Path) -> None:
+    """Remove the files that `replace_file` was writing in a directory in processes that were killed.
 
     No process may write there. What cannot be removed stays.
-
-    Args:
-        directory: The directory.
-        of_directories: Suffixes of directories that are leftovers.
     """
-    for place, directories, files in os.walk(directory):
-        for name in [name for name in directories if name.endswith(tuple(of_directories))]:
-            directories.remove(name)
-            shutil.rmtree(Path(place, name), ignore_errors=True)
-        for name in files:
-            if name.endswith(_UNFINISHED):
-                with suppress(OSError):
-                    Path(place, name).unlink()
+    for path in directory.glob(f"*{_UNFINISHED}"):
+        if _OF_A_PROCESS.search(path.name):
+            with suppress(OSError):
+                path.unlink()
 
 
 def prefix_of_process(what: str, parent: Path | None = None) -> str:
@@ -96,7 +90,8 @@ def prefix_of_process(what: str, parent: Path | None = None) -> str:
         what: What it is for, in one word.
         parent: Where the directory will be. None: the system's directory for temporary files.
     """
-    kind = f"rl-megatron-{what}-{socket.gethostname()}-"
+    namespace = Path("/proc/self/ns/pid")  # of another one, processes here know nothing
+    kind = f"rl-megatron-{what}-{socket.gethostname()}-{namespace.stat().st_ino if namespace.exists() else 0}-"
     _remove_of_ended_processes(Path(parent or tempfile.gettempdir()), kind)
     return f"{kind}{os.getpid()}-"
 
@@ -206,7 +201,12 @@ class WaitingWrites:
         for waiting in self._waiting.values():
             try:
                 while waiting:
-                    waiting[0]()
+                    try:
+                        waiting[0]()
+                    except BaseException as error:
+                        if not is_full(error):
+                            waiting.popleft()  # it fails again and again
+                        raise
                     waiting.popleft()
             except OSError as error:
                 failed = failed or error

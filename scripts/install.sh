@@ -75,6 +75,9 @@ install_with_hashes() {
     report_failure
     return 1
   fi
+  if ! compgen -G "$VENV/lib/python*/site-packages/torch-*+cpu.dist-info" >/dev/null; then
+    echo "no CPU build of torch that hashes.txt knows is found, so the usual one is installed; HASHES=off takes what pip prefers"
+  fi
   select_releases package "${extra:-package}" >"$VENV/pins.txt"
   install_hashed "$VENV/pins.txt" --no-compile || return
   if grep -qsE '^Requires-Dist: (nvidia|cuda|triton)' "$VENV"/lib/python*/site-packages/torch-*.dist-info/METADATA; then

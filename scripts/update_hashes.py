@@ -12,6 +12,7 @@ the build for this machine is written, too. Those of earlier calls stay as long 
 from __future__ import annotations
 
 import hashlib
+import platform
 import re
 import subprocess
 import sys
@@ -79,7 +80,8 @@ def cpu_build(version: str, python: str, directory: Path) -> str | None:
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     compared = {"3.11": "<", "3.12": ">="}[python]
-    return f"torch=={version}+cpu ; python_full_version {compared} '3.12' \\\n    --hash=sha256:{digest}"
+    marker = f"python_full_version {compared} '3.12' and platform_machine == '{platform.machine()}'"
+    return f"torch=={version}+cpu ; {marker} \\\n    --hash=sha256:{digest}"
 
 
 def write(path: Path, what: str, how: str, blocks: list[tuple[str, str]]) -> None:

@@ -66,13 +66,16 @@ class Checkpointer:
         self._under_way: list[Save] = []
         self.exporter = Exporter(checkpoints, train.export_hf)
 
-    def save(self, step: int, last: bool, **kept: Any) -> None:
+    def save(self, step: int, last: bool, **kept: Any) -> bool:
         """Begin the checkpoint of `step`, after completing the one before.
 
         Args:
             step: The training step.
             last: Whether it is the stage's last checkpoint, which is complete on return.
             **kept: Values that are stored in the checkpoint's manifest.
+
+        Returns:
+            Whether the checkpoint is complete, or is being written.
 
         Raises:
             SaveFailed: The stage's last save failed; raised on every rank. If another save fails, a warning is logged
@@ -88,8 +91,10 @@ class Checkpointer:
             if last:
                 raise
             self._warn(error)
+            return False
         if not last and not self._train.async_save:
             self.exporter.wait(must_succeed=False)
+        return True
 
     def poll(self) -> None:
         """Complete the save in progress if it has been written. Collective if there is a save in progress."""

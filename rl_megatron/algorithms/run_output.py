@@ -22,6 +22,9 @@ from rl_megatron.observability.run_info import RunInfo
 from rl_megatron.observability.service_sinks import service_sinks
 from rl_megatron.topology.topology import Topology
 
+_WITH_FILES = ("rollouts/*/", "reference_logprobs/", "evaluations/*/*/")  # directories of files that are replaced
+_OF_STEPS = ("checkpoints/*/step-*", "exported/*/step-*")
+
 
 def begin_output(config: RunConfig, run_yaml: str, lock: OutputLock, tokenizer: Tokenizer) -> None:
     """Lock the run's directory, and write the files that it has from the start: the tokenizer and the configuration.
@@ -34,7 +37,7 @@ def begin_output(config: RunConfig, run_yaml: str, lock: OutputLock, tokenizer: 
     move_aside(config)
     output_dir.mkdir(parents=True, exist_ok=True)
     lock.acquire()
-    disk.remove_leftovers(output_dir, LEFTOVERS)
+    _remove_leftovers(output_dir)
     save_tokenizer(tokenizer, output_dir)
     path = output_dir / CONFIG
     if not path.is_file() or path.read_text() != run_yaml:
@@ -44,6 +47,16 @@ def begin_output(config: RunConfig, run_yaml: str, lock: OutputLock, tokenizer: 
     if carried is not None and carried.resolve() != kept.resolve():
         shutil.rmtree(kept, ignore_errors=True)
         shutil.copytree(carried, kept)
+
+
+def _remove_leftovers(output_dir: Path) -> None:
+    """Remove what killed runs have left: files and checkpoints that they were writing or deleting, and no others."""
+    for directory in (output_dir, *(found for pattern in _WITH_FILES for found in output_dir.glob(pattern))):
+        disk.remove_unfinished(directory)
+    for pattern in _OF_STEPS:
+        for path in output_dir.glob(pattern):
+            if path.suffix in LEFTOVERS:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def open_metrics(config: RunConfig, layout: Topology, attempts: Attempts) -> MetricsLogger:

@@ -176,14 +176,15 @@ class Stage:
                     last = True
                     self._evaluate(step, last, done=self._due(step))
                 is_due = last or bool(train.save_every and step % train.save_every == 0)
+                is_saved = False
                 if is_due:
                     with self.timer.phase("save"):
-                        self._save(step, last)
+                        is_saved = self._save(step, last)
                 if last:
                     with self.timer.phase("save"):
                         self.checkpointer.exporter.wait()
                     return
-                self._stop_if_asked(step, is_saved=is_due)
+                self._stop_if_asked(step, is_saved=is_saved)
         finally:
             self.metrics_logger.end_stage()
 
@@ -360,8 +361,8 @@ class Stage:
         )
         return True
 
-    def _save(self, step: int, last: bool) -> None:
-        self.checkpointer.save(
+    def _save(self, step: int, last: bool) -> bool:
+        return self.checkpointer.save(
             step,
             last,
             config=self.run_config,

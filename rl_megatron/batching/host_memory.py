@@ -74,7 +74,8 @@ class TensorStore:
         num_bytes = max(size, 1) * dtype.itemsize
         with path.open("wb") as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would end the process at a later write
+                if hasattr(os, "posix_fallocate"):  # else a full disk ends the process at a later write
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
             except OSError as error:
                 raise OSError(error.errno, f"{num_bytes:,} bytes of sequences: {error.strerror}", str(path)) from error
         mapped = torch.from_file(str(path), shared=True, size=max(size, 1), dtype=dtype)

@@ -37,7 +37,7 @@ def compare(runs: Sequence[Path], output: Path) -> int:
 
 def _written(path: Path, page: str) -> int:
     try:
-        disk.replace_file(path, page)
+        path.write_text(page, "utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {disk.describe(error, path)}") from error
     print(f"Written to {path}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,8 +71,8 @@ class MetricsLogger:
         if not self.enabled:
             return
         for sink in self._sinks:
-            sink.begin_stage(stage, start)
-        drop_later_lines(self.output_dir / SAMPLES, stage, start)
+            self._writes.write(str(id(sink)), partial(sink.begin_stage, stage, start))
+        self._writes.write(SAMPLES, partial(drop_later_lines, self.output_dir / SAMPLES, stage, start))
         self._progress.begin_stage(stage, start, steps, metric)
 
     def end_stage(self) -> None:
@@ -136,8 +135,13 @@ class MetricsLogger:
         Args:
             has_failed: Whether the run has failed, which services show.
         """
-        with suppress(OSError):  # a checkpoint has no lines that wait, so the steps of these come again
+        try:
             self._writes.finish()
+        except Exception as error:
+            log.LOGGER.warning(
+                "%s: the last lines of metrics are not written (%s); their steps come again when the run goes on",
+                *(self.output_dir, disk.describe(error, self.output_dir)),
+            )
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             if isinstance(sink, QueuedSink):

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,7 @@ from rl_megatron.execution.spans import Span, recording_spans
 
 _MOST_ALLOCATIONS = 200_000  # of a snapshot of memory
 # What a full disk raises: Python when it writes, torch by a file without an end, and gzip when it reads such a file.
-_UNWRITTEN = (OSError, ValueError, EOFError)
+_UNWRITTEN = (OSError, ValueError, EOFError, zlib.error)
 
 
 class StepProfiler:

@@ -7,6 +7,7 @@ may read more sequences than before.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -106,7 +107,7 @@ class RecordedReference:
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".incomplete")
+        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.incomplete")
         digests = torch.tensor([list(digest) for digest in self._sequences], dtype=torch.uint8)
         lengths = torch.tensor([len(values) for values in self._sequences.values()])
         tensors = (digests, lengths, torch.cat(list(self._sequences.values())))

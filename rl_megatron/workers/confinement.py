@@ -100,10 +100,11 @@ def run_confined(
 
 
 def log_missing_limits() -> None:
-    """Log what programs may do here, on rank 0. This process and those that it starts do not log it again."""
+    """Log what programs may do here, on rank 0. Processes that ranks of its node start do not log it again."""
     if log.is_main_rank():
         _log(find_missing_limits())
-    os.environ[_SAID] = "1"
+    if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")):  # the first node
+        os.environ[_SAID] = "1"
 
 
 def _log(remarks: Iterable[str]) -> None:

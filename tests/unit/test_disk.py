@@ -75,27 +75,11 @@ def test_writes_wait_for_space_in_their_order_and_are_said_once(tmp_path, caplog
 
 def test_another_failure_than_a_full_disk_does_not_wait(tmp_path):
     target, writes = Disk(), disk.WaitingWrites(tmp_path)
-    target.error = FileNotFoundError(errno.ENOENT, "no such directory")
-    with pytest.raises(FileNotFoundError):
-        writes.write("a", lambda: target.write(1))
-
-
-def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path):
-    for name in ("metrics.jsonl", "report.html.17.incomplete", "rollouts/sft/step-000001.parquet.9.incomplete"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    for name in ("step-000001", "step-000002.deleted", "step-000003.incomplete/part"):
-        (tmp_path / "checkpoints" / "sft" / name).mkdir(parents=True)
-    disk.remove_leftovers(tmp_path, (".incomplete", ".deleted"))
-    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
-    assert left == [
-        "checkpoints",
-        "checkpoints/sft",
-        "checkpoints/sft/step-000001",
-        "metrics.jsonl",
-        "rollouts",
-        "rollouts/sft",
-    ]
+    for error in (FileNotFoundError(errno.ENOENT, "no such directory"), RuntimeError("a sink of a user")):
+        target.error = error
+        with pytest.raises(type(error)):
+            writes.write("a", lambda: target.write(1))
+    writes.finish()
 
 
 def test_temporary_directories_of_ended_processes_are_removed(tmp_path):

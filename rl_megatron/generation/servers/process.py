@@ -31,6 +31,7 @@ from rl_megatron.weight_sync.servers import ServerDied
 
 GUARDIAN = "rl_megatron.generation.servers.guardian"
 _SECONDS_OF_HEALTH = 2.0
+_PRIVATE = 0o600  # a server may print its arguments, and with them the run's token
 _NEEDS_A_TOKEN = "/v1/models"  # a path that says nothing about the model's weights
 _POLL_SECONDS = 0.5
 _LINES_SHOWN = 5
@@ -41,20 +42,25 @@ _EVERYWHERE = ("0.0.0.0", "::")  # what a user may bind to
 _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, _PRIVATE)
+
+
 class ServerProcess:
     """One server process with its guardian, and the file with what it prints."""
 
     def __init__(self, launch: Launch, dialect: ServerDialect, log_path: Path):
         """Start the server; its log is appended to `log_path`."""
         self.name, self.log_path, self._dialect = f"{dialect.name} {launch.index}", log_path, dialect
-        self._has_token = bool(launch.token)
+        self._token = launch.token
         reached_at = socket.gethostname() if launch.host in _EVERYWHERE else launch.host
         self.url = f"http://{f'[{reached_at}]' if ':' in reached_at else reached_at}:{launch.port}"
         command, environment = dialect.command(launch)
         if is_loopback(launch.host) and is_on_one_node():
             environment = _ON_LOOPBACK | environment
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as output:
+        with open(log_path, "ab", opener=_open_private) as output:
+            os.fchmod(output.fileno(), _PRIVATE)  # an earlier version may have made it
             self._began = output.tell()
             self._guardian = subprocess.Popen(
                 [sys.executable, "-m", GUARDIAN, str(launch.model_directory), *command],
@@ -97,7 +103,7 @@ class ServerProcess:
         try:
             url = self.url + self._dialect.health_path
             answer = httpx2.get(url, timeout=_SECONDS_OF_HEALTH, trust_env=False, verify=False)
-            if answer.status_code == 200 and self._has_token:
+            if answer.status_code == 200 and self._token:
                 self._check_token()
             self.is_ready = answer.status_code == 200
         except httpx2.RequestError:
@@ -118,10 +124,11 @@ class ServerProcess:
             )
 
     def log(self) -> str:
-        """Return the end of what this process has printed."""
+        """Return the end of what this process has printed, without the token."""
         with self.log_path.open("rb") as output:
             output.seek(max(self._began, output.seek(0, os.SEEK_END) - _BYTES_READ))
-            return output.read().decode(errors="replace")
+            printed = output.read().decode(errors="replace")
+        return printed.replace(self._token, "***") if self._token else printed
 
     def last_lines(self) -> str:
         """Return where the log is, and its last lines in one line, for a message."""

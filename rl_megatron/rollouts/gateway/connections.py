@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import select
 from collections.abc import Callable
 from typing import Any
@@ -11,21 +10,24 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-SECONDS_TO_ASK = 10.0  # until the header of a request is complete
+SECONDS_TO_ASK = 10.0  # until the header of a request is complete, and then until its body is
 
 
 def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
     """Return uvicorn's protocol for at most `most()` connections.
 
-    A further one takes the place of the one that has said nothing for the longest time since it was to send the header
-    of a request; if there is no such one, it is closed.
+    A further one takes the place of the one that has waited for the longest time without a request that is being
+    answered; if there is no such one, it is closed.
     """
 
     class Limited(H11Protocol):
         _closing: asyncio.TimerHandle | None = None
+        _waits_for: type[h11.IDLE] | type[h11.SEND_BODY] | None = None  # what the timer is for
+        _without_request_since = 0.0
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self._without_request_since = self.loop.time()
             if len(self.connections) > most():
                 (self._longest_silent() or self).transport.abort()
             if not transport.is_closing():
@@ -40,33 +42,39 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def _limit_silence(self) -> None:
-            """Close the connection later if it still waits for a header by then, however many bytes of it come."""
-            waits = self.conn.their_state is h11.IDLE
-            if waits and self._closing is None:
+            """Close the connection later if a header or a body is incomplete then, however many bytes of it come."""
+            state = self.conn.their_state
+            if state is self._waits_for:
+                return
+            self._cancel()
+            if state in (h11.IDLE, h11.SEND_BODY):
+                self._waits_for = state
                 self._closing = self.loop.call_later(SECONDS_TO_ASK, self.transport.abort)
-            elif not waits:
-                self._cancel()
+
+        def on_response_complete(self) -> None:
+            self._without_request_since = self.loop.time()
+            super().on_response_complete()
 
         def _longest_silent(self) -> Limited | None:
-            """Return the connection whose silence ends next, among those of which no byte waits to be read."""
+            """Return the connection that has waited longest, among those of which no byte waits to be read."""
             silent = {
                 each.transport.get_extra_info("socket").fileno(): each
                 for each in self.connections
-                if isinstance(each, Limited) and each._closing is not None and not each.transport.is_closing()
+                if isinstance(each, Limited) and each._answers_nothing() and not each.transport.is_closing()
             }
             asked = select.poll()
             for number in silent:
                 asked.register(number, select.POLLIN)
             for number, _ in asked.poll(0):
                 del silent[number]
-            return min(silent.values(), key=Limited._closes_at, default=None)
+            return min(silent.values(), key=lambda each: each._without_request_since, default=None)
 
-        def _closes_at(self) -> float:
-            return math.inf if self._closing is None else self._closing.when()
+        def _answers_nothing(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
 
         def _cancel(self) -> None:
             if self._closing is not None:
                 self._closing.cancel()
-                self._closing = None
+            self._closing = self._waits_for = None
 
     return Limited

@@ -182,7 +182,15 @@ class Session:
         """
         if self._has_ended:
             raise _ended()
-        return job() if is_short else await asyncio.get_running_loop().run_in_executor(self._thread, job)
+        if is_short:
+            return job()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._has_ended and not (task and task.cancelling()):  # the job was cancelled before it began
+                raise _ended() from None
+            raise
 
     async def chat(self, raw: bytes) -> Choices:
         """Answer a request to /v1/chat/completions, of which the body is given.

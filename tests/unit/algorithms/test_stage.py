@@ -10,7 +10,9 @@ from rl_megatron.algorithms import checkpointer
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.evaluate import HeldoutAnswers, HeldoutPairs, HeldoutProblems, HeldoutText
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.stopping import RunStopped
 from rl_megatron.algorithms.verify import manifest_at_the_end
+from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
@@ -107,7 +109,8 @@ def make(monkeypatch):
     """`make(log, saved=…, steps=…)`: a stage that logs what happens."""
 
     def build(log, saved=(), nan_at=None, **train):
-        monkeypatch.setattr(stage_module, "complete_checkpoints", lambda directory: list(saved))
+        for module in (stage_module, checkpointer):
+            monkeypatch.setattr(module, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
             checkpointer, "delete_older", lambda directory, keep, *_: log.append(("delete older", keep))
         )
@@ -149,6 +152,26 @@ def test_what_was_not_due_when_a_goal_was_reached_is_evaluated_then(make):
         ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("eval", 2), ("save", 2),
     ]  # fmt: skip
     assert stage.results["measures"] == {"often/avg@1": 0.5, "late/avg@1": 0.5, "accuracy": 0.75}
+
+
+def test_a_run_that_is_asked_to_stop_after_a_save_that_failed_saves_again(make):
+    log = []
+    stage = make(log, steps=6, save_every=2, eval_every=0)
+    save = stage.policy.begin_checkpoint
+    failures = [SaveFailed("the disk is full")]
+
+    def fail_once(*arguments, **keywords):
+        if failures:
+            raise failures.pop()
+        return save(*arguments, **keywords)
+
+    stage.policy.begin_checkpoint = fail_once
+    stage.stopping = SimpleNamespace(
+        reason=lambda: "SIGTERM was received" if ("step", 2) in log else None, begin_step=lambda: None
+    )
+    with pytest.raises(RunStopped, match="stopped after step 2"):
+        walk(stage, log)
+    assert not failures and happened(log, "step", "save") == [("step", 1), ("step", 2), ("save", 2)]
 
 
 def test_a_stage_evaluates_at_start_and_end_and_saves_at_the_end(make):

@@ -328,3 +328,40 @@ def test_a_report_that_does_not_fit_is_said_and_shown_all_the_same(logger, tmp_p
     for name in ("curves.png", "summary.json"):
         assert f"{name} cannot be written" in said and not (tmp_path / name).exists()
     assert not list(tmp_path.glob("*.incomplete"))
+
+
+def test_lines_that_wait_are_dropped_with_their_steps_when_a_stage_goes_back(tmp_path, capsys):
+    logger = MetricsLogger(tmp_path, enabled=True, sinks=("jsonl",))
+    logger.begin_stage("sft", 0, 4)
+    logger.record(1, {"loss": 1.0})
+    with files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size):
+        logger.record(2, {"loss": 0.5})
+        logger.begin_stage("sft", 1, 4)
+        logger.record(2, {"loss": 0.25})
+    logger.record(3, {"loss": 0.125})
+    assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [(1, 1.0), (2, 0.25), (3, 0.125)]
+
+
+def test_a_sink_that_fails_is_closed_with_all_others(tmp_path, monkeypatch):
+    closed = []
+
+    class Sink:
+        def __init__(self, output_dir):
+            pass
+
+        def begin_stage(self, stage, start):
+            pass
+
+        def write(self, line):
+            raise RuntimeError("the sink of a user")
+
+        def close(self):
+            closed.append("own")
+
+    monkeypatch.setitem(SINKS, "own", Sink)
+    logger = MetricsLogger(tmp_path, enabled=True, sinks=("jsonl", "own"))
+    logger.begin_stage("sft", 0, 1)
+    with pytest.raises(RuntimeError, match="the sink of a user"):
+        logger.record(1, {"loss": 1.0})
+    logger.close(has_failed=True)
+    assert closed == ["own"]

@@ -16,6 +16,7 @@ from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.weights_on_disk import ADAPTER_FILES, WeightDirectory
 
 SPECS = [TensorSpec("a", (4, 3), "bfloat16"), TensorSpec("b", (5,), "float32"), TensorSpec("c", (2, 2), "bfloat16")]
+HERE = f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"  # this machine and its processes
 RANKS = PolicyRanks(0, 1, torch.device("cpu"))
 
 
@@ -62,7 +63,7 @@ def test_weights_of_a_killed_process_are_deleted_and_those_of_a_running_one_are_
     ended.wait()
     killed, running, other = (
         tmp_path / f"rl-megatron-weights-{name}-x"
-        for name in (f"{socket.gethostname()}-{ended.pid}", f"{socket.gethostname()}-{os.getppid()}", "elsewhere-1")
+        for name in (f"{HERE}-{ended.pid}", f"{HERE}-{os.getppid()}", "elsewhere-1-1")
     )
     for directory in (killed, running, other):
         (directory / "weights-3").mkdir(parents=True)

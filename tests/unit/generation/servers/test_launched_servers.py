@@ -25,6 +25,7 @@ def test_launched_servers_answer_log_into_the_run_and_end_with_the_engine(engine
     assert all(process.environ()["GLOO_SOCKET_IFNAME"] == "lo" for process in processes), "for this machine only"
     logs = sorted((tmp_path / "servers").glob("vllm-*-[01].log"))
     assert len(logs) == 2 and all("the fake server starts" in path.read_text() for path in logs)
+    assert {path.stat().st_mode & 0o777 for path in logs} == {0o600}, "a server may print the token of the run"
     engine.shutdown()
     assert not any(process.is_running() for process in processes)
 

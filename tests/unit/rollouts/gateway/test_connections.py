@@ -65,6 +65,27 @@ async def test_silent_connections_are_few_and_are_closed_while_others_are_answer
 
 
 @acts
+async def test_connections_without_a_key_that_never_end_their_bodies_are_closed(qwen):
+    """Their requests are answered with 401 before their bodies are read."""
+    gateway = Gateway(AgentConfig())
+    async with gateway.session(qwen.agent().client, Sampling(8, stop_ids=(qwen.end,))) as session:
+        host, port = urlsplit(session.base_url).netloc.split(":")
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+        for reader, writer in opened:
+            writer.write(HEADER + b"Content-Length: 100000\r\n\r\n")
+            assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 401")
+        until = time.monotonic() + 10
+        while await count_open([reader for reader, _ in opened]) and time.monotonic() < until:
+            for _, writer in opened:
+                writer.write(b"x")
+            await asyncio.sleep(0.05)
+        assert await count_open([reader for reader, _ in opened]) == 0 and time.monotonic() < until
+        for _, writer in opened:
+            writer.close()
+    await gateway.close()
+
+
+@acts
 async def test_a_new_connection_takes_the_place_of_the_longest_silent_one(qwen, monkeypatch):
     monkeypatch.setattr(connections, "SECONDS_TO_ASK", 60.0)
     agent, gateway = qwen.agent("one"), Gateway(AgentConfig())
