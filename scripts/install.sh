@@ -76,7 +76,7 @@ install_with_hashes() {
     return 1
   fi
   if ! compgen -G "$VENV/lib/python*/site-packages/torch-*+cpu.dist-info" >/dev/null; then
-    echo "no CPU build of torch that hashes.txt knows is found, so the usual one is installed; HASHES=off takes what pip prefers"
+    echo "pip finds no CPU build of torch that hashes.txt has: the usual build is installed"
   fi
   select_releases package "${extra:-package}" >"$VENV/pins.txt"
   install_hashed "$VENV/pins.txt" --no-compile || return
