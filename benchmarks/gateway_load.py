@@ -4,9 +4,10 @@
 
 The engine is a fake one that answers at once, so that the time is the gateway's. One agent sends a short request every
 20 ms, and a clock ticks on the gateway's loop. Then the same is measured while 400 connections say nothing, each of
-which is opened again a second after it was closed, and while each of these trajectories sends its requests without a
-pause: bodies of 8 MiB, texts and wide tools that are as large as a body may be, tools that are nested 900 deep, 100,000
-messages, and as many messages as a request may have. All of them run in processes of their own.
+which is opened again a second after it was closed, and while trajectories send requests that are refused, without a
+pause: bodies of 8 MiB, and tools that are nested 900 deep. At last others join them, whose requests have the largest
+sizes that are read: texts, wide tools, 100,000 messages, and as many messages as a request may have. All of them run in
+processes of their own.
 
 It prints in ms how long the agent waited, how late the clock was, and how much processor time the gateway's process
 used between two ticks. Its own work can have delayed the clock by no more than that, whatever else runs on the machine.
@@ -34,6 +35,7 @@ from urllib.parse import urlsplit
 
 CONTEXT = 32768
 CONNECTIONS = 400
+SILENT, BODIES, NESTED = "silent connections", "bodies of 8 MiB", "nested tools"
 _PATH = "/v1/chat/completions"
 _PAUSE_SECONDS, _TICK_SECONDS = 0.02, 0.005
 _TEMPLATE = (
@@ -52,10 +54,10 @@ def attacks(most_bytes: int) -> dict[str, bytes]:
 
     size = most_bytes - 1000
     return {
-        "body of 8 MiB": write(content="a" * (8 << 20)),
+        BODIES: write(content="a" * (8 << 20)),
         "largest text": write(content="a log line 12345\n" * (size // 18)),
         "largest tools": write(tools=f'[{{"a": [{"[]," * (size // 3 - 10)}0]}}]'),
-        "nested tools": write(tools=f'[{{"a": {"[" * 900}{"]" * 900}}}]'),
+        NESTED: write(tools=f'[{{"a": {"[" * 900}{"]" * 900}}}]'),
         "100,000 messages": write(100_000, ""),
         "most messages": write(min(CONTEXT, size // 40), ""),
     }
@@ -146,8 +148,14 @@ def make_client(name: str, texts: Sequence[str]) -> Callable[[str], Any]:
     return lambda trajectory: RolloutClient(trajectory, 1, prompt, sampling, tokenizer, limits, answer)
 
 
-async def measure(make: Callable[[str], Any], seconds: float, attacked: bool) -> dict[str, Any]:
-    """Return the delays of an agent and of the loop's clock in seconds, the descriptors, and the attacks' statuses."""
+async def measure(make: Callable[[str], Any], seconds: float, attackers: Sequence[str] | None) -> dict[str, Any]:
+    """Return the delays of an agent and of the loop's clock in seconds, the descriptors, and the attacks' statuses.
+
+    Args:
+        make: Makes the client of a trajectory.
+        seconds: How long it takes.
+        attackers: The names of those that attack meanwhile; None for all.
+    """
     from contextlib import AsyncExitStack
 
     from rl_megatron.config.agent import AgentConfig
@@ -174,14 +182,15 @@ async def measure(make: Callable[[str], Any], seconds: float, attacked: bool) ->
         async def receive(name: str) -> Any:
             return await asyncio.to_thread(pipes[name].recv)
 
-        if attacked:
-            start("silent connections", be_silent, address, stop)
-            for name, body in attacks(agent.body_limits.num_bytes).items():
+        if attackers is None or SILENT in attackers:
+            start(SILENT, be_silent, address, stop)
+        for name, body in attacks(agent.body_limits.num_bytes).items():
+            if attackers is None or name in attackers:
                 session = await open_session(name)
                 start(name, attack, address, session.api_key, body, stop)
         for name in pipes:
             await receive(name)
-        attackers = list(pipes)
+        started = list(pipes)
         start("agent", ask, address, agent.api_key, seconds)
         measured = asyncio.create_task(receive("agent"))
         ticks, used, descriptors = [], [], []
@@ -192,7 +201,7 @@ async def measure(make: Callable[[str], Any], seconds: float, attacked: bool) ->
             used.append(time.process_time() - used_before)
             descriptors.append(len(os.listdir("/proc/self/fd")))
         stop.set()
-        statuses = {name: await receive(name) for name in attackers}
+        statuses = {name: await receive(name) for name in started}
         for process in processes:
             await asyncio.to_thread(process.join)
     await gateway.close()
@@ -216,19 +225,19 @@ def _lines(name: str, result: dict[str, Any]) -> Iterator[str]:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--seconds", type=float, default=30.0, help="how long each of the two parts takes")
+    arguments.add_argument("--seconds", type=float, default=30.0, help="how long each of the three parts takes")
     return arguments
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure both parts, and print the delays and the load of the machine."""
+    """Measure all parts, and print the delays and the load of the machine."""
     seconds = parser().parse_args(arguments).seconds
     package = Path(__file__).resolve().parents[1] / "rl_megatron"
     make = make_client("agent", [path.read_text("utf-8") for path in sorted(package.rglob("*.py"))[:200]])
     gc.collect()
     gc.freeze()  # as a stage does when it begins
-    for name, attacked in (("alone", False), ("under attack", True)):
-        result = asyncio.run(measure(make, seconds, attacked))
+    for name, attackers in (("alone", ()), ("refused", (SILENT, BODIES, NESTED)), ("all", None)):
+        result = asyncio.run(measure(make, seconds, attackers))
         print("\n".join(_lines(name, result)), flush=True)
         print(f"{name:12} load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
     return 0
