@@ -15,6 +15,7 @@ from rl_megatron import log
 from rl_megatron.config.importing import raised
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rollouts.gateway.answers import chat_answer, chat_pieces, model_list, text_answer, text_pieces
+from rl_megatron.rollouts.gateway.connections import KEY_ACCEPTED
 from rl_megatron.rollouts.gateway.errors import RequestRefused
 from rl_megatron.rollouts.gateway.session import SHORT_COMPLETION, Choices, Session
 
@@ -91,6 +92,7 @@ def _session(request: Request, session_of: Callable[[str], Session | None]) -> S
             status=401,
             code="invalid_api_key",
         )
+    request.scope[KEY_ACCEPTED] = True
     return session
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+KEY_ACCEPTED = "rl_megatron.key_accepted"  # in the scope of a request: whether its key is that of a trajectory
 SECONDS_TO_ASK = 10.0  # until the header of a request is complete, and then until its body is
 
 
@@ -17,7 +18,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
     """Return uvicorn's protocol for at most `most()` connections.
 
     A further one takes the place of the one that has waited for the longest time without a request that is being
-    answered; if there is no such one, it is closed.
+    answered, and whose last request had no accepted key; if there is no such one, it is closed.
     """
 
     class Limited(H11Protocol):
@@ -60,7 +61,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
             silent = {
                 each.transport.get_extra_info("socket").fileno(): each
                 for each in self.connections
-                if isinstance(each, Limited) and each._answers_nothing() and not each.transport.is_closing()
+                if isinstance(each, Limited) and each._may_be_replaced() and not each.transport.is_closing()
             }
             asked = select.poll()
             for number in silent:
@@ -69,8 +70,8 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
                 del silent[number]
             return min(silent.values(), key=lambda each: each._without_request_since, default=None)
 
-        def _answers_nothing(self) -> bool:
-            return self.cycle is None or self.cycle.response_complete
+        def _may_be_replaced(self) -> bool:
+            return self.cycle is None or (self.cycle.response_complete and not self.cycle.scope.get(KEY_ACCEPTED))
 
         def _cancel(self) -> None:
             if self._closing is not None:

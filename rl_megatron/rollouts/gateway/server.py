@@ -20,6 +20,7 @@ from rl_megatron.rollouts.tools.calls import Parser
 _SECONDS_TO_END = 3.0
 _CONNECTIONS_OF_A_SESSION, _FURTHER_CONNECTIONS = 4, 16
 _BACKLOG = 64  # connections that are accepted at once, before those over the limit are closed
+_QUEUE = 1024  # connections that wait to be accepted; a client tries a further one again after a second
 _SWITCH_SECONDS = 0.001  # after which a thread that reads a long request lets the loop continue; Python's are 0.005
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # what agents of this machine reach instead
 
@@ -98,7 +99,14 @@ class Gateway:
         )  # fmt: skip
         self._server = uvicorn.Server(options)
         sys.setswitchinterval(min(_SWITCH_SECONDS, self._switch_seconds))
-        self._serving = asyncio.get_running_loop().create_task(self._server.serve([listening]))
+        self._serving = asyncio.get_running_loop().create_task(self._serve(listening))
+
+    async def _serve(self, listening: socket.socket) -> None:
+        serving = asyncio.create_task(self._server.serve([listening]))
+        while not (self._server.started or serving.done()):
+            await asyncio.sleep(0)
+        listening.listen(_QUEUE)  # asyncio has set it to the backlog
+        await serving
 
     def _listening(self) -> socket.socket:
         """Return the socket, which takes connections from now on."""

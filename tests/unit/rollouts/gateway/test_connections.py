@@ -91,6 +91,9 @@ async def test_a_new_connection_takes_the_place_of_the_longest_silent_one(qwen, 
     agent, gateway = qwen.agent("one"), Gateway(AgentConfig())
     async with gateway.session(agent.client, Sampling(8, stop_ids=(qwen.end,))) as session:
         host, port = urlsplit(session.base_url).netloc.split(":")
+        kept, asking = await asyncio.open_connection(host, int(port))
+        asking.write(f"GET /v1/models HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer {session.api_key}\r\n\r\n".encode())
+        assert (await kept.readuntil(b"]}")).startswith(b"HTTP/1.1 200")
         opened = []
         for _ in range(30):
             opened.append(await asyncio.open_connection(host, int(port)))
@@ -101,8 +104,9 @@ async def test_a_new_connection_takes_the_place_of_the_longest_silent_one(qwen, 
             answer = await http.post(f"{session.base_url}/chat/completions", json={"messages": [user("Hello")]})
             assert answer.status_code == 200, answer.text
             readers = [reader for reader, _ in opened]
-            assert await count_open(readers) == await count_open(readers[11:]) == 16 + 4 - 1
-        for _, writer in opened:
+            assert await count_open(readers) == await count_open(readers[12:]) == 16 + 4 - 2
+            assert await count_open([kept]) == 1, "its last request had an accepted key"
+        for writer in (asking, *(writer for _, writer in opened)):
             writer.close()
     await gateway.close()
 
