@@ -169,10 +169,10 @@ def test_threads_share_the_memory_of_a_program():
     ],
     ids=["deep", "unreadable", "a link"],
 )
-def test_the_directory_of_a_program_is_removed(program):
-    before = set(os.listdir(tempfile.gettempdir()))
-    run(f"import os\n{program}")
-    assert {name for name in os.listdir(tempfile.gettempdir()) if "program" in name} <= before
+def test_the_directory_of_a_program_is_removed(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    _, printed = run(f"import os\nprint(os.getcwd())\n{program}")
+    assert printed.startswith(str(tmp_path)) and list(tmp_path.iterdir()) == []
 
 
 def test_a_death_by_a_real_time_signal_has_a_number():
