@@ -100,7 +100,7 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[
 
 
 def _set_aside(path: Path) -> None:
-    """Rename what is not a whole checkpoint, so that it is not deleted when its step is saved again."""
+    """Give an incomplete checkpoint another name, because the next save of its step would delete it."""
     names = (path.with_name(f"{path.name}.without-manifest-{number}") for number in count(1))
     kept = next(name for name in names if not name.exists())
     log.LOGGER.warning("%s has no %s, and is now %s", path, MANIFEST, kept)

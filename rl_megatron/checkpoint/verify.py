@@ -20,8 +20,8 @@ from rl_megatron.topology.collective_errors import first_failure
 def verify_checkpoint(path: Path) -> None:
     """Compare every file of a checkpoint with its digest. Each rank reads its share of the files. Collective.
 
-    The files that describe the tensors and hold what is not a tensor are also read, because somebody may have replaced
-    them and their digests.
+    A digest does not help if somebody has replaced the file and the digest. So the metadata and the files of state that
+    is not a tensor are loaded as well.
 
     Raises:
         Damaged: A rank found a file that has changed, or that cannot be read. It is raised on every rank, and the
