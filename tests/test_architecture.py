@@ -14,7 +14,7 @@ PACKAGES = (
     "weight_sync", "policy", "generation", "rewards", "rollouts", "observability", "algorithms", "certify", "plan",
     "doctor", "compat", "cli", "api",
 )  # fmt: skip
-FOR_ALL = {"log", "disk", "rl_megatron"}  # rl_megatron: the package root, which holds the version
+FOR_ALL = {"log", "disk", "timing", "rl_megatron"}  # rl_megatron: the package root, which holds the version
 IMPORT_ANYTHING = {"__main__"}
 KNOWN = {*PACKAGES, *FOR_ALL, *IMPORT_ANYTHING}
 MEGATRON_PACKAGES = {"topology", "model", "execution", "checkpoint", "policy", "generation"}

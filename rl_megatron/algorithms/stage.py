@@ -29,7 +29,6 @@ from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.stage_loader import in_memory_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import NonFiniteLoss
-from rl_megatron.execution.phase_timer import PhaseTimer
 from rl_megatron.generation.interfaces import SleepingEngine
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.metrics_logger import MetricsLogger
@@ -42,6 +41,7 @@ from rl_megatron.rollouts.batch import TRAJECTORY
 from rl_megatron.rollouts.runner import Closes
 from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.rollouts.trajectory_index import sizes_of_steps
+from rl_megatron.timing import PhaseTimer
 
 Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 

@@ -28,7 +28,6 @@ from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import FusedHead, NonFiniteLoss
-from rl_megatron.execution.phase_timer import timing
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.model.build import Head
@@ -41,6 +40,7 @@ from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.build import build_runner
 from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts
+from rl_megatron.timing import timing
 from rl_megatron.topology.topology import Topology
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_megatron.execution.phase_timer import Path, PhaseTimer, timer_in_use
+from rl_megatron.timing import Path, PhaseTimer, timer_in_use
 
 _PHASES = {
     "forward-compute": "forward",
