@@ -43,7 +43,7 @@ class Step:
 
 def watch(file: Path) -> None:
     """Append the optimizer steps of this process to a file from now on."""
-    from rl_megatron.policy.trainer import Trainer
+    from rl_megatron.training.trainer import Trainer
 
     step = Trainer.step
 

@@ -19,7 +19,7 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.logprobs import token_blocks
 from rl_megatron.losses import ClippedPGLossFn, NLLLoss, accepts_deferred_logits
 from rl_megatron.model.build import unwrap
-from rl_megatron.policy import optimizer as optimizer_module
+from rl_megatron.training import optimizer as optimizer_module
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, MODEL, OPTIMIZER, VOCAB_SIZE, build_policy, weights
 
 OVERLAPPED = replace(DISTRIBUTED_OPTIMIZER, overlap=True)

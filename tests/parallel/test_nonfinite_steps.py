@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from rl_megatron.checkpoint.training_state import TrainingState
-from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.losses import NLLLoss
+from rl_megatron.training.metrics import NonFiniteLoss
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, OPTIMIZER, build_policy
 from tests.parallel.test_layouts import random_batch
 

@@ -15,9 +15,9 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import NonFiniteLoss, over_steps
 from rl_megatron.losses import LogprobLoss, LossInputType, LossType, NLLLoss, Reduction
 from rl_megatron.timing import StepTimes
+from rl_megatron.training.metrics import NonFiniteLoss, over_steps
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
     EXPERTS,

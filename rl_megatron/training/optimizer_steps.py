@@ -8,13 +8,14 @@ from typing import Any
 
 from rl_megatron.batching.config import Batching, require_count
 from rl_megatron.data.token_keys import declare_token_keys
-from rl_megatron.execution import Runner, over_steps
 from rl_megatron.losses.base import Loss
-from rl_megatron.policy.batches import PlannedStep, StepPlanner
 from rl_megatron.policy.interfaces import Batch
-from rl_megatron.policy.skipped_steps import counts
-from rl_megatron.policy.teacher import Teacher
-from rl_megatron.policy.trainer import Trainer, require_whole_groups
+from rl_megatron.training.batches import PlannedStep, StepPlanner
+from rl_megatron.training.metrics import over_steps
+from rl_megatron.training.runner import Runner
+from rl_megatron.training.skipped_steps import counts
+from rl_megatron.training.teacher import Teacher
+from rl_megatron.training.trainer import Trainer, require_whole_groups
 
 
 class OptimizerSteps:

@@ -16,11 +16,11 @@ from rl_megatron import log
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import FusedHead
 from rl_megatron.model.lora.attach import dora_adapters_of, trained_adapters_of
 from rl_megatron.model.lora.originals import whole_parameters
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.inference import Inference, build_runner
+from rl_megatron.training.inference import Inference, build_runner
+from rl_megatron.training.runner import FusedHead
 
 Placement = Literal["resident", "offload"]
 """Where reference weights are kept: always on the device, or in host memory and on the device only during a call."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rl_megatron import log
-from rl_megatron.execution import NonFiniteLoss
+from rl_megatron.training.metrics import NonFiniteLoss
 
 
 class SkippedSteps:

@@ -11,14 +11,15 @@ from rl_megatron import log
 from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.config.optimizer import OptimizerConfig
-from rl_megatron.execution import Denominators, NonFiniteLoss, Runner
 from rl_megatron.losses.base import Loss
 from rl_megatron.model.layers.router import move_biases, moving_routers
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.gradient_norms import GradientNorms
-from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
-from rl_megatron.policy.skipped_steps import SkippedSteps
 from rl_megatron.timing import phase
+from rl_megatron.training.gradient_norms import GradientNorms
+from rl_megatron.training.metrics import Denominators, NonFiniteLoss
+from rl_megatron.training.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
+from rl_megatron.training.runner import Runner
+from rl_megatron.training.skipped_steps import SkippedSteps
 
 
 class Trainer:

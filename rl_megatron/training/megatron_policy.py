@@ -23,22 +23,22 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import FusedHead
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.batches import StepPlanner, result_of
-from rl_megatron.policy.inference import Inference, build_runner
 from rl_megatron.policy.interfaces import Batch, BatchT, ColocatablePolicyInterface
-from rl_megatron.policy.opening import open_checkpoint, open_hf
-from rl_megatron.policy.optimizer_steps import OptimizerSteps
-from rl_megatron.policy.recorded_reference import RecordedReference
-from rl_megatron.policy.reference import AdapterReference, Placement, ReferenceModel
-from rl_megatron.policy.teacher import Teacher
-from rl_megatron.policy.trainer import Trainer
-from rl_megatron.policy.training_memory import TrainingMemory
 from rl_megatron.topology.topology import Topology
+from rl_megatron.training.batches import StepPlanner, result_of
+from rl_megatron.training.inference import Inference, build_runner
+from rl_megatron.training.opening import open_checkpoint, open_hf
+from rl_megatron.training.optimizer_steps import OptimizerSteps
+from rl_megatron.training.recorded_reference import RecordedReference
+from rl_megatron.training.reference import AdapterReference, Placement, ReferenceModel
+from rl_megatron.training.runner import FusedHead
+from rl_megatron.training.teacher import Teacher
+from rl_megatron.training.trainer import Trainer
+from rl_megatron.training.training_memory import TrainingMemory
 from rl_megatron.weight_sync.exporter import weights_digest
 from rl_megatron.weight_sync.ipc import WeightHandle
 from rl_megatron.weight_sync.process_group import Handle

@@ -18,13 +18,13 @@ from rl_megatron.batching.rank_plan import RankPlan, plan_global_batch, required
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.batching.sharded import ShardedBatch, reduction_over
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import Denominators
 from rl_megatron.losses.contract import CountOfSequences
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.inference import check_width, checked_lengths, on_host, replayable
 from rl_megatron.policy.interfaces import Batch, BatchT
 from rl_megatron.topology.collective_errors import on_all_or_none
 from rl_megatron.topology.reductions import RankReduction
+from rl_megatron.training.inference import check_width, checked_lengths, on_host, replayable
+from rl_megatron.training.metrics import Denominators
 
 
 @dataclass(frozen=True)

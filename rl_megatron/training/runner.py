@@ -22,10 +22,6 @@ from torch import Tensor
 from rl_megatron.batching.microbatch import Microbatch
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution.megatron_timers import MEGATRON_TIMERS
-from rl_megatron.execution.metrics import Denominators, reduce_metrics
-from rl_megatron.execution.microbatch import ModelInput, PreparedStep
-from rl_megatron.execution.p2p import PlannedCommunicator
 from rl_megatron.log import once, report_progress
 from rl_megatron.logprobs import DeferredLogits, LogprobStats, Sharding, next_token_stats, vocab_parallel_top_k
 from rl_megatron.losses.base import Loss
@@ -45,6 +41,10 @@ from rl_megatron.model.layers.router_replay import expert_layers, replaying
 from rl_megatron.model.lora.dropout import seed_microbatch
 from rl_megatron.topology.topology import Topology, keep_generators
 from rl_megatron.topology.transfer import send
+from rl_megatron.training.megatron_timers import MEGATRON_TIMERS
+from rl_megatron.training.metrics import Denominators, reduce_metrics
+from rl_megatron.training.microbatch import ModelInput, PreparedStep
+from rl_megatron.training.p2p import PlannedCommunicator
 
 # A microbatch, what the model gets of it, and the seed of its dropout, or None if nothing is dropped.
 _Given = tuple[Microbatch, ModelInput, int | None]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl_megatron.execution import NonFiniteLoss
-from rl_megatron.policy.skipped_steps import SkippedSteps, counts
+from rl_megatron.training.metrics import NonFiniteLoss
+from rl_megatron.training.skipped_steps import SkippedSteps, counts
 
 
 def failing():
