@@ -116,8 +116,8 @@ class Runner:
             if self._has_experts and balances_globally(get_model_config(self.model_chunks[0])):
                 self._count_routed(prepared, seeds)
             begin_step(self.model_chunks, counts.positions)
-        head = self._head() if loss_fn.reads_deferred_logits else None
-        if self.fused_head is not None and not loss_fn.reads_deferred_logits:
+        head = self._head() if loss_fn.reads == "logprobs" else None
+        if self.fused_head is not None and loss_fn.reads != "logprobs":
             once(f"{loss_fn.display_name} needs whole logits, so the fused head is off for this loss")
         with keep_generators(self.topology.device) if seeds else nullcontext():
             reports = self._run(prepared, step, forward_only, head, seeds=seeds)[: len(microbatches)]
@@ -303,7 +303,8 @@ class Runner:
         loss_fn: Loss,
         denominators: Denominators,
     ):
-        loss, metrics = loss_fn.on_output(output, batch, denominators.sequences, denominators.tokens, sharding)
+        streams = loss_fn.read_output(output, batch, sharding)
+        loss, metrics = loss_fn.evaluate(batch, denominators.sequences, denominators.tokens, **streams)
         report = {name: _in_double(value, loss.device) for name, value in metrics.items()}
         report["loss"] = loss.detach().double()
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
