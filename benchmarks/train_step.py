@@ -61,7 +61,7 @@ from rl_megatron.topology.device import start_device  # noqa: E402
 from rl_megatron.topology.topology import Topology  # noqa: E402
 from rl_megatron.topology.transfer import send  # noqa: E402
 from rl_megatron.training.megatron_policy import MegatronPolicy  # noqa: E402
-from rl_megatron.training.microbatch import ModelInput  # noqa: E402
+from rl_megatron.training.model_input import ModelInput  # noqa: E402
 from rl_megatron.training.optimizer import build_optimizer, wrap_for_gradients  # noqa: E402
 from rl_megatron.training.runner import FusedHead  # noqa: E402
 

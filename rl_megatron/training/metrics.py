@@ -154,7 +154,7 @@ def _describe_failure(
     return f"the loss is {result['loss']} (first seen in {where or 'the sum'}); metrics: {values}"
 
 
-def over_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, float]:
+def combine_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, float]:
     """Combine the metrics of several optimizer steps, each over the steps that have it.
 
     The combination is the minimum of minima, the maximum of maxima, and the mean of all other metrics.

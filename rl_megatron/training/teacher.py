@@ -76,7 +76,7 @@ class Teacher:
             logits, ids = self._inference.topk_logits(self._whole(data), k, batching)
         return self._of_own(data, logits), self._of_own(data, ids)
 
-    def attached(self, plan: RankPlan) -> RankPlan:
+    def attach_logits(self, plan: RankPlan) -> RankPlan:
         """Return the plan with the teacher's logits of each microbatch as `teacher_logits`.
 
         They are sharded like the student's, and computed from hidden states when a loss reads them. The hidden states

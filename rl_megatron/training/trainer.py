@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
+from typing import Any
 
 from megatron.core.optimizer import clip_grads
 
 from rl_megatron import log
-from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.losses.base import Loss
@@ -16,16 +16,20 @@ from rl_megatron.model.layers.router import move_biases, moving_routers
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.timing import phase
 from rl_megatron.training.gradient_norms import GradientNorms
-from rl_megatron.training.metrics import Denominators, NonFiniteLoss
+from rl_megatron.training.metrics import NonFiniteLoss, combine_steps
 from rl_megatron.training.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
 from rl_megatron.training.runner import Runner
-from rl_megatron.training.skipped_steps import SkippedSteps
+from rl_megatron.training.steps import PlannedStep
 
 
 class Trainer:
     """The gradient buffers and the optimizer of a model, and the steps that they take. All methods are collective.
 
+    It owns the number of steps that were skipped since the last update, because their loss or gradient norm was NaN or
+    infinite. All ranks raise `NonFiniteLoss` for the same step, so all of them skip it.
+
     Attributes:
+        runner: What computes gradients.
         optimizer: megatron-core's optimizer.
         scheduler: The optimizer's learning-rate schedule.
     """
@@ -33,6 +37,7 @@ class Trainer:
     def __init__(
         self,
         model: ShardedModel,
+        runner: Runner,
         config: OptimizerConfig,
         precision: str,
         total_steps: int | None,
@@ -40,23 +45,24 @@ class Trainer:
     ):
         """Wrap the model chunks in megatron-core's DDP, and build their optimizer."""
         model.model_chunks[:] = wrap_for_gradients(model.model_chunks, model.topology, config)
-        self._model = model
+        self._model, self.runner = model, runner
         self.optimizer = build_optimizer(model.wrapped_model_chunks, config, precision, model.topology)
         self.scheduler = build_scheduler(self.optimizer, config, total_steps)
         self._gradients = GradientNorms(self.optimizer, model.wrapped_model_chunks)
         self._clip_grad = config.clip_grad
-        self._skipped = SkippedSteps(max_skipped_steps)
+        self._max_skipped, self._num_skipped = max_skipped_steps, 0
 
-    def accumulate(self, runner: Runner, planned: RankPlan, loss: Loss, denominators: Denominators) -> dict[str, float]:
-        """Return the loss's metrics, and store its gradient in the parameters' `main_grad`."""
-        for model_chunk in self._model.wrapped_model_chunks:
-            model_chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        report = runner.train_step(planned.microbatches, loss, denominators, number=self.scheduler.num_steps)
-        self._model.mark_gathered()
-        return report
+    def train(self, steps: Iterable[PlannedStep], loss: Loss) -> dict[str, Any]:
+        """Take optimizer steps, each planned when it is taken, and return the metrics over them."""
+        reports = []
+        for planned in steps:
+            reports.append(self.step(planned, loss))
+        counts = {"num_updates": int(sum(report["updated"] for report in reports))}
+        if self._max_skipped:
+            counts["skipped_steps"] = int(sum(report["skipped_steps"] for report in reports))
+        return combine_steps(reports, loss) | counts
 
-    def step(self, runner: Runner, planned: RankPlan, loss: Loss, denominators: Denominators) -> dict[str, float]:
+    def step(self, planned: PlannedStep, loss: Loss) -> dict[str, float]:
         """Take one optimizer step, and return the loss's metrics with gradient norms, `lr` and `updated`.
 
         A batch without a valid token changes nothing: weights, moments and learning rate stay the same.
@@ -71,18 +77,34 @@ class Trainer:
                 "the learning rate is 0, so that optimizer steps change no weight: the decay has ended at "
                 "optimizer.min_lr=0; set optimizer.decay_steps or min_lr"
             )
-
-        def train() -> dict[str, float]:
-            report = self.accumulate(runner, planned, loss, denominators)
+        try:
+            report = self.accumulate(planned, loss)
             norms, updated = dict.fromkeys(self._gradients.names, 0.0), False
-            if denominators.tokens > 0:
+            if planned.denominators.tokens > 0:
                 with phase("optimizer"):
                     norms, updated = self.update(report["loss"])
-            clipped = self._norm_after_clipping(norms["grad_norm"])
-            costs = {"packing_efficiency": planned.efficiency}
-            return report | norms | {"grad_norm_clipped": clipped, "lr": lr, "updated": float(updated)} | costs
+        except NonFiniteLoss as error:
+            self._skip(error)
+            return {"lr": lr, "updated": 0.0, "skipped_steps": 1.0}
+        if updated:
+            self._num_skipped = 0
+        clipped = norms["grad_norm"]
+        if self._clip_grad > 0:  # as megatron-core has clipped it
+            clipped *= min(1.0, self._clip_grad / (clipped + 1e-6))
+        report |= norms | {"grad_norm_clipped": clipped, "lr": lr, "updated": float(updated)}
+        report |= {"packing_efficiency": planned.plan.efficiency}
+        return report | ({"skipped_steps": 0.0} if self._max_skipped else {})
 
-        return self._skipped.take(train, lr)
+    def accumulate(self, planned: PlannedStep, loss: Loss) -> dict[str, float]:
+        """Return the loss's metrics on one step, and store its gradient in the parameters' `main_grad`."""
+        for model_chunk in self._model.wrapped_model_chunks:
+            model_chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        report = self.runner.train_step(
+            planned.plan.microbatches, loss, planned.denominators, number=self.scheduler.num_steps
+        )
+        self._model.mark_gathered()
+        return report
 
     def update(self, loss: float) -> tuple[dict[str, float], bool]:
         """Update the weights with the gradients in their buffers, and advance the schedule.
@@ -111,25 +133,14 @@ class Trainer:
         self.scheduler.step(increment=1)
         return norms, updated
 
-    def _norm_after_clipping(self, grad_norm: float) -> float:
-        """Return the norm that the gradient has after megatron-core has clipped it."""
-        return grad_norm * min(1.0, self._clip_grad / (grad_norm + 1e-6)) if self._clip_grad > 0 else grad_norm
-
-
-def require_whole_groups(loss: Loss, counts: Mapping[str, int]) -> None:
-    """Refuse sizes that would separate sequences that the loss needs together.
-
-    Args:
-        loss: The loss. Its `group_size` is 2 for preference pairs.
-        counts: The sizes to check, in sequences, by their names for the message.
-
-    Raises:
-        ValueError: A size is not a multiple of the group size.
-    """
-    for name, count in counts.items():
-        if count % loss.group_size:
-            size = loss.group_size
-            raise ValueError(
-                f"{loss.display_name} needs groups of {size} sequences, but {name} has {count}; use a multiple of "
-                f"{size}"
-            )
+    def _skip(self, error: NonFiniteLoss) -> None:
+        """Count a step as skipped, or raise its error if no further step in a row may be skipped."""
+        if self._max_skipped == 0:
+            raise error
+        if self._num_skipped == self._max_skipped:
+            raise NonFiniteLoss(
+                f"{error}; the {self._max_skipped} optimizer steps before were skipped for such a reason already "
+                "(train.max_nonfinite_steps)"
+            ) from error
+        self._num_skipped += 1
+        log.LOGGER.warning("an optimizer step is skipped, and weights and optimizer state stay: %s", error)
