@@ -33,8 +33,7 @@ from rl_megatron.policy.interfaces import Batch, BatchT, ColocatablePolicyInterf
 from rl_megatron.topology.topology import Topology, start_topology
 from rl_megatron.training.inference import Inference, build_runner
 from rl_megatron.training.metrics import combine_steps
-from rl_megatron.training.recorded_reference import RecordedReference
-from rl_megatron.training.reference import AdapterReference, Placement, ReferenceModel
+from rl_megatron.training.reference import AdapterReference, Placement, RecordedReference, ReferenceModel
 from rl_megatron.training.runner import FusedHead
 from rl_megatron.training.steps import StepPlanner
 from rl_megatron.training.teacher import Teacher
