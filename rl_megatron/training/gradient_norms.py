@@ -22,7 +22,7 @@ GROUPS = ("embedding", *(f"layers_{quarter}" for quarter in range(1, QUARTERS + 
 
 
 class GradientNorms:
-    """What the gradients of an optimizer add to the norms of their groups of layers.
+    """The norms of an optimizer's gradients, in all and by group of layers.
 
     A weight that several ranks or model chunks hold counts once, as in megatron-core's norm.
 
@@ -34,12 +34,13 @@ class GradientNorms:
         """Find the group of every weight that this rank updates."""
         model_chunks = list(model_chunks)
         num_layers = get_model_config(model_chunks[0]).num_layers
-        groups = [name for name in GROUPS if name in _used(num_layers)]
+        used = {"embedding", "output", *(f"layers_{_quarter(layer + 1, num_layers)}" for layer in range(num_layers))}
+        groups = [name for name in GROUPS if name in used]
         self.names = ("grad_norm", *(f"grad_norm_{name}" for name in groups))
         group_of = {
             id(parameter): groups.index(name)
             for model_chunk in model_chunks
-            for parameter, name in _groups(model_chunk, num_layers).items()
+            for parameter, name in _find_groups(model_chunk, num_layers).items()
         }
         self._device = next(model_chunks[0].parameters()).device
         self._counted: dict[dist.ProcessGroup, list[list[Tensor]]] = {}  # weights by group of layers
@@ -71,7 +72,7 @@ class GradientNorms:
         return dict(zip(self.names, map(math.sqrt, [sum(squared), *squared]), strict=True))
 
 
-def _groups(model_chunk: torch.nn.Module, num_layers: int) -> dict[Tensor, str]:
+def _find_groups(model_chunk: torch.nn.Module, num_layers: int) -> dict[Tensor, str]:
     """Return the group of every parameter of a model chunk."""
     found: dict[Tensor, str] = {}
     for name, module in model_chunk.named_modules():
@@ -80,10 +81,6 @@ def _groups(model_chunk: torch.nn.Module, num_layers: int) -> dict[Tensor, str]:
     for name, parameter in model_chunk.named_parameters():
         found.setdefault(parameter, "embedding" if "embedding." in name else "output")
     return found
-
-
-def _used(num_layers: int) -> set[str]:
-    return {"embedding", "output", *(f"layers_{_quarter(layer + 1, num_layers)}" for layer in range(num_layers))}
 
 
 def _quarter(layer_number: int, num_layers: int) -> int:

@@ -96,7 +96,7 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """All that a pass over microbatches needs, so that it can be sent to the device at once.
+    """Everything that a pass over microbatches needs, so that it can be sent to the device at once.
 
     Attributes:
         microbatches: The microbatches.

@@ -31,12 +31,7 @@ from rl_megatron.training.teacher import Teacher
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One optimizer step on this rank.
-
-    Attributes:
-        plan: The microbatches of this rank.
-        denominators: The counts of the step's global batch.
-    """
+    """One optimizer step on this rank: its microbatches, and the counts of the step's global batch."""
 
     plan: RankPlan
     denominators: Denominators
@@ -44,12 +39,7 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """Plans the optimizer steps of batches for a model.
-
-    Attributes:
-        model: The model.
-        cost: The cost of a sequence.
-    """
+    """Plans the optimizer steps of batches for a model."""
 
     model: ShardedModel
     cost: SequenceCost
@@ -126,11 +116,7 @@ class StepPlanner:
         return PlannedStep(owned_microbatches(batch, step), Denominators.count_over(batch.ranks, part))
 
     def _prepare_owned(self, batch: ShardedBatch) -> ShardedBatch:
-        """Return a batch with its recorded experts if the model replays them, and without them otherwise. Collective.
-
-        Raises:
-            ConfigError: The recorded experts of a rank do not fit; raised on every rank.
-        """
+        """Return a batch with recorded experts if the model replays them, and without them otherwise. Collective."""
         check_width(self.model.config, batch.width)
         if ROUTED_EXPERTS not in batch:
             return batch
@@ -150,11 +136,7 @@ class StepPlanner:
 
 
 def _require_logprobs(data: Batch, loss: Loss, on_policy: bool, steps: int) -> None:
-    """Check that a batch has what the loss reads of the time before the first of the steps, unless it may do without.
-
-    Raises:
-        ValueError: It has not.
-    """
+    """Refuse a batch without the logprobs of before the first step that the loss reads, unless it may do without."""
     missing = ", ".join(repr(key) for key in sorted(loss.on_policy_keys) if key not in data)
     if not missing or not loss.reads_on_policy_keys:
         return
@@ -172,15 +154,7 @@ def _require_logprobs(data: Batch, loss: Loss, on_policy: bool, steps: int) -> N
 
 
 def _require_whole_groups(loss: Loss, counts: Mapping[str, int]) -> None:
-    """Refuse sizes that would separate sequences that the loss needs together, such as the two of a preference pair.
-
-    Args:
-        loss: The loss.
-        counts: The sizes to check, in sequences, by their names for the message.
-
-    Raises:
-        ValueError: A size is not a multiple of the group size.
-    """
+    """Refuse sizes, by name, that would separate sequences that the loss needs together, such as preference pairs."""
     for name, count in counts.items():
         if count % loss.group_size:
             size = loss.group_size
@@ -198,11 +172,7 @@ def _with_counts(
 ) -> BatchedDataDict:
     """Return a batch with counts over a global batch, repeated per sequence. Collective.
 
-    Args:
-        batch: The batch.
-        counts_of: Key → what counts the sequences.
-        part: The sequences of the batch that belong to the global batch; None for all.
-        ranks: The ranks that have its other sequences; None if there are none.
+    `part` has the sequences of the batch that belong to the global batch (None: all), and `ranks` its other sequences.
     """
     if not counts_of:
         return batch

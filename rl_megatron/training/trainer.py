@@ -65,11 +65,9 @@ class Trainer:
     def step(self, planned: PlannedStep, loss: Loss) -> dict[str, float]:
         """Take one optimizer step, and return the loss's metrics with gradient norms, `lr` and `updated`.
 
-        A batch without a valid token changes nothing: weights, moments and learning rate stay the same.
-
-        Raises:
-            NonFiniteLoss: The loss or the gradient norm is not finite, and the step may not be skipped. It is raised on
-                every rank before a weight has changed.
+        A batch without a valid token changes nothing: weights, moments and learning rate stay the same. If the loss or
+        the gradient norm is not finite and the step may not be skipped, every rank raises `NonFiniteLoss` before a
+        weight has changed.
         """
         lr = self.optimizer.param_groups[0]["lr"]
         if lr == 0:
@@ -107,16 +105,9 @@ class Trainer:
         return report
 
     def update(self, loss: float) -> tuple[dict[str, float], bool]:
-        """Update the weights with the gradients in their buffers, and advance the schedule.
+        """Update the weights with the gradients in their buffers, unless they are not finite, and advance the schedule.
 
-        Args:
-            loss: The value of the loss, for the error message.
-
-        Returns:
-            The gradient's norms before clipping, in all and by group of layers, and whether the weights were updated.
-
-        Raises:
-            NonFiniteLoss: The gradient norm is NaN or infinite. Nothing is updated then.
+        Return the norms before clipping, and whether the weights were updated. The loss is for the error message.
         """
         self.optimizer.prepare_grads()
         norms = self._gradients.norms()
