@@ -254,9 +254,51 @@ def count_tokens(number: int) -> None:
         _IN_USE[-1].count_tokens(number)
 
 
-def timer_in_use() -> PhaseTimer | None:
-    """Return the timer that is in use, or None."""
-    return _IN_USE[-1] if _IN_USE else None
+# --- megatron-core's work ---
+
+_PHASES = {
+    "forward-compute": "forward",
+    "backward-compute": "backward",
+    "all-grads-sync": "collectives",
+    "params-all-gather": "collectives",
+    "embedding-grads-all-reduce": "collectives",
+    "non-tensor-parallel-grads-all-reduce": "collectives",
+}
+_BETWEEN_STAGES = ("-recv", "-send")  # at the end of the names of what pipeline stages wait for
+
+
+class MegatronTimers:
+    """The object that megatron-core tells about its work, which becomes phases of the timer in use.
+
+    It is the attribute `timers` of a configuration: `timers(name, log_level=2).start()`, and `.stop()`.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[str, tuple[PhaseTimer, Path]] = {}
+
+    def __call__(self, name: str, log_level: int = 0) -> _NamedTimer:
+        """Return what times one kind of work. Every level is timed."""
+        return _NamedTimer(self._running, name)
+
+
+class _NamedTimer:
+    def __init__(self, running: dict[str, tuple[PhaseTimer, Path]], name: str):
+        self._running, self._name = running, name
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin the phase, if a timer is in use and knows this work. There is never a barrier."""
+        work = "pipeline_wait" if self._name.endswith(_BETWEEN_STAGES) else _PHASES.get(self._name)
+        if _IN_USE and work is not None:
+            self._running[self._name] = (_IN_USE[-1], _IN_USE[-1].begin(work))
+
+    def stop(self, barrier: bool = False) -> None:
+        """End the phase, if it was begun."""
+        timer, outer = self._running.pop(self._name, (None, ()))
+        if timer is not None:
+            timer.end(outer)
+
+
+MEGATRON_TIMERS = MegatronTimers()
 
 
 # --- spans of a profiled step ---

@@ -15,8 +15,8 @@ from torch import Tensor
 from rl_megatron.checkpoint.optimizer_state import allocate_moments, parts
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.timing import MEGATRON_TIMERS
 from rl_megatron.topology.topology import Topology
-from rl_megatron.training.megatron_timers import MEGATRON_TIMERS
 
 
 def wrap_for_gradients(

@@ -38,15 +38,15 @@ from rl_megatron.model.layers.router import (
 )
 from rl_megatron.model.layers.router_replay import expert_layers, replaying
 from rl_megatron.model.lora.dropout import seed_microbatch
+from rl_megatron.timing import MEGATRON_TIMERS
 from rl_megatron.topology.topology import Topology, keep_generators
 from rl_megatron.topology.transfer import send
-from rl_megatron.training.megatron_timers import MEGATRON_TIMERS
 from rl_megatron.training.metrics import Denominators, reduce_metrics
 from rl_megatron.training.model_input import ModelInput, PreparedStep, number_all_tokens
 from rl_megatron.training.p2p import PlannedCommunicator
 
 # A microbatch, what the model gets of it, and the seed of its dropout, or None if nothing is dropped.
-_Given = tuple[Microbatch, ModelInput, int | None]
+_Prepared = tuple[Microbatch, ModelInput, int | None]
 
 
 @dataclass(frozen=True)
@@ -228,24 +228,27 @@ class Runner:
         self, prepared: PreparedStep, read: Callable, forward_only: bool,
         head: DeferredHead | UncopiedHead | None, collect: bool = False, seeds: Sequence[int] = (),
     ) -> list:  # fmt: skip
-        """Run the model chunks on megatron-core's schedule, and return `read(batch, output, sharding)` of microbatches.
+        """Run the schedule of the pipeline, and return `read(batch, output, sharding)` of every microbatch.
 
-        Only the last stage has the output, and returns something.
-        The output is what `head` makes of the model's output; without a head, it is contiguous logits or scores.
+        Other stages than the last have no output, and return an empty list. The output is what `head` makes of the
+        model's output; without a head, it is contiguous logits or scores.
         """
         topology, config, shapes = self.topology, get_model_config(self.model_chunks[0]), prepared.shapes
         config.variable_seq_lengths = len(set(shapes)) > 1
         config.timers = MEGATRON_TIMERS
-        given_each = list(zip(prepared.microbatches, prepared.inputs, seeds or [None] * len(shapes), strict=True))
+        prepared_microbatches: list[_Prepared] = list(
+            zip(prepared.microbatches, prepared.model_inputs, seeds or [None] * len(shapes), strict=True)
+        )
 
-        def forward_step(iterator: Iterator[_Given], model_chunk: torch.nn.Module):
-            microbatch, given, seed = next(iterator)
+        def forward_step(iterator: Iterator[_Prepared], model_chunk: torch.nn.Module):
+            microbatch, model_input, seed = next(iterator)
             if seed is not None:
                 seed_microbatch(seed, topology.device)
-            masked = {} if given.padding is None else {"padding_mask": given.padding_of(model_chunk, topology)}
-            output = model_chunk(given.tokens, None, None, packed_seq_params=given.packing, **masked)
+            padding = model_input.padding_of(model_chunk, topology)
+            masked = {} if padding is None else {"padding_mask": padding}
+            output = model_chunk(model_input.tokens, None, None, packed_seq_params=model_input.packing, **masked)
             return output, lambda output, non_loss_data=False: read(
-                microbatch.batch, output if head is None else head.logits(output), given.sharding
+                microbatch.batch, output if head is None else head.logits(output), model_input.sharding
             )
 
         pipelined = topology.pipeline > 1
@@ -262,7 +265,10 @@ class Runner:
         ):
             results = forward_backward(
                 forward_step_func=forward_step,
-                data_iterator=[_report_begun(given_each), *(iter(given_each) for _ in self.model_chunks[1:])],
+                data_iterator=[
+                    _report_begun(prepared_microbatches),
+                    *(iter(prepared_microbatches) for _ in self.model_chunks[1:]),
+                ],
                 model=self.model_chunks,
                 num_microbatches=len(shapes),
                 seq_length=shapes[0][1],
@@ -285,12 +291,12 @@ class Runner:
         counts_experts = not forward_only and self._has_experts
         replayed = expert_layers(self.model_chunks) if ROUTED_EXPERTS in microbatches[0].batch else []
         microbatches, topology = self._fill_up(microbatches), self.topology
-        inputs = [
+        model_inputs = [
             ModelInput.build(microbatch, topology, self.vocab_size, self.backend, counts_experts, replayed)
             for microbatch in microbatches
         ]
         shapes = [microbatch.shape(topology) for microbatch in microbatches]
-        return PreparedStep(microbatches, *number_all_tokens(inputs), shapes)
+        return PreparedStep(microbatches, *number_all_tokens(model_inputs), shapes)
 
     def _seed_dropout(self, microbatches: list[Microbatch], number: int) -> list[int]:
         """Return the seed of each microbatch's dropout, or an empty list if nothing is dropped."""
@@ -318,8 +324,8 @@ def _in_double(value: Tensor | float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
-def _report_begun(given: list[_Given]) -> Iterator[_Given]:
+def _report_begun(microbatches: list[_Prepared]) -> Iterator[_Prepared]:
     """Yield the microbatches, and report before each how many were begun."""
-    for begun, item in enumerate(given):
-        report_progress(begun, len(given), "microbatches")
-        yield item
+    for begun, microbatch in enumerate(microbatches):
+        report_progress(begun, len(microbatches), "microbatches")
+        yield microbatch
