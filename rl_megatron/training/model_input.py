@@ -100,13 +100,13 @@ class PreparedStep:
 
     Attributes:
         microbatches: The microbatches.
-        model_inputs: The input of this rank's model chunks for each.
+        model_input: The input of this rank's model chunks for each.
         experts: [N, layers, k] The recorded experts of this rank's tokens by number, or None if none are replayed.
         shapes: (sequences, padded tokens of each over all ranks) of each.
     """
 
     microbatches: list[Microbatch]
-    model_inputs: list[ModelInput]
+    model_input: list[ModelInput]
     experts: Tensor | None
     shapes: list[tuple[int, int]]
 

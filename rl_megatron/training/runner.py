@@ -237,7 +237,7 @@ class Runner:
         config.variable_seq_lengths = len(set(shapes)) > 1
         config.timers = MEGATRON_TIMERS
         prepared_microbatches: list[_Prepared] = list(
-            zip(prepared.microbatches, prepared.model_inputs, seeds or [None] * len(shapes), strict=True)
+            zip(prepared.microbatches, prepared.model_input, seeds or [None] * len(shapes), strict=True)
         )
 
         def forward_step(iterator: Iterator[_Prepared], model_chunk: torch.nn.Module):
@@ -291,12 +291,12 @@ class Runner:
         counts_experts = not forward_only and self._has_experts
         replayed = expert_layers(self.model_chunks) if ROUTED_EXPERTS in microbatches[0].batch else []
         microbatches, topology = self._fill_up(microbatches), self.topology
-        model_inputs = [
+        model_input = [
             ModelInput.build(microbatch, topology, self.vocab_size, self.backend, counts_experts, replayed)
             for microbatch in microbatches
         ]
         shapes = [microbatch.shape(topology) for microbatch in microbatches]
-        return PreparedStep(microbatches, *number_all_tokens(model_inputs), shapes)
+        return PreparedStep(microbatches, *number_all_tokens(model_input), shapes)
 
     def _seed_dropout(self, microbatches: list[Microbatch], number: int) -> list[int]:
         """Return the seed of each microbatch's dropout, or an empty list if nothing is dropped."""
