@@ -36,9 +36,9 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 _VOCABULARY, _ROWS, _LENGTH = 8192, 4, 64
 

@@ -56,9 +56,9 @@ from rl_megatron.config.model import ModelConfig  # noqa: E402
 from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
 from rl_megatron.data.batch import BatchedDataDict  # noqa: E402
 from rl_megatron.losses import build_loss  # noqa: E402
-from rl_megatron.policy.megatron_policy import MegatronPolicy  # noqa: E402
 from rl_megatron.topology import reductions  # noqa: E402
 from rl_megatron.topology.topology import leave, start_topology  # noqa: E402
+from rl_megatron.training.megatron_policy import MegatronPolicy  # noqa: E402
 
 WIDTH, PER_RANK, RANKS = 8192, 64, (8, 64, 256, 1024)
 COST = SequenceCost(per_token=6.0 * 494e6, per_pair=6.0 * 24 * 896)  # of a model with 0.5 billion weights

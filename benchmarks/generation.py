@@ -41,9 +41,9 @@ from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import RequestEngine, RolloutEngine, Sampling
 from rl_megatron.generation.transformers.model import checkpoint_tensors
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 _SEED = 0
 _VOCAB_SIZE = 4096

@@ -20,9 +20,9 @@ from functools import partial
 from benchmarks.paired_steps import Switch, compare, parser, when_on
 from rl_megatron.algorithms import rollout_statistics, run_output
 from rl_megatron.algorithms.step_meter import StepMeter
-from rl_megatron.execution.phase_timer import PhaseTimer
 from rl_megatron.observability.queued_sink import QueuedSink
 from rl_megatron.observability.sinks import MetricLine
+from rl_megatron.timing import PhaseTimer
 
 
 def measure_metrics(switch: Switch) -> None:

@@ -121,9 +121,9 @@ def policy_rank(rank: int, case: Case, connection: Connection | None, results: C
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    from rl_megatron.policy.megatron_policy import MegatronPolicy
     from rl_megatron.topology import topology
     from rl_megatron.topology.device import start_device
+    from rl_megatron.training.megatron_policy import MegatronPolicy
 
     dist.init_process_group("gloo", store=dist.FileStore(case.store, RANKS), rank=rank, world_size=RANKS)
     layout = topology.build(ParallelConfig(tensor=RANKS), start_device("cpu"), seed=0)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from benchmarks.paired_steps import Switch, compare, parser, when_on
 from rl_megatron.data.encoding import EncodedPrompt
-from rl_megatron.execution.phase_timer import phase
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.rewards.samples import Sample
 from rl_megatron.rollouts.scored import Scored, ScoredRollouts
+from rl_megatron.timing import phase
 
 
 def directly(

@@ -54,16 +54,16 @@ from rl_megatron.config.model import ModelConfig  # noqa: E402
 from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
 from rl_megatron.config.parallel import ParallelConfig  # noqa: E402
 from rl_megatron.data.batch import BatchedDataDict  # noqa: E402
-from rl_megatron.execution import FusedHead  # noqa: E402
-from rl_megatron.execution.microbatch import ModelInput  # noqa: E402
 from rl_megatron.losses import build_loss  # noqa: E402
 from rl_megatron.model.build import build_model  # noqa: E402
-from rl_megatron.policy.megatron_policy import MegatronPolicy  # noqa: E402
-from rl_megatron.policy.optimizer import build_optimizer, wrap_for_gradients  # noqa: E402
 from rl_megatron.topology import topology  # noqa: E402
 from rl_megatron.topology.device import start_device  # noqa: E402
 from rl_megatron.topology.topology import Topology  # noqa: E402
 from rl_megatron.topology.transfer import send  # noqa: E402
+from rl_megatron.training.megatron_policy import MegatronPolicy  # noqa: E402
+from rl_megatron.training.model_input import ModelInput  # noqa: E402
+from rl_megatron.training.optimizer import build_optimizer, wrap_for_gradients  # noqa: E402
+from rl_megatron.training.runner import FusedHead  # noqa: E402
 
 _OPTIMIZER = OptimizerConfig(lr=1e-7, decay_style="constant")
 _SEED = 0

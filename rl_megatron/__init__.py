@@ -3,8 +3,9 @@
 The names in `__all__` can be imported from here. Each is loaded on first use, so that `import rl_megatron` does not
 import torch; `rl_megatron/__init__.pyi` declares them for type checkers. A subpackage imports only those before it:
 
-    config → topology → data → batching → logprobs → losses → model → execution → checkpoint → weight_sync → policy →
-    generation → rewards → observability → algorithms → certify → compat → cli → api
+    config → topology → workers → data → batching → logprobs → losses → model → checkpoint → weight_sync → policy →
+    training → generation → rewards → rollouts → observability → algorithms → certify → plan → doctor → compat → cli →
+    api
 """
 
 import importlib
@@ -29,7 +30,7 @@ _HOME = {
     "LossNeeds": "algorithms",
     "LossType": "losses",
     "MegatronEngine": "generation.embedded",  # the older name of EmbeddedEngine
-    "MegatronPolicy": "policy.megatron_policy",
+    "MegatronPolicy": "training.megatron_policy",
     "Metric": "config.metrics",
     "ModelConfig": "config.model",
     "NLLLoss": "losses",

@@ -50,7 +50,6 @@ from rl_megatron.losses.registry import register_loss as register_loss
 from rl_megatron.model.families import register_family as register_family
 from rl_megatron.model.families.family import Family as Family
 from rl_megatron.observability.sinks import register_sink as register_sink
-from rl_megatron.policy.megatron_policy import MegatronPolicy as MegatronPolicy
 from rl_megatron.rewards import register_reward as register_reward
 from rl_megatron.rollouts.environment import EnvironmentStep as EnvironmentStep
 from rl_megatron.rollouts.limits import HistoryFull as HistoryFull
@@ -60,5 +59,6 @@ from rl_megatron.rollouts.trajectory import Trajectory as Trajectory
 from rl_megatron.rollouts.trajectory import Turn as Turn
 from rl_megatron.rollouts.worker import register_rollout_worker as register_rollout_worker
 from rl_megatron.topology.topology import start_topology as start_topology
+from rl_megatron.training.megatron_policy import MegatronPolicy as MegatronPolicy
 
 __version__: str

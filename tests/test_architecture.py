@@ -10,14 +10,14 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
 # A subpackage may import itself and those before it.
 PACKAGES = (
-    "config", "topology", "workers", "data", "batching", "logprobs", "losses", "model", "execution", "checkpoint",
-    "weight_sync", "policy", "generation", "rewards", "rollouts", "observability", "algorithms", "certify", "plan",
-    "doctor", "compat", "cli", "api",
+    "config", "topology", "workers", "data", "batching", "logprobs", "losses", "model", "checkpoint",
+    "weight_sync", "policy", "training", "generation", "rewards", "rollouts", "observability", "algorithms", "certify",
+    "plan", "doctor", "compat", "cli", "api",
 )  # fmt: skip
-FOR_ALL = {"log", "disk", "rl_megatron"}  # rl_megatron: the package root, which holds the version
+FOR_ALL = {"log", "disk", "timing", "rl_megatron"}  # rl_megatron: the package root, which holds the version
 IMPORT_ANYTHING = {"__main__"}
 KNOWN = {*PACKAGES, *FOR_ALL, *IMPORT_ANYTHING}
-MEGATRON_PACKAGES = {"topology", "model", "execution", "checkpoint", "policy", "generation"}
+MEGATRON_PACKAGES = {"topology", "model", "checkpoint", "training", "generation"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -88,23 +88,23 @@ def test_imports_point_left():
     ("source", "module", "message"),
     [
         (
-            "from rl_megatron.policy import checkpoint",
+            "from rl_megatron.training import checkpoint",
             "rl_megatron.losses.nll",
-            "losses imports rl_megatron.policy.checkp",
+            "losses imports rl_megatron.training.checkp",
         ),
         (
-            "def f():\n    import rl_megatron.execution",
+            "def f():\n    import rl_megatron.training",
             "rl_megatron.model.build",
-            "2: model imports rl_megatron.execution",
+            "2: model imports rl_megatron.training",
         ),
-        ("from rl_megatron import execution", "rl_megatron.model.build", "model imports rl_megatron.execution"),
-        ("from ..policy import optimizer", "rl_megatron.data.batch", "data imports rl_megatron.policy.optimizer"),
+        ("from rl_megatron import training", "rl_megatron.model.build", "model imports rl_megatron.training"),
+        ("from ..training import optimizer", "rl_megatron.data.batch", "data imports rl_megatron.training.optimizer"),
         ("from .compat import nemo_rl", "rl_megatron", "rl_megatron imports rl_megatron.compat.nemo_rl"),
         ("from rl_megatron.config import load", "rl_megatron.log", "log imports rl_megatron.config.load"),
         ("from megatron.core import mpu", "rl_megatron.losses.nll", "losses imports megatron.core.mpu"),
         ("import megatron", "rl_megatron.algorithms.run", "algorithms imports megatron"),
-        ("from megatron.core import parallel_state", "rl_megatron.policy.optimizer", "only topology/topology.py may"),
-        ("import megatron.core.parallel_state as mpu", "rl_megatron.execution", "only topology/topology.py may"),
+        ("from megatron.core import parallel_state", "rl_megatron.training.optimizer", "only topology/topology.py may"),
+        ("import megatron.core.parallel_state as mpu", "rl_megatron.training", "only topology/topology.py may"),
     ],
 )
 def test_a_violation_is_found(source, module, message):
@@ -117,7 +117,7 @@ def test_a_violation_is_found(source, module, message):
         ("from rl_megatron import __version__, log", "rl_megatron.config.load"),
         ("from rl_megatron.losses import NLLLoss", "rl_megatron.losses.clipped_pg"),
         ("from . import nll", "rl_megatron.losses.registry"),
-        ("from rl_megatron.policy import megatron_policy", "rl_megatron.compat.nemo_rl"),
+        ("from rl_megatron.training import megatron_policy", "rl_megatron.compat.nemo_rl"),
         ("from megatron.core import parallel_state", "rl_megatron.topology.topology"),
     ],
 )
@@ -225,7 +225,7 @@ def concrete_methods(node: ast.ClassDef) -> list[str]:
 @pytest.mark.change
 def test_no_class_of_the_policy_inherits_behaviour():
     sources = {module_name(path): path.read_text() for path in MODULES}
-    classes = {name for module in sources if package_of(module) == "policy" for name in classes_in(sources[module])}
+    classes = {name for module in sources if package_of(module) == "training" for name in classes_in(sources[module])}
     wrong = [line for line in inherited_behaviour(sources) if line.partition("(")[0] in classes]
     assert classes and wrong == []
 

@@ -19,7 +19,7 @@ from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.model.layers import gated_activation
 from rl_megatron.plan.closed_forms import layer_activation_elements
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import EXPERTS, MODEL, build_policy
 
 VOCAB_SIZE = 64  # needs no padding

@@ -19,12 +19,12 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.config.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import FusedHead
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.policy.reference import ReferenceModel
 from rl_megatron.topology.fake_cuda.device import clear_caches
 from rl_megatron.topology.topology import start_topology
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.reference import ReferenceModel
+from rl_megatron.training.runner import FusedHead
 
 _MARK = 1_234_567  # bytes of the first tensor that marks where a phase begins or ends, each one byte more
 _MISSED_AT_MOST = 1 << 19  # bytes: a rank makes some small tensors that the profiler cannot see released

@@ -13,8 +13,8 @@ from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.checkpoint.save import Save, SaveFailed
 from rl_megatron.config.train import TrainConfig
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.collective_errors import run_on_rank0
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 def critic_checkpoints(checkpoints: Path) -> Path:

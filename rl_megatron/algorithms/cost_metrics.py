@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rl_megatron.config.metrics import Metric, declare_metrics
 
-# The outermost phases of steps (execution/phase_timer.py), with what is done in them.
+# The outermost phases of steps (timing.py), with what is done in them.
 OUTER_PHASES = {
     "generate": "generating completions",
     "environment": "waiting for rollout workers, with their environments and tools",

@@ -24,9 +24,9 @@ from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.collectives import from_all_ranks
 from rl_megatron.topology.topology import Topology
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.plan import fingerprint
 
 _OF_BATCH = ("input_ids", "input_lengths", "token_mask", "sample_mask", "rewards")

@@ -28,9 +28,9 @@ from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rollouts.scored import Scored, ScoredRollouts
 from rl_megatron.topology.collective_errors import from_rank0
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 _NUM_SAMPLES_KEPT = 6
 EvalResult = tuple[dict[str, float], list[dict[str, Any]]]

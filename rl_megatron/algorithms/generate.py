@@ -32,10 +32,10 @@ from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK, Compl
 from rl_megatron.generation.engines import build_engine, check_engine
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.stage_sampling import stage_sampling
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import degrees
 from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none, run_on_rank0
 from rl_megatron.topology.topology import Topology, start_topology
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 _SECONDS_PER_LINE = 30.0  # of progress, if the console is not a terminal
 

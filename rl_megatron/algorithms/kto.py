@@ -34,8 +34,8 @@ from rl_megatron.losses.contract import LossFunction, LossInputType
 from rl_megatron.losses.functional import masked_sum
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.collective_errors import from_rank0
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 _LABEL = "desirable"
 _KEYS = PAIR_KEYS | {_LABEL, "reference_policy_logprobs", "reference_point", "num_desirable"}

@@ -16,8 +16,8 @@ from rl_megatron.batching.produced import produced
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.loader import DataLoader
-from rl_megatron.execution.phase_timer import phase
 from rl_megatron.rollouts.trajectory_index import sizes_of_steps
+from rl_megatron.timing import phase
 
 
 def owned_batches(stage: Stage, loader: DataLoader[BatchedDataDict]) -> Iterator[tuple[int, ShardedBatch]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 State = Mapping[str, Any]
 

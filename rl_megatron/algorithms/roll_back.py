@@ -14,7 +14,7 @@ from typing import TypeVar
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import complete_checkpoints, manifest_of
 from rl_megatron.config.train import TrainConfig
-from rl_megatron.execution import NonFiniteLoss
+from rl_megatron.training.metrics import NonFiniteLoss
 
 _T = TypeVar("_T")
 

@@ -26,7 +26,6 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import RolloutPrompts
-from rl_megatron.execution.phase_timer import count_tokens, phase
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.functional import kl_penalty
@@ -35,6 +34,7 @@ from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.batch import TURN_REWARDS, data_set_places
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
+from rl_megatron.timing import count_tokens, phase
 from rl_megatron.topology.collective_errors import from_rank0
 
 # The keys of rollouts when they reach the loss.

@@ -28,20 +28,20 @@ from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.stage_loader import in_memory_loader
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.execution import NonFiniteLoss
-from rl_megatron.execution.phase_timer import PhaseTimer
 from rl_megatron.generation.interfaces import SleepingEngine
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position
 from rl_megatron.observability.step_profiler import StepProfiler
-from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.policy.teacher import Teacher
 from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rollouts.batch import TRAJECTORY
 from rl_megatron.rollouts.runner import Closes
 from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.rollouts.trajectory_index import sizes_of_steps
+from rl_megatron.timing import PhaseTimer
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.metrics import NonFiniteLoss
+from rl_megatron.training.teacher import Teacher
 
 Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 

@@ -27,8 +27,6 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.execution import FusedHead, NonFiniteLoss
-from rl_megatron.execution.phase_timer import timing
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.model.build import Head
@@ -36,12 +34,15 @@ from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position
 from rl_megatron.observability.recorded_metrics import RecordedMetrics
 from rl_megatron.observability.step_profiler import StepProfiler
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.build import build_runner
 from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts
+from rl_megatron.timing import timing
 from rl_megatron.topology.topology import Topology
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.metrics import NonFiniteLoss
+from rl_megatron.training.runner import FusedHead
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ from rl_megatron import log
 from rl_megatron.algorithms.cost_metrics import INNER_PHASES, OUTER_PHASES, TOKEN_PHASES, TRAINING_PHASES
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution.peak_memory import DevicePeak, HostPeak
-from rl_megatron.execution.phase_timer import HostClock, PhaseTimer, StepTimes, StreamClock
 from rl_megatron.model.flops import model_flops
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.timing import DevicePeak, HostClock, HostPeak, PhaseTimer, StepTimes, StreamClock
 from rl_megatron.topology.gpus import gpu_of_device
 from rl_megatron.topology.topology import Topology
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 class StepMeter:

@@ -8,7 +8,6 @@ from typing import TypeVar
 from rl_megatron.algorithms.logprob_check import LogprobCheck
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution.phase_timer import count_tokens, phase
 from rl_megatron.generation.completion_batch import complete_on_rank_0
 from rl_megatron.generation.interfaces import (
     Completion,
@@ -20,6 +19,7 @@ from rl_megatron.generation.interfaces import (
     SleepingEngine,
     TakesRequests,
 )
+from rl_megatron.timing import count_tokens, phase
 from rl_megatron.topology.collective_errors import from_rank0
 
 _T = TypeVar("_T")

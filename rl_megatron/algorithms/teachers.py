@@ -17,11 +17,11 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.execution import FusedHead
-from rl_megatron.execution.phase_timer import phase
 from rl_megatron.losses.contract import LossFunction
-from rl_megatron.policy.teacher import Teacher, check_vocabulary_of, load_teacher, teacher_model
+from rl_megatron.timing import phase
 from rl_megatron.topology.degrees import validate_model
+from rl_megatron.training.runner import FusedHead
+from rl_megatron.training.teacher import Teacher, check_vocabulary_of, load_teacher, teacher_model
 
 # The keys that teachers add to a batch, for a loss over their top-k and for one over all logits.
 TOPK_KEYS = frozenset({"teacher_topk_logits", "teacher_topk_indices"})

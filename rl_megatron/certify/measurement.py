@@ -12,9 +12,9 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.certify.workload import Workload, check_keys
 from rl_megatron.model.build import Head
 from rl_megatron.model.shards import gather_full
-from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.policy.optimizer import complete_gradients, main_gradient
 from rl_megatron.topology.topology import Topology
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.optimizer import complete_gradients, main_gradient
 
 LOSS_TOLERANCE = 1e-6  # relative
 GRADIENT_TOLERANCE = 1e-4  # per parameter, relative to its largest entry; the same for weights after a step

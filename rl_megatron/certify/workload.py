@@ -17,11 +17,11 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import FusedHead
 from rl_megatron.losses import as_loss, build_loss
 from rl_megatron.losses.contract import LossFunction, LossInputType
 from rl_megatron.model.build import Head
 from rl_megatron.topology.degrees import sequence_multiple
+from rl_megatron.training.runner import FusedHead
 
 SMALL_FUSED_HEAD = FusedHead(block_tokens=10)  # several token blocks per microbatch
 WIDTH = 24  # tokens of the longest sequence

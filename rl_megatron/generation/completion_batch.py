@@ -15,7 +15,6 @@ from torch import Tensor
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import (
     CompletesOnRank0,
     CompletesRequests,
@@ -27,6 +26,7 @@ from rl_megatron.generation.interfaces import (
     WeightSpan,
 )
 from rl_megatron.topology.collective_errors import from_rank0, is_rank0
+from rl_megatron.training.metrics import NonFiniteLoss
 
 
 def check_requests(requests: Iterable[Request], max_sequence_length: int, vocab_size: int) -> None:

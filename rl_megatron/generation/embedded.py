@@ -20,7 +20,7 @@ from rl_megatron.generation.embedded_replica import EmbeddedReplica
 from rl_megatron.generation.interfaces import Completion, Request, Sampling, Served
 from rl_megatron.generation.ongoing import Ongoing
 from rl_megatron.generation.request_queue import RequestQueue
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 
 _T = TypeVar("_T")

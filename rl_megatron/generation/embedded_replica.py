@@ -14,9 +14,9 @@ from rl_megatron.generation.kv_cache import KVCache, caching
 from rl_megatron.generation.model_pass import ModelPass
 from rl_megatron.generation.sampling import sample
 from rl_megatron.model.layers.router_replay import recording
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.topology.transfer import read_numbers, send
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 class EmbeddedReplica:

@@ -18,8 +18,8 @@ from rl_megatron.generation.transformers.devices import engine_devices
 from rl_megatron.generation.transformers.engine import TransformersEngine
 from rl_megatron.generation.vllm.engine import build_vllm_engine, check_vllm, vllm_launcher
 from rl_megatron.model.families import family_of_model
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.device import choose_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.ipc import check_gpu_memory_can_be_shared
 
 

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rl_megatron.model.build import unwrap
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 class ModelPass:

@@ -13,7 +13,7 @@ from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.generation.servers.node import ServerLauncher
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 BuildEngine = Callable[[MegatronPolicy, StageConfig], RolloutEngine]
 BuildWithFiles = Callable[[MegatronPolicy, StageConfig, Path], RolloutEngine]

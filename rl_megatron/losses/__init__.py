@@ -20,7 +20,7 @@ from rl_megatron.config.losses import (
     PreferenceLossConfig,
     SimPOLossConfig,
 )
-from rl_megatron.losses.base import LogprobLoss, Loss, ScoreLoss, accepts_deferred_logits
+from rl_megatron.losses.base import LogprobLoss, Loss, ScoreLoss
 from rl_megatron.losses.calling import Call, NaNLoss
 from rl_megatron.losses.clipped_pg import ClippedPGLossConfig, ClippedPGLossDataDict, ClippedPGLossFn
 from rl_megatron.losses.contract import LossFunction, LossInputType, LossType, Reduction
@@ -92,7 +92,6 @@ __all__ = [
     "SequencePackingLossWrapper",
     "SimPOLossConfig",
     "SimPOLossFn",
-    "accepts_deferred_logits",
     "as_loss",
     "build_loss",
     "kl_penalty",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Shaped
@@ -14,36 +14,6 @@ from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats
 from rl_megatron.losses.calling import Call, as_numbers, bind, refuse_nan
 from rl_megatron.losses.contract import Count, CountOfSequences, LossInputType, LossType, Reduction
 from rl_megatron.losses.streams import TokenMask, TokenStreams, require_integers
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def accepts_deferred_logits(read_output: Method) -> Method:
-    """Mark a `Loss.read_output` that takes `DeferredLogits` as well as logits, and return it.
-
-    A subclass that overrides `read_output` has to mark its own method too. Without the mark it gets whole logits, which
-    are always correct but need more memory.
-    """
-    read_output.__dict__["accepts_deferred_logits"] = read_output
-    return read_output
-
-
-def _only_reads_and_evaluates(on_output: Method) -> Method:
-    """Mark a `Loss.on_output` that uses the output only to call `read_output`, and return it."""
-    on_output.__dict__["only_reads_and_evaluates"] = on_output
-    return on_output
-
-
-def _adds_nothing_to_evaluate(call: Method) -> Method:
-    """Mark a `Loss.__call__` that only runs `read_output` and `evaluate`, and return it."""
-    call.__dict__["adds_nothing_to_evaluate"] = call
-    return call
-
-
-def _is_marked(method: Callable[..., Any], mark: str) -> bool:
-    """Return whether the method itself was marked. `functools.wraps` copies marks to other functions."""
-    function = getattr(method, "__func__", method)
-    return getattr(function, mark, None) is function
 
 
 class Loss(ABC):
@@ -55,6 +25,9 @@ class Loss(ABC):
     Attributes:
         loss_type: What the loss averages over.
         input_type: What the loss needs from the model.
+        reads: "logprobs" if `read_output` reads logits by `next_token_stats` alone, and so takes `DeferredLogits` too;
+            "logits" if it is given whole logits or scores. A subclass with a `read_output` of its own reads "logits"
+            unless it declares otherwise.
         output_name: The keyword of the model's output in a call.
         input_names: The keywords that `evaluate` takes from the output; () if it takes the output itself.
         further_positional: Keywords of `evaluate` that a call also takes by position, after all others.
@@ -65,12 +38,20 @@ class Loss(ABC):
 
     loss_type: LossType
     input_type: LossInputType
+    reads: Literal["logprobs", "logits"] = "logits"
     output_name: str = "next_token_logits"
     input_names: tuple[str, ...] = ()
     further_positional: tuple[str, ...] = ()
     output_keys: tuple[str, ...] = ()
     group_size: int = 1
     next_token_keys: frozenset[str] = frozenset()
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Let a class that overrides `read_output` and does not declare what it reads be given whole logits."""
+        super().__init_subclass__(**keywords)
+        reader = next(owner for owner in cls.__mro__ if {"read_output", "reads"} & vars(owner).keys())
+        if "reads" not in vars(reader):
+            cls.reads = "logits"
 
     @property
     @abstractmethod
@@ -114,21 +95,12 @@ class Loss(ABC):
         return type(self).__name__
 
     @property
-    def reads_deferred_logits(self) -> bool:
-        """Return whether `read_output` takes `DeferredLogits` as well as logits: see `accepts_deferred_logits`.
-
-        A subclass that overrides `on_output` may read the output itself, so it is given whole logits.
-        """
-        own = _is_marked(self.on_output, "only_reads_and_evaluates")
-        return own and _is_marked(self.read_output, "accepts_deferred_logits")
-
-    @property
     def has_own_call(self) -> bool:
         """Return whether a subclass overrides `__call__`, which may then do more than `evaluate` does."""
-        return not _is_marked(self.__call__, "adds_nothing_to_evaluate")
+        return type(self).__call__ is not Loss.__call__
 
     @abstractmethod
-    def read_output(self, output: Any, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+    def read_output(self, output: Any, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Any]:
         """Return the keyword arguments of `evaluate` that come from the model's output.
 
         They are streams of the whole batch, and every rank returns the same ones, however the output is sharded. Masked
@@ -146,6 +118,8 @@ class Loss(ABC):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this batch's share of the global loss and of each metric, as tensors, without waiting for the device.
 
+        A NaN loss is returned, not raised: the caller must inform the other ranks before any rank may raise.
+
         Shapes: streams of data are [B, S] and aligned with input_ids (but see `next_token_keys`). Next-token streams
         are [B, S-1], and their entry t corresponds to token t+1. Masked positions may hold any value, including NaN.
 
@@ -161,22 +135,6 @@ class Loss(ABC):
             TypeError: A dtype does not fit. The message names the key and the dtype.
         """
 
-    @_only_reads_and_evaluates
-    def on_output(
-        self,
-        output: Tensor | DeferredLogits,
-        data: Mapping[str, Any],
-        global_valid_seqs: Count,
-        global_valid_toks: Count,
-        sharding: Sharding,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Read the streams from the model's output and return what `evaluate` returns. A runner calls only this method.
-
-        A NaN loss is returned, not raised: the caller must inform the other ranks before any rank may raise.
-        """
-        return self.evaluate(data, global_valid_seqs, global_valid_toks, **self.read_output(output, data, sharding))
-
-    @_adds_nothing_to_evaluate
     def __call__(self, *args: Any, **keywords: Any) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss and its metrics as Python numbers. Both forms of call run `evaluate`.
 
@@ -236,6 +194,7 @@ class LogprobLoss(Loss):
     """
 
     input_type = LossInputType.LOGPROB
+    reads = "logprobs"
     output_name = "next_token_logits"
     input_names = ("next_token_logprobs",)
 
@@ -248,7 +207,6 @@ class LogprobLoss(Loss):
         """Return whether `evaluate` needs `next_token_entropy`, which is computed in the same pass over the logits."""
         return False
 
-    @accepts_deferred_logits
     def read_output(
         self, output: Tensor | DeferredLogits, data: Mapping[str, Any], sharding: Sharding
     ) -> dict[str, Tensor]:

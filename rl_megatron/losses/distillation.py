@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_megatron.config.losses import DistillationLossConfig, FullDistillationLossConfig
 from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats
-from rl_megatron.losses.base import Loss, accepts_deferred_logits
+from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.registry import register_loss
@@ -97,6 +97,7 @@ class DistillationLossFn(Loss):
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.DISTILLATION
+    reads = "logprobs"
     input_names = ("student_topk_logprobs", "teacher_topk_logprobs")
     output_keys = ("teacher_topk_logits", "teacher_topk_indices")
     next_token_keys = frozenset(output_keys)
@@ -119,7 +120,6 @@ class DistillationLossFn(Loss):
         """Return whether `evaluate` needs H_all."""
         return self.cfg.zero_outside_topk and "reverse_kl" in self._weights
 
-    @accepts_deferred_logits
     def read_output(
         self, output: Tensor | DeferredLogits, data: Mapping[str, Any], sharding: Sharding
     ) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Wrap any loss function as a `Loss`, so that runners only ever call `on_output`."""
+"""Wrap any loss function as a `Loss`, so that a runner only ever calls `read_output` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_megatron.logprobs import DeferredLogits, Sharding
+from rl_megatron.logprobs import Sharding
 from rl_megatron.losses.base import LogprobLoss, Loss
 from rl_megatron.losses.calling import NaNLoss, output_form
 from rl_megatron.losses.contract import Count, CountOfSequences, LossFunction, LossType, Reduction, takes_logprobs
 
 
 def as_loss(loss_fn: LossFunction | Loss) -> Loss:
-    """Return `loss_fn` as a `Loss` whose `on_output` runs it.
+    """Return `loss_fn` as a `Loss` whose `read_output` and `evaluate` run it.
 
     - A `Loss` that does not override `__call__` is returned unchanged.
     - A `Loss` that overrides `__call__` is run by that method, because it may do more than `evaluate` does. It is given
@@ -55,7 +55,7 @@ class CalledLoss(Loss):
     def __init__(self, loss_fn: Loss) -> None:
         self._loss_fn = loss_fn
         self.loss_type, self.input_type = loss_fn.loss_type, loss_fn.input_type
-        self.output_name, self.input_names = loss_fn.output_name, loss_fn.input_names
+        self.output_name, self.input_names = loss_fn.output_name, ("output", "sharding")
         self.further_positional, self.output_keys = loss_fn.further_positional, loss_fn.output_keys
         self.group_size, self.next_token_keys = loss_fn.group_size, loss_fn.next_token_keys
 
@@ -89,23 +89,19 @@ class CalledLoss(Loss):
         """Return the loss's name for messages."""
         return self._loss_fn.display_name
 
-    def read_output(self, output: Any, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
-        """Return what the loss's own `read_output` returns."""
-        return self._loss_fn.read_output(output, data, sharding)
+    def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Any]:
+        """Return the output and its sharding, because the loss's own call reads them."""
+        return {"output": output, "sharding": sharding}
 
-    def evaluate(self, data: Mapping[str, Any], *counts: Count, **keywords: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what the loss's own `evaluate` returns."""
-        return self._loss_fn.evaluate(data, *counts, **keywords)
-
-    def on_output(
+    def evaluate(
         self,
-        output: Tensor | DeferredLogits,
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
+        output: Tensor,
         sharding: Sharding,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Call the loss with the model's output, and return the loss and its metrics. A NaN loss is returned."""
+        """Call the loss with the model's output, and return the loss and its metrics."""
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         try:
             return self._loss_fn(output, data=data, **counts, **output_form(sharding))

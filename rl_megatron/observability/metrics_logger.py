@@ -81,7 +81,7 @@ class MetricsLogger:
             self._progress.end_stage()
 
     def show_phase(self, phase: str | None) -> None:
-        """Show which phase of the training loop runs (`phase_timer.PhaseTimer`); None between phases."""
+        """Show which phase of the training loop runs (`timing.PhaseTimer`); None between phases."""
         if not self.enabled:
             return
         self._progress.show_phase(phase)

@@ -22,7 +22,7 @@ _BAR = (6, 30)  # the narrowest and the widest
 _ACTIVITY_WIDTH = 22  # kept free beside the bar: "generating 1000/1024"
 _STAGE_WIDTH = 14  # to which the name of a stage is cut at most, so that the activity has its place
 _USUAL = ("train", "train_critic")  # phases that are only shown with a count
-# What a phase of the training loop (execution/phase_timer.py) is called here.
+# What a phase of the training loop (timing.py) is called here.
 _ACTIVITIES = {
     "generate": "generating",
     "reward": "scoring",

@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from rl_megatron import disk, log
 from rl_megatron.config.profiling import ProfileConfig
-from rl_megatron.execution.phase_timer import Path as Phases
-from rl_megatron.execution.phase_timer import PhaseTimer
-from rl_megatron.execution.spans import Span, recording_spans
+from rl_megatron.timing import Path as Phases
+from rl_megatron.timing import PhaseTimer, Span, recording_spans
 
 _MOST_ALLOCATIONS = 200_000  # of a snapshot of memory
 # What a full disk raises: Python when it writes, torch by a file without an end, and gzip when it reads such a file.

@@ -18,7 +18,6 @@ from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.refits import releases_memory
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import FusedHead
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.embedded_replica import EmbeddedReplica
 from rl_megatron.generation.interfaces import Request, Sampling
@@ -32,10 +31,11 @@ from rl_megatron.plan.measured import Measured, along_microbatches, of_decoding,
 from rl_megatron.plan.microbatches import MicrobatchSizes
 from rl_megatron.plan.phases import PhaseName
 from rl_megatron.plan.workload import Workload
-from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.policy.reference import ReferenceModel
-from rl_megatron.policy.training_memory import offloadable_states
 from rl_megatron.topology.topology import Topology
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.reference import ReferenceModel
+from rl_megatron.training.runner import FusedHead
+from rl_megatron.training.training_memory import offloadable_states
 from rl_megatron.weight_sync.exporter import AdapterExporter, BaseExporter, WeightExporter
 from rl_megatron.weight_sync.sender import WeightSender
 

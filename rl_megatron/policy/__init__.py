@@ -1,1 +1,1 @@
-"""Policies: sharded models with an optimizer and a reference, which train on global batches and compute logprobs."""
+"""The interface between policies and algorithms, under NeMo RL's name."""

@@ -29,12 +29,12 @@ from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.collate import Padding
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.policy.reference import HostWeights
 from rl_megatron.rewards.running_statistics import RunningStatistics
 from rl_megatron.topology import degrees
 from rl_megatron.topology.collective_errors import from_rank0
 from rl_megatron.topology.topology import Topology
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.reference import HostWeights
 
 CheckpointOf = Callable[[str], Path]
 """Returns the last checkpoint of a stage, by its name."""

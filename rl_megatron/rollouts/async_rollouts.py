@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_megatron.data.encoding import EncodedPrompt
-from rl_megatron.execution.phase_timer import phase
 from rl_megatron.generation.interfaces import Completion, EngineLost, Request, Sampling
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.group_queue import GroupQueue, QueueRules, Taken
 from rl_megatron.rollouts.rounds import RolloutTask, TaskResult
 from rl_megatron.rollouts.scored import ScoredRollouts, Scores
+from rl_megatron.timing import phase
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 
 

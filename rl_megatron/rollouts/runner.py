@@ -13,8 +13,6 @@ from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.importing import raised
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.execution import NonFiniteLoss
-from rl_megatron.execution.phase_timer import phase
 from rl_megatron.generation.completion_batch import complete_on_rank_0
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, RolloutEngine, Sampling
 from rl_megatron.generation.rank_zero_loop import RankZeroLoop
@@ -27,6 +25,8 @@ from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.rounds import RolloutTask, Rounds, TaskResult
 from rl_megatron.rollouts.trajectory import Trajectory, checked_values
 from rl_megatron.rollouts.worker import RolloutWorker, completion
+from rl_megatron.timing import phase
+from rl_megatron.training.metrics import NonFiniteLoss
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 
 _T = TypeVar("_T")

@@ -13,7 +13,6 @@ from rl_megatron.config.rewards import ENVIRONMENT
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.execution.phase_timer import phase
 from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.rewards.reward_metrics import RewardMetrics
@@ -25,6 +24,7 @@ from rl_megatron.rollouts.runner import RolloutFailed, RolloutRunner
 from rl_megatron.rollouts.tools.toolbox import COUNTS
 from rl_megatron.rollouts.trajectory import Trajectory
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
+from rl_megatron.timing import phase
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ def one_at_a_time(loss, shape, batch, output, counts):
         rows = slice(first, first + loss.group_size)
         length = max(1, *shape.lengths[rows])
         data = {key: x[rows] if x.dim() == 1 else x[rows, :length] for key, x in batch.items()}
-        parts.append(loss.on_output(output[rows, :length], data, *counts, Sharding()))
+        streams = loss.read_output(output[rows, :length], data, Sharding())
+        parts.append(loss.evaluate(data, *counts, **streams))
     value = sum(part[0] for part in parts)
     metrics = combine(loss.metric_reductions, [part[1] for part in parts])
     return value.item(), metrics, torch.autograd.grad(value, output)[0]

@@ -43,18 +43,19 @@ class Step:
 
 def watch(file: Path) -> None:
     """Append the optimizer steps of this process to a file from now on."""
-    from rl_megatron.policy.trainer import Trainer
+    from rl_megatron.training.trainer import Trainer
 
     step = Trainer.step
 
-    def watched(self: Any, runner: Any, planned: Any, loss: Any, denominators: Any) -> dict[str, float]:
-        weights = [weight for model_chunk in runner.model_chunks for weight in model_chunk.parameters()]
+    def watched(self: Any, planned: Any, loss: Any) -> dict[str, float]:
+        microbatches = planned.plan.microbatches
+        weights = [weight for model_chunk in self.runner.model_chunks for weight in model_chunk.parameters()]
         old = [weight.detach().clone() for weight in weights]
-        report = step(self, runner, planned, loss, denominators)
-        again = runner.train_step(planned.microbatches, loss, denominators, forward_only=True)  # gathers the weights
+        report = step(self, planned, loss)
+        again = self.runner.train_step(microbatches, loss, planned.denominators, forward_only=True)  # gathers weights
         if int(os.environ.get("RANK", 0)) == 0:
             moved = max((new.detach() - was).abs().max().item() for new, was in zip(weights, old, strict=True))
-            compared = all(key in planned.microbatches[0].batch for key in loss.on_policy_keys)
+            compared = all(key in microbatches[0].batch for key in loss.on_policy_keys)
             values = report["loss"], again["loss"] if compared else None, moved, report["lr"], report["grad_norm"]
             done = Step(f"{os.getpid()}.{id(self)}", type(loss).__name__, *values)
             with file.open("a") as lines:

@@ -11,27 +11,27 @@ from tests.forkserver import REPOSITORY
 
 
 def double_the_loss() -> None:
-    from rl_megatron.losses.base import Loss
+    from rl_megatron.losses import NLLLoss
 
-    right = Loss.on_output
+    right = NLLLoss.evaluate
 
-    def wrong(self, *args):
-        loss, metrics = right(self, *args)
+    def wrong(self, *args, **streams):
+        loss, metrics = right(self, *args, **streams)
         return 2 * loss, metrics
 
-    Loss.on_output = wrong
+    NLLLoss.evaluate = wrong
 
 
 def double_the_gradient_only() -> None:
-    from rl_megatron.losses.base import Loss
+    from rl_megatron.losses import NLLLoss
 
-    right = Loss.on_output
+    right = NLLLoss.evaluate
 
-    def wrong(self, *args):
-        loss, metrics = right(self, *args)
+    def wrong(self, *args, **streams):
+        loss, metrics = right(self, *args, **streams)
         return 2 * loss - loss.detach(), metrics
 
-    Loss.on_output = wrong
+    NLLLoss.evaluate = wrong
 
 
 def scale_attention() -> None:

@@ -19,7 +19,7 @@ def report_switches() -> None:
     """Let the policy's training write whether the switches are on."""
     from pathlib import Path
 
-    from rl_megatron.policy.megatron_policy import MegatronPolicy
+    from rl_megatron.training.megatron_policy import MegatronPolicy
 
     train = MegatronPolicy.train
 

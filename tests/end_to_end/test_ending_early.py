@@ -81,7 +81,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, forks):
 def _slow_training() -> None:
     from pathlib import Path
 
-    from rl_megatron.policy.megatron_policy import MegatronPolicy
+    from rl_megatron.training.megatron_policy import MegatronPolicy
 
     def train(self, *arguments, **keywords):
         Path("in_step").touch()

@@ -105,7 +105,7 @@ def test_reports_stand_alone_and_runs_are_compared(recorded, forks):
 
 def _wait_in_step_30() -> None:
     """Let the run wait in step 30 until it is killed, since W&B may need longer for its file than all steps."""
-    from rl_megatron.policy.megatron_policy import MegatronPolicy
+    from rl_megatron.training.megatron_policy import MegatronPolicy
 
     train, steps = MegatronPolicy.train, itertools.count(1)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rollouts.files import batch_of, read_rows
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 def difference_from_versions(output: Path, stage: str = "grpo") -> dict[str, float]:

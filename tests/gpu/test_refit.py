@@ -21,7 +21,7 @@ from tests.ports import free_port
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 # New processes are forks of one that has done the imports, which take longer than the tests.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["rl_megatron.policy.megatron_policy", "tests.parallel.test_layouts"])
+FORKS.set_forkserver_preload(["rl_megatron.training.megatron_policy", "tests.parallel.test_layouts"])
 
 
 def in_a_fresh_process(function, *args):
@@ -41,9 +41,9 @@ def _answer(connection, function, args):
 
 
 def build_policy(precision: str, distributed: bool, reference_placement: str = "resident"):
-    from rl_megatron.policy.megatron_policy import MegatronPolicy
     from rl_megatron.topology import topology
     from rl_megatron.topology.device import start_device
+    from rl_megatron.training.megatron_policy import MegatronPolicy
     from tests.parallel.layouts import MODEL, VOCAB_SIZE
 
     return MegatronPolicy(

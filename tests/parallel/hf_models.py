@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from rl_megatron.model.families import family_of_config
 from rl_megatron.model.families.table import WeightTable
 from rl_megatron.model.shards import pieces
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import build_policy
 
 

@@ -12,9 +12,9 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.model.shards import gather_full
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 VOCAB_SIZE = 50  # the model pads it to 64; the padding must not change any result
 

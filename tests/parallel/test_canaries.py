@@ -20,8 +20,8 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.build import unwrap
-from rl_megatron.policy.gradient_norms import GradientNorms
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.trainer import GradientNorms
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
     MODEL,

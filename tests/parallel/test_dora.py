@@ -17,7 +17,7 @@ from rl_megatron.model.lora.attach import adapters_of
 from rl_megatron.model.lora.dora import factors_of
 from rl_megatron.model.lora.layers import LinearAdapter
 from rl_megatron.model.lora.targets import MAGNITUDE, Part
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.parallel.family_cases import SHAPE, hf_model, save
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, OPTIMIZER, build_policy
 from tests.parallel.test_grid import QUICK_OF_FEW

@@ -16,9 +16,9 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.model.families import FAMILIES, family_of_model, read_model
 from rl_megatron.model.shards import pieces
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.exporter import weights_digest
 from tests.parallel.family_cases import (
     CASES,

@@ -26,7 +26,7 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.build import unwrap
 from rl_megatron.model.shards import pieces
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.parallel.hf_models import policy_of, save_random
 from tests.parallel.layouts import gradients, weights, worst_relative_error
 from tests.parallel.test_layouts import random_batch

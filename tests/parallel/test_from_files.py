@@ -11,7 +11,7 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.exporter import weights_digest
 from tests.parallel.family_cases import SHAPE, hf_model, save
 

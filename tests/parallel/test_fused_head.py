@@ -17,9 +17,9 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.logprobs import token_blocks
-from rl_megatron.losses import ClippedPGLossFn, NLLLoss, accepts_deferred_logits
+from rl_megatron.losses import ClippedPGLossFn, NLLLoss
 from rl_megatron.model.build import unwrap
-from rl_megatron.policy import optimizer as optimizer_module
+from rl_megatron.training import optimizer as optimizer_module
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, MODEL, OPTIMIZER, VOCAB_SIZE, build_policy, weights
 
 OVERLAPPED = replace(DISTRIBUTED_OPTIMIZER, overlap=True)
@@ -73,7 +73,8 @@ def test_a_loss_with_its_own_call_gets_whole_logits_and_one_warning(ranks):
 class LayoutOfLogits(NLLLoss):
     """Records whether the memory of the logits [B, S, V] is that of the head's output, [S, B, V]."""
 
-    @accepts_deferred_logits
+    reads = "logprobs"
+
     def read_output(self, output, data, sharding):
         self.as_made = output.size(0) > 1 and output.transpose(0, 1).is_contiguous()
         return super().read_output(output, data, sharding)

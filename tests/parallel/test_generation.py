@@ -12,10 +12,10 @@ from tokenizers import decoders, models
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
-from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.stop_strings import StopStrings
+from rl_megatron.training.metrics import NonFiniteLoss
 from tests.parallel.layouts import EXPERTS, MODEL, VOCAB_SIZE, build_policy
 
 STOP = 7

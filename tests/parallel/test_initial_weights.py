@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_megatron.model import build
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.parallel.family_cases import hf_model, save
 from tests.parallel.layouts import EXPERTS, MODEL, build_policy
 

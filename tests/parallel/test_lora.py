@@ -26,9 +26,9 @@ from rl_megatron.model.lora.dropout import dropout
 from rl_megatron.model.lora.targets import adapted_linears
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.closed_forms import mean_training_bytes
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.exporter import weights_digest
 from tests.parallel.family_cases import SHAPE, assert_same_tensors, hf_model, save, tensors
 from tests.parallel.grid import Layout

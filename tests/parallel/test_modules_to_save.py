@@ -18,9 +18,9 @@ from rl_megatron.losses import NLLLoss
 from rl_megatron.model.lora.originals import whole_parameters
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.closed_forms import mean_training_bytes
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.parallel.family_cases import assert_same_tensors, hf_model, save, tensors
 from tests.parallel.grid import Layout
 from tests.parallel.layouts import MODEL, OPTIMIZER, build_policy

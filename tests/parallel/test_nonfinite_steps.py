@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from rl_megatron import log
 from rl_megatron.checkpoint.training_state import TrainingState
-from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.losses import NLLLoss
+from rl_megatron.training.metrics import NonFiniteLoss
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, OPTIMIZER, build_policy
 from tests.parallel.test_layouts import random_batch
 
@@ -110,3 +113,50 @@ def test_the_norm_after_clipping_is_the_one_that_the_optimizer_got(ranks, clip_g
         assert after == pytest.approx(applied, rel=1e-5)
         assert after == (pytest.approx(0.01, rel=1e-3) if clip_grad == 0.01 else before)
         assert before > 0.01
+
+
+class NaNWhereMarked(NLLLoss):
+    """A loss that is NaN for a batch with a marked sequence."""
+
+    def evaluate(self, data, *args, **inputs):
+        loss, metrics = super().evaluate(data, *args, **inputs)
+        return loss + data["marked"].sum(), metrics
+
+
+def take_steps(allowed: int, kinds: list[str]) -> tuple[list[dict], list[str], str]:
+    """Return the reports of "good", "bad" and "empty" steps, the warnings, and the error that ends them.
+
+    Sequences of one call are steps of one sequence each, separated by commas.
+    """
+    policy, warnings, reports = build_policy({}, max_skipped_steps=allowed), [], []
+    with mock.patch.object(log.LOGGER, "warning", lambda text, error: warnings.append(text % error)):
+        for call in kinds:
+            steps = call.split(",")
+            batch = random_batch(4, 16, 0).select_indices([0] * len(steps))
+            batch["marked"] = torch.tensor([math.nan if kind == "bad" else 0.0 for kind in steps])
+            batch["token_mask"] *= torch.tensor([[float(kind != "empty")] for kind in steps])
+            try:
+                reports.append(policy.train(batch, NaNWhereMarked(), gbs=1))
+            except NonFiniteLoss as error:
+                return reports, warnings, str(error)
+    return reports, warnings, ""
+
+
+@pytest.mark.fast
+def test_only_an_update_begins_a_new_row_of_skipped_steps(ranks):
+    kinds = ["bad", "good", "bad", "empty", "bad", "bad"]
+    reports, warnings, error = ranks.run(1, take_steps, 2, kinds)[0]
+    assert [report["num_updates"] for report in reports] == [0, 1, 0, 0, 0]
+    assert [report["skipped_steps"] for report in reports] == [1, 0, 1, 0, 1]
+    assert reports[0].keys() == {"lr", "updated", "skipped_steps", "num_updates"}
+    assert len(warnings) == 3 and all("an optimizer step is skipped" in text and "nan" in text for text in warnings)
+    assert "2 optimizer steps before were skipped" in error and "train.max_nonfinite_steps" in error
+
+
+@pytest.mark.fast
+def test_skipped_steps_are_counted_over_a_call_if_any_may_be(ranks):
+    (report,), _, error = ranks.run(1, take_steps, 1, ["good,bad,good"])[0]
+    assert (report["num_updates"], report["skipped_steps"], error) == (2, 1, "")
+    (report,), warnings, error = ranks.run(1, take_steps, 0, ["good", "bad"])[0]
+    assert report["num_updates"] == 1 and "skipped_steps" not in report
+    assert not warnings and "the loss is nan" in error and "skipped" not in error

@@ -21,8 +21,8 @@ from rl_megatron.checkpoint.training_state import TrainingState, tensors_of_mode
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.build import unwrap
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import EXPERTS, MODEL, OPTIMIZER, build_policy, weights, worst_relative_error
 from tests.parallel.test_layouts import random_batch
 
@@ -247,7 +247,7 @@ def test_data_parallel_ranks_hold_each_parameters_whole_optimizer_state_once(ran
 
 def update(split: bool, precision: str) -> tuple[bool, list[float], dict]:
     """Return whether the optimizer is megatron-core's distributed one, and the norms and weights of three steps."""
-    with patch("rl_megatron.policy.optimizer.has_replicas", return_value=split):
+    with patch("rl_megatron.training.optimizer.has_replicas", return_value=split):
         policy = build_policy({}, precision=precision, optimizer=replace(OPTIMIZER, distributed=True, clip_grad=0.0))
     assert policy.optimizer is not None
     kinds = {isinstance(p, megatron_distrib_optimizer.DistributedOptimizer) for p in parts(policy.optimizer)}

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.losses import NLLLoss
-from rl_megatron.policy import optimizer as policy_optimizer
-from rl_megatron.policy.trainer import Trainer
 from rl_megatron.topology.torch_optimizers import use_torch_optimizers
+from rl_megatron.training import optimizer as policy_optimizer
+from rl_megatron.training.trainer import Trainer
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, EXPERTS, MODEL, build_policy, gradients
 from tests.parallel.test_layouts import random_batch
 

@@ -15,9 +15,9 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import NonFiniteLoss, over_steps
-from rl_megatron.execution.phase_timer import StepTimes
 from rl_megatron.losses import LogprobLoss, LossInputType, LossType, NLLLoss, Reduction
+from rl_megatron.timing import StepTimes
+from rl_megatron.training.metrics import NonFiniteLoss, combine_steps
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
     EXPERTS,
@@ -301,7 +301,7 @@ def test_a_metric_of_some_steps_is_combined_over_these_steps():
     marked = {"loss": 1.0, "marks": 5.0, "least": 2.0, "greatest": 5.0}
     reports = [{"loss": 3.0}, marked, marked | {"least": 1.0, "greatest": 4.0, "marks": 7.0}]
     expected = {"loss": 5 / 3, "marks": 6.0, "least": 1.0, "greatest": 5.0}
-    assert over_steps(reports, MetricsOfMarkedSequences()) == pytest.approx(expected)
+    assert combine_steps(reports, MetricsOfMarkedSequences()) == pytest.approx(expected)
 
 
 def undeclared_metrics(parallel: dict) -> tuple[str, float]:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from rl_megatron import log
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
-from rl_megatron.policy.recorded_reference import RecordedReference
-from rl_megatron.policy.reference import HostWeights
+from rl_megatron.training.reference import HostWeights, RecordedReference
 from rl_megatron.weight_sync.exporter import weights_digest
 from tests.full_disk import files_of_at_most
 from tests.parallel.layouts import build_policy

@@ -15,7 +15,7 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.losses import NLLLoss, PreferenceLoss
 from rl_megatron.model.lora.targets import name_in_peft
 from rl_megatron.model.shards import pieces
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.exporter import weights_digest
 from tests.parallel.family_cases import SHAPE, assert_same_tensors, hf_model, save, tensors
 from tests.parallel.layouts import EXPERTS, MODEL, OPTIMIZER, build_policy, gradients, worst_relative_error

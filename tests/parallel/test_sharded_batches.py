@@ -17,7 +17,7 @@ from rl_megatron.batching.produced import produced
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import MODEL, build_policy, gradients, weights, worst_relative_error
 from tests.parallel.test_trajectories import batch_of, trajectory
 

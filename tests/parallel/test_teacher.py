@@ -18,7 +18,7 @@ from rl_megatron.config.peft import LoraConfig
 from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.losses import build_loss
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.teacher import Teacher, load_teacher
+from rl_megatron.training.teacher import Teacher, load_teacher
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy, gradients, worst_relative_error
 from tests.parallel.test_layouts import random_batch
 from tests.unit.algorithms.test_endpoint_teacher import batch as endpoint_batch

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import EXPERTS, MODEL, VOCAB_SIZE
 from tests.worker_pool import COLLECTIVE_TIMEOUT
 

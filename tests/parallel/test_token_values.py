@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.policy import token_values
 from rl_megatron.topology.collectives import ALL_GATHER
+from rl_megatron.training import token_values
 from tests.parallel.layouts import build_policy
 from tests.parallel.test_layouts import random_batch
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_megatron.losses import NLLLoss
-from rl_megatron.policy.training_memory import TrainingMemory, move_states, offloadable_states
+from rl_megatron.training.training_memory import TrainingMemory, move_states, offloadable_states
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, OPTIMIZER, build_policy, weights
 from tests.parallel.test_layouts import random_batch
 

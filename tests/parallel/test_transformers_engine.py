@@ -17,7 +17,6 @@ import torch
 
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.config.generation import GenerationConfig
-from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import EngineFailed, Sampling
 from rl_megatron.generation.transformers import engine as transformers_engine
@@ -25,6 +24,7 @@ from rl_megatron.generation.transformers import process as worker_process
 from rl_megatron.generation.transformers.engine import TransformersEngine
 from rl_megatron.generation.transformers.process import EngineWorkers
 from rl_megatron.losses import build_loss
+from rl_megatron.training.metrics import NonFiniteLoss
 from rl_megatron.weight_sync.exporter import WeightExporter
 from rl_megatron.weight_sync.plan import WeightsRefused
 from tests.forked_engines import is_engine

@@ -16,9 +16,9 @@ from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.load import load_config
 from rl_megatron.model.build import unwrap
 from rl_megatron.model.shards import pieces
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.fake_cuda import FakeCuda
 from rl_megatron.topology.topology import leave, start_topology
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 VOCABULARY = 30  # padded to 32 rows with tensor=2
 # No two sizes are equal, so that an exchange of two dimensions shows.

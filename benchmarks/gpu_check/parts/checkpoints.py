@@ -24,11 +24,11 @@ from benchmarks.train_step import rollouts
 from rl_megatron.config.load import load_config
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.losses import build_loss
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.metrics import NonFiniteLoss
 from rl_megatron.weight_sync.exporter import weights_digest
 
 VOCAB_SIZE, SEQUENCES, LENGTH, STEPS = 1024, 8, 64, 2

@@ -21,9 +21,9 @@ from rl_megatron.config.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 FULL = ("qwen2_5_0_5b", 151936, 128, 128, (64, 256), 5)  # model, vocabulary, prompt, tokens, batches, rounds
 TINY = ("nano", 1024, 16, 16, (2, 8), 1)

@@ -31,9 +31,9 @@ from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import build_loss
 from rl_megatron.model.shards import gather_full
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 MODELS = {"dense": "qwen2_5_0_5b", "experts": "nano_moe", "window": "gemma3_1b"}
 LOGPROBS, GRADIENTS, WEIGHTS = "largest error of a logprob", "gradients", "weights after a step"

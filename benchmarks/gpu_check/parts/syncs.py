@@ -25,10 +25,10 @@ from rl_megatron.plan.phases import PhaseName
 from rl_megatron.plan.rank_phases import PhaseCounter
 from rl_megatron.plan.run import planned_rank, run_phases
 from rl_megatron.plan.workload import Workload
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 from rl_megatron.topology.topology import Topology
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 PHASES: tuple[PhaseName, ...] = ("logprobs", "reference", "train")
 PACKED = ("train.batching=packed", "train.micro_batch_tokens=256")

@@ -16,11 +16,11 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.config.load import load_config
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.execution import FusedHead
 from rl_megatron.losses import build_loss
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.runner import FusedHead
 
 GOAL = 1.05
 OF_TRANSFORMERS = 0.90  # of a step of the NLL loss in transformers, packed against padded

@@ -22,9 +22,9 @@ from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.transformers.process import WORKER_MODULE
 from rl_megatron.losses import build_loss
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 FULL = ("qwen2_5_0_5b", 151936, 3)  # model, vocabulary, timed weight syncs
 TINY = ("nano", 512, 1)

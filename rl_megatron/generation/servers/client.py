@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx2
 
-from rl_megatron.execution.spans import record_span
 from rl_megatron.generation.servers.access import authorization
+from rl_megatron.timing import record_span
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 
 _SECONDS_TO_CONNECT = 10.0

@@ -23,7 +23,7 @@ from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import ServerDialect
 from rl_megatron.generation.servers.pool import ServerPool
 from rl_megatron.generation.servers.requests import RequestSender
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.adapter_sync import BaseOnDisk
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, ServerSync, WeightServers

@@ -9,8 +9,8 @@ from rl_megatron.generation.servers.devices import check_servers, server_devices
 from rl_megatron.generation.servers.engine import ServerEngine, ServerKind
 from rl_megatron.generation.servers.node import ServerLauncher, served_model
 from rl_megatron.generation.sglang.dialect import SglangDialect
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.device import choose_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.servers import WeightServers
 from rl_megatron.weight_sync.sglang import SglangSync
 

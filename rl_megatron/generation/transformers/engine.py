@@ -18,7 +18,7 @@ from rl_megatron.generation.completions import requests_of, seed_of_id
 from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request, Sampling, Served
 from rl_megatron.generation.transformers.devices import engine_devices
 from rl_megatron.generation.transformers.process import Answers, EngineDied, EngineWorkers
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.exporter import AdapterExporter, BaseExporter
 from rl_megatron.weight_sync.plan import WeightsRefused
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks

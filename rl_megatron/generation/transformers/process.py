@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from rl_megatron import log
-from rl_megatron.execution.spans import record_span
 from rl_megatron.generation.transformers.requests import EngineRequests
+from rl_megatron.timing import record_span
 from rl_megatron.topology.child_process import describe_end, environment_of_a_child
 
 WORKER_MODULE = "rl_megatron.generation.transformers.worker"

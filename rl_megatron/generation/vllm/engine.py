@@ -16,8 +16,8 @@ from rl_megatron.generation.servers.devices import check_servers, server_devices
 from rl_megatron.generation.servers.engine import ServerEngine, ServerKind
 from rl_megatron.generation.servers.node import ServerLauncher, served_model
 from rl_megatron.generation.vllm.dialect import VllmDialect
-from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.device import choose_device
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.adapter_sync import BaseOnDisk
 from rl_megatron.weight_sync.ipc import check_gpu_memory_can_be_shared
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks

@@ -13,7 +13,7 @@ from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.order import ShuffledEpochs
-from rl_megatron.execution.phase_timer import PhaseTimer, timing
+from rl_megatron.timing import PhaseTimer, timing
 from tests.unit.algorithms.fakes import (
     Characters,
     Echo,

@@ -8,7 +8,7 @@ from rl_megatron.algorithms import roll_back as roll_back_module
 from rl_megatron.algorithms.roll_back import with_roll_backs
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
-from rl_megatron.execution import NonFiniteLoss
+from rl_megatron.training.metrics import NonFiniteLoss
 
 TRAIN = replace(load_config([]).first.train, on_nonfinite="roll_back", save_every=10, max_nonfinite_steps=2)
 

@@ -10,9 +10,9 @@ from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.stopping import Stopping
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
-from rl_megatron.execution.phase_timer import PhaseTimer
 from rl_megatron.observability.position import Position
 from rl_megatron.rewards.scorer import RewardFailed
+from rl_megatron.timing import PhaseTimer
 
 
 @pytest.mark.parametrize("error", [ConfigError, RewardFailed])

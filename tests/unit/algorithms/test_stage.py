@@ -19,9 +19,9 @@ from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.data.sources import HeldoutBatch
 from rl_megatron.data.tasks import Problem
-from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import NLLLoss, build_loss
+from rl_megatron.training.metrics import NonFiniteLoss
 from tests.unit.algorithms.fakes import Characters, Echo, ScoredHere, Scripted, rollouts_of
 
 

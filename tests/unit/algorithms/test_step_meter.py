@@ -5,7 +5,7 @@ import pytest
 from rl_megatron.algorithms.cost_metrics import COSTS
 from rl_megatron.algorithms.step_meter import time_metrics
 from rl_megatron.config.metrics import METRICS, is_cost
-from rl_megatron.execution.phase_timer import StepTimes
+from rl_megatron.timing import StepTimes
 
 TIMES = StepTimes(
     {

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.completion_batch import rollouts
 from rl_megatron.generation.completions import request_seed, request_uniforms, requests_of
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Sampling, WeightSpan
+from rl_megatron.training.metrics import NonFiniteLoss
 
 SAMPLING = Sampling(max_new_tokens=5, temperature=0.5, top_k=3)
 

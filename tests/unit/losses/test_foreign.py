@@ -1,4 +1,4 @@
-"""`as_loss`: how any loss function that a policy is given becomes a `Loss` that a runner calls by `on_output`."""
+"""`as_loss`: how any loss function that a policy is given becomes a `Loss` that a runner can run."""
 
 import functools
 import math
@@ -14,7 +14,6 @@ from rl_megatron.losses import (
     LossType,
     NLLLoss,
     Reduction,
-    accepts_deferred_logits,
     as_loss,
     build_loss,
 )
@@ -30,7 +29,8 @@ LOGITS = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
 
 
 def run(loss_fn, logits=LOGITS, batch=BATCH):
-    return as_loss(loss_fn).on_output(logits, batch, *COUNTS, Sharding())
+    loss = as_loss(loss_fn)
+    return loss.evaluate(batch, *COUNTS, **loss.read_output(logits, batch, Sharding()))
 
 
 def test_a_function_of_logprobs_is_a_loss_and_an_object_has_to_say_so():
@@ -168,7 +168,8 @@ class FromAMixin:
 
 
 class OwnReadingOfBoth(OwnReading):
-    @accepts_deferred_logits
+    reads = "logprobs"
+
     def read_output(self, output, data, sharding):
         return super().read_output(output, data, sharding)
 
@@ -177,20 +178,22 @@ class Mixed(FromAMixin, NLLLoss):
     pass
 
 
-def test_a_loss_with_its_own_read_output_is_given_whole_logits_until_it_is_marked():
-    reads = {loss: as_loss(loss()).reads_deferred_logits for loss in (NLLLoss, OwnReading, Mixed, OwnReadingOfBoth)}
-    assert reads == {NLLLoss: True, OwnReading: False, Mixed: False, OwnReadingOfBoth: True}
-    assert as_loss(Protocol()).reads_deferred_logits and not as_loss(OwnCall()).reads_deferred_logits
+def test_a_loss_with_its_own_read_output_is_given_whole_logits_until_it_declares_otherwise():
+    reads = {loss: as_loss(loss()).reads for loss in (NLLLoss, OwnReading, Mixed, OwnReadingOfBoth, Protocol, OwnCall)}
+    assert reads == {
+        NLLLoss: "logprobs", OwnReading: "logits", Mixed: "logits", OwnReadingOfBoth: "logprobs", Protocol: "logprobs",
+        OwnCall: "logits",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["nll", "clipped_pg", "dpo", "ipo", "distillation"])
 def test_losses_over_logits_read_deferred_logits(name):
-    assert build_loss(name).reads_deferred_logits
+    assert build_loss(name).reads == "logprobs"
 
 
 @pytest.mark.parametrize("name", ["preference", "mse_value", "draft_cross_entropy"])
 def test_losses_that_need_the_output_itself_do_not(name):
-    assert not build_loss(name).reads_deferred_logits
+    assert build_loss(name).reads == "logits"
 
 
 def test_a_foreign_loss_reads_deferred_logits_as_ours_do():
@@ -207,12 +210,5 @@ class WrappedCall(NLLLoss):
         return 10 * loss, metrics
 
 
-class WrappedReading(NLLLoss):
-    @functools.wraps(NLLLoss.read_output)
-    def read_output(self, output, data, sharding):
-        return super().read_output(output * 1, data, sharding)
-
-
-def test_marks_that_functools_wraps_copies_do_not_count():
+def test_a_call_that_wraps_the_inherited_one_is_used():
     torch.testing.assert_close(run(WrappedCall())[0], 10 * run(NLLLoss())[0])
-    assert not WrappedReading().reads_deferred_logits

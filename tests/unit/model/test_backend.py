@@ -89,7 +89,7 @@ def test_windows_under_context_parallelism_take_the_portable_layers(installed):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_and_its_runner_use_the_same_layers(installed, monkeypatch, precision):
     """The runner packs sequences for these layers, so it has to ask about the same precision and layout."""
-    from rl_megatron.policy import inference
+    from rl_megatron.training import inference
 
     asked = []
     monkeypatch.setattr(inference, "choose_backend", lambda *question: asked.append(question) or "portable")

@@ -16,14 +16,14 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import FusedHead
 from rl_megatron.losses.nll import NLLLoss
 from rl_megatron.losses.value import MSEValueLoss
 from rl_megatron.model.flops import forward_flops
 from rl_megatron.model.layers import norms
 from rl_megatron.model.microbatch_shape import MicrobatchShape
 from rl_megatron.model.sharded_shape import Head, ShardedShape
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.runner import FusedHead
 from tests.parallel.layouts import MODEL, build_policy
 from tests.unit.model.test_sharded_shape import (
     DELTA,

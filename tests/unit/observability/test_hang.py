@@ -10,7 +10,7 @@ from rl_megatron.observability.position import Place
 
 LIMIT = 10.0
 TRAIN = Place("grpo", 1, 7, 20, "train", 4, 2, 8, "microbatches")
-WAITING = Beat("node0", 4100, 50, TRAIN, 30.0, "all_reduce", "rl_megatron/execution/metrics.py:40", 12)
+WAITING = Beat("node0", 4100, 50, TRAIN, 30.0, "all_reduce", "rl_megatron/training/metrics.py:40", 12)
 WORKING = replace(WAITING, collective=None, at="my_loss.py:9")
 
 
@@ -96,7 +96,7 @@ def test_the_paragraph_says_who_where_since_when_and_what_the_others_do():
     assert paragraph(diagnosis, seen, "The end.") == (
         "hang: rank 1 on node0 (process 4101) has not gone on for 30 s, while others wait for it in a collective: "
         "stage grpo, step 7 of 20, phase train, 2 of 8 microbatches, at my_loss.py:9. "
-        "Ranks 0 and 2 are in all_reduce, called at rl_megatron/execution/metrics.py:40; "
+        "Ranks 0 and 2 are in all_reduce, called at rl_megatron/training/metrics.py:40; "
         "rank 3 is in all_reduce, called at rl_megatron/topology/topology.py:3. The end."
     )
 

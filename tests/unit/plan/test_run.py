@@ -30,7 +30,7 @@ from rl_megatron.plan.depth import two_depths
 from rl_megatron.plan.ledger import Ledger
 from rl_megatron.plan.run import kind_of, planned_rank, run_phases, use_of
 from rl_megatron.plan.settings import Settings
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.unit.plan.planned import EXPERTS, measured, workload
 
 TP2_PP4_CP2 = ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=4", "parallel.context=2")

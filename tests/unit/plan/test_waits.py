@@ -14,7 +14,7 @@ from rl_megatron.generation.interfaces import Request, Sampling
 from rl_megatron.generation.ongoing import Ongoing
 from rl_megatron.plan.ledger import Ledger
 from rl_megatron.plan.run import planned_rank, run_phases
-from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.unit.plan.planned import EXPERTS, measured, workload
 
 HERE = Path(__file__).parent

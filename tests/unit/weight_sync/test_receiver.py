@@ -121,7 +121,7 @@ def test_a_model_that_differs_from_the_plan_is_refused():
 def test_the_engine_side_imports_neither_megatron_nor_a_model_nor_a_policy():
     program = (
         "import sys, rl_megatron.weight_sync.receiver, rl_megatron.weight_sync.ipc\n"
-        "heavy = ('megatron', 'transformers', 'ray', 'rl_megatron.model', 'rl_megatron.policy')\n"
+        "heavy = ('megatron', 'transformers', 'ray', 'rl_megatron.model', 'rl_megatron.training')\n"
         "print(sorted(name for name in sys.modules if name.startswith(heavy)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import EngineFailed, Served
 from rl_megatron.generation.vllm.dialect import VllmDialect
+from rl_megatron.training.metrics import NonFiniteLoss
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 from tests.fake_vllm import logprob, status
 from tests.unit.generation.servers.engines_of_fakes import PROMPTS, SAMPLING

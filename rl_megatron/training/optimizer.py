@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_megatron.checkpoint.optimizer_state import allocate_moments, parts
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
-from rl_megatron.execution.megatron_timers import MEGATRON_TIMERS
+from rl_megatron.timing import MEGATRON_TIMERS
 from rl_megatron.topology.topology import Topology
 
 
@@ -46,7 +46,7 @@ def wrap_for_gradients(
     config.no_sync_func = [model_chunk.no_sync for model_chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
 
     def finalize(model, num_tokens=None, **kwargs):
-        finalize_model_grads(model, None, **kwargs)  # None: the loss is already divided, see execution/runner.py
+        finalize_model_grads(model, None, **kwargs)  # None: the loss is already divided, see training/runner.py
 
     config.finalize_model_grads_func = finalize
     return wrapped

@@ -96,41 +96,22 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """All that a pass over microbatches needs, so that it can be sent to the device at once.
+    """Everything that a pass over microbatches needs, so that it can be sent to the device at once.
 
     Attributes:
         microbatches: The microbatches.
-        given: The input of this rank's model chunks for each.
-        shapes: (sequences, padded tokens of each over all ranks) of each.
+        model_input: The input of this rank's model chunks for each.
         experts: [N, layers, k] The recorded experts of this rank's tokens by number, or None if none are replayed.
+        shapes: (sequences, padded tokens of each over all ranks) of each.
     """
 
     microbatches: list[Microbatch]
-    given: list[ModelInput]
-    shapes: list[tuple[int, int]]
+    model_input: list[ModelInput]
     experts: Tensor | None
-
-    @classmethod
-    def build(
-        cls,
-        microbatches: list[Microbatch],
-        topology: Topology,
-        vocab_size: int,
-        backend: str,
-        counts_experts: bool,
-        replayed_layers: Sequence[int] = (),
-    ) -> PreparedStep:
-        """Prepare microbatches on the host. The arguments are those of `ModelInput.build`."""
-        given, experts = _number_all_tokens(
-            [
-                ModelInput.build(microbatch, topology, vocab_size, backend, counts_experts, replayed_layers)
-                for microbatch in microbatches
-            ]
-        )
-        return cls(microbatches, given, [microbatch.shape(topology) for microbatch in microbatches], experts)
+    shapes: list[tuple[int, int]]
 
 
-def _number_all_tokens(unnumbered: Sequence[ModelInput]) -> tuple[list[ModelInput], Tensor | None]:
+def number_all_tokens(unnumbered: Sequence[ModelInput]) -> tuple[list[ModelInput], Tensor | None]:
     """Return the microbatches with their tokens numbered, and the recorded experts [N, layers, k] by number.
 
     If no recorded experts are replayed, the microbatches are returned as they are, with None.

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,8 @@ from torch import Tensor
 from rl_megatron.batching.microbatch import Microbatch
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution.megatron_timers import MEGATRON_TIMERS
-from rl_megatron.execution.metrics import Denominators, reduce_metrics
-from rl_megatron.execution.microbatch import ModelInput, PreparedStep
-from rl_megatron.execution.p2p import PlannedCommunicator
 from rl_megatron.log import once, report_progress
-from rl_megatron.logprobs import DeferredLogits, LogprobStats, Sharding, next_token_stats, vocab_parallel_top_k
+from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats, vocab_parallel_top_k
 from rl_megatron.losses.base import Loss
 from rl_megatron.model.heads.deferred import DeferredHead, UncopiedHead
 from rl_megatron.model.layers.attention import BIASES
@@ -43,11 +38,15 @@ from rl_megatron.model.layers.router import (
 )
 from rl_megatron.model.layers.router_replay import expert_layers, replaying
 from rl_megatron.model.lora.dropout import seed_microbatch
+from rl_megatron.timing import MEGATRON_TIMERS
 from rl_megatron.topology.topology import Topology, keep_generators
 from rl_megatron.topology.transfer import send
+from rl_megatron.training.metrics import Denominators, reduce_metrics
+from rl_megatron.training.model_input import ModelInput, PreparedStep, number_all_tokens
+from rl_megatron.training.p2p import PlannedCommunicator
 
 # A microbatch, what the model gets of it, and the seed of its dropout, or None if nothing is dropped.
-_Given = tuple[Microbatch, ModelInput, int | None]
+_Prepared = tuple[Microbatch, ModelInput, int | None]
 
 
 @dataclass(frozen=True)
@@ -109,18 +108,25 @@ class Runner:
         Raises:
             NonFiniteLoss: On every rank, if the loss is NaN or infinite. The message names the microbatch and metrics.
         """
-        seeds = [] if forward_only else self._dropout_seeds(microbatches, number)
+        seeds = [] if forward_only else self._seed_dropout(microbatches, number)
         prepared, counts = send((self._prepare(microbatches, forward_only), denominators), self.topology.device)
-        step = partial(self._loss_of, loss_fn=loss_fn, denominators=counts)
+
+        def compute_loss(batch: BatchedDataDict, output: Tensor | DeferredLogits, sharding: Sharding):
+            streams = loss_fn.read_output(output, batch, sharding)
+            loss, metrics = loss_fn.evaluate(batch, counts.sequences, counts.tokens, **streams)
+            report = {name: _in_double(value, loss.device) for name, value in metrics.items()}
+            report["loss"] = loss.detach().double()
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
+
         if not forward_only:
             if self._has_experts and balances_globally(get_model_config(self.model_chunks[0])):
                 self._count_routed(prepared, seeds)
             begin_step(self.model_chunks, counts.positions)
-        head = self._head() if loss_fn.reads_deferred_logits else None
-        if self.fused_head is not None and not loss_fn.reads_deferred_logits:
+        head = self._choose_head() if loss_fn.reads == "logprobs" else None
+        if self.fused_head is not None and loss_fn.reads != "logprobs":
             once(f"{loss_fn.display_name} needs whole logits, so the fused head is off for this loss")
         with keep_generators(self.topology.device) if seeds else nullcontext():
-            reports = self._run(prepared, step, forward_only, head, seeds=seeds)[: len(microbatches)]
+            reports = self._run_schedule(prepared, compute_loss, forward_only, head, seeds=seeds)[: len(microbatches)]
         batches = [microbatch.batch for microbatch in microbatches]
         of_routers = {} if forward_only else self._router_metrics(ROUTED_EXPERTS in batches[0])
         return reduce_metrics(reports, loss_fn, batches, self.topology, of_routers)
@@ -134,7 +140,7 @@ class Runner:
         ):
             # Logits that nobody reads are not computed.
             head = DeferredHead.of(self.model_chunks, None)
-            self._run(prepared, lambda *output: None, forward_only=True, head=head, collect=True, seeds=seeds)
+            self._run_schedule(prepared, lambda *output: None, forward_only=True, head=head, collect=True, seeds=seeds)
 
     def _router_metrics(self, replays: bool) -> dict[str, Tensor]:
         """Return the metrics of the step's routers, summed over all ranks, on the device. Collective."""
@@ -155,9 +161,14 @@ class Runner:
         """Return [b, S−1] of each microbatch on the last pipeline stage, and an empty list on other stages."""
 
         def read(batch: BatchedDataDict, logits: Tensor | DeferredLogits, sharding: Sharding) -> Tensor:
-            return _stats(batch, logits, sharding).logprobs
+            mask = batch["token_mask"] * batch["sample_mask"][:, None] if "token_mask" in batch else None
+            temperature = batch.get("temperature", 1.0)
+            return next_token_stats(
+                logits, batch["input_ids"], sharding, temperature=temperature, mask=mask,
+                most_counted=sharding.most_counted,
+            ).logprobs  # fmt: skip
 
-        return self._collect(microbatches, read, self._head())
+        return self._collect(microbatches, read, self._choose_head())
 
     @torch.no_grad()
     def scores(self, microbatches: list[Microbatch]) -> list[Tensor]:
@@ -205,35 +216,39 @@ class Runner:
         self, microbatches: list[Microbatch], read: Callable, head: DeferredHead | UncopiedHead | None
     ) -> list[Tensor]:
         prepared = send(self._prepare(microbatches, forward_only=True), self.topology.device)
-        return self._run(prepared, read, forward_only=True, head=head, collect=True)[: len(microbatches)]
+        return self._run_schedule(prepared, read, forward_only=True, head=head, collect=True)[: len(microbatches)]
 
-    def _head(self) -> DeferredHead | UncopiedHead | None:
+    def _choose_head(self) -> DeferredHead | UncopiedHead | None:
         """Return how logits reach losses that can read them in any memory layout, or block by block."""
         if self.fused_head is None:
             return UncopiedHead.of(self.model_chunks)
         return DeferredHead.of(self.model_chunks, self.fused_head.block_tokens)
 
-    def _run(
-        self, prepared: PreparedStep, on_output: Callable, forward_only: bool,
+    def _run_schedule(
+        self, prepared: PreparedStep, read: Callable, forward_only: bool,
         head: DeferredHead | UncopiedHead | None, collect: bool = False, seeds: Sequence[int] = (),
     ) -> list:  # fmt: skip
-        """Return `on_output(batch, output, sharding)` of every microbatch, on the last stage.
+        """Run the schedule of the pipeline, and return `read(batch, output, sharding)` of every microbatch.
 
-        The output is what `head` makes of the model's output; without a head, it is contiguous logits or scores.
+        Other stages than the last have no output, and return an empty list. The output is what `head` makes of the
+        model's output; without a head, it is contiguous logits or scores.
         """
         topology, config, shapes = self.topology, get_model_config(self.model_chunks[0]), prepared.shapes
         config.variable_seq_lengths = len(set(shapes)) > 1
         config.timers = MEGATRON_TIMERS
-        given_each = list(zip(prepared.microbatches, prepared.given, seeds or [None] * len(shapes), strict=True))
+        prepared_microbatches: list[_Prepared] = list(
+            zip(prepared.microbatches, prepared.model_input, seeds or [None] * len(shapes), strict=True)
+        )
 
-        def forward_step(iterator: Iterator[_Given], model_chunk: torch.nn.Module):
-            microbatch, given, seed = next(iterator)
+        def forward_step(iterator: Iterator[_Prepared], model_chunk: torch.nn.Module):
+            microbatch, model_input, seed = next(iterator)
             if seed is not None:
                 seed_microbatch(seed, topology.device)
-            masked = {} if given.padding is None else {"padding_mask": given.padding_of(model_chunk, topology)}
-            output = model_chunk(given.tokens, None, None, packed_seq_params=given.packing, **masked)
-            return output, lambda output, non_loss_data=False: on_output(
-                microbatch.batch, output if head is None else head.logits(output), given.sharding
+            padding = model_input.padding_of(model_chunk, topology)
+            masked = {} if padding is None else {"padding_mask": padding}
+            output = model_chunk(model_input.tokens, None, None, packed_seq_params=model_input.packing, **masked)
+            return output, lambda output, non_loss_data=False: read(
+                microbatch.batch, output if head is None else head.logits(output), model_input.sharding
             )
 
         pipelined = topology.pipeline > 1
@@ -250,7 +265,10 @@ class Runner:
         ):
             results = forward_backward(
                 forward_step_func=forward_step,
-                data_iterator=[_reported(given_each), *(iter(given_each) for _ in self.model_chunks[1:])],
+                data_iterator=[
+                    _report_begun(prepared_microbatches),
+                    *(iter(prepared_microbatches) for _ in self.model_chunks[1:]),
+                ],
                 model=self.model_chunks,
                 num_microbatches=len(shapes),
                 seq_length=shapes[0][1],
@@ -272,18 +290,22 @@ class Runner:
         """Return what the model needs for the microbatches, on the host."""
         counts_experts = not forward_only and self._has_experts
         replayed = expert_layers(self.model_chunks) if ROUTED_EXPERTS in microbatches[0].batch else []
-        return PreparedStep.build(
-            self._filled_up(microbatches), self.topology, self.vocab_size, self.backend, counts_experts, replayed
-        )
+        microbatches, topology = self._fill_up(microbatches), self.topology
+        model_input = [
+            ModelInput.build(microbatch, topology, self.vocab_size, self.backend, counts_experts, replayed)
+            for microbatch in microbatches
+        ]
+        shapes = [microbatch.shape(topology) for microbatch in microbatches]
+        return PreparedStep(microbatches, *number_all_tokens(model_input), shapes)
 
-    def _dropout_seeds(self, microbatches: list[Microbatch], number: int) -> list[int]:
+    def _seed_dropout(self, microbatches: list[Microbatch], number: int) -> list[int]:
         """Return the seed of each microbatch's dropout, or an empty list if nothing is dropped."""
         if not self.has_dropout:
             return []
-        tokens = [microbatch.batch["input_ids"].contiguous().numpy() for microbatch in self._filled_up(microbatches)]
+        tokens = [microbatch.batch["input_ids"].contiguous().numpy() for microbatch in self._fill_up(microbatches)]
         return [zlib.crc32(ids.tobytes(), number) for ids in tokens]
 
-    def _filled_up(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+    def _fill_up(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """Return as many microbatches as the schedule needs: the interleaved one takes multiples of the stages.
 
         The shortest microbatch is repeated with zero loss weight.
@@ -294,20 +316,6 @@ class Runner:
         shortest = min(microbatches, key=lambda microbatch: microbatch.shape(self.topology))
         return microbatches + [shortest.with_zero_weight()] * missing
 
-    def _loss_of(
-        self,
-        batch: BatchedDataDict,
-        output: Tensor | DeferredLogits,
-        sharding: Sharding,
-        *,
-        loss_fn: Loss,
-        denominators: Denominators,
-    ):
-        loss, metrics = loss_fn.on_output(output, batch, denominators.sequences, denominators.tokens, sharding)
-        report = {name: _in_double(value, loss.device) for name, value in metrics.items()}
-        report["loss"] = loss.detach().double()
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
-
 
 def _in_double(value: Tensor | float, device: torch.device) -> Tensor:
     """Return a scalar on the device. A Python number is not copied there, because a copy would wait for the device."""
@@ -316,16 +324,8 @@ def _in_double(value: Tensor | float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
-def _reported(given: list[_Given]) -> Iterator[_Given]:
+def _report_begun(microbatches: list[_Prepared]) -> Iterator[_Prepared]:
     """Yield the microbatches, and report before each how many were begun."""
-    for begun, item in enumerate(given):
-        report_progress(begun, len(given), "microbatches")
-        yield item
-
-
-def _stats(batch: BatchedDataDict, logits: Tensor | DeferredLogits, sharding: Sharding) -> LogprobStats:
-    mask = batch["token_mask"] * batch["sample_mask"][:, None] if "token_mask" in batch else None
-    temperature = batch.get("temperature", 1.0)
-    return next_token_stats(
-        logits, batch["input_ids"], sharding, temperature=temperature, mask=mask, most_counted=sharding.most_counted
-    )
+    for begun, microbatch in enumerate(microbatches):
+        report_progress(begun, len(microbatches), "microbatches")
+        yield microbatch

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_megatron.execution.phase_timer import PhaseTimer, phase, timing
+from rl_megatron.timing import PhaseTimer, phase, timing
 
 
 class Clock:

@@ -14,8 +14,10 @@ from torch import Tensor
 from rl_megatron.batching.config import Batching, require_count
 from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.batching.sharded import ShardedBatch
-from rl_megatron.checkpoint.adapters import adapter_entries
-from rl_megatron.checkpoint.load import load_checkpoint
+from rl_megatron.checkpoint.adapters import adapter_entries, holds_adapter, saved_base
+from rl_megatron.checkpoint.directory import check_head, read_manifest, saved_model
+from rl_megatron.checkpoint.hf_load import open_hugging_face
+from rl_megatron.checkpoint.load import load_checkpoint, start_from_weights
 from rl_megatron.checkpoint.save import Save, begin_checkpoint
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.model import ModelConfig
@@ -23,22 +25,20 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import FusedHead
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.batches import StepPlanner, result_of
-from rl_megatron.policy.inference import Inference, build_runner
 from rl_megatron.policy.interfaces import Batch, BatchT, ColocatablePolicyInterface
-from rl_megatron.policy.opening import open_checkpoint, open_hf
-from rl_megatron.policy.optimizer_steps import OptimizerSteps
-from rl_megatron.policy.recorded_reference import RecordedReference
-from rl_megatron.policy.reference import AdapterReference, Placement, ReferenceModel
-from rl_megatron.policy.teacher import Teacher
-from rl_megatron.policy.trainer import Trainer
-from rl_megatron.policy.training_memory import TrainingMemory
-from rl_megatron.topology.topology import Topology
+from rl_megatron.topology.topology import Topology, start_topology
+from rl_megatron.training.inference import Inference, build_runner
+from rl_megatron.training.metrics import combine_steps
+from rl_megatron.training.reference import AdapterReference, Placement, RecordedReference, ReferenceModel
+from rl_megatron.training.runner import FusedHead
+from rl_megatron.training.steps import StepPlanner
+from rl_megatron.training.teacher import Teacher
+from rl_megatron.training.trainer import Trainer
+from rl_megatron.training.training_memory import TrainingMemory
 from rl_megatron.weight_sync.exporter import weights_digest
 from rl_megatron.weight_sync.ipc import WeightHandle
 from rl_megatron.weight_sync.process_group import Handle
@@ -99,19 +99,17 @@ class MegatronPolicy(ColocatablePolicyInterface):
             lora=peft,
         )  # fmt: skip
         self.model_config, self.topology, self.vocab_size = self.model.config, topology, vocab_size
-        trainer = None
+        self.runner = build_runner(self.model, fused_head)
+        self._trainer = self.optimizer = self.scheduler = None
         if optimizer is not None:
-            trainer = Trainer(self.model, optimizer, precision, total_steps, max_skipped_steps)
-        self.optimizer = None if trainer is None else trainer.optimizer
-        self.scheduler = None if trainer is None else trainer.scheduler
+            trainer = Trainer(self.model, self.runner, optimizer, precision, total_steps, max_skipped_steps)
+            self._trainer, self.optimizer, self.scheduler = trainer, trainer.optimizer, trainer.scheduler
         self.weights = WeightSender(self.model)
         self.memory = TrainingMemory(self.model, self.optimizer)
         self.reference: ReferenceModel | AdapterReference | RecordedReference | None = None
         self.batching = batching
-        self.runner = build_runner(self.model, fused_head)
         self._inference = Inference(self.model, self.runner)
         self._planner = StepPlanner(self.model, self._inference.cost)
-        self._steps = OptimizerSteps(self._planner, self.runner, trainer)
         self._global_batch_size = global_batch_size
         self._fused_head = fused_head
         self._reference_placement: Placement = reference_placement
@@ -128,7 +126,13 @@ class MegatronPolicy(ColocatablePolicyInterface):
         Raises:
             ConfigError: The directory does not hold a supported model, or the parallel degrees do not fit.
         """
-        return open_hf(cls, Path(directory), parallel, device, options)
+        weights = open_hugging_face(Path(directory))
+        topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
+        initialise = options.get("head", "lm") != "lm"  # a score head starts from random weights
+        policy = cls(weights.model, topology, vocab_size=weights.vocab_size, initialise=initialise, **options)
+        weights.load_into(policy.model)
+        start_from_weights(policy.model, policy.optimizer)
+        return policy
 
     @classmethod
     def from_checkpoint(
@@ -143,7 +147,16 @@ class MegatronPolicy(ColocatablePolicyInterface):
         Raises:
             ConfigError: The checkpoint cannot be read, or the parallel degrees do not fit.
         """
-        return open_checkpoint(cls, Path(path), parallel, device, weights_only, options)
+        path = Path(path)
+        manifest = read_manifest(path)
+        if holds_adapter(manifest):
+            saved_base(path, manifest)  # an adapter alone does not make a policy
+        topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
+        options = {key: manifest[key] for key in ("vocab_size", "head", "precision") if key in manifest} | options
+        initialise = check_head(path, manifest, options.get("head", "lm"), weights_only)
+        policy = cls(saved_model(path, manifest), topology, initialise=initialise, **options)
+        policy.load_checkpoint(path, weights_only=weights_only)
+        return policy
 
     @property
     def weight_version(self) -> int:
@@ -166,7 +179,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         gbs = self._global_batch_size
         steps = sizes or [min(gbs, batch.size - start) for start in range(0, batch.size, gbs)]
-        return self._planner.distributed(batch, self.batching, steps, groups)
+        return self._planner.distribute(batch, self.batching, steps, groups)
 
     # --- training ---
 
@@ -176,7 +189,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         Raises:
             RuntimeError: The policy was built without an optimizer.
         """
-        self._steps.require_optimizer()
+        self._require_trainer()
         self.weights.release()
         self.memory.restore_optimizer()
         self.memory.allocate_gradients()
@@ -232,12 +245,17 @@ class MegatronPolicy(ColocatablePolicyInterface):
         loss, gbs = as_loss(loss_fn), self._global_batch_size if gbs is None else gbs
         require_count("gbs", gbs)
         data = data if isinstance(data, ShardedBatch) else BatchedDataDict(data)
-        steps = self._steps.planned(data, loss, self._batching(mbs), gbs, sizes, teacher, on_policy)
+        steps = self._planner.plan_steps(data, loss, self._batching(mbs), gbs, sizes, teacher, on_policy)
         if eval_mode:
             self.finish_training()
-            return self._steps.evaluate(steps, loss)
+            reports = [
+                self.runner.train_step(step.plan.microbatches, loss, step.denominators, forward_only=True)
+                | {"packing_efficiency": step.plan.efficiency}
+                for step in steps
+            ]
+            return combine_steps(reports, loss)
         self.prepare_for_training()
-        metrics = self._steps.take(steps, loss)
+        metrics = self._require_trainer().train(steps, loss)
         self.model.set_training(False)  # the next forward, or the next reader, gathers the weights
         return metrics
 
@@ -247,20 +265,25 @@ class MegatronPolicy(ColocatablePolicyInterface):
         require_count("mbs", mbs)
         return replace(self.batching, sequences=mbs)
 
+    def _require_trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError("this policy was built without an optimizer; pass `optimizer` to train it")
+        return self._trainer
+
     def accumulate_gradients(
         self, batch: Batch, loss_fn: LossFunction, mbs: int | None = None, teacher: Teacher | None = None
     ) -> dict[str, float]:
         """Return the loss's metrics on one global batch, and store its gradient in the parameters' `main_grad`."""
         loss = as_loss(loss_fn)
-        (planned,) = self._steps.planned(batch, loss, self._batching(mbs), batch.size or 1, None, teacher)
+        (planned,) = self._planner.plan_steps(batch, loss, self._batching(mbs), batch.size or 1, teacher=teacher)
         self.prepare_for_training()
-        metrics = self._steps.accumulate(planned, loss)
+        metrics = self._require_trainer().accumulate(planned, loss)
         self.finish_training()
         return metrics
 
     def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
         """Return the plan of this rank's microbatches of one global batch."""
-        (planned,) = self._steps.planned(batch, as_loss(loss_fn), self._batching(mbs), batch.size or 1, None)
+        (planned,) = self._planner.plan_steps(batch, as_loss(loss_fn), self._batching(mbs), batch.size or 1)
         return planned.plan
 
     # --- logprobs and scores ---
@@ -274,7 +297,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.model.require_head("lm", "get_logprobs")
         self.finish_training()
         logprobs = self._inference.logprobs(data, self._batching(micro_batch_size), replay_routing=True)
-        return result_of(data, logprobs=logprobs)
+        return _as_batch(data, logprobs=logprobs)
 
     def get_topk_logits(self, data: BatchT, k: int, micro_batch_size: int | None = None) -> BatchT:
         """Return `topk_logits` [B, S, k] fp32, largest first, and `topk_indices` [B, S, k] int64: a teacher's targets.
@@ -285,7 +308,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.model.require_head("lm", "get_topk_logits")
         self.finish_training()
         logits, ids = self._inference.topk_logits(data, k, self._batching(micro_batch_size))
-        return result_of(data, topk_logits=logits, topk_indices=ids)
+        return _as_batch(data, topk_logits=logits, topk_indices=ids)
 
     def get_values(self, data: BatchT, micro_batch_size: int | None = None) -> BatchT:
         """Return `values` [B, S] fp32 of a score head. Entry t is the score read *before* token t.
@@ -294,13 +317,13 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         self.model.require_head("score", "get_values")
         self.finish_training()
-        return result_of(data, values=self._inference.values(data, self._batching(micro_batch_size)))
+        return _as_batch(data, values=self._inference.values(data, self._batching(micro_batch_size)))
 
     def score(self, data: BatchT, micro_batch_size: int | None = None) -> BatchT:
         """Return `scores` [B] fp32 of a score head, read after each sequence's last token (`input_lengths`)."""
         self.model.require_head("score", "score")
         self.finish_training()
-        return result_of(data, scores=self._inference.scores(data, self._batching(micro_batch_size)))
+        return _as_batch(data, scores=self._inference.scores(data, self._batching(micro_batch_size)))
 
     # --- the reference ---
 
@@ -334,7 +357,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         if self.reference is None:
             raise RuntimeError("there is no reference policy yet; call freeze_reference() first")
         logprobs = self.reference.logprobs(data, self._batching(micro_batch_size))
-        return result_of(data, reference_logprobs=logprobs)
+        return _as_batch(data, reference_logprobs=logprobs)
 
     # --- weights for rollout engines ---
 
@@ -397,10 +420,16 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """Release model, optimizer and reference, and return whether there was a model."""
         self.weights.close()
         self.memory.release()
-        self._steps.release()
-        self.optimizer = self.scheduler = self.reference = None
+        self._trainer = self.optimizer = self.scheduler = self.reference = None
         held = self.model.release()
         gc.collect()  # megatron-core's wrappers and hooks form reference cycles
         if self.topology.is_cuda:
             torch.cuda.empty_cache()
         return held
+
+
+def _as_batch(data: BatchT, **values: Tensor) -> BatchT:
+    """Return values of the sequences of a batch as a batch of the same kind."""
+    if isinstance(data, ShardedBatch):
+        return replace(data, own=BatchedDataDict(values))
+    return BatchedDataDict(values)  # pyright: ignore[reportReturnType]  # it is a batch of the core's class

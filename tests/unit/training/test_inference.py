@@ -8,7 +8,7 @@ import torch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.policy.inference import check_width, on_host
+from rl_megatron.training.inference import check_width, on_host
 
 
 class MovesInPlace(BatchedDataDict):

@@ -21,11 +21,11 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.score_position import score_positions
-from rl_megatron.execution import FusedHead, Runner
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.token_values import OwnTokenValues, TokenValues
 from rl_megatron.topology.collective_errors import on_all_or_none
+from rl_megatron.training.runner import FusedHead, Runner
+from rl_megatron.training.token_values import OwnTokenValues, TokenValues
 
 _LENGTH_KEYS = ("input_lengths", "token_mask")
 _NUMBER = torch.zeros(())  # the value of one token if it is a single number

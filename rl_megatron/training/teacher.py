@@ -22,13 +22,13 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.execution import FusedHead
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.inference import Inference, build_runner
-from rl_megatron.policy.reference import HostWeights, Placement
 from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none
 from rl_megatron.topology.device import TIMEOUT_MINUTES
 from rl_megatron.topology.topology import Topology, build_beside, in_megatron
+from rl_megatron.training.inference import Inference, build_runner
+from rl_megatron.training.reference import HostWeights, Placement
+from rl_megatron.training.runner import FusedHead
 
 _READ = ("input_ids", "input_lengths", "temperature")  # what a model reads of a batch
 
@@ -76,7 +76,7 @@ class Teacher:
             logits, ids = self._inference.topk_logits(self._whole(data), k, batching)
         return self._of_own(data, logits), self._of_own(data, ids)
 
-    def attached(self, plan: RankPlan) -> RankPlan:
+    def attach_logits(self, plan: RankPlan) -> RankPlan:
         """Return the plan with the teacher's logits of each microbatch as `teacher_logits`.
 
         They are sharded like the student's, and computed from hidden states when a loss reads them. The hidden states

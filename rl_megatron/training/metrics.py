@@ -90,17 +90,24 @@ def reduce_metrics(
     reduced = torch.zeros(2 * len(names) + 1, dtype=torch.float64, device=device)
     if topology.is_last_stage:
         parts = {kind: _over_microbatches(kind, by_kind[kind], reports) for kind in Reduction if by_kind[kind]}
-        flags = send(_flags(names, reports), device)
+        returned = {name for report in reports for name in report}
+        flags = [*(name in returned for name in names), not returned <= set(names)]
+        flags = send(torch.tensor(flags, dtype=torch.float64), device)
         parts[Reduction.MAX] = torch.cat([parts[Reduction.MAX], flags]) if Reduction.MAX in parts else flags
         reduced = torch.cat([_over_ranks(kind, part, topology.groups.dp) for kind, part in parts.items()])
     if topology.pipeline > 1:
         dist.broadcast(reduced, src=topology.last_stage_rank, group=topology.groups.pp)
     numbers = read_numbers(torch.cat([reduced, *(value.double().view(1) for value in of_step.values())]))
     values, there, undeclared = numbers[: len(names)], numbers[len(names) : 2 * len(names)], numbers[2 * len(names)]
-    if is_planned():  # what was read means nothing
+    if is_planned():  # fake devices hold no values
         return dict.fromkeys((*names, *of_step), 0.0)
     if undeclared:
-        raise ValueError(_describe_undeclared(reports, names, loss_fn, topology))
+        everywhere: list = [None] * topology.world_size
+        dist.all_gather_object(everywhere, {name for report in reports for name in report} - set(names))
+        raise ValueError(
+            f"{loss_fn.display_name} returned metrics {sorted(set().union(*everywhere))} whose reduction it does not "
+            "declare; add them to metric_reductions"
+        )
     known = sorted(zip(names, values, there, strict=True))
     result = {name: value for name, value, is_there in known if is_there}
     if not math.isfinite(result["loss"]):
@@ -110,25 +117,13 @@ def reduce_metrics(
 
 
 def _over_microbatches(kind: Reduction, names: list[str], reports: list[dict[str, Tensor]]) -> Tensor:
-    """Return the metrics [names] of one kind of reduction, over microbatches. A missing one is the identity."""
+    """Return the metrics [names] of one kind of reduction, over microbatches.
+
+    A missing metric contributes the reduction's identity.
+    """
     missing = reports[0]["loss"].new_full((), kind.identity)
     stacked = torch.stack([torch.stack([report.get(name, missing) for name in names]) for report in reports])
     return {Reduction.SUM: stacked.sum, Reduction.MIN: stacked.amin, Reduction.MAX: stacked.amax}[kind](0)
-
-
-def _flags(names: list[str], reports: list[dict[str, Tensor]]) -> Tensor:
-    """Return [names + 1] on the host: whether any microbatch has each metric, and whether any has others."""
-    found = {name for report in reports for name in report}
-    return torch.tensor([*(name in found for name in names), not found <= set(names)], dtype=torch.float64)
-
-
-def _describe_undeclared(reports: list[dict[str, Tensor]], names: list[str], loss_fn: Loss, topology: Topology) -> str:
-    everywhere: list = [None] * topology.world_size
-    dist.all_gather_object(everywhere, {name for report in reports for name in report} - set(names))
-    return (
-        f"{loss_fn.display_name} returned metrics {sorted(set().union(*everywhere))} whose reduction it does not "
-        "declare; add them to metric_reductions"
-    )
 
 
 def _describe_failure(
@@ -154,7 +149,7 @@ def _describe_failure(
     return f"the loss is {result['loss']} (first seen in {where or 'the sum'}); metrics: {values}"
 
 
-def over_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, float]:
+def combine_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, float]:
     """Combine the metrics of several optimizer steps, each over the steps that have it.
 
     The combination is the minimum of minima, the maximum of maxima, and the mean of all other metrics.

@@ -1,23 +1,25 @@
-"""Time the phases of a step, such as train and, within it, forward and backward, without gaps.
+"""Time the phases of a step, such as train and, within it, forward and backward, without gaps, and their peak memory.
 
 Every moment belongs to the innermost phase that runs then, or to none. So the times of all phases and of the rest add
-up to the time of the step.
+up to the time of the step. In a profiled step, processes also record spans of time with names, on the wall clock.
 """
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from rl_megatron.execution.peak_memory import PeakMemory
-
 Path = tuple[str, ...]  # the names of nested phases, the outermost first; () between phases
+
+_RESET = "/proc/self/clear_refs"
+_RESET_PEAK = b"5"  # sets the largest resident set to the present one
 
 
 class Clock(Protocol):
@@ -59,6 +61,44 @@ class StreamClock:
     def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float | None:
         """Return the seconds between two events, or None if the GPU has not reached the second."""
         return began.elapsed_time(ended) / 1000 if ended.query() else None
+
+
+class PeakMemory(Protocol):
+    """A meter of memory."""
+
+    def peak_and_reset(self) -> int | None:
+        """Return the largest number of bytes since the last call, or None if it is not known."""
+        ...
+
+
+class DevicePeak:
+    """The memory of tensors on this process's GPU, as torch's allocator counts it."""
+
+    def peak_and_reset(self) -> int | None:
+        """Return the largest number of bytes since the last call."""
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+
+class HostPeak:
+    """The resident set of this process, which Linux counts. It owns the file that resets it."""
+
+    def __init__(self) -> None:
+        self._reset: BinaryIO | None = None
+        with suppress(OSError):  # another system, or a container that does not allow it
+            self._reset = open(_RESET, "wb", buffering=0)  # it stays open, because opening takes longer
+
+    def peak_and_reset(self) -> int | None:
+        """Return the largest number of bytes since the last call, or None if the system does not tell it."""
+        if self._reset is None:
+            return None
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            self._reset.write(_RESET_PEAK)
+        except OSError:
+            self._reset = None
+        return peak
 
 
 @dataclass(frozen=True)
@@ -214,6 +254,94 @@ def count_tokens(number: int) -> None:
         _IN_USE[-1].count_tokens(number)
 
 
-def timer_in_use() -> PhaseTimer | None:
-    """Return the timer that is in use, or None."""
-    return _IN_USE[-1] if _IN_USE else None
+# --- megatron-core's work ---
+
+_PHASES = {
+    "forward-compute": "forward",
+    "backward-compute": "backward",
+    "all-grads-sync": "collectives",
+    "params-all-gather": "collectives",
+    "embedding-grads-all-reduce": "collectives",
+    "non-tensor-parallel-grads-all-reduce": "collectives",
+}
+_BETWEEN_STAGES = ("-recv", "-send")  # at the end of the names of what pipeline stages wait for
+
+
+class MegatronTimers:
+    """The object that megatron-core tells about its work, which becomes phases of the timer in use.
+
+    It is the attribute `timers` of a configuration: `timers(name, log_level=2).start()`, and `.stop()`.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[str, tuple[PhaseTimer, Path]] = {}
+
+    def __call__(self, name: str, log_level: int = 0) -> _NamedTimer:
+        """Return what times one kind of work. Every level is timed."""
+        return _NamedTimer(self._running, name)
+
+
+class _NamedTimer:
+    def __init__(self, running: dict[str, tuple[PhaseTimer, Path]], name: str):
+        self._running, self._name = running, name
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin the phase, if a timer is in use and knows this work. There is never a barrier."""
+        work = "pipeline_wait" if self._name.endswith(_BETWEEN_STAGES) else _PHASES.get(self._name)
+        if _IN_USE and work is not None:
+            self._running[self._name] = (_IN_USE[-1], _IN_USE[-1].begin(work))
+
+    def stop(self, barrier: bool = False) -> None:
+        """End the phase, if it was begun."""
+        timer, outer = self._running.pop(self._name, (None, ()))
+        if timer is not None:
+            timer.end(outer)
+
+
+MEGATRON_TIMERS = MegatronTimers()
+
+
+# --- spans of a profiled step ---
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time in which a process did something.
+
+    Attributes:
+        process: What people call the process, such as "rank 0" or "rollout engine 0 (process 17)".
+        name: What it did.
+        began: The begin, in nanoseconds since 1970.
+        ended: The end.
+    """
+
+    process: str
+    name: str
+    began: int
+    ended: int
+
+
+_RECORDED: list[list[Span]] = []
+
+
+@contextmanager
+def recording_spans() -> Iterator[list[Span]]:
+    """Yield a list to which the spans of this process are added during the block of a `with` statement."""
+    spans: list[Span] = []
+    _RECORDED.append(spans)
+    try:
+        yield spans
+    finally:
+        _RECORDED.remove(spans)
+
+
+def record_span(process: str, name: str, began: int) -> None:
+    """Add a span that ends now, if spans are recorded.
+
+    Args:
+        process: The process.
+        name: What it did.
+        began: What `time.time_ns` returned at its begin.
+    """
+    if _RECORDED:
+        _RECORDED[-1].append(Span(process, name, began, time.time_ns()))

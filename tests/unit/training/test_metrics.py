@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution.metrics import Denominators
+from rl_megatron.training.metrics import Denominators
 
 BATCH = BatchedDataDict(
     input_ids=torch.zeros(3, 5, dtype=torch.long),

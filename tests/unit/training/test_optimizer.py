@@ -9,7 +9,7 @@ import torch
 from rl_megatron.checkpoint.optimizer_state import allocate_moments, step_count
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
-from rl_megatron.policy import optimizer as policy_optimizer
+from rl_megatron.training import optimizer as policy_optimizer
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

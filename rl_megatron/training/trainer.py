@@ -1,0 +1,214 @@
+"""`Trainer`: takes optimizer steps on this rank's microbatches of global batches, and measures their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer, clip_grads
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from rl_megatron import log
+from rl_megatron.checkpoint.optimizer_state import main_parameters, parts
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.losses.base import Loss
+from rl_megatron.model.layers.router import move_biases, moving_routers
+from rl_megatron.model.sharded_model import ShardedModel
+from rl_megatron.timing import phase
+from rl_megatron.training.metrics import NonFiniteLoss, combine_steps
+from rl_megatron.training.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
+from rl_megatron.training.runner import Runner
+from rl_megatron.training.steps import PlannedStep
+
+QUARTERS = 4
+# The groups of layers: the embedding, quarters of the layers, and what follows them.
+GROUPS = ("embedding", *(f"layers_{quarter}" for quarter in range(1, QUARTERS + 1)), "output")
+
+
+class Trainer:
+    """The gradient buffers and the optimizer of a model, and the steps that they take. All methods are collective.
+
+    It owns the number of steps that were skipped since the last update, because their loss or gradient norm was NaN or
+    infinite. All ranks raise `NonFiniteLoss` for the same step, so all of them skip it.
+
+    Attributes:
+        runner: What computes gradients.
+        optimizer: megatron-core's optimizer.
+        scheduler: The optimizer's learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        runner: Runner,
+        config: OptimizerConfig,
+        precision: str,
+        total_steps: int | None,
+        max_skipped_steps: int,
+    ):
+        """Wrap the model chunks in megatron-core's DDP, and build their optimizer."""
+        model.model_chunks[:] = wrap_for_gradients(model.model_chunks, model.topology, config)
+        self._model, self.runner = model, runner
+        self.optimizer = build_optimizer(model.wrapped_model_chunks, config, precision, model.topology)
+        self.scheduler = build_scheduler(self.optimizer, config, total_steps)
+        self._gradients = GradientNorms(self.optimizer, model.wrapped_model_chunks)
+        self._clip_grad = config.clip_grad
+        self._max_skipped, self._num_skipped = max_skipped_steps, 0
+
+    def train(self, steps: Iterable[PlannedStep], loss: Loss) -> dict[str, Any]:
+        """Take optimizer steps, each planned when it is taken, and return the metrics over them."""
+        reports = []
+        for planned in steps:
+            reports.append(self.step(planned, loss))
+        counts = {"num_updates": int(sum(report["updated"] for report in reports))}
+        if self._max_skipped:
+            counts["skipped_steps"] = int(sum(report["skipped_steps"] for report in reports))
+        return combine_steps(reports, loss) | counts
+
+    def step(self, planned: PlannedStep, loss: Loss) -> dict[str, float]:
+        """Take one optimizer step, and return the loss's metrics with gradient norms, `lr` and `updated`.
+
+        A batch without a valid token changes nothing: weights, moments and learning rate stay the same. If the loss or
+        the gradient norm is not finite and the step may not be skipped, every rank raises `NonFiniteLoss` before a
+        weight has changed.
+        """
+        lr = self.optimizer.param_groups[0]["lr"]
+        if lr == 0:
+            log.once(
+                "the learning rate is 0, so that optimizer steps change no weight: the decay has ended at "
+                "optimizer.min_lr=0; set optimizer.decay_steps or min_lr"
+            )
+        try:
+            report = self.accumulate(planned, loss)
+            norms, updated = dict.fromkeys(self._gradients.names, 0.0), False
+            if planned.denominators.tokens > 0:
+                with phase("optimizer"):
+                    norms, updated = self.update(report["loss"])
+        except NonFiniteLoss as error:
+            self._skip(error)
+            return {"lr": lr, "updated": 0.0, "skipped_steps": 1.0}
+        if updated:
+            self._num_skipped = 0
+        clipped = norms["grad_norm"]
+        if self._clip_grad > 0:  # as megatron-core has clipped it
+            clipped *= min(1.0, self._clip_grad / (clipped + 1e-6))
+        report |= norms | {"grad_norm_clipped": clipped, "lr": lr, "updated": float(updated)}
+        report |= {"packing_efficiency": planned.plan.efficiency}
+        return report | ({"skipped_steps": 0.0} if self._max_skipped else {})
+
+    def accumulate(self, planned: PlannedStep, loss: Loss) -> dict[str, float]:
+        """Return the loss's metrics on one step, and store its gradient in the parameters' `main_grad`."""
+        for model_chunk in self._model.wrapped_model_chunks:
+            model_chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        report = self.runner.train_step(
+            planned.plan.microbatches, loss, planned.denominators, number=self.scheduler.num_steps
+        )
+        self._model.mark_gathered()
+        return report
+
+    def update(self, loss: float) -> tuple[dict[str, float], bool]:
+        """Update the weights with the gradients in their buffers, unless they are not finite, and advance the schedule.
+
+        Return the norms before clipping, and whether the weights were updated. The loss is for the error message.
+        """
+        self.optimizer.prepare_grads()
+        norms = self._gradients.norms()
+        grad_norm = norms["grad_norm"]
+        if not math.isfinite(grad_norm):  # clipping with it would make every weight NaN
+            raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {loss:.4g}")
+        if self._clip_grad > 0:
+            for part in parts(self.optimizer):
+                clip_grads.clip_grad_by_total_norm_fp32([*part.get_parameters()], self._clip_grad, grad_norm)
+        updated = bool(self.optimizer.step_with_ready_grads())
+        self._model.mark_updated(updated)
+        if updated and self._model.lora is None:  # the routers beside adapters are frozen
+            move_biases(moving_routers(self._model.model_chunks), self._model.topology.groups.tp_dp_cp)
+        self.scheduler.step(increment=1)
+        return norms, updated
+
+    def _skip(self, error: NonFiniteLoss) -> None:
+        """Count a step as skipped, or raise its error if no further step in a row may be skipped."""
+        if self._max_skipped == 0:
+            raise error
+        if self._num_skipped == self._max_skipped:
+            raise NonFiniteLoss(
+                f"{error}; the {self._max_skipped} optimizer steps before were skipped for such a reason already "
+                "(train.max_nonfinite_steps)"
+            ) from error
+        self._num_skipped += 1
+        log.LOGGER.warning("an optimizer step is skipped, and weights and optimizer state stay: %s", error)
+
+
+class GradientNorms:
+    """The norms of an optimizer's gradients, in all and by group of layers.
+
+    A weight that several ranks or model chunks hold counts once, as in megatron-core's norm.
+
+    Attributes:
+        names: The names of the norms: that of the whole gradient, and those of the groups that the model has.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module]):
+        """Find the group of every weight that this rank updates."""
+        model_chunks = list(model_chunks)
+        num_layers = get_model_config(model_chunks[0]).num_layers
+        used = {"embedding", "output", *(f"layers_{_quarter(layer + 1, num_layers)}" for layer in range(num_layers))}
+        groups = [name for name in GROUPS if name in used]
+        self.names = ("grad_norm", *(f"grad_norm_{name}" for name in groups))
+        group_of = {
+            id(parameter): groups.index(name)
+            for model_chunk in model_chunks
+            for parameter, name in _find_groups(model_chunk, num_layers).items()
+        }
+        self._device = next(model_chunks[0].parameters()).device
+        self._counted: dict[dist.ProcessGroup, list[list[Tensor]]] = {}  # weights by group of layers
+        for part in parts(optimizer):
+            ranks = part.get_grad_stats_parallel_group()
+            counted = self._counted.setdefault(ranks, [[] for _ in groups])
+            tp_group = getattr(part, "tp_group", None)
+            for parameter, main in main_parameters(part):
+                if param_is_not_shared(main) and param_is_not_tensor_parallel_duplicate(main, tp_group):
+                    counted[group_of[id(parameter)]].append(main)
+
+    @torch.no_grad()
+    def norms(self) -> dict[str, float]:
+        """Return the norm of the whole gradient and of each group, by name. Collective.
+
+        Parts of the optimizer whose gradients are on the same ranks share a reduction. The host waits for the device
+        once.
+        """
+        totals = []
+        for ranks, counted in self._counted.items():
+            total = torch.zeros(len(counted), device=self._device)
+            for index, weights in enumerate(counted):
+                gradients = [weight.grad for weight in weights if weight.grad is not None]
+                if gradients:
+                    total[index] = torch.nn.utils.get_total_norm(gradients).square()
+            dist.all_reduce(total, group=ranks)
+            totals.append(total)
+        squared = torch.stack(totals).sum(dim=0).tolist()
+        return dict(zip(self.names, map(math.sqrt, [sum(squared), *squared]), strict=True))
+
+
+def _find_groups(model_chunk: torch.nn.Module, num_layers: int) -> dict[Tensor, str]:
+    """Return the group of every parameter of a model chunk."""
+    found: dict[Tensor, str] = {}
+    for name, module in model_chunk.named_modules():
+        if isinstance(module, TransformerLayer) and "decoder.layers." in name:
+            found |= dict.fromkeys(module.parameters(), f"layers_{_quarter(module.layer_number, num_layers)}")
+    for name, parameter in model_chunk.named_parameters():
+        found.setdefault(parameter, "embedding" if "embedding." in name else "output")
+    return found
+
+
+def _quarter(layer_number: int, num_layers: int) -> int:
+    """Return the quarter, from 1, of a layer that is counted from 1 over all pipeline stages."""
+    return (layer_number - 1) * QUARTERS // num_layers + 1
