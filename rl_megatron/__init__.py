@@ -29,7 +29,6 @@ _HOME = {
     "LossInputType": "losses",
     "LossNeeds": "algorithms",
     "LossType": "losses",
-    "MegatronEngine": "generation.embedded",  # the older name of EmbeddedEngine
     "MegatronPolicy": "training.megatron_policy",
     "Metric": "config.metrics",
     "ModelConfig": "config.model",

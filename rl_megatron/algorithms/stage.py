@@ -297,8 +297,7 @@ class Stage:
         if self.critic is not None:
             self.critic.load_checkpoint(critic_checkpoints(self.checkpoints) / saved[-1].name, verify=False)
         self.roll_back.step = manifest["step"]
-        if "stage_state" in manifest:  # checkpoints of earlier versions have none; the loader then reads from the start
-            self._resumed_state.load(manifest["stage_state"], str(saved[-1]))
+        self._resumed_state.load(manifest["stage_state"], str(saved[-1]))
         self.results = manifest["results"]
         self._evaluated_at = manifest.get("evaluated_at")
         step, steps = manifest["step"], self.config.train.steps

@@ -27,7 +27,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rl_megatron import log
-from rl_megatron.config.aliases import rename_overrides
 from rl_megatron.config.commands import command
 from rl_megatron.config.commands import override as quoted
 from rl_megatron.config.compose import hydra_session
@@ -67,7 +66,7 @@ def jobs_of(overrides: list[str], config_dir: str | None, config_name: str) -> l
         ConfigError: An override is wrong, or the configuration of a job is; the message names it.
     """
     jobs = {}
-    for chosen, swept in _combinations(rename_overrides(overrides), config_dir):
+    for chosen, swept in _combinations(overrides, config_dir):
         name = _directory_name([each for each in swept if key_of(each) != "output_dir"])
         config = load_config(chosen, config_dir, config_name)
         output_dir = f"{config.output_dir}/{name}" if name else config.output_dir

@@ -24,12 +24,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_megatron.config import checkpoint_metadata
-from rl_megatron.config.aliases import UserFiles
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.hints import OPEN_SECTIONS, explain, key_of
 from rl_megatron.config.import_strings import is_import_string
 
 PRIMARY = "config"  # the name of the shipped primary configuration
+_USERS = "command-line"  # what Hydra calls the provider of the user's directory
 # Overrides of Hydra's own settings → what to write instead.
 _OF_HYDRA = {
     "hydra.run.dir": "write output_dir={value}",
@@ -60,9 +60,11 @@ class _ReadOnce(ConfigRepository):
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         source = self._find_object_source(config_path, ObjectType.CONFIG)
-        if source is None or source.scheme() == UserFiles.scheme():
+        if source is None:
             return super().load_config(config_path)
         key = (source.path, config_path)
+        if source.provider == _USERS:
+            return _without_hydra(super().load_config(config_path), f"{source.path}/{config_path}.yaml")
         if key not in self._results:
             self._results[key] = super().load_config(config_path)
         return copy.deepcopy(self._results[key])  # Hydra merges into what it gets
@@ -87,8 +89,7 @@ def hydra_session(config_dir: str | None, read_model: checkpoint_metadata.ReadMo
     search_path = create_config_search_path(str(config_directory()))
     if config_dir is not None:
         before_schema = SearchPathQuery(provider="schema")  # Hydra needs the schema to come last
-        address = f"{UserFiles.scheme()}://{Path(config_dir).resolve()}"
-        search_path.prepend("command-line", address, anchor=before_schema)
+        search_path.prepend(_USERS, str(Path(config_dir).resolve()), anchor=before_schema)
     GlobalHydra.instance().clear()
     try:
         hydra = Hydra.create_main_hydra2("rl-megatron", search_path)
@@ -183,6 +184,16 @@ def _refuse_settings_of_hydra(override: str) -> None:
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         remedy = _OF_HYDRA.get(key, "leave it out").format(value=value)
         raise ConfigError(f"override {override!r} has no effect: a run does not use Hydra's own settings; {remedy}")
+
+
+def _without_hydra(result: ConfigResult | None, file: str) -> ConfigResult | None:
+    """Return a file of the user, unless it has the section `hydra`."""
+    if result is not None and isinstance(result.config, DictConfig) and "hydra" in result.config:
+        raise ConfigError(
+            f"{file}: the section hydra has no effect: a run does not use Hydra's own settings; delete it, and set "
+            "output_dir instead of hydra.run.dir"
+        )
+    return result
 
 
 def _refuse_unknown_primary(error: Exception, name: str, config_dir: str | None) -> None:

@@ -11,7 +11,6 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config import checkpoint_metadata, schema
-from rl_megatron.config.aliases import rename_overrides, rename_tree
 from rl_megatron.config.compose import PRIMARY, composed
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.import_strings import make_absolute
@@ -45,9 +44,9 @@ def load_config(
         ConfigError: A key or value is wrong. The message names the key, the value, the rule and, for a mistyped key,
             the nearest one.
     """
-    overrides = with_line_breaks(rename_overrides(overrides))
+    overrides = with_line_breaks(overrides)
     found = composed(overrides, config_dir, config_name, read_model)
-    tree = rename_tree(merged(found.tree, settings or {}), older_wins=True)
+    tree = merged(found.tree, settings or {})
     tree.pop("experiment", None)
     import_plugins(listed_plugins(tree.get("plugins")), None if config_dir is None else Path(config_dir))
     make_absolute(tree, config_dir)
@@ -106,8 +105,7 @@ def to_yaml(config: schema.RunConfig) -> str:
 def from_yaml(text: str, where: str) -> schema.RunConfig:
     """Return the configuration that `to_yaml` wrote, after importing its plugins.
 
-    Keys that the text does not have, because they were added later, take their default. Older names of keys are
-    accepted.
+    Keys that the text does not have, because they were added later, take their default.
 
     Args:
         text: The YAML.
@@ -119,7 +117,6 @@ def from_yaml(text: str, where: str) -> schema.RunConfig:
     try:
         tree = yaml.safe_load(text)
         if isinstance(tree, Mapping):
-            tree = rename_tree(tree)
             import_plugins(listed_plugins(tree.get("plugins")))
         return TypeAdapter(schema.RunConfig).validate_python(tree)
     except ConfigError as error:

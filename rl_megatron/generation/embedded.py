@@ -230,6 +230,3 @@ def _gathered(values: list[_T], group: dist.ProcessGroup) -> list[_T]:
     parts: list[list[_T]] = [[] for _ in range(group.size())]
     dist.all_gather_object(parts, values, group=group)
     return [value for part in parts for value in part]
-
-
-MegatronEngine = EmbeddedEngine  # the older name, which scripts import

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 
-from rl_megatron.config.aliases import VALUE_ALIASES
 from rl_megatron.config.engines import ENGINE_DECLARATIONS, EngineDeclaration
 from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import StageConfig
@@ -65,12 +64,11 @@ def register_engine(
         check: See `EngineKind`.
 
     Raises:
-        ValueError: Another engine has this name already, or once had it.
+        ValueError: Another engine has this name already.
     """
 
     def add(build: BuildEngine) -> BuildEngine:
-        taken = name in ENGINE_DECLARATIONS or name in VALUE_ALIASES["generation.engine"]
-        if taken and build.__module__ != _OWN_ENGINES:
+        if name in ENGINE_DECLARATIONS and build.__module__ != _OWN_ENGINES:
             raise ValueError(f"rollout engine {name!r} is one of the package's own; choose another name")
 
         @wraps(build)

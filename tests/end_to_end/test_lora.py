@@ -93,7 +93,8 @@ def test_an_adapter_without_weights_or_with_a_wrong_name_is_refused_before_the_f
     for given, message in {
         "peft.r=4": "peft is set, and the stage has no weights to adapt; set init_from",
         "peft.target_modules=[q_prj]": "did you mean 'q_proj'?",
-        "peft.dim=1000": "peft.r=1000 exceeds a dimension of",
+        "peft.r=1000": "peft.r=1000 exceeds a dimension of",
+        "peft.dim=8": "unknown key 'peft.dim'; did you mean 'peft.r'?",
         "peft.rank=4": "unknown key 'peft.rank'",
     }.items():
         done = forks.run(tmp_path, "train", *TINY, "algorithm=sft", given, "output_dir=refused")

@@ -13,7 +13,7 @@ import termios
 import pytest
 import yaml
 
-from tests.end_to_end.launch import TIMEOUT, TINY, command, metrics
+from tests.end_to_end.launch import TIMEOUT, TINY, command
 from tests.forkserver import environment
 
 LOG_LINE = re.compile(r"\d\d:\d\d:\d\d .*")
@@ -119,27 +119,6 @@ def test_a_finished_run_is_not_rewritten_by_other_settings(tmp_path, forks):
     assert "stage sft: skipped, it is complete at step 3: out/checkpoints/sft/step-000003" in again.err
     assert "settings that changed have no effect on it: train.save_every: 0 → 1" in again.err
     assert (tmp_path / "out" / "config.yaml").read_text() == before
-
-
-def test_older_names_of_keys_give_the_same_run_and_one_note(tmp_path, forks):
-    """On the command line, and in the config.yaml of the run that is resumed."""
-    old = [override.replace("num_eval_examples", "num_eval_rows") for override in GRPO]
-    engine = ("generation.engine=embedded", "generation.engine=megatron")
-    done = {}
-    for name, arguments in {"new": (*GRPO, engine[0]), "old": (*old, engine[1])}.items():
-        for steps in (2, 3):
-            done[name] = forks.run(
-                tmp_path, *arguments, f"train.steps={steps}", "optimizer.decay_steps=3", f"output_dir={name}"
-            )
-            assert done[name].status == 0, done[name].err
-            if name == "old":
-                config = tmp_path / name / "config.yaml"
-                text = config.read_text().replace("num_eval_examples", "num_eval_rows")
-                config.write_text(text.replace("engine: embedded", "engine: megatron"))
-    assert metrics(tmp_path / "old") == metrics(tmp_path / "new")
-    assert "older name" not in done["new"].err
-    assert done["old"].err.count("data.num_eval_rows is an older name of data.num_eval_examples") == 1
-    assert done["old"].err.count("generation.engine=megatron is an older name of generation.engine=embedded") == 1
 
 
 def test_under_torchrun_everything_is_printed_once(tmp_path, forks):

@@ -306,13 +306,6 @@ def test_a_key_of_data_without_effect_is_refused(overrides, words):
     assert words in str(error.value)
 
 
-def test_the_prompt_template_of_a_task_is_that_of_its_data_section():
-    task = ["algorithm=grpo", "data=files", "data.path=x", "data.source=task", "data.task.name=gsm8k"]
-    old = load_config([*task, 'data.task.prompt_template="Q: {question}"']).first.data
-    assert old == load_config([*task, 'data.prompt_template="Q: {question}"']).first.data
-    assert old.prompt_template == "Q: {question}" and old.task == {"name": "gsm8k"}
-
-
 @pytest.mark.parametrize(
     ("algorithm", "size", "said"),
     [
