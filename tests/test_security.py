@@ -17,7 +17,7 @@ UNPICKLING = {
     "rewards/frames.py": "the socket pair of a parent and its child",
     "rewards/worker.py": "the socket pair of a parent and its child",
     "rollouts/plain_data.py": "the socket pair of a parent and its child, of which plain data is read",
-    "weight_sync/policy_ranks.py": "the process group of the policy's ranks, whose own messages are pickles too",
+    "topology/ranks.py": "the process group of the ranks, whose own messages are pickles too",
 }
 
 

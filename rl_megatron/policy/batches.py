@@ -23,7 +23,6 @@ from rl_megatron.losses.contract import CountOfSequences
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.inference import check_width, checked_lengths, on_host, replayable
 from rl_megatron.policy.interfaces import Batch, BatchT
-from rl_megatron.topology.collective_errors import on_all_or_none
 from rl_megatron.topology.reductions import RankReduction
 
 
@@ -159,7 +158,7 @@ def prepared_to_replay(model: ShardedModel, batch: ShardedBatch) -> ShardedBatch
     """
     if ROUTED_EXPERTS not in batch:
         return batch
-    return replace(batch, own=on_all_or_none(lambda: replayable(model, batch.own)))
+    return replace(batch, own=model.topology.ranks.all_or_none(lambda: replayable(model, batch.own)))
 
 
 def result_of(data: BatchT, **values: Tensor) -> BatchT:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,7 +20,7 @@ from rl_megatron import disk, log
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.topology.collective_errors import run_on_rank0
+from rl_megatron.topology.ranks import Ranks
 
 _DIGEST_BYTES = 16
 _TENSORS = ("digests", "lengths", "logprobs")  # in the file: [N, bytes] uint8, [N] int64, all logprobs concatenated
@@ -33,7 +32,7 @@ _Logprobs = Callable[[BatchedDataDict], Tensor]
 class RecordedReference:
     """The logprobs of recorded sequences, each at its `temperature` (default 1). It owns them and their file."""
 
-    def __init__(self, path: Path, reference: str):
+    def __init__(self, path: Path, reference: str, ranks: Ranks):
         """Read the logprobs in the file `path` on rank 0, and send them to all ranks. Collective.
 
         A file that belongs to other weights or cannot be read is ignored, and the next `complete` replaces it.
@@ -41,12 +40,11 @@ class RecordedReference:
         Args:
             path: The file, which need not exist.
             reference: The digest of the reference's weights (`weights_digest`).
+            ranks: The policy's ranks.
         """
-        self._path, self._reference = path, reference
-        read: list[_File] = [self._read() if dist.get_rank() == 0 else _EMPTY]
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(read)  # as three tensors: a view would be sent with its whole storage
-        self._sequences: dict[bytes, Tensor] = _split(*read[0])
+        self._path, self._reference, self._ranks = path, reference, ranks
+        read = ranks.share(self._read)  # as three tensors: a view would be sent with its whole storage
+        self._sequences: dict[bytes, Tensor] = _split(*read)
 
     def complete(self, batches: Iterable[BatchedDataDict], logprobs: _Logprobs) -> None:
         """Record the sequences of `batches` that are not recorded yet. Collective.
@@ -67,7 +65,7 @@ class RecordedReference:
                 for index, values in zip(fresh, found, strict=True):
                     self._sequences[digests[index]] = values[: int(batch["input_lengths"][index])].clone()
         if len(self._sequences) > known:
-            failure = run_on_rank0(self._write, lambda error: disk.describe(error, self._path))
+            failure = self._ranks.try_on_rank0(self._write, lambda error: disk.describe(error, self._path))
             if failure is not None:
                 log.once(f"{self._path} cannot be written ({failure}); a resumed run computes these logprobs again")
 

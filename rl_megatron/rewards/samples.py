@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, describe_error
 from rl_megatron.config.import_strings import imported_files
 from rl_megatron.data.tasks.task import Problem
 
@@ -45,7 +45,7 @@ class Sample:
     sequence_ids: Sequence[int] = ()
     sequence_text: str = ""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return the prompt and the completion, both shortened, for a message."""
         return f"prompt {shortened(self.problem.prompt)} and completion {shortened(self.completion)}"
 
@@ -130,7 +130,7 @@ def pickled(value: Callable[..., Any] | object, where: str) -> bytes:
         return cloudpickle.dumps(value)
     except Exception as error:  # whatever the object's parts raise
         raise ConfigError(
-            f"{where} cannot be sent to a worker process: {type(error).__name__}: {error}; define the function in a "
+            f"{where} cannot be sent to a worker process: {describe_error(error)}; define the function in a "
             "file and name it as in file.py:name"
         ) from error
 

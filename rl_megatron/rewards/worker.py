@@ -20,7 +20,7 @@ from rl_megatron.config.import_strings import find_files, load_object
 from rl_megatron.rewards.calling import BadFunction, RewardFunction, TaskReward, run_async
 from rl_megatron.rewards.coroutines import BusyTime, TimedCall, finished_within
 from rl_megatron.rewards.frames import CallMark, read_frame, write_frame
-from rl_megatron.rewards.results import BadResult, in_words, read_result, read_results
+from rl_megatron.rewards.results import BadResult, describe_with_place, read_result, read_results
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
 from rl_megatron.topology.child_process import die_with, hide_memory
 
@@ -68,7 +68,7 @@ class Worker:
             self._send("refused", str(error) if named else f"{where}: {error}")
             return
         except Exception as error:  # unpickling runs the user's imports
-            self._send("refused", f"{where}: {in_words(error)}")
+            self._send("refused", f"{where}: {describe_with_place(error)}")
             return
         self._send("loaded", [function.describe() for function in self._functions])
 
@@ -170,7 +170,7 @@ def _failed(error: BaseException) -> Outcome:
     if isinstance(error, BadResult):
         return Outcome(None, {}, Failure("error", str(error)))
     kind = "timeout" if isinstance(error, TimeoutError) else "error"
-    return Outcome(None, {}, Failure(kind, f"raised {in_words(error)}"))
+    return Outcome(None, {}, Failure(kind, f"raised {describe_with_place(error)}"))
 
 
 def main(arguments: list[str]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rl_megatron.config.errors import describe_error
 from rl_megatron.config.import_strings import imported_files
 from rl_megatron.rewards.frames import split_frames
 from rl_megatron.rewards.process import WorkerProcess
@@ -144,7 +145,7 @@ class HostProcess:
             for message in self._process.receive():
                 self._take(*message)
         except Exception as error:  # whatever users' code has written into the socket
-            self._end(self._marked_call(), f"wrote into the socket of its process: {type(error).__name__}: {error}")
+            self._end(self._marked_call(), f"wrote into the socket of its process: {describe_error(error)}")
             return
         if self._process.has_ended:
             self._end(self._marked_call(), None)

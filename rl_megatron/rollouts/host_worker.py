@@ -20,7 +20,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.import_strings import find_files, load_object
 from rl_megatron.rewards.coroutines import BusyTime, TimedCall, finished_within
 from rl_megatron.rewards.frames import CallMark, read_frame, write_frame
-from rl_megatron.rewards.results import in_words
+from rl_megatron.rewards.results import describe_with_place
 from rl_megatron.rollouts.plain_data import BadAnswer, plain, plain_bytes
 from rl_megatron.rollouts.user_calls import call_user_code
 from rl_megatron.topology.child_process import die_with, hide_memory
@@ -157,7 +157,7 @@ class HostWorker:
 
 
 def _said(error: BaseException) -> str:
-    said = str(error) if isinstance(error, BadAnswer | ConfigError) else f"raised {in_words(error)}"
+    said = str(error) if isinstance(error, BadAnswer | ConfigError) else f"raised {describe_with_place(error)}"
     return said if len(said) <= _LONGEST_MESSAGE else f"{said[:_LONGEST_MESSAGE]} …"
 
 

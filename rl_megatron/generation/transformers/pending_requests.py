@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
+from rl_megatron.config.errors import describe_error
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.interfaces import Completion, Request
 from rl_megatron.generation.ongoing import Ongoing
@@ -108,7 +109,7 @@ class PendingRequests:
         decoder, self._decoder = self._decoder, None
         lost = [*self._held, *(() if decoder is None else [*decoder.running, *decoder.waiting])]
         self._held = []
-        self.connection.send(([each.request.request_id for each in lost], f"{type(error).__name__}: {error}"))
+        self.connection.send(([each.request.request_id for each in lost], describe_error(error)))
 
     def _answer(self, completions: list[Completion]) -> None:
         if completions:

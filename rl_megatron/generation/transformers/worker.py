@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rl_megatron import log
+from rl_megatron.config.errors import describe_error
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.decoding_progress import DecodingProgress
 from rl_megatron.generation.interfaces import Completion, Request
@@ -127,7 +128,7 @@ def serve(connection: Connection, worker: TransformersWorker, pending: PendingRe
             result = ("broken", str(error))
         except Exception as error:  # any failure: the policy's process reports it and decides
             traceback.print_exc()
-            result = ("failed", f"{type(error).__name__}: {error}")
+            result = ("failed", describe_error(error))
         connection.send(result)
 
 
