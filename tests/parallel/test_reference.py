@@ -128,9 +128,9 @@ def bytes_of_a_resume(directory: str, num_sequences: int, width: int) -> int:
     record.complete([batch], lambda part: part["input_ids"] / 7)
     broadcast = dist.broadcast_object_list
 
-    def counted(objects, *args):
+    def counted(objects, **options):
         sent.append(len(pickle.dumps(objects)))
-        broadcast(objects, *args)
+        broadcast(objects, **options)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "broadcast_object_list", counted)

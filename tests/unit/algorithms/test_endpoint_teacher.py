@@ -81,7 +81,7 @@ def served(**faults):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        teacher = EndpointTeacher(TeacherConfig(url=url, model="big", retries=2), Ranks())
+        teacher = EndpointTeacher(TeacherConfig(url=url, model="big", retries=2), Ranks.detect())
         yield teacher, server.faults
         teacher.close()
     finally:
