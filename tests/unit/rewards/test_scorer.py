@@ -13,9 +13,9 @@ from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards import workers
 from rl_megatron.rewards.loading import check_rewards
-from rl_megatron.rewards.process import WORKER_MODULE
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
+from rl_megatron.rewards.workers import WORKER_MODULE
 from rl_megatron.topology.ranks import Ranks
 from tests.child_processes import children_with
 from tests.unit.rewards.user_file import Spelled
@@ -77,10 +77,10 @@ def test_a_reward_that_overflows_as_a_32_bit_number_is_a_failure():
 
 
 def test_workers_that_cannot_start_are_an_error_that_names_them(monkeypatch):
-    def refused():
+    def refused(*arguments, **options):
         raise OSError("too many processes")
 
-    monkeypatch.setattr(workers, "WorkerProcess", refused)
+    monkeypatch.setattr(workers, "ChildProcess", refused)
     scorer = Scorer(RewardConfig(functions=(function("length"),)), lambda: None, Ranks())
     scorer.start()  # the other ranks do not learn of it here
     with pytest.raises(RewardFailed, match="the reward workers cannot go on: .*too many processes"):
