@@ -34,6 +34,7 @@ from benchmarks.misbehaving_rewards import FORMS
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
+from rl_megatron.topology.ranks import Ranks
 
 RANKS = 2
 SECONDS_ALLOWED = 25.0  # beside the limits of the calls: workers start anew, and other programs use the machine
@@ -141,6 +142,7 @@ def run_case(case: Case, file: str) -> dict[str, Any]:
             timeout_seconds=case.timeout_seconds, num_workers=case.num_workers, memory_limit_mb=2048.0,
         ),
         lambda: None,  # pyright: ignore[reportArgumentType]  # no task: there are functions
+        Ranks.detect(),
     )  # fmt: skip
     completions = [
         " ".join([f"sample={sample}", *(f"f{function}={line[sample]}" for function, line in enumerate(case.words))])

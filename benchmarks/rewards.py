@@ -19,6 +19,7 @@ from pathlib import Path
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards.scorer import Scorer
+from rl_megatron.topology.ranks import Ranks
 
 _FUNCTIONS = """
 import asyncio
@@ -43,7 +44,7 @@ def at_once(completion):
 def measure(file: Path, name: str, num_samples: int, num_workers: int, repetitions: int) -> tuple[float, float]:
     """Return the seconds of the first call, and the median of the others."""
     config = RewardConfig(functions=(RewardFunctionConfig(path=str(file), name=name),), num_workers=num_workers)
-    scorer = Scorer(config, lambda: None)  # pyright: ignore[reportArgumentType]  # no task: there is a function
+    scorer = Scorer(config, lambda: None, Ranks())  # pyright: ignore[reportArgumentType]  # no task: there is a function
     problems = [Problem("prompt " * 50, "1")] * num_samples
     completions, ids = ["completion " * 50] * num_samples, [list(range(256))] * num_samples
     seconds = []

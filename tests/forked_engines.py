@@ -21,9 +21,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 NAME = "rollout engine"  # in /proc/PID/comm, of at most 15 characters
-_PR_SET_NAME = 15
+_PR_SET_NAME, _STDERR = 15, 2
+_OTHERS = ("rl_megatron.rewards.worker", "rl_megatron.rollouts.host_worker")  # new processes: they import little
 _kept: list[object] = []  # what a child must never destroy: a process group would wait for threads that it lacks
 
 
@@ -31,10 +33,11 @@ class ForkedEngine:
     """What `subprocess.Popen` offers of a process, for a fork that runs a module."""
 
     def __init__(
-        self, command: Sequence[str], pass_fds: Sequence[int], stdin: int, env: dict[str, str], start_new_session: bool
-    ):
+        self, command: Sequence[str], pass_fds: Sequence[int], stdin: int, stdout: int, env: dict[str, str],
+        start_new_session: bool,
+    ):  # fmt: skip
         """Fork this process; the child runs the module of the command `python -m MODULE ARGUMENTS`."""
-        assert command[:2] == [sys.executable, "-m"] and stdin == subprocess.DEVNULL and start_new_session
+        assert stdin == subprocess.DEVNULL and stdout == _STDERR and start_new_session
         self.returncode: int | None = None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -73,6 +76,7 @@ def _be_an_engine(module: str, arguments: Sequence[str], descriptors: Sequence[i
         os.setsid()
         ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME.encode())
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(_STDERR, 1)
         _close_all_but({0, 1, 2, *descriptors, *_of_multiprocessing()})
         os.environ.clear()
         os.environ.update(env)
@@ -126,15 +130,19 @@ def _close_all_but(kept: set[int]) -> None:
 
 def uninstall() -> None:
     """Make this process start engines as new processes, as the package does."""
-    from rl_megatron.generation.transformers import process
+    from rl_megatron.workers import child_process
 
-    process.subprocess = subprocess  # pyright: ignore[reportAttributeAccessIssue]
+    child_process.subprocess = subprocess  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def install() -> None:
     """Make this process, and all of its forks, start engines as forks."""
-    from rl_megatron.generation.transformers import process
+    from rl_megatron.workers import child_process
 
-    process.subprocess = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-        Popen=ForkedEngine, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    def start(command: Sequence[str], **options: Any) -> ForkedEngine | subprocess.Popen[bytes]:
+        is_engine_module = command[:2] == [sys.executable, "-m"] and command[2] not in _OTHERS
+        return (ForkedEngine if is_engine_module else subprocess.Popen)(command, **options)
+
+    child_process.subprocess = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        Popen=start, DEVNULL=subprocess.DEVNULL
     )

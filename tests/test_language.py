@@ -72,7 +72,7 @@ AMBIGUOUS = {
     ),
     "units": (), "room": (), "rooms": (), "measure": (), "measures": (), "agreement": (), "filler": (),
     "platform": (("checkpoint/save.py", r"platform", "Python's module"), ("generation/", r"platform", "sys.platform"),
-                 ("topology/child_process.py", r"\.?platform", "sys.platform"),
+                 ("workers/linux.py", r"\.?platform", "sys.platform"),
                  ("workers/confined.py", r"\.platform", "sys.platform")),
     "inputs": (("compat/", r".*", "NeMo RL's names"),),
     "contents": (),

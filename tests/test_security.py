@@ -14,10 +14,10 @@ UNPICKLING = {
     "certify/single_process.py": "the pipe from the parent process",
     "cli/launcher.py": "the store in which nodes meet, with a list of the classes that it may name",
     "checkpoint/metadata.py": "a checkpoint, with a list of the classes that it may name",
-    "rewards/frames.py": "the socket pair of a parent and its child",
     "rewards/worker.py": "the socket pair of a parent and its child",
-    "rollouts/plain_data.py": "the socket pair of a parent and its child, of which plain data is read",
-    "weight_sync/policy_ranks.py": "the process group of the policy's ranks, whose own messages are pickles too",
+    "workers/plain_data.py": "the socket pair of a parent and its child, of which plain data is read",
+    "workers/frames.py": "the socket pair of a parent and its child",
+    "topology/ranks.py": "the process group of the ranks, whose own messages are pickles too",
 }
 
 

@@ -25,7 +25,7 @@ from benchmarks.faults.cases import RANKS, SECONDS
 from benchmarks.faults.full_disk import DISK
 from rl_megatron.cli import launcher
 from rl_megatron.cli import main as rl_megatron
-from rl_megatron.topology.child_process import die_with
+from rl_megatron.workers.linux import die_with
 
 OUTPUT = "output.txt"  # what the launcher and its ranks print
 _SHUTDOWN_SECONDS = 5  # that torch's agent gives ranks which it ends after a failure

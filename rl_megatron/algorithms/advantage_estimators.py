@@ -65,7 +65,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.rollouts.batch import COMPONENT, TURN
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
-from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.reductions import RankReduction
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
@@ -157,8 +157,10 @@ def estimated_advantages(
         AdvantagesFailed: The user's function raised an error, or its result has another shape or is not finite. It is
             raised on every rank.
     """
+    topology = rollouts.topology if isinstance(rollouts, ShardedBatch) else None
+    ranks = Ranks() if topology is None else topology.ranks
     try:
-        return on_all_or_none(lambda: _estimated_advantages(rollouts, algorithm, loss_fn, reward))
+        return ranks.all_or_none(lambda: _estimated_advantages(rollouts, algorithm, loss_fn, reward))
     except ConfigError as error:
         raise AdvantagesFailed(f"the advantage estimator failed: {error}") from error
 
@@ -235,13 +237,14 @@ def _of_whole_batch(
         "takes tokens and has no parameter `ranks`; with it, every rank computes the advantages of its own samples"
     )
     every = rollouts.on_rank_0(list(rollouts))
+    ranks = Ranks() if rollouts.topology is None else rollouts.topology.ranks
     failure, advantages = None, BatchedDataDict()
     if every.size:
         try:
             advantages["advantages"] = _estimated_advantages(every, algorithm, loss_fn, reward).float()
         except ConfigError as error:  # the other ranks wait for the advantages
             failure = str(error)
-    failure = from_rank0(failure)
+    failure = ranks.share(lambda: failure)
     if failure is not None:
         raise ConfigError(failure)
     return rollouts.from_rank_0("advantages", advantages)

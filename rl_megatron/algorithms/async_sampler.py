@@ -34,9 +34,9 @@ from rl_megatron.rollouts.async_rollouts import AsyncRollouts, Group, StepGroups
 from rl_megatron.rollouts.group_queue import NOT_IN_TIME, TOO_OLD, QueueRules
 from rl_megatron.rollouts.rollout_log import LoggedGroup, LoggedStep, RolloutLog
 from rl_megatron.rollouts.rounds import RolloutTask
+from rl_megatron.rollouts.runner import ROLLOUT_ERRORS
 from rl_megatron.rollouts.scored import Scored, Scores, tasks_of
-from rl_megatron.topology.collective_errors import run_on_rank0
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.topology.ranks import Ranks
 
 
 def sampler_of(stage: Stage, algorithm: RolloutConfig) -> Sampler | AsyncSampler:
@@ -66,16 +66,15 @@ class AsyncSampler:
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
         self._mixture = mixture_to_tell_apart(config, algorithm)
         of_all = replace(config.rollout, save_every=1, save_prompts=None)
+        self._ranks = ranks = stage.policy.topology.ranks
         self._record = RolloutRecord(
-            of_all, stage.rollout_files, stage.tokenizer, self._group_size,
+            of_all, stage.rollout_files, stage.tokenizer, self._group_size, ranks,
             reward=config.reward if algorithm.reads_components else None, mixture=self._mixture,
         )  # fmt: skip
         self._log = RolloutLog(stage.rollout_files)
-        topology = stage.policy.topology
-        self._ranks = ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
-        self._logged = ranks.from_rank_0(self._log.read)
+        self._logged = ranks.share(self._log.read)
         self._rollouts = AsyncRollouts(
-            stage.rollouts, Scorer(config.reward, lambda: build_source(config).task(), alone=True),
+            stage.rollouts, Scorer(config.reward, lambda: build_source(config).task(), Ranks()),
             queue_rules(config.rollout, algorithm, config.train.steps), self._tasks_at, self._complete, self._sampling,
             ranks, waits_for_requests=not config.rollout.in_flight_weight_updates,
         )  # fmt: skip
@@ -89,8 +88,8 @@ class AsyncSampler:
         self._store = TensorStore(config.rollout.max_host_bytes, config.rollout.disk_directory)
         self._balance = DeviceBalance()
         self._devices = {
-            "trainer_devices": float(topology.world_size),
-            "engine_devices": float(engine_devices(config.generation, num_training_nodes(topology.world_size))),
+            "trainer_devices": float(ranks.size),
+            "engine_devices": float(engine_devices(config.generation, num_training_nodes(ranks.size))),
         }
         self._pace = AsyncPace(config.rollout.max_trajectory_age_steps, algorithm.prompts_per_step)
         self._num_steps = config.train.steps
@@ -136,7 +135,7 @@ class AsyncSampler:
         if self._is_replayed:
             return
         self._record.write(step, learned, self._stage.policy.weight_version)
-        failure = run_on_rank0(self._append)
+        failure = self._ranks.try_on_rank0(self._append)
         if failure is not None:
             raise SaveFailed(f"the log of rollouts in {self._stage.rollout_files} cannot be written: {failure}")
 
@@ -160,7 +159,7 @@ class AsyncSampler:
         skipped = self._stage.roll_back.batches_skipped - state["batches_skipped"]
         if skipped:
             self._logged = {}
-            failure = run_on_rank0(lambda: self._log.forget(queue.next_step - 1))
+            failure = self._ranks.try_on_rank0(lambda: self._log.forget(queue.next_step - 1))
             if failure is not None:
                 raise SaveFailed(f"the log of rollouts in {self._stage.rollout_files} cannot be written: {failure}")
             queue.leave_out(skipped)
@@ -186,14 +185,14 @@ class AsyncSampler:
         equal = self._assembled([] if groups is None else [group for group in groups.equal if self._counts(group)])
         rollouts = self._produced(None if used is None else used.batch)
         seen, metrics = rollouts, RewardMetrics()
-        if self._ranks.from_rank_0(lambda: equal is not None):
+        if self._ranks.share(lambda: equal is not None):
             seen = ShardedBatch.joined([rollouts, self._produced(None if equal is None else equal.batch)])
         for each in (used, equal):
             if each is not None:
                 metrics.add(each.metrics)
         for group in silent:
             metrics.add(replace(group.scores.metrics, scores={}))
-        others = self._ranks.from_rank_0(lambda: metrics.values() | self._queue_metrics(groups, idle))
+        others = self._ranks.share(lambda: metrics.values() | self._queue_metrics(groups, idle))
         prompts = [prompt for group in (() if groups is None else groups.used) for prompt in group.prompts]
         self._record.add(0, rollouts, prompts, RewardMetrics() if used is None else used.metrics)
         return rollouts, statistics(seen, self._group_size) | others
@@ -205,7 +204,7 @@ class AsyncSampler:
 
     def _assembled(self, groups: Sequence[Group]) -> Scored | None:
         """Return groups as a batch on rank 0; None on other ranks, or if there are none. Collective."""
-        return self._stage.rollouts.runner.on_rank_0(lambda: self._assembled_here(groups) if groups else None)
+        return self._ranks.run_on_rank0(lambda: self._assembled_here(groups) if groups else None, ROLLOUT_ERRORS)
 
     def _counts(self, group: Group) -> bool:
         """Return whether a sample of a group may be learned from."""

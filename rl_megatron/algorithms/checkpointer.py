@@ -13,7 +13,6 @@ from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.checkpoint.save import Save, SaveFailed
 from rl_megatron.config.train import TrainConfig
-from rl_megatron.topology.collective_errors import run_on_rank0
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
@@ -57,14 +56,14 @@ class Checkpointer:
                 checkpoint has the metrics of its steps.
         """
         self._directory, self._train, self._saved, self._began = checkpoints, train, saved, 0.0
-        self._finish_writing = finish_writing
+        self._finish_writing, self._ranks = finish_writing, policy.topology.ranks
         self._models = [(policy, checkpoints)]
         self._companions: Path | None = None
         if critic is not None:
             self._companions = critic_checkpoints(checkpoints)
             self._models.insert(0, (critic, self._companions))
         self._under_way: list[Save] = []
-        self.exporter = Exporter(checkpoints, train.export_hf)
+        self.exporter = Exporter(checkpoints, self._ranks, train.export_hf)
 
     def save(self, step: int, last: bool, **kept: Any) -> bool:
         """Begin the checkpoint of `step`, after completing the one before.
@@ -113,7 +112,7 @@ class Checkpointer:
     def _begin(self, step: int, kept: dict[str, Any]) -> None:
         self._began = time.monotonic()
         self.exporter.discard(step)
-        failure = run_on_rank0(self._finish_writing, lambda error: disk.describe(error, self._directory))
+        failure = self._ranks.try_on_rank0(self._finish_writing, lambda error: disk.describe(error, self._directory))
         if failure is not None:
             raise SaveFailed(
                 f"the checkpoint of step {step} was not saved, because metrics are not written: {failure}; free space"
@@ -144,7 +143,7 @@ class Checkpointer:
 
     def _delete_older(self) -> None:
         keep, best = self._train.keep_checkpoints, self._train.keep_best
-        failure = run_on_rank0(lambda: delete_older(self._directory, keep, self._companions, best))
+        failure = self._ranks.try_on_rank0(lambda: delete_older(self._directory, keep, self._companions, best))
         if failure is not None:
             log.LOGGER.warning("older checkpoints in %s could not be deleted: %s", self._directory, failure)
 

@@ -25,6 +25,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces
 from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.topology import Topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.plan import fingerprint
@@ -53,7 +54,8 @@ def check_configuration(config: RunConfig, device: torch.device) -> None:
     Raises:
         ConfigError: They do not. It is raised on every rank, and names the ranks and the first key that differs.
     """
-    if dist.get_world_size() == 1:
+    ranks = Ranks.detect()
+    if ranks.size == 1:
         return
     settings = {key: value for key, value in leaves(yaml.safe_load(to_yaml(config))) if not key.endswith(_MAY_DIFFER)}
     found = _gathered([digest(repr(sorted(settings.items())).encode())], device)
@@ -61,7 +63,7 @@ def check_configuration(config: RunConfig, device: torch.device) -> None:
     if not odd:
         return
     first = usual[odd[0]]
-    usually, other = _from_ranks(settings, [first, odd[0]])
+    usually, other = _from_ranks(settings, [first, odd[0]], ranks)
     key = min(key for key in {**usually, **other} if usually.get(key) != other.get(key))
     raise ConfigError(
         f"{_named(odd)} {'runs' if len(odd) == 1 else 'run'} another configuration than rank {first}: {key} is "
@@ -95,9 +97,10 @@ class DesyncCheck:
         if step == self._checked or (self._checked and not (self._every and step % self._every == 0)):
             return
         self._checked = step
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        topology = next(iter(models.values())).topology
+        if topology.world_size == 1:
             return
-        self._check_batch(batch, next(iter(models.values())).topology)
+        self._check_batch(batch, topology)
         for name, model in models.items():
             check_weights(name, model.model)
 
@@ -184,7 +187,7 @@ def _first_difference(model: ShardedModel, kind: str, ranks: Sequence[int]) -> s
     numbers = {
         piece.name: int(_number_of(piece).item()) for piece in pieces(model.model_chunks) if kind in _kinds_of(piece)
     }
-    usual, other = _from_ranks(numbers, ranks)
+    usual, other = _from_ranks(numbers, ranks, model.topology.ranks)
     return next((name for name in usual if usual[name] != other.get(name)), "a tensor")
 
 
@@ -198,11 +201,10 @@ def _gathered(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
     return from_all_ranks(own, dist.group.WORLD).tolist()
 
 
-def _from_ranks(value: Any, ranks: Sequence[int]) -> list[Any]:
-    """Return the values of these ranks, in their order, on every rank. Collective."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, value if dist.get_rank() in ranks else None)
-    return [everywhere[rank] for rank in ranks]
+def _from_ranks(value: Any, senders: Sequence[int], ranks: Ranks) -> list[Any]:
+    """Return the values of some ranks, in their order, on every rank. Collective."""
+    everywhere = ranks.gather(value if ranks.rank in senders else None)
+    return [everywhere[sender] for sender in senders]
 
 
 def _odd_ranks(groups: Mapping[Any, Sequence[int]], values: Sequence[int]) -> tuple[list[int], dict[int, int]]:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.sharded import ShardedBatch
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, describe_error
 from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.endpoint import BadReply, Endpoint, EndpointFailed
-from rl_megatron.topology.collective_errors import first_failure, from_rank0, in_words, is_rank0
+from rl_megatron.topology.ranks import Ranks
 
 _READ = ("input_ids", "input_lengths")
 # A text whose tokens differ between vocabularies: words, a number, spaces, letters of two bytes, and brackets.
@@ -36,14 +36,14 @@ class EndpointTeacher:
     Every method but `close` is collective. Temperatures are left to the loss: the logprobs are those of temperature 1.
     """
 
-    def __init__(self, config: TeacherConfig):
+    def __init__(self, config: TeacherConfig, ranks: Ranks):
         """Keep the settings; nothing is sent.
 
         Raises:
             ConfigError: One is wrong, or the environment variable of the key is not set.
         """
         assert config.url is not None
-        self._config, self._url = config, config.url.rstrip("/")
+        self._config, self._ranks, self._url = config, ranks, config.url.rstrip("/")
         self._runner = asyncio.Runner()  # connections belong to an event loop
         self._completions = self._endpoint(f"{self._url}/completions")
 
@@ -126,19 +126,18 @@ class EndpointTeacher:
     ) -> list[_T]:
         """Return what `make` makes of the logprobs and the ids of each sequence of all ranks."""
         whole = data.on_rank_0(_READ) if isinstance(data, ShardedBatch) else data
-        found, failure = [], None
-        if is_rank0():
+
+        def ask() -> list[_T]:
             lengths = whole["input_lengths"].tolist()
             sequences = [ids[:length] for ids, length in zip(whole["input_ids"].tolist(), lengths, strict=True)]
             try:
                 answers = self._runner.run(self._ask(sequences, k))
-                found = [make(read, ids) for read, ids in zip(answers, sequences, strict=True)]
+                return [make(read, ids) for read, ids in zip(answers, sequences, strict=True)]
             except* (EndpointFailed, TimeoutError) as errors:
-                failure = in_words(errors.exceptions[0])
-        failure = first_failure(failure)
-        if failure is not None:
+                failure = describe_error(errors.exceptions[0])
             raise TeacherFailed(f"algorithm.teachers: {failure}")
-        return from_rank0(found)
+
+        return self._ranks.share(ask, (TeacherFailed,))
 
     async def _ask(self, sequences: Sequence[Sequence[int]], k: int) -> list[Sequence[Entry]]:
         free = asyncio.Semaphore(self._config.concurrency)

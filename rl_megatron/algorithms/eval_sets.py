@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import cast
 
 from rl_megatron import log
 from rl_megatron.algorithms.eval_results import ProblemResult, results_file, start_values, write_results
@@ -27,7 +26,7 @@ from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.runner import RolloutRunner
 from rl_megatron.rollouts.scored import Scored, ScoredRollouts
-from rl_megatron.topology.collective_errors import from_rank0, run_on_rank0
+from rl_megatron.topology.ranks import Ranks
 
 # Completions that are generated together. Their random numbers depend on it.
 COMPLETIONS_PER_BLOCK = 1024
@@ -65,9 +64,14 @@ class EvalSet:
     """
 
     def __init__(
-        self, stage: StageConfig, config: EvalSetConfig, tokenizer: Tokenizer, models: RewardModels | None = None
+        self,
+        stage: StageConfig,
+        config: EvalSetConfig,
+        tokenizer: Tokenizer,
+        ranks: Ranks,
+        models: RewardModels | None = None,
     ):
-        """Read the problems. `models` are the reward models of the stage.
+        """Read the problems. `ranks` score together, and `models` are the reward models of the stage.
 
         Raises:
             ConfigError: They cannot be read, or a completion may not fit after a prompt.
@@ -79,7 +83,7 @@ class EvalSet:
         self._prompts: Sequence[EncodedPrompt] = encoded.prompts
         self._sampling: Sampling = stage_sampling(of_set, tokenizer, end_of_turn_ids=encoded.end_of_turn_ids)
         of_ranks = None if models is None else models.of(of_set.reward)
-        self.scorer = Scorer(of_set.reward, lambda: self._problems.task, models=of_ranks)
+        self.scorer = Scorer(of_set.reward, lambda: self._problems.task, ranks, models=of_ranks)
         self.digest = _digest(self._prompts, of_set, config)
         names = statistic_names(config.n, self._problems.reads_answers)
         self.metric_names = tuple(f"{config.name}/{name}" for name in names)
@@ -96,9 +100,10 @@ class EvalSet:
         prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
         rollouts = ScoredRollouts(runner, self.scorer, self._tokenizer)
         scored = rollouts.make(engine, prompts, self._sampling, request_seed(SEED, block))
-        return cast(Answered, from_rank0(None if scored is None else self._answered(scored)))
+        return runner.ranks.share(lambda: self._answered(scored))
 
-    def _answered(self, scored: Scored) -> Answered:
+    def _answered(self, scored: Scored | None) -> Answered:
+        assert scored is not None  # this is rank 0
         if scored.num_failed:
             log.LOGGER.warning(
                 "evaluation set %s: %d of %d trajectories failed, and count as wrong answers",
@@ -162,7 +167,7 @@ class EvalSets:
         output_dir: Path,
         models: RewardModels | None = None,
     ):
-        self.sets = [EvalSet(stage, config, tokenizer, models) for config in stage.eval.sets]
+        self.sets = [EvalSet(stage, config, tokenizer, runner.ranks, models) for config in stage.eval.sets]
         self._every, self._name, self._output_dir = stage.train.eval_every, name, output_dir
         self._runner = runner
 
@@ -195,10 +200,11 @@ class EvalSets:
             metrics.update(each.metrics(results, start))
             write_results(path, results, each.config.right_from, each.digest)
 
-        failure = run_on_rank0(write)
+        ranks = self._runner.ranks
+        failure = ranks.try_on_rank0(write)
         if failure is not None:
             raise SaveFailed(f"{path}: the results of the evaluation cannot be written: {failure}; free space")
-        return from_rank0(metrics)
+        return ranks.share(lambda: metrics)
 
     def close(self) -> None:
         """End the workers of all sets."""
@@ -213,7 +219,7 @@ def is_multiple(step: int, every: int) -> bool:
 
 def set_metric_names(stage: StageConfig, tokenizer: Tokenizer) -> dict[str, EvalSetConfig]:
     """Return the names of the metrics of all sets that a checkpoint can be the best by, with their sets."""
-    found = [EvalSet(stage, config, tokenizer) for config in stage.eval.sets]
+    found = [EvalSet(stage, config, tokenizer, Ranks()) for config in stage.eval.sets]
     return {name: each.config for each in found for name in each.metric_names}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
@@ -29,7 +29,6 @@ from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.rollouts.scored import Scored, ScoredRollouts
-from rl_megatron.topology.collective_errors import from_rank0
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
 _NUM_SAMPLES_KEPT = 6
@@ -249,9 +248,10 @@ class HeldoutProblems(Evaluation):
         """Return the mean reward, the metrics of the reward functions, and a few samples for people to read."""
         assert self.rollouts is not None  # `made_by` comes first
         scored = self.rollouts.make(engine, self.prompts, self.sampling, seed=0)
-        return cast(EvalResult, from_rank0(None if scored is None else self._result(scored)))
+        return self.rollouts.runner.ranks.share(lambda: self._result(scored))
 
-    def _result(self, scored: Scored) -> EvalResult:
+    def _result(self, scored: Scored | None) -> EvalResult:
+        assert scored is not None  # this is rank 0
         if scored.num_failed:
             log.LOGGER.warning(
                 "held-out problems: %d of %d trajectories failed, and count as wrong answers",

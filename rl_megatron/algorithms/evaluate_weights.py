@@ -9,7 +9,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from rl_megatron.algorithms.eval_results import write_results
 from rl_megatron.algorithms.eval_sets import COMPLETIONS_PER_BLOCK, Answered, EvalSet
 from rl_megatron.algorithms.generate import exit_status, loaded_engine
 from rl_megatron.checkpoint.save import SaveFailed
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model_rules import check_vocabulary
 from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.config.schema import StageConfig
@@ -29,7 +29,7 @@ from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.rollouts.build import build_runner
 from rl_megatron.rollouts.runner import RolloutRunner
 from rl_megatron.topology import degrees
-from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none, run_on_rank0
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.topology import start_topology
 
 METRICS = "metrics.json"
@@ -84,9 +84,10 @@ def _evaluate_weights(job: EvalJob, opened: list[_SetFile]) -> None:
     timeout_minutes = stage.train.collective_timeout_minutes
     layout = start_topology(stage.parallel, device=stage.device, timeout_minutes=timeout_minutes)
     degrees.validate_model(stage.model, stage.parallel)
-    opened += on_all_or_none(lambda: _sets(job))
-    done = on_all_or_none(lambda: [one.file.open() for one in opened] if dist.get_rank() == 0 else [])
-    left = [(one, number) for one, number in zip(opened, from_rank0(done), strict=True)]
+    ranks = layout.ranks
+    opened += ranks.all_or_none(lambda: _sets(job, ranks))
+    done = ranks.share(lambda: [one.file.open() for one in opened], (ConfigError,))
+    left = [(one, number) for one, number in zip(opened, done, strict=True)]
     left = [(one, number) for one, number in left if number < one.each.num_completions]
     if left:
         sampling = stage_sampling(stage, job.tokenizer)
@@ -97,12 +98,12 @@ def _evaluate_weights(job: EvalJob, opened: list[_SetFile]) -> None:
                     _generate(one, number, engine, runner)
         finally:
             runner.close()
-    failure = run_on_rank0(lambda: _finish(job, opened))
+    failure = ranks.try_on_rank0(lambda: _finish(job, opened))
     if failure is not None:
         raise SaveFailed(f"--output {job.output}: the results cannot be written: {failure}; free space, and repeat")
 
 
-def _sets(job: EvalJob) -> list[_SetFile]:
+def _sets(job: EvalJob, ranks: Ranks) -> list[_SetFile]:
     """Return the sets with their files.
 
     Raises:
@@ -113,7 +114,7 @@ def _sets(job: EvalJob) -> list[_SetFile]:
     check_engine(stage, job.tokenizer.vocab_size)
     found = []
     for config in stage.eval.sets:
-        each = EvalSet(stage, config, job.tokenizer)
+        each = EvalSet(stage, config, job.tokenizer, ranks)
         functions = repr(stage.reward.functions) if config.task is None else ""
         settings = {
             "weights": job.identity,
@@ -143,7 +144,9 @@ def _generate(one: _SetFile, done: int, engine: RolloutEngine, runner: RolloutRu
     for block in range(done // COMPLETIONS_PER_BLOCK, -(-total // COMPLETIONS_PER_BLOCK)):
         log.LOGGER.info("%s: %d of %d completions", each.config.name, max(done, block * COMPLETIONS_PER_BLOCK), total)
         answered = each.answered(engine, runner, block)
-        failure = run_on_rank0(lambda a=answered, b=block: one.file.append(_lines(a, b * COMPLETIONS_PER_BLOCK, done)))
+        failure = runner.ranks.try_on_rank0(
+            lambda a=answered, b=block: one.file.append(_lines(a, b * COMPLETIONS_PER_BLOCK, done))
+        )
         if failure is not None:
             raise SaveFailed(f"--output {one.file.path} cannot be written: {failure}; free space, and repeat")
 

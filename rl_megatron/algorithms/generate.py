@@ -33,7 +33,7 @@ from rl_megatron.generation.engines import build_engine, check_engine
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.topology import degrees
-from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none, run_on_rank0
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.topology import Topology, start_topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
@@ -111,14 +111,15 @@ def _complete_prompts(job: CompletionJob) -> None:
     timeout_minutes = stage.train.collective_timeout_minutes
     layout = start_topology(stage.parallel, device=stage.device, seed=job.seed, timeout_minutes=timeout_minutes)
     degrees.validate_model(stage.model, stage.parallel)
-    sampling = on_all_or_none(lambda: _checked_sampling(job))
-    done = from_rank0(on_all_or_none(lambda: job.output.open() if dist.get_rank() == 0 else 0))
+    ranks = layout.ranks
+    sampling = ranks.all_or_none(lambda: _checked_sampling(job))
+    done = ranks.share(job.output.open, (ConfigError,))
     if done:
         log.LOGGER.info("%s: %d of %d completions are there already", job.output.path, done, job.num_completions)
     if done >= job.num_completions:
         return
     with loaded_engine(stage, job.weights, job.tokenizer, layout, job.output.path.parent, sampling) as engine:
-        _generate(job, sampling, engine, done)
+        _generate(job, sampling, engine, done, ranks)
 
 
 def _checked_sampling(job: CompletionJob) -> Sampling:
@@ -151,10 +152,10 @@ def loaded_engine(
     if (weights / MANIFEST).is_file():
         policy.load_checkpoint(weights, weights_only=True)
     else:
-        on_all_or_none(lambda: open_hugging_face(weights)).load_into(policy.model)
+        layout.ranks.all_or_none(lambda: open_hugging_face(weights)).load_into(policy.model)
     limit = stage.generation.gate_limit or LIMITS[stage.precision]
     check = LogprobCheck(policy, tokenizer, sampling, stage.generation.gate_prompts, limit)
-    engine = SyncedEngine(build_engine(policy, stage, directory), check, lambda metrics: None)
+    engine = SyncedEngine(build_engine(policy, stage, directory), check, layout.ranks, lambda metrics: None)
     try:
         yield engine
     finally:
@@ -162,7 +163,7 @@ def loaded_engine(
     policy.shutdown()
 
 
-def _generate(job: CompletionJob, sampling: Sampling, engine: RolloutEngine, done: int) -> None:
+def _generate(job: CompletionJob, sampling: Sampling, engine: RolloutEngine, done: int, ranks: Ranks) -> None:
     """Generate the completions from number `done` on, and write them block by block.
 
     The random numbers of a completion depend on `--seed`, on the number of its block and on its place there. They do
@@ -176,7 +177,7 @@ def _generate(job: CompletionJob, sampling: Sampling, engine: RolloutEngine, don
             show(numbers.start, len(numbers))
             prompts = [list(job.place(number)[0].ids) for number in numbers]
             rollouts = engine.generate(prompts, sampling, request_seed(job.seed, block))
-            failure = run_on_rank0(lambda n=numbers, r=rollouts, d=done: job.output.append(_lines(job, n, r, d)))
+            failure = ranks.try_on_rank0(lambda n=numbers, r=rollouts, d=done: job.output.append(_lines(job, n, r, d)))
             if failure is not None:
                 raise SaveFailed(f"--output {job.output.path} cannot be written: {failure}; free space, and repeat")
             tokens += int((rollouts["input_lengths"] - rollouts["prompt_lengths"]).sum())

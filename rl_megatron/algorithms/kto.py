@@ -34,7 +34,7 @@ from rl_megatron.losses.contract import LossFunction, LossInputType
 from rl_megatron.losses.functional import masked_sum
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
-from rl_megatron.topology.collective_errors import from_rank0
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
 _LABEL = "desirable"
@@ -102,12 +102,14 @@ def kto(stage: Stage, algorithm: KTOConfig) -> None:
         stage.policy.freeze_reference()
     for step, answers in stage.batches(dataset_loader(stage.config, stage.tokenizer)):
         if uses_reference(stage.config):
-            answers = with_reference_point(answers, stage.policy, stage.tokenizer.pad_id, length)
+            answers = with_reference_point(
+                answers, stage.policy, stage.tokenizer.pad_id, length, stage.policy.topology.ranks
+            )
         stage.record(step, stage.train(step, answers, loss_fn))
 
 
 def with_reference_point(
-    answers: BatchedDataDict, policy: PolicyInterface, pad_id: int, max_length: int
+    answers: BatchedDataDict, policy: PolicyInterface, pad_id: int, max_length: int, ranks: Ranks
 ) -> BatchedDataDict:
     """Return a global batch with what the loss needs besides the tokens and labels. Collective.
 
@@ -119,15 +121,18 @@ def with_reference_point(
         policy: The policy, which has a reference.
         pad_id: The token that sequences are padded with.
         max_length: The most tokens of a sequence.
+        ranks: The policy's ranks.
     """
     answers["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(answers)["reference_logprobs"]
     ones = torch.ones_like(answers["sample_mask"])
-    answers["reference_point"] = reference_point(answers, policy, pad_id, max_length) * ones
+    answers["reference_point"] = reference_point(answers, policy, pad_id, max_length, ranks) * ones
     answers["num_desirable"] = (answers[_LABEL] * answers["sample_mask"]).sum() * ones
     return answers
 
 
-def reference_point(answers: BatchedDataDict, policy: PolicyInterface, pad_id: int, max_length: int) -> float:
+def reference_point(
+    answers: BatchedDataDict, policy: PolicyInterface, pad_id: int, max_length: int, ranks: Ranks
+) -> float:
     """Return z₀, the same on every rank: the mean of log π − log π_ref over mismatched answers, at least 0. Collective.
 
     Arguments: see `with_reference_point`.
@@ -137,7 +142,7 @@ def reference_point(answers: BatchedDataDict, policy: PolicyInterface, pad_id: i
         policy.get_logprobs(pairs)["logprobs"] - policy.get_reference_policy_logprobs(pairs)["reference_logprobs"]
     )
     mean = masked_sum(log_ratios.double(), pairs["token_mask"].double(), dim=1).mean().clamp(min=0).item()
-    return float(from_rank0(mean))
+    return ranks.share(lambda: mean)
 
 
 def mismatched(answers: BatchedDataDict, pad_id: int, max_length: int) -> BatchedDataDict:
@@ -213,6 +218,8 @@ class HeldoutLabelled(Evaluation):
         logprobs = policy.get_logprobs(self.batch)["logprobs"]
         reference = policy.get_reference_policy_logprobs(self.batch)["reference_logprobs"]
         rewards: Tensor = masked_sum(logprobs - reference, self.batch["token_mask"], dim=1).double()
-        above = (rewards - reference_point(self.batch, policy, self.pad_id, self.max_length)).sign()
+        above = (
+            rewards - reference_point(self.batch, policy, self.pad_id, self.max_length, policy.topology.ranks)
+        ).sign()
         agrees = torch.where(self.batch[_LABEL] != 0, above, -above)
         return ((agrees + 1) / 2).mean().item()

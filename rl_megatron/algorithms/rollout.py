@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups, token_rewards
@@ -35,7 +34,6 @@ from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.batch import TURN_REWARDS, data_set_places
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.timing import count_tokens, phase
-from rl_megatron.topology.collective_errors import from_rank0
 
 # The keys of rollouts when they reach the loss.
 ROLLOUT_KEYS = frozenset(
@@ -116,6 +114,7 @@ class Sampler:
         self._store = TensorStore(config.rollout.max_host_bytes, config.rollout.disk_directory)
         self._record = RolloutRecord(
             config.rollout, stage.rollout_files, stage.tokenizer, self._per_prompt,
+            stage.policy.topology.ranks,
             reward=config.reward if algorithm.reads_components else None, mixture=self._mixture,
         )  # fmt: skip
 
@@ -164,8 +163,8 @@ class Sampler:
             scored = self._rollouts.make(self._engine, prompts, self._sampling, seed, self._per_prompt)
             own, metrics = (None, RewardMetrics()) if scored is None else (scored.batch, scored.metrics)
             add_data_sets(own, prompts, self._mixture)
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        rollouts = produced(own, self._stage.policy.topology if several else None, self._store)
+        topology = self._stage.policy.topology
+        rollouts = produced(own, topology if topology.world_size > 1 else None, self._store)
         self._record.add(round_, rollouts, prompts, metrics)
         self._metrics.add(metrics)
         return rollouts
@@ -190,7 +189,7 @@ class Sampler:
     def _reward_metrics(self) -> dict[str, float]:
         """Return the metrics of the reward functions over all draws since the last call, which rank 0 has."""
         metrics, self._metrics = self._metrics, RewardMetrics()
-        return from_rank0(metrics.values())
+        return self._stage.policy.topology.ranks.share(metrics.values)
 
 
 def mixture_to_tell_apart(stage: StageConfig, algorithm: RolloutConfig) -> list[str]:
@@ -314,7 +313,8 @@ def _kl_of_tokens(rollouts: Rollouts, loss_fn: LossFunction) -> Tensor | None:
 
 def on_every_rank(rollouts: ShardedBatch) -> BatchedDataDict:
     """Return the rollouts that rank 0 has produced, on every rank. Collective."""
-    return rollouts.own if rollouts.topology is None else from_rank0(rollouts.own)
+    topology = rollouts.topology
+    return rollouts.own if topology is None else topology.ranks.share(lambda: rollouts.own)
 
 
 def keep_informative(rollouts: ShardedBatch, group_size: int) -> ShardedBatch:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron import log
@@ -26,7 +25,7 @@ from rl_megatron.rollouts.batch import COMPONENT, data_set_places
 from rl_megatron.rollouts.files import KEPT, Draw, batch_of, read_rows, rollout_file, rows, write_rows
 from rl_megatron.rollouts.rollout_log import LoggedStep, RolloutLog
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
-from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
+from rl_megatron.topology.ranks import Ranks
 
 # The place of a sequence among all of its step, in the order in which they were drawn: a fact of sharded batches, and a
 # key of others.
@@ -45,6 +44,7 @@ class RolloutRecord:
         directory: Path,
         tokenizer: Tokenizer,
         samples_per_prompt: int,
+        ranks: Ranks,
         *,
         reward: RewardConfig | None = None,
         mixture: Sequence[str] = (),
@@ -56,12 +56,13 @@ class RolloutRecord:
             directory: Where files are written.
             tokenizer: What decodes tokens.
             samples_per_prompt: How many trajectories in a row belong to one prompt.
+            ranks: The policy's ranks.
             reward: The section `reward`, if rollouts have the scores of each reward function. None: they have not.
             mixture: The names of the data sets of the mixture, if rollouts have the key `data_set`.
         """
         self._reward, self._mixture = reward, mixture
         self._config, self._directory, self._tokenizer = config, directory, tokenizer
-        self._samples_per_prompt = samples_per_prompt
+        self._samples_per_prompt, self._ranks = samples_per_prompt, ranks
         self._draws: list[Draw] = []
         self._num_drawn = 0
         self._replayed: tuple[int, dict[int, BatchedDataDict]] = (0, {})
@@ -79,7 +80,7 @@ class RolloutRecord:
             ConfigError: There is no such round in the files, or it has another number of trajectories. It is raised on
                 every rank.
         """
-        return on_all_or_none(lambda: self._read(step, round_, num_trajectories) if _leads() else None)
+        return self._ranks.run_on_rank0(lambda: self._read(step, round_, num_trajectories))
 
     def _read(self, step: int, round_: int, num_trajectories: int) -> BatchedDataDict:
         path = rollout_file(Path(str(self._config.replay)), step)
@@ -147,7 +148,7 @@ class RolloutRecord:
             rows_of_step = read_rows(rollout_file(self._directory, step))
             return self._batch_of([row for row in rows_of_step if row["round"] == round_])
 
-        return on_all_or_none(lambda: read() if _leads() else None)
+        return self._ranks.run_on_rank0(read)
 
     def add(
         self, round_: int, rollouts: ShardedBatch, prompts: Sequence[EncodedPrompt], metrics: RewardMetrics
@@ -188,7 +189,7 @@ class RolloutRecord:
             orders, advantages = learned[ORDER], learned["advantages"]
         of_sequences = dict(zip(orders.tolist(), advantages, strict=False))  # none are on ranks other than 0
         path = rollout_file(self._directory, step)
-        failure = run_on_rank0(lambda: write_rows(path, self._rows(step, of_sequences, newest_version)))
+        failure = self._ranks.try_on_rank0(lambda: write_rows(path, self._rows(step, of_sequences, newest_version)))
         if failure is not None:
             raise SaveFailed(f"{path} cannot be written: {failure}; free space, or set rollout.save_every=0")
 
@@ -205,7 +206,3 @@ class RolloutRecord:
             written += [row for row in found if most is None or row["group"] < most]
             before += draw.rollouts.size
         return written
-
-
-def _leads() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

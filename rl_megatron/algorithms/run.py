@@ -38,10 +38,10 @@ from rl_megatron.observability.failure_file import FailureFile
 from rl_megatron.observability.html_report import start_to_write
 from rl_megatron.observability.run_watch import RunWatch
 from rl_megatron.topology import degrees
-from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
 from rl_megatron.topology.determinism import compute_deterministically
 from rl_megatron.topology.device import join
 from rl_megatron.topology.job_store import JOB
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.stop_signals import StopSignals
 from rl_megatron.topology.topology import Topology, build, keep_launch_order, keep_nccl_on_loopback
 
@@ -112,7 +112,7 @@ def run_stages(config: RunConfig) -> RunResults:
     degrees.validate_model(first.model, first.parallel)
     lock = OutputLock(Path(config.output_dir))
     with StopSignals() as signals:
-        stopping = Stopping(signals, layout.device, first.train.checkpoint_must_save_by)
+        stopping = Stopping(signals, layout.ranks, first.train.checkpoint_must_save_by)
         file, attempts = FailureFile(Path(config.output_dir)), Attempts(Path(config.output_dir))
         limit = first.train.hang_report_seconds
         with RunWatch(layout.store, layout.rank, layout.world_size, limit, timeout_minutes, file) as watch:
@@ -152,20 +152,21 @@ def _run_locked(
     attempts: Attempts,
 ) -> RunResults:
     output_dir, earlier = Path(config.output_dir), earlier_run(config)
-    on_all_or_none(lambda: lock.acquire() if dist.get_rank() == 0 else None)
-    _prepare(lambda: _put_back_checkpoints(earlier), output_dir)
-    tokenizer = on_all_or_none(lambda: preflight.check(config, earlier))
-    verify.refuse_damage(config, earlier)
-    if dist.get_rank() == 0:
+    ranks = layout.ranks
+    ranks.run_on_rank0(lock.acquire)
+    _prepare(lambda: _put_back_checkpoints(earlier), output_dir, ranks)
+    tokenizer = ranks.all_or_none(lambda: preflight.check(config, earlier))
+    verify.refuse_damage(config, earlier, ranks)
+    if ranks.leads:
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), layout.device.type, tokenizer.vocab_size)
         for name, stage in config.stages.items():
             log.LOGGER.info("stage %s: %s", name, describe_source(stage))
             if isinstance(stage.algorithm, RolloutConfig):
                 log.LOGGER.info("stage %s: %s", name, stage.algorithm.describe_step(stage.train))
-    run_yaml = on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
-    _prepare(lambda: begin_output(config, run_yaml, lock, tokenizer), output_dir)
+    run_yaml = ranks.all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
+    _prepare(lambda: begin_output(config, run_yaml, lock, tokenizer), output_dir, ranks)
     watch.begin_writing()
-    metrics_logger = on_all_or_none(lambda: open_metrics(config, layout, attempts))
+    metrics_logger = ranks.all_or_none(lambda: open_metrics(config, layout, attempts))
     stages = StageRunner(config, layout, tokenizer, metrics_logger, run_yaml, stopping, watch.position)
     results: dict[str, Any] = {}
     has_trained = False
@@ -176,7 +177,7 @@ def _run_locked(
             directory = output_dir / "checkpoints" / name
             results[name] = _finished_results(directory, stage_config)
             if results[name] is not None:
-                _finish_export(directory, stage_config)
+                _finish_export(directory, stage_config, ranks)
             else:
                 has_trained = True
                 source = last[stage_before(config.stages, name)]
@@ -218,7 +219,7 @@ def _newest(of_stages_before: Path | None, directory: Path) -> str:
     return f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
-def _prepare(action: Callable[[], object], output_dir: Path) -> None:
+def _prepare(action: Callable[[], object], output_dir: Path, ranks: Ranks) -> None:
     """Prepare the output directory on rank 0. If that fails, ConfigError is raised on every rank."""
 
     def describe(error: Exception) -> str:
@@ -226,27 +227,27 @@ def _prepare(action: Callable[[], object], output_dir: Path) -> None:
             return str(error)
         return f"output_dir cannot be written: {disk.describe(error, output_dir)}"
 
-    failure = run_on_rank0(action, describe)
+    failure = ranks.try_on_rank0(action, describe)
     if failure is not None:
         raise ConfigError(failure)
 
 
 def leave_together() -> None:
     """Wait for all ranks, but not for long: when one rank exits, torchrun kills others that are still logging."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if Ranks.detect().size > 1:
         with suppress(RuntimeError):  # another rank may have ended in another way
             barrier = dist.barrier(async_op=True)
             if barrier is not None:  # never None on a member of the group
                 barrier.wait(_LEAVING_TIMEOUT)
 
 
-def _finish_export(directory: Path, config: StageConfig) -> None:
+def _finish_export(directory: Path, config: StageConfig, ranks: Ranks) -> None:
     """Write the export of a finished stage's last checkpoint if an earlier run was ended before it. Collective.
 
     Raises:
         SaveFailed: It could not be written; raised on every rank.
     """
-    exporter = Exporter(directory, config.train.export_hf)
+    exporter = Exporter(directory, ranks, config.train.export_hf)
     exporter.begin_missing()
     exporter.wait()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import torch.distributed as dist
-
 from rl_megatron import disk
 from rl_megatron.checkpoint.directory import CONFIG, LEFTOVERS
 from rl_megatron.checkpoint.lock import OutputLock
@@ -65,7 +63,7 @@ def open_metrics(config: RunConfig, layout: Topology, attempts: Attempts) -> Met
     Raises:
         ConfigError: A sink cannot be opened.
     """
-    output_dir, is_writer = Path(config.output_dir), dist.get_rank() == 0
+    output_dir, is_writer = Path(config.output_dir), layout.ranks.leads
     try:
         services = {}
         if is_writer:

@@ -129,6 +129,7 @@ class Stage:
     def use_loader(self, loader: DataLoader[Any]) -> None:
         """Read the training data from `loader`, whose position checkpoints keep. Call it before `steps`."""
         self.loader = loader
+        loader.ranks = self.policy.topology.ranks
         self.keep("loader", loader)
 
     def keep(self, name: str, part: Resumable) -> None:

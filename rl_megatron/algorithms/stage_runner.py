@@ -91,11 +91,13 @@ class StageRunner:
             critic = _model(config, layout, tokenizer, weights, algorithm.critic.optimizer(settings), steps, "score")
         check, replays = _logprob_check(config, policy, tokenizer), config.generation.router_replay
         engine = build_engine(policy, config, logger.output_dir)
-        engine = SyncedEngine(engine, check, logger.note, needs_routing=replays)
+        engine = SyncedEngine(engine, check, layout.ranks, logger.note, needs_routing=replays)
         models = RewardModels(
             config, layout, tokenizer, lambda other: complete_checkpoints(directory.parent / other)[-1]
         )
-        scorer = Scorer(config.reward, lambda: build_source(config).task(), models=models.of(config.reward))
+        scorer = Scorer(
+            config.reward, lambda: build_source(config).task(), layout.ranks, models=models.of(config.reward)
+        )
         runner = build_runner(config, tokenizer, layout)
         components = isinstance(settings, RolloutConfig) and settings.reads_components
         least = settings.least_samples if isinstance(settings, RolloutConfig) else 1

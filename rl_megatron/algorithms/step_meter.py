@@ -32,7 +32,7 @@ class StepMeter:
             topology: The layout.
             precision: "fp32" or "bf16", on which the peak of the GPU depends.
         """
-        self._device, self._num_ranks, self._pipelined = topology.device, dist.get_world_size(), topology.pipeline > 1
+        self._device, self._num_ranks, self._pipelined = topology.device, topology.world_size, topology.pipeline > 1
         clock, memory = (StreamClock(), DevicePeak()) if topology.is_cuda else (HostClock(), HostPeak())
         self.timer = PhaseTimer(clock, memory)
         gpu = gpu_of_device(torch.cuda.get_device_name()) if topology.is_cuda else None

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.train import seconds_of
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.step_times import write_step_times
 from rl_megatron.topology.stop_signals import StopSignals
 
@@ -46,7 +47,7 @@ class Stopping:
     def __init__(
         self,
         signals: StopSignals | None = None,
-        device: torch.device | None = None,
+        ranks: Ranks = Ranks(),  # noqa: B008  # it is frozen
         save_by: str | None = None,
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.time,
@@ -55,12 +56,12 @@ class Stopping:
 
         Args:
             signals: The signals that this process got; None if it does not keep them.
-            device: The device of this rank's collectives; by default the CPU.
+            ranks: The ranks that ask.
             save_by: `train.checkpoint_must_save_by`, or None.
             environment: This process's environment.
             clock: Returns seconds since 1970.
         """
-        self._signals, self._device, self._clock = signals or StopSignals(), device, clock
+        self._signals, self._ranks, self._clock = signals or StopSignals(), ranks, clock
         self._before = clock()
         self._longest_step, self._longest_save, self._has_begun = 0.0, 0.0, False
         self._limits: dict[int, float] = {}
@@ -93,8 +94,8 @@ class Stopping:
         for limit, ends_at in self._limits.items():
             if now + needed > ends_at:
                 vote = max(vote, limit)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            votes = torch.tensor([vote], device=self._device)
+        if self._ranks.size > 1:
+            votes = torch.tensor([vote], device=self._ranks.device)
             dist.all_reduce(votes, dist.ReduceOp.MAX)
             vote = int(votes.item())
         if vote == 0:

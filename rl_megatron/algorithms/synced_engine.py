@@ -20,7 +20,7 @@ from rl_megatron.generation.interfaces import (
     TakesRequests,
 )
 from rl_megatron.timing import count_tokens, phase
-from rl_megatron.topology.collective_errors import from_rank0
+from rl_megatron.topology.ranks import Ranks
 
 _T = TypeVar("_T")
 
@@ -36,6 +36,7 @@ class SyncedEngine:
         self,
         engine: RolloutEngine,
         check: LogprobCheck,
+        ranks: Ranks,
         note: Callable[[dict[str, float]], None],
         needs_routing: bool = False,
     ):
@@ -44,10 +45,11 @@ class SyncedEngine:
         Args:
             engine: The engine to wrap.
             check: The logprob check.
+            ranks: The policy's ranks.
             note: Called with the metrics of every weight sync and of every logprob check.
             needs_routing: Whether completions must have routed experts, for router replay.
         """
-        self._engine, self._check, self._note = engine, check, note
+        self._engine, self._check, self._ranks, self._note = engine, check, ranks, note
         self._needs_routing = needs_routing
         self._checked: Served | None = None
         self._before_sync: Callable[[], None] = _nothing
@@ -117,16 +119,14 @@ class SyncedEngine:
         """
 
         def complete() -> list[Completion]:
-            completions = complete_on_rank_0(self._engine, requests)
-            num_tokens = sum(len(completion.ids) for completion in completions)
-            has_routing = all(each.routed_experts is not None for each in completions)
-            num_tokens, has_routing = from_rank0((num_tokens, has_routing))
+            completions = complete_on_rank_0(self._engine, requests, self._ranks)
+            num_tokens, has_routing = self._ranks.share(lambda: _summarise(completions))
             count_tokens(num_tokens)
             self._require_routing(has_routing)
             return completions
 
         beginnings = self._check.chosen([self._beginning(request) for request in requests])
-        return self._checked_result(complete, from_rank0(beginnings))
+        return self._checked_result(complete, self._ranks.share(lambda: beginnings))
 
     def _checked_result(self, generate: Callable[[], _T], prompts: list[list[int]]) -> _T:
         """Return what `generate` returns from an engine that has the policy's weights and was checked on prompts."""
@@ -179,6 +179,12 @@ class SyncedEngine:
     def shutdown(self) -> None:
         """Shut the engine down."""
         self._engine.shutdown()
+
+
+def _summarise(completions: Sequence[Completion]) -> tuple[int, bool]:
+    """Return the number of sampled tokens, and whether all completions have routed experts."""
+    num_tokens = sum(len(completion.ids) for completion in completions)
+    return num_tokens, all(completion.routed_experts is not None for completion in completions)
 
 
 def _nothing() -> None:

@@ -20,6 +20,7 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.timing import phase
 from rl_megatron.topology.degrees import validate_model
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.runner import FusedHead
 from rl_megatron.training.teacher import Teacher, check_vocabulary_of, load_teacher, teacher_model
 
@@ -55,7 +56,7 @@ def check_each_teacher(
     longest = max((length for item in lengths for length in item), default=0)
     for teacher in teachers:
         if teacher.path is None:
-            EndpointTeacher(teacher).check(tokenizer, min(top_k, tokenizer.vocab_size), longest)
+            EndpointTeacher(teacher, Ranks()).check(tokenizer, min(top_k, tokenizer.vocab_size), longest)
             continue
         path = Path(teacher.path)
         if not path.is_dir():
@@ -107,7 +108,7 @@ class Teachers:
         fused_head = FusedHead() if config.train.fused_head else None
         minutes = config.train.collective_timeout_minutes
         models = [
-            EndpointTeacher(each)
+            EndpointTeacher(each, topology.ranks)
             if each.path is None
             else load_teacher(each, topology, stage.tokenizer.vocab_size, config.precision, fused_head, minutes)
             for each in teachers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.eval_metrics import goal_reached
 from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.topology.ranks import Ranks
 
 
-def refuse_damage(config: RunConfig, output_dir: Path) -> None:
+def refuse_damage(config: RunConfig, output_dir: Path, ranks: Ranks) -> None:
     """Check every byte of the checkpoints that the run will load. Collective; each rank reads a share of the files.
 
     Raises:
@@ -24,9 +26,9 @@ def refuse_damage(config: RunConfig, output_dir: Path) -> None:
     """
     for path in _to_be_read(config, output_dir):
         try:
-            verify_checkpoint(path)
+            verify_checkpoint(path, ranks)
         except Damaged as error:
-            raise with_remedy(error, path, config, verify_checkpoint) from error
+            raise with_remedy(error, path, config, partial(verify_checkpoint, ranks=ranks)) from error
 
 
 def manifest_at_the_end(directory: Path, stage: StageConfig) -> dict[str, Any] | None:

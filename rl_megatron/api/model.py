@@ -72,11 +72,11 @@ class StartingModel:
         if "RANK" not in os.environ:
             _import(self.source, imported)
             return imported
-        from rl_megatron.topology.collective_errors import run_on_rank0
         from rl_megatron.topology.device import start_device
+        from rl_megatron.topology.ranks import Ranks
 
         start_device(device)
-        failure = run_on_rank0(lambda: _import(self.source, imported), str)
+        failure = Ranks.detect().try_on_rank0(lambda: _import(self.source, imported), str)
         if failure is not None:
             raise ConfigError(failure)
         return imported

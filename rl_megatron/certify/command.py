@@ -72,7 +72,7 @@ def _certify(config: RunConfig) -> int:
     workload = Workload(model, objectives, optimizer=replace(Workload.optimizer, **taken), fused_head=fused_head)
 
     with tempfile.TemporaryDirectory(prefix=disk.prefix_of_process("certify")) as directory:
-        reference = Reference(workload, Path(directory), first.device, config.plugins) if dist.get_rank() == 0 else None
+        reference = Reference(workload, Path(directory), first.device, config.plugins) if layout.ranks.leads else None
         try:
             measured = run_workload(workload, layout, batching)
             # Only rank 0 knows how the reference ended, and it must tell the other ranks if the reference failed.
@@ -80,22 +80,21 @@ def _certify(config: RunConfig) -> int:
         finally:
             if reference is not None:
                 reference.stop()
-    outcome: list = [None, None]  # the exit status, and the error if the reference failed
-    if isinstance(expected, str):
-        outcome[1] = expected
-    elif expected is not None:
+
+    def judge() -> int:  # on rank 0
+        assert expected is not None
+        if isinstance(expected, str):
+            raise RuntimeError(expected)
         differences = {name: compare(measured[name], expected[name]) for name in objectives}
         worst = next(fails(differences), None)
-        outcome[0] = 0 if worst is None else 1
         console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
         options = ", fused head" * first.train.fused_head + ", overlapped" * first.optimizer.overlap
         console.print(f"{layout.describe()}{options}, {device.type}; against one process, in fp32")
         console.print(_table(differences, measured, batching))
         console.print(_verdict(worst, time.perf_counter() - started))
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise RuntimeError(outcome[1])
-    return outcome[0]
+        return 0 if worst is None else 1
+
+    return layout.ranks.share(judge, (RuntimeError,))
 
 
 def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batching]]:

@@ -20,8 +20,8 @@ from rl_megatron.certify.workload import NUM_SEQUENCES, Workload
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.plugins import import_plugins
 from rl_megatron.topology import topology
-from rl_megatron.topology.child_process import environment_of_a_child
 from rl_megatron.topology.device import start_device
+from rl_megatron.workers.child_process import environment_of_a_child
 
 
 def run_in_one_process(workload: Workload, device: str = "auto") -> dict[str, Measurement]:

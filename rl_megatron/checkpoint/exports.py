@@ -26,7 +26,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.topology.collective_errors import from_rank0, is_rank0
+from rl_megatron.topology.ranks import Ranks
 
 _GB = 1e9
 _KEY = "train.export_hf=true"
@@ -46,15 +46,16 @@ def export_of(checkpoint: Path) -> Path:
 class Exporter:
     """The exports of a stage, one at a time, each written by a thread of rank 0. Every rank calls every method."""
 
-    def __init__(self, checkpoints: Path, is_wanted: bool = True):
+    def __init__(self, checkpoints: Path, ranks: Ranks, is_wanted: bool = True):
         """Begin without an export.
 
         Args:
             checkpoints: The directory of the stage's checkpoints.
+            ranks: The ranks that call the methods.
             is_wanted: Whether there are exports. If not, no method does anything.
         """
-        self._checkpoints = checkpoints
-        self._is_wanted, self._writes = is_wanted, is_wanted and is_rank0()
+        self._checkpoints, self._ranks = checkpoints, ranks
+        self._is_wanted, self._writes = is_wanted, is_wanted and ranks.leads
         self._thread: threading.Thread | None = None  # of rank 0, as all below
         self._is_cancelled = False
         self._failure: str | None = None
@@ -85,9 +86,9 @@ class Exporter:
         """
         if not self._is_wanted:
             return
-        while from_rank0(self._thread is not None and self._thread.is_alive()):
+        while self._ranks.share(lambda: self._thread is not None and self._thread.is_alive()):
             time.sleep(_PAUSE_SECONDS)  # one collective that waits for the disk could exceed its timeout
-        failure = from_rank0(self._failure)
+        failure = self._ranks.share(lambda: self._failure)
         self._thread = self._failure = None
         if failure is not None and must_succeed:
             raise SaveFailed(failure)

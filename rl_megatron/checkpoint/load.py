@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
@@ -77,7 +76,7 @@ def _load_whole(path: Path, into: TrainingState, weights_only: bool, verify: boo
     manifest = read_manifest(path, into.model.config)
     new_head = check_head(path, manifest, into.model.head, weights_only)
     if verify:
-        verify_checkpoint(path)
+        verify_checkpoint(path, into.model.topology.ranks)
     into.model.mark_changed()  # even if loading fails: some weights may have changed by then
     _fill(path, manifest, into, weights_only, new_head)
     return manifest
@@ -100,7 +99,7 @@ def _load_with_adapters(
         rows = model.config.vocab_size or model.vocab_size
         check_head(path, manifest, model.head, weights_only)
         if verify:
-            verify_checkpoint(path)
+            verify_checkpoint(path, into.model.topology.ranks)
         adapters = read_adapters(path, manifest, model.config, rows)
         _load_whole(saved_base(path, manifest), replace(into, optimizer=None, scheduler=None), True, verify)
         adapters.merge_into(model, family_of_model(model.config, rows).table(model.config, rows))
@@ -157,6 +156,6 @@ def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_onl
         into.optimizer.reload_model_params()
         return
     into.load_optimizer(stored, loaded)
-    own_file = random_state_file(dist.get_rank())
+    own_file = random_state_file(into.model.topology.rank)
     if own_file in manifest["files"] and manifest["layout"] == into.model.topology.describe():
         restore_random_state((path / own_file).read_bytes())

@@ -45,7 +45,7 @@ from rl_megatron.checkpoint.directory import (
 )
 from rl_megatron.checkpoint.rng_state import random_state
 from rl_megatron.checkpoint.training_state import TrainingState
-from rl_megatron.topology.collective_errors import first_failure, run_on_rank0
+from rl_megatron.topology.ranks import Ranks
 
 _PAUSE_SECONDS = 0.005  # the time between two checks whether all ranks have finished writing
 COMMON = "common.pt"  # megatron-core's file for state that is not a tensor
@@ -87,15 +87,16 @@ class _Part:
 class Save:
     """A checkpoint that is being written. It owns the writing thread. Every rank calls every method."""
 
-    def __init__(self, final: Path, part: _Part, complete: Callable[[list, dict[str, Any]], None]):
+    def __init__(self, final: Path, part: _Part, complete: Callable[[list, dict[str, Any]], None], ranks: Ranks):
         """Start writing.
 
         Args:
             final: The checkpoint's path.
             part: The part that this rank writes.
             complete: Completes the checkpoint on rank 0, given all ranks' results and manifest entries.
+            ranks: The ranks that write.
         """
-        self.path = final
+        self.path, self._ranks = final, ranks
         self._part: _Part | None = part
         self._complete = complete
         self._written: tuple[list, dict[str, Any]] = ([], {})
@@ -126,11 +127,12 @@ class Save:
             SaveFailed: A rank could not write. It is raised on every rank, and the written files are deleted.
         """
         self._wait()
-        failure = first_failure(self._failure)
+        ranks = self._ranks
+        failure = ranks.first_failure(self._failure)
         if failure is None:
-            gathered: list = [None] * dist.get_world_size()
-            dist.gather_object(self._written, gathered if dist.get_rank() == 0 else None)
-            failure = run_on_rank0(lambda: self._publish(gathered), lambda error: disk.describe(error, self.path))
+            gathered: list = [None] * ranks.size
+            dist.gather_object(self._written, gathered if ranks.leads else None)
+            failure = ranks.try_on_rank0(lambda: self._publish(gathered), lambda error: disk.describe(error, self.path))
         if failure is not None:
             self.abandon()
             raise SaveFailed(f"checkpoint {self.path} could not be saved: {failure}")
@@ -139,7 +141,7 @@ class Save:
     def abandon(self) -> None:
         """Wait until all ranks have stopped writing, and delete the written files. Collective."""
         self._wait()
-        run_on_rank0(lambda: shutil.rmtree(_partial(self.path), ignore_errors=True))
+        self._ranks.try_on_rank0(lambda: shutil.rmtree(_partial(self.path), ignore_errors=True))
 
     def _wait(self) -> None:
         while not self.is_written():  # one collective that waits for the disk could exceed its timeout
@@ -165,15 +167,15 @@ def begin_checkpoint(
     Raises:
         SaveFailed: The directory could not be created. It is raised on every rank.
     """
-    model = state.model
+    model, ranks = state.model, state.model.topology.ranks
     manifest: dict[str, Any] = {"head": model.head, "vocab_size": model.vocab_size, "precision": model.precision}
     manifest |= {"model": asdict(model.config), "layout": model.topology.describe(), **extra}
     if model.head == "score":
         manifest["score_position"] = SCORE_POSITION
-    files = {random_state_file(dist.get_rank()): random_state()}
-    if config is not None and dist.get_rank() == 0:
+    files = {random_state_file(ranks.rank): random_state()}
+    if config is not None and ranks.leads:
         files[CONFIG] = config.encode()
-    return _begin_save(directory, step, state.sharded(), [*state.trained_tensors()], manifest, files)
+    return _begin_save(directory, step, state.sharded(), [*state.trained_tensors()], manifest, files, ranks)
 
 
 def _begin_save(
@@ -183,6 +185,7 @@ def _begin_save(
     trained: Sequence[Tensor],
     manifest: dict[str, Any],
     files: dict[str, bytes],
+    ranks: Ranks,
 ) -> Save:
     """Start to write every rank's sharded `state` and this rank's `files` (name → content).
 
@@ -190,12 +193,12 @@ def _begin_save(
     """
     final = directory / name_of(step)
     partial = _partial(final)
-    failure = run_on_rank0(lambda: _make_empty(partial), lambda error: disk.describe(error, final))
+    failure = ranks.try_on_rank0(lambda: _make_empty(partial), lambda error: disk.describe(error, final))
     if failure is not None:
         raise SaveFailed(f"checkpoint {final} could not be saved: {failure}")
     tensors, common = save_preprocess(state)
     writer, metadata = _plan(tensors, partial)
-    if dist.get_rank() == 0:
+    if ranks.leads:
         files = {**files, COMMON: _serialised(common)}
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
     part = _Part(partial, _copied(writer.write_buckets, trained), transforms, files)
@@ -205,7 +208,7 @@ def _begin_save(
         save_config(CheckpointingConfig("torch_dist", 1), str(partial))
         publish(partial, final, {"step": step, **manifest, "versions": versions()}, entries)
 
-    return Save(final, part, complete)
+    return Save(final, part, complete, ranks)
 
 
 def versions() -> dict[str, str]:

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import Damaged, damaged, random_state_file, read_manifest
 from rl_megatron.checkpoint.metadata import check_metadata
-from rl_megatron.config.errors import ConfigError
-from rl_megatron.topology.collective_errors import first_failure
+from rl_megatron.config.errors import ConfigError, describe_error
+from rl_megatron.topology.ranks import Ranks
 
 
-def verify_checkpoint(path: Path) -> None:
+def verify_checkpoint(path: Path, ranks: Ranks) -> None:
     """Compare every file of a checkpoint with its digest. Each rank reads its share of the files. Collective.
 
     A digest does not help if somebody has replaced the file and the digest. So the metadata and the files of state that
@@ -30,11 +29,11 @@ def verify_checkpoint(path: Path) -> None:
     failure = None
     try:
         manifest = read_manifest(path)
-        check_digests(path, manifest, dist.get_rank(), dist.get_world_size())
-        _check_files(path, manifest["files"], dist.get_rank())
+        check_digests(path, manifest, ranks.rank, ranks.size)
+        _check_files(path, manifest["files"], ranks.rank)
     except ConfigError as error:
         failure = str(error)
-    failure = first_failure(failure)
+    failure = ranks.first_failure(failure)
     if failure is not None:
         raise Damaged(failure)
 
@@ -49,7 +48,7 @@ def _check_files(checkpoint: Path, files: Collection[str], rank: int) -> None:
             try:
                 check(checkpoint / name)
             except Exception as error:  # a damaged pickle may raise anything
-                raise damaged(checkpoint, f"{name} cannot be read ({type(error).__name__}: {error})") from error
+                raise damaged(checkpoint, f"{name} cannot be read ({describe_error(error)})") from error
 
 
 def _check_state(path: Path) -> dict[str, Any]:

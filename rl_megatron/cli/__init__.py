@@ -15,7 +15,7 @@ from rl_megatron.cli.parser import COMPOSED, WITHOUT_CONFIGURATION, command_pars
 from rl_megatron.config.commands import override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
-from rl_megatron.topology.child_process import die_with
+from rl_megatron.workers.linux import die_with
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,6 +18,11 @@ class ConfigError(ValueError):
     """
 
 
+def describe_error(error: BaseException) -> str:
+    """Return an exception's type and message."""
+    return f"{type(error).__name__}: {error}"
+
+
 _LONGEST_VALUE = 200  # characters of a value in a message
 _SHORT_LIST = 8  # a longer list of names would hide the hint
 

@@ -21,7 +21,7 @@ from rl_megatron.data import encoding
 from rl_megatron.data.mixture import MixtureCounts
 from rl_megatron.data.order import ShuffledEpochs, epoch_order
 from rl_megatron.data.records import NothingLeft, Position, Reader, Record
-from rl_megatron.topology.collective_errors import on_all_or_none
+from rl_megatron.topology.ranks import Ranks
 
 BatchT = TypeVar("BatchT")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
@@ -227,6 +227,7 @@ class DataLoader(Generic[BatchT]):
         seed: The seed of the order in which items of several data sets are mixed within a batch.
         join: Returns one batch of several, with the items in the order of these indices.
         can_fail: Whether a batch may fail on some ranks only: one that is read from files, or by a user's weights.
+        ranks: The ranks that draw each batch together, if it may fail. A stage that uses the loader sets them.
         data_sets: The name of the data set of each item of the last batch.
     """
 
@@ -235,6 +236,7 @@ class DataLoader(Generic[BatchT]):
     seed: int
     join: Callable[[list[BatchT], list[int]], BatchT]
     can_fail: bool = False
+    ranks: Ranks = Ranks()
 
     def __post_init__(self) -> None:
         self._next = 0
@@ -270,7 +272,7 @@ class DataLoader(Generic[BatchT]):
         return self._batch_of(own) if own else None
 
     def _drawn(self, number: int) -> list[Drawn[BatchT]]:
-        drawn = on_all_or_none(lambda: self._draw(number)) if self.can_fail else self._draw(number)
+        drawn = self.ranks.all_or_none(lambda: self._draw(number)) if self.can_fail else self._draw(number)
         self.data_sets = [self.components[which].name for which, _ in drawn]
         return [item for _, item in drawn]
 

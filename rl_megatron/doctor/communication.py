@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.doctor.findings import Finding, ok, problem, refusal, warning
 from rl_megatron.topology.device import start_device
+from rl_megatron.topology.ranks import Ranks
 
 _CHECK = "communication"
 _TIMEOUT_MINUTES = 2.0
@@ -120,9 +121,7 @@ def gather(findings: Sequence[Finding], versions: dict[str, str | None]) -> tupl
         versions: The versions on this node; empty on all but the first rank of a node.
     """
     own = json.dumps([socket.gethostname(), [asdict(finding) for finding in findings], versions])
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, own)
-    answers = [json.loads(text) for text in texts]
+    answers = [json.loads(text) for text in Ranks.detect().gather(own)]
     several = sum(bool(of_node) for _, _, of_node in answers) > 1
     everywhere = [
         Finding(**{**finding, "host": host if several else ""}) for host, found, _ in answers for finding in found

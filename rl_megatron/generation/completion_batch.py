@@ -25,7 +25,7 @@ from rl_megatron.generation.interfaces import (
     Sampling,
     WeightSpan,
 )
-from rl_megatron.topology.collective_errors import from_rank0, is_rank0
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.metrics import NonFiniteLoss
 
 
@@ -61,7 +61,7 @@ def check_requests(requests: Iterable[Request], max_sequence_length: int, vocab_
         )
 
 
-def complete_on_rank_0(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
+def complete_on_rank_0(engine: RolloutEngine, requests: Sequence[Request], ranks: Ranks) -> list[Completion]:
     """Return the completions of requests that rank 0 has on rank 0, and none on other ranks. Every rank calls it.
 
     An engine that has no method `complete_on_rank_0` gets the requests on every rank.
@@ -71,8 +71,8 @@ def complete_on_rank_0(engine: RolloutEngine, requests: Sequence[Request]) -> li
     """
     if isinstance(engine, CompletesOnRank0):
         return engine.complete_on_rank_0(requests)
-    completions = complete_requests(engine, from_rank0(requests))
-    return completions if is_rank0() else []
+    completions = complete_requests(engine, ranks.share(lambda: requests))
+    return completions if ranks.leads else []
 
 
 def complete_requests(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:

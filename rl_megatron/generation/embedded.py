@@ -21,7 +21,6 @@ from rl_megatron.generation.interfaces import Completion, Request, Sampling, Ser
 from rl_megatron.generation.ongoing import Ongoing
 from rl_megatron.generation.request_queue import RequestQueue
 from rl_megatron.training.megatron_policy import MegatronPolicy
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 
 _T = TypeVar("_T")
 _STEPS_BETWEEN_ORDERS = 8  # because ranks exchange messages for each
@@ -50,7 +49,7 @@ class EmbeddedEngine:
         self._leads = policy.topology.rank == 0
         self._requests = RequestQueue(policy.topology.groups.dp_cp.size())
         topology = policy.topology
-        self._ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
+        self._ranks = topology.ranks
 
     def update_weights(self) -> dict[str, float]:
         """Return no metrics: the policy's weights are the engine's, and are not sent."""
@@ -76,7 +75,7 @@ class EmbeddedEngine:
             ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
         """
         completions = self.complete_on_rank_0(requests if self._leads else ())
-        return self._ranks.from_rank_0(lambda: completions)
+        return self._ranks.share(lambda: completions)
 
     def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete the requests of rank 0 together; see `CompletesOnRank0.complete_on_rank_0`.
@@ -88,7 +87,7 @@ class EmbeddedEngine:
         """
         self.policy.model.require_head("lm", "generate")
         longest = self.policy.model_config.max_sequence_length
-        self._ranks.on_rank_0(lambda: check_requests(requests, longest, self.policy.vocab_size), (ConfigError,))
+        self._ranks.run_on_rank0(lambda: check_requests(requests, longest, self.policy.vocab_size), (ConfigError,))
         own, total = self._shared_out(requests)
         self.policy.finish_training()
         decoder = self._decoder()
@@ -169,7 +168,7 @@ class EmbeddedEngine:
         ends = False
         with decoder.active():
             while not ends:
-                orders = self._ranks.from_rank_0(lambda: self._requests.orders(until, _WAIT_SECONDS))
+                orders = self._ranks.share(lambda: self._requests.orders(until, _WAIT_SECONDS))
                 ends = orders.ends
                 ended = decoder.abort(orders.aborted)
                 decoder.add([sequence for replica, sequence in orders.added if replica == group.rank()])

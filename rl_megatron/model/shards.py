@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rl_megatron.model.families.table import Rows, WeightTable
 from rl_megatron.topology.fake_cuda import is_planned
+from rl_megatron.topology.ranks import Ranks
 
 # Each layer has its own global names ("decoder.layers.3.…"). Tensors are not stacked along a layer axis.
 SHARDING_METADATA = {"non_homogeneous_layers": True}
@@ -193,9 +194,10 @@ def gather_full(
         RuntimeError: The ranks together do not hold every element of a tensor.
     """
     own_pieces = [(p.name, p.global_shape, p.offset, p.tensor.float().cpu()) for p in pieces(model_chunks, value)]
-    gathered: list = [None] * dist.get_world_size()
-    dist.gather_object(own_pieces, gathered if dist.get_rank() == 0 else None)
-    if dist.get_rank() != 0:
+    ranks = Ranks.detect()
+    gathered: list = [None] * ranks.size
+    dist.gather_object(own_pieces, gathered if ranks.leads else None)
+    if not ranks.leads:
         return {}
     whole: dict[str, Tensor] = {}
     for name, shape, offset, tensor in (piece for rank in gathered for piece in rank):

@@ -10,6 +10,7 @@ import traceback
 from typing import Any
 
 from rl_megatron import disk, log
+from rl_megatron.config.errors import describe_error
 from rl_megatron.observability.position import Place
 from rl_megatron.observability.waiting import place_of_error
 
@@ -32,7 +33,7 @@ def failure_of(error: BaseException, rank: int, place: Place, on_all_ranks: bool
         on_all_ranks: Whether it is an error that all ranks raise alike.
     """
     lost = isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
-    message = log.make_printable(" ".join(f"{type(error).__name__}: {error}".split()))
+    message = log.make_printable(" ".join(describe_error(error).split()))
     return {
         "kind": "lost" if lost else "error",
         "rank": rank,
@@ -51,7 +52,7 @@ def failure_of(error: BaseException, rank: int, place: Place, on_all_ranks: bool
     }
 
 
-def in_words(failure: dict[str, Any], written: str) -> str:
+def describe_failure(failure: dict[str, Any], written: str) -> str:
     """Return the failure in one line for people; `written` says where its traceback is."""
     named = f"rank {failure['rank']} on {failure['host']} (process {failure['pid']})"
     if failure["kind"] == "lost":

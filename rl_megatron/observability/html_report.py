@@ -19,7 +19,7 @@ from rl_megatron.config.metrics import is_cost
 from rl_megatron.observability.curves import Points, line_chart, stacked_chart
 from rl_megatron.observability.page_template import TEMPLATE
 from rl_megatron.observability.run_files import RecordedRun, flat
-from rl_megatron.topology.child_process import environment_of_a_child
+from rl_megatron.workers.child_process import environment_of_a_child
 
 REPORT = "report.html"
 _SAMPLES_PER_STEP, _STEPS_WITH_SAMPLES = 3, 6

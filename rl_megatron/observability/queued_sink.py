@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from rl_megatron import log
+from rl_megatron.config.errors import describe_error
 from rl_megatron.observability.sinks import MetricLine, MetricSink
 
 MAX_LINES = 1000  # lines that wait for a sink; further ones are dropped
@@ -119,7 +120,7 @@ class QueuedSink:
                     sink.begin_stage(*entry)
             except Exception as error:  # whatever a library raises must not end the run
                 if not self._has_warned:
-                    self._warn(_in_words(error))
+                    self._warn(describe_error(error))
             else:
                 with self._changed:
                     self._written += isinstance(entry, MetricLine)
@@ -128,7 +129,9 @@ class QueuedSink:
                 sink.fail()
             sink.close()
         except Exception as error:  # as above
-            log.LOGGER.warning("metric sink %s failed when it was closed: %s", self._name, _in_words(error))
+            log.LOGGER.warning(
+                "metric sink %s failed when it was closed: %s", self._name, log.make_printable(describe_error(error))
+            )
 
     def _opened(self) -> MetricSink | None:
         """Return the sink, or None if the run ends before it could be opened."""
@@ -136,7 +139,9 @@ class QueuedSink:
             try:
                 return self._open()
             except Exception as error:  # as above
-                self._warn(f"cannot be opened, and is tried again every {self._retry_seconds:g} s: {_in_words(error)}")
+                self._warn(
+                    f"cannot be opened, and is tried again every {self._retry_seconds:g} s: {describe_error(error)}"
+                )
             again = time.monotonic() + self._retry_seconds
             with self._changed:
                 if self._changed.wait_for(lambda: self._is_closing, max(0.0, again - time.monotonic())):
@@ -159,9 +164,5 @@ class QueuedSink:
             log.LOGGER.warning(
                 "metric sink %s %s; the run goes on, lines that the sink does not get are dropped, and their number is "
                 "said at the end (metrics.jsonl has them all)",
-                self._name, reason,
+                self._name, log.make_printable(reason),
             )  # fmt: skip
-
-
-def _in_words(error: Exception) -> str:
-    return log.make_printable(f"{type(error).__name__}: {error}")

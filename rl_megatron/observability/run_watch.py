@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.observability.failure_file import FailureFile
-from rl_megatron.observability.first_failure import FirstFailure, failure_of, in_words
+from rl_megatron.observability.first_failure import FirstFailure, describe_failure, failure_of
 from rl_megatron.observability.hang import Diagnosis
 from rl_megatron.observability.heartbeat import Heartbeat
 from rl_megatron.observability.position import Position
@@ -156,7 +156,7 @@ class RunWatch:
             shared.set_reported()
 
     def _print(self, first: dict[str, Any], written: str) -> None:
-        text = in_words(first, written)
+        text = describe_failure(first, written)
         log.error(text)
         if self._rank != 0:
             print("error:", text, file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.errors import ConfigError, describe_error, nearest
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.rewards.samples import Description, Sample
 
@@ -231,7 +231,7 @@ def _instance(function: type, label: str, kwargs: dict[str, Any]) -> Callable[..
     except ConfigError:
         raise
     except Exception as error:  # the class may be the user's code and may raise anything
-        raise BadFunction(f"{label}({', '.join(kwargs)}) raised {type(error).__name__}: {error}") from error
+        raise BadFunction(f"{label}({', '.join(kwargs)}) raised {describe_error(error)}") from error
     if not callable(made):
         raise BadFunction(f"{label} is a class without __call__; name a function, or a class that can be called")
     return made

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rl_megatron.rewards.process import WorkerProcess
 from rl_megatron.rewards.samples import Sample
+from rl_megatron.workers.child_process import ChildProcess
 
 _GRACE_SECONDS = 1.0  # an event loop that has not gone round for this time beyond the limit is taken to be blocked
 
@@ -37,7 +37,7 @@ class Job:
 class WorkerHandle:
     """A worker process and the jobs that it has, in the order in which they were sent."""
 
-    process: WorkerProcess
+    process: ChildProcess
     started: float
     is_ready: bool = False
     jobs: dict[int, Job] = field(default_factory=dict)

@@ -110,7 +110,7 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}" if value is not None else "None"
 
 
-def in_words(error: BaseException) -> str:
+def describe_with_place(error: BaseException) -> str:
     """Return an exception's type and message, and where it was raised, in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

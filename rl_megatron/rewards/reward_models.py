@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from rl_megatron import log
 from rl_megatron.batching.config import Batching
@@ -31,7 +30,6 @@ from rl_megatron.data.collate import Padding
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.running_statistics import RunningStatistics
 from rl_megatron.topology import degrees
-from rl_megatron.topology.collective_errors import from_rank0
 from rl_megatron.topology.topology import Topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.reference import HostWeights
@@ -60,20 +58,20 @@ class SequenceScorer:
         Args:
             sequences: The tokens of each, on rank 0; other ranks' are not used.
         """
-        if not from_rank0(len(sequences)):
+        topology = self._policy.topology
+        ranks = topology.ranks
+        if not ranks.share(lambda: len(sequences)):
             return []
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        leads = not several or dist.get_rank() == 0
-        own = self._padding.collate([list(each) for each in sequences]) if leads else None
+        own = self._padding.collate([list(each) for each in sequences]) if ranks.leads else None
         with self._host.on_device() if self._host is not None else nullcontext():
-            batch = produced(own, self._policy.topology if several else None)
+            batch = produced(own, topology if ranks.size > 1 else None)
             if batch.topology is None:
                 batch = batch.moved_to(Ownership(np.zeros(batch.size, dtype=np.int64), []))
             else:
                 batch = self._policy.distribute(batch)
             batch["scores"] = self._policy.score(batch)["scores"].cpu()
         at_home = batch.at_homes(["scores"])
-        return from_rank0(at_home["scores"].tolist() if leads else [])
+        return ranks.share(at_home["scores"].tolist)
 
     def close(self) -> None:
         """Release the model."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, describe_error
 from rl_megatron.config.import_strings import imported_files
 from rl_megatron.data.tasks.task import Problem
+from rl_megatron.workers import frames
 
 _LENGTH_SHOWN = 200  # characters of a prompt or a completion in a message
 
@@ -45,7 +44,7 @@ class Sample:
     sequence_ids: Sequence[int] = ()
     sequence_text: str = ""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return the prompt and the completion, both shortened, for a message."""
         return f"prompt {shortened(self.problem.prompt)} and completion {shortened(self.completion)}"
 
@@ -130,18 +129,15 @@ def pickled(value: Callable[..., Any] | object, where: str) -> bytes:
         return cloudpickle.dumps(value)
     except Exception as error:  # whatever the object's parts raise
         raise ConfigError(
-            f"{where} cannot be sent to a worker process: {type(error).__name__}: {error}; define the function in a "
+            f"{where} cannot be sent to a worker process: {describe_error(error)}; define the function in a "
             "file and name it as in file.py:name"
         ) from error
 
 
 def dumps(message: object) -> bytes:
     """Return a message for another process; samples of users' own classes are sent with their classes' code."""
-    try:
-        if all(type(each.problem) is Problem for each in _samples_of(message)):
-            return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, AttributeError, TypeError):  # a class within a function, for example
-        pass
+    if all(type(each.problem) is Problem for each in _samples_of(message)):
+        return frames.dumps(message)
     import cloudpickle
 
     return cloudpickle.dumps(message)
@@ -171,8 +167,3 @@ def _can_be_imported(module: ModuleType) -> bool:
         or top in sys.builtin_module_names
         or any(finder.find_spec(top, None) is not None for finder in sys.meta_path)  # an editable install has its own
     )
-
-
-def import_path() -> list[str]:
-    """Return `sys.path` with absolute directories, for a process that imports what this one can import."""
-    return [os.path.abspath(entry) for entry in sys.path]

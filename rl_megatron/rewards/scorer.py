@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron import log
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, describe_error
 from rl_megatron.config.reward_models import REWARD_MODEL, on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.tasks.task import Problem, Task
@@ -22,7 +22,7 @@ from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.reward_models import RewardModel
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
 from rl_megatron.rewards.workers import RewardWorkers
-from rl_megatron.topology.collective_errors import from_rank0, in_words
+from rl_megatron.topology.ranks import Ranks
 
 # How long a rank scores before all ranks meet. It is less than any timeout of a collective, so that a rank which waits
 # for the rewards of others does not give up.
@@ -61,7 +61,7 @@ class Scorer:
         self,
         settings: RewardConfig,
         task: Callable[[], Task],
-        alone: bool = False,
+        ranks: Ranks,
         models: Mapping[int, RewardModel] | None = None,
     ):
         """Start nothing yet.
@@ -69,10 +69,11 @@ class Scorer:
         Args:
             settings: The section `reward`.
             task: Returns the task whose reward is used if `reward.functions` is empty.
-            alone: Whether this rank scores all samples by itself, so that no method is collective.
+            ranks: The ranks that score together. With `Ranks()`, this rank scores all samples by itself, and no method
+                is collective.
             models: The functions whose models run on the ranks, by their places in the list.
         """
-        self._settings, self._task, self._alone = settings, task, alone
+        self._settings, self._task, self._ranks = settings, task, ranks
         self._is_closed = False
         self._models = dict(models or {})
         # The functions in the order of all indices here: those of workers, and then those that run on ranks.
@@ -101,11 +102,9 @@ class Scorer:
         ]
         if not of_workers:
             return
-        first_of_node = self._of_all_ranks(int(os.environ.get("LOCAL_RANK", _rank())) == 0)
+        first_of_node = self._ranks.gather(int(os.environ.get("LOCAL_RANK", self._ranks.rank)) == 0)
         self._scoring_ranks = [rank for rank, is_first in enumerate(first_of_node) if is_first] or [0]
-        if self._alone:
-            self._scoring_ranks = [_rank()]
-        if _rank() in self._scoring_ranks:
+        if self._ranks.rank in self._scoring_ranks:
             self._workers = RewardWorkers(of_workers, self._settings)
             with suppress(OSError):  # `score` tries again, and tells all ranks if that fails as well
                 self._workers.start()
@@ -140,15 +139,10 @@ class Scorer:
         self.start()
         of_models = self._results_of_models(samples)
         outcomes = self._outcomes(self._shared_out(samples))
-        combined, failure = None, None
-        if self._leads:
-            try:
-                combined = self._combined(samples, {**outcomes, **self._outcomes_of_models(samples, of_models)})
-            except RewardFailed as error:
-                failure = str(error)
-        failure = self._from_rank_0(failure)
-        if failure is not None:
-            raise RewardFailed(failure)
+        combined = self._ranks.run_on_rank0(
+            lambda: self._combined(samples, {**outcomes, **self._outcomes_of_models(samples, of_models)}),
+            (RewardFailed,),
+        )
         return combined or (torch.zeros(0), RewardMetrics())
 
     @property
@@ -185,22 +179,19 @@ class Scorer:
             self._workers.close()
 
     @property
-    def _leads(self) -> bool:
-        return self._alone or _rank() == 0
-
-    @property
     def _place(self) -> int | None:
         """Return the place of this rank among those that score, or None."""
-        return self._scoring_ranks.index(_rank()) if _rank() in self._scoring_ranks else None
+        rank = self._ranks.rank
+        return self._scoring_ranks.index(rank) if rank in self._scoring_ranks else None
 
     def _shared_out(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """Return all samples on rank 0, those that the node scores on the first ranks of other nodes, else none."""
         others = self._scoring_ranks[1:]
-        if self._leads:
+        if self._ranks.leads:
             for place, rank in enumerate(others, 1):
                 dist.send_object_list([samples[place :: len(others) + 1]], rank)
             return samples
-        return _received_from(0) if _rank() in others else ()
+        return _received_from(0) if self._ranks.rank in others else ()
 
     def _outcomes(self, samples: Sequence[Sample]) -> dict[tuple[int, int], Outcome]:
         """Return on rank 0 what every function says about every sample, by (function, sample).
@@ -215,7 +206,7 @@ class Scorer:
             if place is not None and not has_reported:
                 report = self._work(None if has_begun else samples, place)
                 has_begun, has_reported = True, report.is_done
-            reports = self._of_all_ranks(report)
+            reports = self._ranks.gather(report)
             self._raise_first(reports, samples)
             if all(each.is_done for each in reports):
                 return self._collected()
@@ -224,14 +215,14 @@ class Scorer:
         """Return the outcomes of all nodes on rank 0, and none on other ranks."""
         others = self._scoring_ranks[1:]
         outcomes = {} if self._workers is None else self._workers.outcomes
-        if self._leads:
+        if self._ranks.leads:
             outcomes = dict(outcomes)
             for place, rank in enumerate(others, 1):
                 of_node: dict[tuple[int, int], Outcome] = _received_from(rank)
                 for (function, sample), outcome in of_node.items():
                     outcomes[function, self._number(sample, place)] = outcome
             return outcomes
-        if _rank() in others:
+        if self._ranks.rank in others:
             dist.send_object_list([outcomes], 0)
         return {}
 
@@ -248,28 +239,16 @@ class Scorer:
             if samples is not None:
                 mine = range(0, len(samples), len(self._scoring_ranks) if place == 0 else 1)
                 self._workers.submit(samples, mine, with_lists=place == 0)
-            is_done = self._workers.advance(_SECONDS_ALONE if self._alone else _SECONDS_BETWEEN_MEETINGS)
+            is_done = self._workers.advance(_SECONDS_ALONE if self._ranks.size == 1 else _SECONDS_BETWEEN_MEETINGS)
         except ConfigError as error:
             return _Report(error=error)
         except Exception as error:  # any failure, such as that of a new process: the other ranks wait for this one
-            return _Report(error=RewardFailed(f"the reward workers cannot go on: {in_words(error)}"))
+            return _Report(error=RewardFailed(f"the reward workers cannot go on: {describe_error(error)}"))
         failed = self._workers.failed
         if failed is not None:
             function, sample, failure = failed
             failed = function, self._number(sample, place), failure
         return _Report(is_done, None, failed)
-
-    def _of_all_ranks(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, or that of this one if it is alone."""
-        if self._alone or not dist.is_initialized():
-            return [value]
-        values = [value] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
-
-    def _from_rank_0(self, value: _T) -> _T:
-        """Return rank 0's value on every rank, or this rank's if it is alone."""
-        return value if self._alone else from_rank0(value)
 
     def _raise_first(self, reports: Sequence[_Report], samples: Sequence[Sample]) -> None:
         """Raise what the first rank reports that reports an error or a failure. Rank 0 has all samples."""
@@ -282,8 +261,9 @@ class Scorer:
                 raise report.error
             if report.failed is not None:
                 function, sample, failure = report.failed
-                message = self._described(function, failure, samples[sample]) if self._leads else None
-                raise RewardFailed(self._from_rank_0(message))
+                raise RewardFailed(
+                    self._ranks.share(lambda f=function, s=sample, e=failure: self._described(f, e, samples[s]))
+                )
 
     def _described(self, function: int, failure: Failure, sample: Sample) -> str:
         """Return a message about a failure, with the remedy."""
@@ -292,7 +272,7 @@ class Scorer:
         late = failure.kind == "timeout"
         key, remedy = ("timeout", "raise reward.timeout_seconds") if late else ("error", "correct the function")
         return (
-            f"{name} {failure.message}, for {sample.in_words()}; {remedy}, or let such samples score 0 with "
+            f"{name} {failure.message}, for {sample.describe()}; {remedy}, or let such samples score 0 with "
             f"reward.on_{key}=zero"
         )
 
@@ -366,7 +346,3 @@ def _received_from(rank: int) -> Any:
     box: list[Any] = [None]
     dist.recv_object_list(box, rank)
     return box[0]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,4 +1,4 @@
-"""Run reward functions in a process of their own. `process` starts it and sends samples over the socket it inherits.
+"""Run reward functions in a process of their own. `workers` starts it and sends samples over a socket.
 
 A function may do anything: raise, print, fork, close files, or end the process. Every call is marked in shared memory
 before it begins, so that the process which waits for the result knows which call was the last.
@@ -7,22 +7,20 @@ before it begins, so that the process which waits for the result knows which cal
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import pickle
-import resource
 import socket
 import sys
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import find_files, load_object
+from rl_megatron.config.import_strings import load_object
 from rl_megatron.rewards.calling import BadFunction, RewardFunction, TaskReward, run_async
-from rl_megatron.rewards.coroutines import BusyTime, TimedCall, finished_within
-from rl_megatron.rewards.frames import CallMark, read_frame, write_frame
-from rl_megatron.rewards.results import BadResult, in_words, read_result, read_results
+from rl_megatron.rewards.results import BadResult, describe_with_place, read_result, read_results
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
-from rl_megatron.topology.child_process import die_with, hide_memory
+from rl_megatron.workers.calls import BusyTime, CallMark, TimedCall, finished_within
+from rl_megatron.workers.child import serve_user_code
+from rl_megatron.workers.frames import read_frame, write_frame
 
 _SECONDS_BETWEEN_TOUCHES = 0.1  # by an event loop that nothing blocks
 
@@ -49,15 +47,9 @@ class Worker:
             else:
                 {"load": self._load, "call": self._call, "list": self._call_list}[kind](*arguments)
 
-    def _load(
-        self, paths: list[str], files: dict[str, str], specs: list[FunctionSpec], timeout: float, memory: int | None
-    ) -> None:
+    def _load(self, specs: list[FunctionSpec], timeout: float) -> None:
         """Load the functions, and send their descriptions or what is wrong with one of them."""
-        sys.path[:] = paths
-        find_files(files)
         self._timeout = timeout
-        if memory is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
         where = ""
         try:
             for spec in specs:
@@ -68,7 +60,7 @@ class Worker:
             self._send("refused", str(error) if named else f"{where}: {error}")
             return
         except Exception as error:  # unpickling runs the user's imports
-            self._send("refused", f"{where}: {in_words(error)}")
+            self._send("refused", f"{where}: {describe_with_place(error)}")
             return
         self._send("loaded", [function.describe() for function in self._functions])
 
@@ -170,21 +162,12 @@ def _failed(error: BaseException) -> Outcome:
     if isinstance(error, BadResult):
         return Outcome(None, {}, Failure("error", str(error)))
     kind = "timeout" if isinstance(error, TimeoutError) else "error"
-    return Outcome(None, {}, Failure(kind, f"raised {in_words(error)}"))
+    return Outcome(None, {}, Failure(kind, f"raised {describe_with_place(error)}"))
 
 
 def main(arguments: list[str]) -> None:
-    """Serve the parent process. The arguments are the descriptors of socket and marks, and the parent's process id."""
-    descriptor, marks, parent = map(int, arguments)
-    die_with(parent)
-    hide_memory()
-    shared = mmap.mmap(marks, CallMark.SIZE)
-    os.close(marks)
-    try:
-        Worker(socket.socket(fileno=descriptor), CallMark(shared)).serve()
-    except OSError:  # the other end is gone, or a function closed the socket
-        os._exit(1)
-    os._exit(0)  # threads of the user's code do not delay the end
+    """Serve the parent process, a `ChildProcess`."""
+    serve_user_code(arguments, lambda connection, mark: Worker(connection, mark).serve())
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import imported_files
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.rewards.jobs import Job, WorkerHandle
-from rl_megatron.rewards.process import WorkerProcess
-from rl_megatron.rewards.samples import Description, Failure, FunctionSpec, Outcome, Sample, import_path
+from rl_megatron.rewards.samples import Description, Failure, FunctionSpec, Outcome, Sample, dumps
+from rl_megatron.workers.child_process import ChildProcess
 
+WORKER_MODULE = "rl_megatron.rewards.worker"
 _MOST_WORKERS = 32  # of reward.num_workers=null
 _SECONDS_TO_LOAD = 120.0
 _SECONDS_BETWEEN_LOOKS = 0.1  # at processes whose socket is silent
@@ -25,7 +25,6 @@ _AHEAD_IF_SHORT = 16
 _SHORT_SECONDS = 0.002  # of a call
 _WORTH_A_WORKER_SECONDS = 0.3  # of work that waits: a worker starts in about this time
 _MOST_ATTEMPTS = 2  # of a call whose worker ended; the second one is made alone
-_MEBIBYTE = 1 << 20
 
 
 class RewardWorkers:
@@ -130,12 +129,9 @@ class RewardWorkers:
         self._waiting[kind].append(Job(self._num_jobs, kind, functions, samples))
 
     def _start_worker(self) -> None:
-        worker = WorkerHandle(WorkerProcess(), time.monotonic())
-        memory = self._settings.memory_limit_mb
-        limit = None if memory is None else int(memory * _MEBIBYTE)
-        worker.process.send(
-            "load", import_path(), imported_files(), self._functions, self._settings.timeout_seconds, limit
-        )
+        worker = WorkerHandle(ChildProcess(WORKER_MODULE, dumps=dumps), time.monotonic())
+        worker.process.prepare(self._settings.memory_limit_mb)
+        worker.process.send("load", self._functions, self._settings.timeout_seconds)
         self._workers.append(worker)
 
     def _start_more(self) -> None:

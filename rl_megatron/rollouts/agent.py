@@ -24,15 +24,11 @@ from rl_megatron.rollouts.client import RolloutClient
 from rl_megatron.rollouts.gateway.session import Session
 from rl_megatron.rollouts.trajectory import Trajectory
 from rl_megatron.rollouts.worker import register_rollout_worker
-from rl_megatron.topology.child_process import environment_of_a_server
+from rl_megatron.workers.child_process import environment_of_a_server, module_command
 
-_PACKAGE = Path(__file__).resolve().parents[2]
 # The guardian ends the program and all its processes when this process ends, for any reason. It finds this package
 # without an environment variable, which the program would get as well.
-_GUARDIAN = (
-    "import sys; sys.path.append(sys.argv.pop(1)); from rl_megatron.generation.servers.guardian import main; "
-    "sys.exit(main(*sys.argv[1:]))"
-)
+_GUARDIAN = module_command("rl_megatron.workers.guardian", sys.executable)[0]
 _MOST_RESULT_BYTES = 1 << 20
 _BYTES_SHOWN = 2000  # of what a program that fails has printed
 _SECONDS_TO_END = 10.0  # more than the guardian needs to end a program that ignores SIGTERM
@@ -83,7 +79,7 @@ class AgentWorker:
         guarded = directory / "guarded"  # the guardian removes it
         with (directory / "output").open("w+b") as output:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-c", _GUARDIAN, str(_PACKAGE), str(guarded), *self._command,
+                *_GUARDIAN, str(guarded), *self._command,
                 stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
                 cwd=self._settings.directory, env=self._environment(session, directory),
                 # Ctrl-C reaches only the run, with which the guardian ends the program.

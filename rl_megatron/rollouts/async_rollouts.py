@@ -16,7 +16,7 @@ from rl_megatron.rollouts.group_queue import GroupQueue, QueueRules, Taken
 from rl_megatron.rollouts.rounds import RolloutTask, TaskResult
 from rl_megatron.rollouts.scored import ScoredRollouts, Scores
 from rl_megatron.timing import phase
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.topology.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class AsyncRollouts:
         tasks_at: Callable[[int], list[RolloutTask]],
         complete: Callable[[Request], Awaitable[Completion]],
         sampling: Sampling,
-        ranks: PolicyRanks,
+        ranks: Ranks,
         waits_for_requests: bool,
     ):
         """Start nothing before `begin`.

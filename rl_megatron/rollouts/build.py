@@ -23,7 +23,6 @@ from rl_megatron.rollouts.tools.toolbox import check_tools, configured_tools
 from rl_megatron.rollouts.verifiers_worker import VerifiersWorker, check_verifiers
 from rl_megatron.rollouts.worker import RolloutWorker, loaded_worker
 from rl_megatron.topology.topology import Topology
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 
 
 def _named_worker(settings: TrajectoryConfig) -> RolloutWorker:
@@ -43,7 +42,7 @@ def build_runner(stage: StageConfig, tokenizer: Tokenizer, topology: Topology) -
         ConfigError: The worker cannot be loaded.
     """
     settings = stage.rollout
-    ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
+    ranks = topology.ranks
     owned: list[Environments | ProcessHosts | VerifiersWorker] = []
     if settings.worker == CONVERSATION:
         environments, tools = None, None

@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 from rl_megatron.data.conversations import ROLES, Message
-from rl_megatron.rollouts.plain_data import BadAnswer
+from rl_megatron.workers.plain_data import BadAnswer
 
 _FIELDS_OF_GYMNASIUM = 5
 _ENVIRONMENT = "environment"  # the role of NeMo RL's observations, which chat templates do not know

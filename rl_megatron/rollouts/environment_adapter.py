@@ -11,8 +11,8 @@ from rl_megatron.data.conversations import Message
 from rl_megatron.rollouts.environment import EnvironmentStep, read_reset, read_step
 from rl_megatron.rollouts.nemo_environment import NemoEnvironment, is_of_nemo
 from rl_megatron.rollouts.openenv import OPENENV, OpenEnv
-from rl_megatron.rollouts.plain_data import BadAnswer
 from rl_megatron.rollouts.user_calls import call_user_code
+from rl_megatron.workers.plain_data import BadAnswer
 
 _KEY = "rollout.environment.name"
 # Those of the package. Plugins cannot add any, because the processes of environments do not import them.

@@ -5,25 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from rl_megatron.config.import_strings import imported_files
-from rl_megatron.rewards.frames import split_frames
-from rl_megatron.rewards.process import WorkerProcess
-from rl_megatron.rewards.samples import import_path
+from rl_megatron.config.errors import describe_error
 from rl_megatron.rollouts.host_worker import LOADING
-from rl_megatron.rollouts.plain_data import loads_plain
-from rl_megatron.topology.child_process import own_import_path
+from rl_megatron.workers.child_process import ChildProcess
+from rl_megatron.workers.plain_data import loads_plain
 
 _MODULE = "rl_megatron.rollouts.host_worker"
 _SECONDS_TO_LOAD = 120.0  # of the start of a process, and of the import of a user's module
 _SECONDS_BETWEEN_LOOKS = 0.1
 _GRACE_SECONDS = 1.0  # a process whose event loop stands still for this time beyond all limits is taken to hang
 _MESSAGE_BYTES = 1 << 16  # of a message besides its answer
-_MEBIBYTE = 1 << 20
 
 
 class HostedCallFailed(RuntimeError):
@@ -87,11 +81,10 @@ class HostProcess:
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count()
         self._started = self._looked = time.monotonic()
-        split = partial(_messages, most_bytes=limits.max_answer_bytes + _MESSAGE_BYTES)
-        self._process = WorkerProcess(_MODULE, split, python)
-        memory = None if limits.memory_mb is None else int(limits.memory_mb * _MEBIBYTE)
-        paths = import_path() if python is None else own_import_path()
-        self._process.send(paths, python is not None, imported_files(), memory, limits.max_answer_bytes)
+        most_bytes = limits.max_answer_bytes + _MESSAGE_BYTES
+        self._process = ChildProcess(_MODULE, python=python, loads=loads_plain, most_bytes=most_bytes)
+        self._process.prepare(limits.memory_mb)
+        self._process.send(limits.max_answer_bytes)
         self._loop.add_reader(self._process.socket, self._receive)
         self._timer = self._loop.call_later(_SECONDS_BETWEEN_LOOKS, self._look)
 
@@ -144,7 +137,7 @@ class HostProcess:
             for message in self._process.receive():
                 self._take(*message)
         except Exception as error:  # whatever users' code has written into the socket
-            self._end(self._marked_call(), f"wrote into the socket of its process: {type(error).__name__}: {error}")
+            self._end(self._marked_call(), f"wrote into the socket of its process: {describe_error(error)}")
             return
         if self._process.has_ended:
             self._end(self._marked_call(), None)
@@ -226,7 +219,3 @@ class HostProcess:
 
 def _failure(call: _Call, said: str) -> HostedCallFailed:
     return HostedCallFailed(f"{call.what} in a worker process {said}")
-
-
-def _messages(buffer: bytearray, most_bytes: int) -> Iterator[Any]:
-    return split_frames(buffer, loads_plain, most_bytes)

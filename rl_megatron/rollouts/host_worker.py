@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import mmap
 import os
-import resource
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import find_files, load_object
-from rl_megatron.rewards.coroutines import BusyTime, TimedCall, finished_within
-from rl_megatron.rewards.frames import CallMark, read_frame, write_frame
-from rl_megatron.rewards.results import in_words
-from rl_megatron.rollouts.plain_data import BadAnswer, plain, plain_bytes
+from rl_megatron.config.import_strings import load_object
+from rl_megatron.rewards.results import describe_with_place
 from rl_megatron.rollouts.user_calls import call_user_code
-from rl_megatron.topology.child_process import die_with, hide_memory
+from rl_megatron.workers.calls import BusyTime, CallMark, TimedCall, finished_within
+from rl_megatron.workers.child import serve_user_code
+from rl_megatron.workers.frames import read_frame, write_frame
+from rl_megatron.workers.plain_data import BadAnswer, plain, plain_bytes
 
 LOADING, RUNNING = 0, 1  # what a call does: it imports the user's module, or it runs the user's code
 _SECONDS_BETWEEN_TOUCHES = 0.1  # by an event loop that nothing blocks
@@ -46,20 +44,10 @@ class HostWorker:
 
     def serve(self) -> None:
         """Answer messages until the other end closes the socket, which ends this process."""
-        self._begin(*read_frame(self._connection))
+        (self._most_bytes,) = read_frame(self._connection)
+        self._send("ready")
         self._loop.add_reader(self._connection, self._receive)
         self._loop.run_forever()
-
-    def _begin(
-        self, paths: list[str], keeps_path: bool, files: Mapping[str, str], memory: int | None, most_bytes: int
-    ) -> None:
-        # Another interpreter keeps the directories of its own environment, and takes those of the user's files.
-        sys.path[:] = [*sys.path, *(path for path in paths if path not in sys.path)] if keeps_path else paths
-        find_files(files)
-        self._most_bytes = most_bytes
-        if memory is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-        self._send("ready")
 
     def _receive(self) -> None:
         message = read_frame(self._connection)
@@ -157,21 +145,13 @@ class HostWorker:
 
 
 def _said(error: BaseException) -> str:
-    said = str(error) if isinstance(error, BadAnswer | ConfigError) else f"raised {in_words(error)}"
+    said = str(error) if isinstance(error, BadAnswer | ConfigError) else f"raised {describe_with_place(error)}"
     return said if len(said) <= _LONGEST_MESSAGE else f"{said[:_LONGEST_MESSAGE]} …"
 
 
 def main(arguments: list[str]) -> None:
-    """Serve the parent process. The arguments are the descriptors of socket and marks, and the parent's process id."""
-    descriptor, marks, parent = map(int, arguments)
-    die_with(parent)
-    hide_memory()
-    shared = mmap.mmap(marks, CallMark.SIZE)
-    os.close(marks)
-    try:
-        HostWorker(socket.socket(fileno=descriptor), CallMark(shared)).serve()
-    except OSError:  # the other end is gone, or the user's code closed the socket
-        os._exit(1)
+    """Serve the parent process, a `ChildProcess`."""
+    serve_user_code(arguments, lambda connection, mark: HostWorker(connection, mark).serve())
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from typing import Any
 
 from rl_megatron.data.conversations import Message
 from rl_megatron.rollouts.environment import EnvironmentStep
-from rl_megatron.rollouts.plain_data import BadAnswer
 from rl_megatron.rollouts.user_calls import call_user_code
+from rl_megatron.workers.plain_data import BadAnswer
 
 _PARAMETERS = ("message_log_batch", "metadata")
 _RETURNED = ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")

@@ -12,8 +12,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.import_strings import load_object
 from rl_megatron.data.conversations import Message
 from rl_megatron.rollouts.environment import EnvironmentStep
-from rl_megatron.rollouts.plain_data import BadAnswer
 from rl_megatron.rollouts.user_calls import call_user_code
+from rl_megatron.workers.plain_data import BadAnswer
 
 OPENENV = "openenv"
 _KEY = "rollout.environment.kwargs"

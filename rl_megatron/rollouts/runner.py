@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from rl_megatron import log
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, describe_error
 from rl_megatron.config.importing import raised
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.completion_batch import complete_on_rank_0
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, RolloutEngine, Sampling
-from rl_megatron.generation.rank_zero_loop import RankZeroLoop
 from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.client import Answer, RolloutClient
 from rl_megatron.rollouts.gateway.server import Gateway
@@ -26,8 +25,9 @@ from rl_megatron.rollouts.rounds import RolloutTask, Rounds, TaskResult
 from rl_megatron.rollouts.trajectory import Trajectory, checked_values
 from rl_megatron.rollouts.worker import RolloutWorker, completion
 from rl_megatron.timing import phase
+from rl_megatron.topology.rank_zero_loop import RankZeroLoop
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.metrics import NonFiniteLoss
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 
 _T = TypeVar("_T")
 _RETRY_SEEDS = 1 << 32  # the distance of the seeds of two attempts
@@ -52,7 +52,8 @@ class WorkerLeft(RuntimeError):
     """A rollout worker ended in a way that would end more than its attempt."""
 
 
-_FORESEEN = (RolloutFailed, RewardFailed, EngineFailed, NonFiniteLoss, ConfigError)
+# Errors of rollouts on rank 0 that every rank raises as they are.
+ROLLOUT_ERRORS = (RolloutFailed, RewardFailed, EngineFailed, NonFiniteLoss, ConfigError)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class RolloutRunner:
     Attributes:
         rules: How tasks run.
         loop: The loop.
-        leads: Whether this is rank 0.
+        ranks: The policy's ranks.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class RolloutRunner:
         worker: RolloutWorker,
         rules: RolloutRules,
         tokenizer: Tokenizer,
-        ranks: PolicyRanks,
+        ranks: Ranks,
         collective_timeout: float,
         owned: Sequence[Closes] = (),
         gateway: Gateway | None = None,
@@ -111,9 +112,8 @@ class RolloutRunner:
             gateway: What agents send requests to; `close` ends it. None if there is none.
         """
         self._gateway, self._owned = gateway, owned
-        self._worker, self.rules, self._tokenizer, self._ranks = worker, rules, tokenizer, ranks
-        self.leads = ranks.leads
-        self.loop = RankZeroLoop(ranks, collective_timeout, "rollout workers", _FORESEEN)
+        self._worker, self.rules, self._tokenizer, self.ranks = worker, rules, tokenizer, ranks
+        self.loop = RankZeroLoop(ranks, collective_timeout, "rollout workers", ROLLOUT_ERRORS)
 
     @property
     def makes_turns(self) -> bool:
@@ -144,30 +144,22 @@ class RolloutRunner:
             results[:] = rounds.results()
 
         try:
-            if self.leads:
+            if self.ranks.leads:
                 self.loop.wait(_begin(rounds, tasks))
             while self._waited(begins_round):
-                completions = complete_on_rank_0(engine, requests)
-                if self.leads:
+                completions = complete_on_rank_0(engine, requests, self.ranks)
+                if self.ranks.leads:
                     self.loop.wait(_answer(rounds, completions))
             self.loop.on_all_ranks(end)
             return results
         finally:
-            if self.leads:
+            if self.ranks.leads:
                 self.loop.wait(_cancel(rounds))
-
-    def on_rank_0(self, make: Callable[[], _T]) -> _T | None:
-        """Return what `make` returns on rank 0, and None on other ranks. Collective.
-
-        Raises:
-            RolloutFailed, EngineFailed, NonFiniteLoss: `make` raised it; it is raised on every rank.
-        """
-        return self._ranks.on_rank_0(make, _FORESEEN)
 
     def close(self) -> None:
         """End the gateway, the thread, and what the worker needs."""
         try:
-            if self._gateway is not None and self.leads:
+            if self._gateway is not None and self.ranks.leads:
                 self.loop.wait(self._gateway.close())
             self.loop.close()
         finally:
@@ -226,7 +218,7 @@ class RolloutRunner:
         try:
             made = list(await self._worker(client, client.prompt.record.values, sampling))
         except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop
-            raise WorkerLeft(f"it raised {type(error).__name__}: {error}") from error
+            raise WorkerLeft(f"it raised {describe_error(error)}") from error
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():

@@ -20,7 +20,7 @@ from rl_megatron.rewards.samples import Sample
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.batch import component_keys, trajectory_batch
 from rl_megatron.rollouts.rounds import RolloutTask, TaskResult
-from rl_megatron.rollouts.runner import RolloutFailed, RolloutRunner
+from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, RolloutFailed, RolloutRunner
 from rl_megatron.rollouts.tools.toolbox import COUNTS
 from rl_megatron.rollouts.trajectory import Trajectory
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
@@ -155,13 +155,13 @@ class ScoredRollouts:
             EngineFailed: The engine cannot go on.
             NonFiniteLoss: Logits are NaN or infinite.
         """
-        prompts = prompts if self.runner.leads else ()
+        prompts = prompts if self.runner.ranks.leads else ()
         results = self.runner.run(tasks_of(prompts, seed), engine, sampling)
-        batch = self.runner.on_rank_0(lambda: self._batch(prompts, results, sampling))
+        batch = self.runner.ranks.run_on_rank0(lambda: self._batch(prompts, results, sampling), ROLLOUT_ERRORS)
         with phase("reward"):
             scores = self.score(prompts, results, self.scorer)
-        return self.runner.on_rank_0(
-            lambda: self._with_rewards(cast(BatchedDataDict, batch), results, scores, group_size)
+        return self.runner.ranks.run_on_rank0(
+            lambda: self._with_rewards(cast(BatchedDataDict, batch), results, scores, group_size), ROLLOUT_ERRORS
         )
 
     def score(self, prompts: Sequence[EncodedPrompt], results: Sequence[TaskResult], scorer: Scorer) -> Scores:

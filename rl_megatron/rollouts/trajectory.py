@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_megatron.data.conversations import Message
 from rl_megatron.generation.interfaces import Completion, Sampling
-from rl_megatron.rollouts.plain_data import plain
+from rl_megatron.workers.plain_data import plain
 
 
 class TokensDiffer(RuntimeError):

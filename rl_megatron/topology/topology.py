@@ -19,6 +19,7 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.topology.degrees import sequence_multiple, validate
 from rl_megatron.topology.device import TIMEOUT_MINUTES, join
 from rl_megatron.topology.job_store import is_on_one_node
+from rl_megatron.topology.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Topology:
     groups: ProcessGroupCollection = field(repr=False)
     store: Any = field(default=None, repr=False, compare=False)
     megatron_state: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return all ranks of this run, as those that act together."""
+        return Ranks(self.rank, self.world_size, self.device)
 
     @property
     def is_cuda(self) -> bool:

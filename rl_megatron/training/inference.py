@@ -23,7 +23,6 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.score_position import score_positions
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.topology.collective_errors import on_all_or_none
 from rl_megatron.training.runner import FusedHead, Runner
 from rl_megatron.training.token_values import OwnTokenValues, TokenValues
 
@@ -225,7 +224,7 @@ class Inference:
         own = BatchedDataDict({key: data[key] for key in keys if key in data})
         own["sample_mask"] = torch.ones(own.size)
         if ROUTED_EXPERTS in own:
-            own = on_all_or_none(lambda: replayable(self.model, own))
+            own = topology.ranks.all_or_none(lambda: replayable(self.model, own))
         batch = replace(data, own=own)
         step = plan_owned(batch, 0, batch.size, batching, topology, cost=self.cost)
         values = OwnTokenValues(step.shapes.sequences, batch, first_column, topology)

@@ -347,7 +347,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         self.model.require_head("lm", "record_reference")
         self.reference = None
-        recorded = RecordedReference(path, weights_digest(self.model))
+        recorded = RecordedReference(path, weights_digest(self.model), self.topology.ranks)
         recorded.complete(batches, lambda batch: self.get_logprobs(batch)["logprobs"])
         self.reference = recorded
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,7 +25,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.model.lora.attach import dora_adapters_of, trained_adapters_of
 from rl_megatron.model.lora.originals import whole_parameters
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.topology.collective_errors import run_on_rank0
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.inference import Inference, build_runner
 from rl_megatron.training.runner import FusedHead
 
@@ -147,7 +146,7 @@ class RecordedReference:
     run may read more sequences than before.
     """
 
-    def __init__(self, path: Path, reference: str):
+    def __init__(self, path: Path, reference: str, ranks: Ranks):
         """Read the logprobs in the file `path` on rank 0, and send them to all ranks. Collective.
 
         A file that belongs to other weights or cannot be read is ignored, and the next `complete` replaces it.
@@ -155,12 +154,11 @@ class RecordedReference:
         Args:
             path: The file, which need not exist.
             reference: The digest of the reference's weights (`weights_digest`).
+            ranks: The policy's ranks.
         """
-        self._path, self._reference = path, reference
-        read: list[_File] = [self._read() if dist.get_rank() == 0 else _EMPTY]
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(read)  # as three tensors: a view would be sent with its whole storage
-        self._sequences: dict[bytes, Tensor] = _split(*read[0])
+        self._path, self._reference, self._ranks = path, reference, ranks
+        read = ranks.share(self._read)  # as three tensors: a view would be sent with its whole storage
+        self._sequences: dict[bytes, Tensor] = _split(*read)
 
     def complete(self, batches: Iterable[BatchedDataDict], logprobs: _Logprobs) -> None:
         """Record the sequences of `batches` that are not recorded yet. Collective.
@@ -181,7 +179,7 @@ class RecordedReference:
                 for index, values in zip(fresh, found, strict=True):
                     self._sequences[digests[index]] = values[: int(batch["input_lengths"][index])].clone()
         if len(self._sequences) > known:
-            failure = run_on_rank0(self._write, lambda error: disk.describe(error, self._path))
+            failure = self._ranks.try_on_rank0(self._write, lambda error: disk.describe(error, self._path))
             if failure is not None:
                 log.once(f"{self._path} cannot be written ({failure}); a resumed run computes these logprobs again")
 

@@ -22,7 +22,6 @@ from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import CountOfSequences
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.interfaces import Batch
-from rl_megatron.topology.collective_errors import on_all_or_none
 from rl_megatron.topology.reductions import RankReduction
 from rl_megatron.training.inference import check_width, checked_lengths, on_host, replayable
 from rl_megatron.training.metrics import Denominators
@@ -120,7 +119,7 @@ class StepPlanner:
         check_width(self.model.config, batch.width)
         if ROUTED_EXPERTS not in batch:
             return batch
-        return replace(batch, own=on_all_or_none(lambda: replayable(self.model, batch.own)))
+        return replace(batch, own=self.model.topology.ranks.all_or_none(lambda: replayable(self.model, batch.own)))
 
     def distribute(
         self, batch: ShardedBatch, batching: Batching, sizes: Sequence[int], groups: Tensor | None

@@ -23,7 +23,6 @@ from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none
 from rl_megatron.topology.device import TIMEOUT_MINUTES
 from rl_megatron.topology.topology import Topology, build_beside, in_megatron
 from rl_megatron.training.inference import Inference, build_runner
@@ -100,7 +99,8 @@ class Teacher:
         """Return the sequences that the model reads: all of them on every rank if it has another layout."""
         if not (self._own_layout and isinstance(data, ShardedBatch)):
             return data
-        return from_rank0(data.on_rank_0([key for key in _READ if key in data]))
+        whole = data.on_rank_0([key for key in _READ if key in data])
+        return self.model.topology.ranks.share(lambda: whole)
 
     def _of_own(self, data: BatchedDataDict | ShardedBatch, values: Tensor) -> Tensor:
         """Return the values of the sequences of `data` from those of `_whole`."""
@@ -143,7 +143,7 @@ def load_teacher(
         ConfigError: The weights cannot be read, or the teacher's degrees do not fit the number of ranks.
     """
     path = Path(str(config.path))
-    shape, weights = on_all_or_none(lambda: teacher_model(path))
+    shape, weights = topology.ranks.all_or_none(lambda: teacher_model(path))
     own_layout = config.parallel is not None
     if config.parallel is not None:
         topology = build_beside(config.parallel, topology, timeout_minutes)

@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.exporter import AdapterExporter
 from rl_megatron.weight_sync.plugin_sync import confirm
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.sender import SyncTimings, WeightSender
 from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
 from rl_megatron.weight_sync.stock_sync import INCOMPLETE, set_version
@@ -26,7 +26,7 @@ _REMEDY = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDAT
 class BaseOnDisk:
     """The base of a policy's adapter in a directory, from which servers start. Every rank calls every method."""
 
-    def __init__(self, sender: WeightSender, ranks: PolicyRanks, max_shard_bytes: int, parent: Path):
+    def __init__(self, sender: WeightSender, ranks: Ranks, max_shard_bytes: int, parent: Path):
         """Keep what is needed; nothing is written yet.
 
         Args:

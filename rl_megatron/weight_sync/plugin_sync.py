@@ -139,7 +139,7 @@ class SyncOverGroup(PluginSync):
         self._sender.leave()
 
     def _join(self, init_info: dict[str, Any]) -> None:
-        before = len(self._servers.ranks.of_every_rank(None))
+        before = len(self._servers.ranks.gather(None))
         sizes = [answer["world_size"] for answer in self._servers.get("/get_world_size?include_dp=true")]
         world_size = before + sum(sizes)
         address, port = self._servers.find_meeting_point()

@@ -12,7 +12,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.config.errors import describe_error
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.process_group import CollectiveFailed, free_address
 
 _POLL_SECONDS = 0.1
@@ -131,7 +132,7 @@ class WeightServers:
     def __init__(
         self,
         servers: Sequence[WeightServer],
-        ranks: PolicyRanks,
+        ranks: Ranks,
         timeout_seconds: float,
         seconds_after_a_break: float = 5.0,
         hosts: Sequence[str] = (),
@@ -146,7 +147,7 @@ class WeightServers:
             hosts: Where the servers are, if not on the nodes of the ranks. Only rank 0 needs it.
         """
         self.ranks = ranks
-        self.count = ranks.from_rank_0(lambda: len(servers))
+        self.count = ranks.share(lambda: len(servers))
         self._servers, self._timeout, self._seconds_after_a_break = servers, timeout_seconds, seconds_after_a_break
         self._hosts = hosts
         self._asked: list[WeightServer] = []  # those that got the pending request
@@ -155,7 +156,7 @@ class WeightServers:
 
     def find_meeting_point(self) -> tuple[str, int]:
         """Return on every rank an address and a free port of rank 0, at which the servers can meet the ranks."""
-        return self.ranks.from_rank_0(lambda: free_address(self._hosts))
+        return self.ranks.share(lambda: free_address(self._hosts))
 
     def post(
         self,
@@ -210,7 +211,7 @@ class WeightServers:
                 answered_since = answered_since or time.monotonic()
                 if not over and time.monotonic() - answered_since > self._seconds_after_a_break:
                     failure = failure or "the servers have answered, and some of their workers did not join"
-            states = self.ranks.of_every_rank((over, failure, self.has_failed()))
+            states = self.ranks.gather((over, failure, self.has_failed()))
             failures = [failure for _, failure, _ in states if failure is not None]
             if any(server_failed for _, _, server_failed in states):
                 self._server_failed_first = True
@@ -251,7 +252,7 @@ class WeightServers:
             deadline = time.monotonic() + self._seconds_after_a_break
         outcome = None
         while outcome is None:
-            outcome = self.ranks.from_rank_0(lambda: self._outcome(path, deadline))
+            outcome = self.ranks.share(lambda: self._outcome(path, deadline))
         if outcome.refused is not None and (self._server_failed_first or outcome.died is broken is None):
             raise ServerRefused(f"the weight sync failed at {path}: {outcome.refused}")
         if outcome.died is not None:
@@ -274,7 +275,7 @@ class WeightServers:
                 elif isinstance(error, ServerDied):
                     died = died or str(error)
                 elif error is not None:
-                    died = died or f"{server.name}: {type(error).__name__}: {error}"
+                    died = died or f"{server.name}: {describe_error(error)}"
             waiting = [(server, future) for server, future in waiting if not future.done()]
             if waiting and died is None and time.monotonic() >= deadline:
                 died = f"{waiting[0][0].name} did not answer {path} in time"

@@ -87,7 +87,7 @@ class SyncOverNccl(StockSync):
                 self._group = NcclGroup(unique_id, world_size, self._sender.device, self._timeout)
             except CollectiveFailed as error:
                 failure = str(error)
-        failure = ranks.first_failure(failure)
+        failure = ranks.share(lambda: failure)
         if failure is not None:
             raise WeightsRefused(failure)
         for index in range(len(sizes)):
@@ -147,7 +147,7 @@ class SyncThroughIpc(StockSync):
             words = self._sender.share_words(keys)
             own = device_key(words.device)
             handles = [{own: reduce_tensor(bucket.tensor(words, i))[1]} for i in range(len(bucket.tensors))]
-            each = self._servers.ranks.of_every_rank(handles)
+            each = self._servers.ranks.gather(handles)
             merged = [
                 {uuid: args for part in parts for uuid, args in part.items()} for parts in zip(*each, strict=True)
             ]

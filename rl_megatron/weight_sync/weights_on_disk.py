@@ -16,8 +16,8 @@ from rl_megatron import disk
 from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SINGLE
 from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused, fingerprint
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 
 
 class WeightSource(Protocol):
@@ -55,7 +55,7 @@ class WeightDirectory:
     Every rank of the policy calls every method. Rank 0 writes.
     """
 
-    def __init__(self, parent: Path, ranks: PolicyRanks, max_shard_bytes: int):
+    def __init__(self, parent: Path, ranks: Ranks, max_shard_bytes: int):
         """Keep the place; nothing is written yet.
 
         Args:
@@ -89,10 +89,10 @@ class WeightDirectory:
                 failure = f"the weights could not be written to {self._parent}: {disk.describe(error, self._parent)}"
         for _ in weights:  # all ranks take part in the collectives, also if rank 0 cannot write
             pass
-        failure = self._ranks.first_failure(failure)
+        failure = self._ranks.share(lambda: failure)
         if failure is not None:
             raise WeightsRefused(failure)
-        return self._ranks.from_rank_0(lambda: target)
+        return self._ranks.share(lambda: target)
 
     def keep_only(self, directory: Path) -> None:
         """Delete all other directories."""

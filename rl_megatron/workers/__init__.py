@@ -1,3 +1,1 @@
-"""Processes that run users' and models' code."""
-
-from rl_megatron.workers import confinement as confinement
+"""Processes that run users' and models' code: `ChildProcess`, its messages, and programs under limits."""

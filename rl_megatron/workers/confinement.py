@@ -11,14 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl_megatron import disk, log
-from rl_megatron.topology.child_process import adopt_orphans
+from rl_megatron.workers.linux import adopt_orphans, end_children, list_children
 
 _CONFINED = Path(__file__).with_name("confined.py")
 # With arenas of its own, each thread would take 64 MiB of address space.
@@ -74,7 +73,7 @@ def run_confined(
         descriptors: Further descriptors that it gets.
     """
     reported, reports = os.pipe()
-    others = _children() if adopt_orphans() else None
+    others = list_children() if adopt_orphans() else None
     numbers = (math.ceil(limits.seconds), limits.memory_mb << 20, os.getpid(), reports, text)
     with os.fdopen(reported, "rb") as names:
         try:
@@ -94,7 +93,7 @@ def run_confined(
             child.wait()
             missing = names.read().decode().split()
             if others is not None and "filter" in missing:
-                _end_children_but(others)
+                end_children(others)
             if _SAID not in os.environ:
                 _log(_REMARKS[name] for name in missing)
 
@@ -136,26 +135,3 @@ def make_directory() -> Iterator[str]:
             subprocess.run(["chmod", "-R", "u+rwX", "--", directory], stderr=subprocess.DEVNULL)
             if (done := subprocess.run(remove, stderr=subprocess.PIPE, text=True)).returncode != 0:
                 log.LOGGER.warning(f"the directory of a program cannot be removed: {done.stderr.strip()[-200:]}")
-
-
-def _end_children_but(others: set[int]) -> None:
-    """End all children of this process but some: those that programs started, and that outlived their parents.
-
-    On Linux, a process whose parent has ended becomes a child of this one, also if it has a session of its own. On
-    other systems, such a process remains.
-    """
-    until = time.monotonic() + _SECONDS_TO_END_ALL
-    while (more := _children() - others) and time.monotonic() < until:
-        for pid in more:
-            with suppress(ProcessLookupError, PermissionError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)  # its own children are ours from now on
-
-
-def _children() -> set[int]:
-    """Return the children of all threads of this process."""
-    found: set[int] = set()
-    for thread in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # the thread has ended, or the kernel does not have this file
-            found.update(map(int, (thread / "children").read_text().split()))
-    return found

@@ -21,12 +21,11 @@ from safetensors.torch import load_file, save_file
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.generation.completion_batch import rollouts
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
-from rl_megatron.generation.rank_zero_loop import RankZeroLoop
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
+from rl_megatron.topology.rank_zero_loop import RankZeroLoop
 from rl_megatron.weight_sync.exporter import WeightExporter
 from rl_megatron.weight_sync.plan import TensorSpec, WeightsRefused
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, WeightServers
 from rl_megatron.weight_sync.stock_gpu_sync import IPC_INIT_INFO, ipc_update_info, names_and_shapes, nccl_init_info
 from rl_megatron.weight_sync.vllm_sync import vllm_sync
@@ -49,7 +48,7 @@ class Trainer:
 
     def __init__(self, urls: list[str], refit: str, directory: Path):
         self.policy = build_policy({"tensor": 2}, MODEL, vocab_size=MODEL.vocab_size)
-        ranks = PolicyRanks(self.policy.topology.rank, self.policy.topology.world_size, self.policy.topology.device)
+        ranks = self.policy.topology.ranks
         self.ranks, self._loop = ranks, RankZeroLoop(ranks, 60, "requests to servers", (ServerDied, ServerRefused))
         self.servers = [
             ServerClient("the server", url, self._loop.loop, "/health", timeout_seconds=60)
@@ -79,7 +78,7 @@ class Trainer:
         def ask() -> list[Completion]:
             return [self._complete(i, prompt, sampling, seed) for i, prompt in enumerate(prompts)]
 
-        return rollouts(prompts, self.ranks.from_rank_0(ask), sampling)
+        return rollouts(prompts, self.ranks.share(ask), sampling)
 
     def _complete(self, number, prompt, sampling, seed) -> Completion:
         server, request_id = self.servers[number % len(self.servers)], f"{number}-{time.monotonic()}"
@@ -101,7 +100,7 @@ class Trainer:
 
     def tell(self, path: str, body: dict, of: slice = slice(None)) -> None:
         """Send a request to some of the servers, and wait for the answers."""
-        self.ranks.from_rank_0(lambda: [asked(server, path, body) for server in self.servers[of]])
+        self.ranks.share(lambda: [asked(server, path, body) for server in self.servers[of]])
 
     def inject(self, fault: str, of: slice = slice(None)) -> None:
         """Inject a fault of tests/vllm_faults.py into all workers of some of the servers, or none."""
@@ -178,7 +177,7 @@ def updated_while_a_request_is_paused(urls: list[str], directory: Path) -> tuple
     trainer.change(2)
     trainer.sync.send(2)
     trainer.tell("/resume", {})
-    choice = trainer.ranks.from_rank_0(lambda: box[0].result()["choices"][0])
+    choice = trainer.ranks.share(lambda: box[0].result()["choices"][0])
     spans = [(int(s["version"]), s["start"], s["end"]) for s in choice["weight_versions"]]
     logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
     whole = (WeightSpan(2, 0, len(logprobs)),)

@@ -17,7 +17,6 @@ from rl_megatron.rewards.samples import Sample
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.scored import ScoredRollouts
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from tests.parallel.layouts import VOCAB_SIZE, build_policy
 from tests.parallel.test_generation import prompts
 from tests.parallel.test_transformers_engine import LLAMA, SETTINGS, patched
@@ -47,7 +46,7 @@ def made(parallel: dict, engine_name: str) -> tuple[dict | None, list[float], di
     """Return the batch, the rewards, and how many objects of each kind this rank has made or received."""
     policy = build_policy(parallel, LLAMA)
     engine = EmbeddedEngine(policy, 4) if engine_name == "embedded" else TransformersEngine(policy, SETTINGS, 10)
-    ranks = PolicyRanks(policy.topology.rank, policy.topology.world_size, policy.topology.device)
+    ranks = policy.topology.ranks
     runner = RolloutRunner(two_turns, RolloutRules(TokenLimits(40, 40)), FewCharacters(), ranks, 60.0)
     encoded = [
         EncodedPrompt(ids, Problem("", ""), Record({}, f"x:{number}"))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rl_megatron import log
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.reference import HostWeights, RecordedReference
 from rl_megatron.weight_sync.exporter import weights_digest
 from tests.full_disk import files_of_at_most
@@ -102,7 +103,10 @@ def test_a_record_is_reused_in_any_layout_but_only_for_the_same_weights(ranks, t
 
 def record_on_a_full_disk(directory: str) -> tuple[set[str], list[str]]:
     """Record logprobs that do not fit. Return the warnings, and what is left in the directory."""
-    record, batch = RecordedReference(Path(directory) / "reference.safetensors", "digest"), random_batch(4, 12, 0)
+    record, batch = (
+        RecordedReference(Path(directory) / "reference.safetensors", "digest", Ranks.detect()),
+        random_batch(4, 12, 0),
+    )
     with files_of_at_most(100):
         record.complete([batch], lambda part: part["input_ids"] / 7)
     assert torch.equal(record.logprobs(batch)[0, 0], batch["input_ids"][0, 0] / 7)
@@ -119,17 +123,17 @@ def bytes_of_a_resume(directory: str, num_sequences: int, width: int) -> int:
     """Return the bytes of the largest message that sends a record of `num_sequences` sequences to the other ranks."""
     path, sent = Path(directory) / "reference.safetensors", []
     batch = random_batch(num_sequences, width, 0)
-    record = RecordedReference(path, "digest")
+    record = RecordedReference(path, "digest", Ranks.detect())
     record.complete([batch], lambda part: part["input_ids"] / 7)
     broadcast = dist.broadcast_object_list
 
-    def counted(objects, *args):
+    def counted(objects, **options):
         sent.append(len(pickle.dumps(objects)))
-        broadcast(objects, *args)
+        broadcast(objects, **options)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "broadcast_object_list", counted)
-        again = RecordedReference(path, "digest")
+        again = RecordedReference(path, "digest", Ranks.detect())
     assert torch.equal(again.logprobs(batch), record.logprobs(batch))
     return max(sent)
 

@@ -19,6 +19,7 @@ from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.losses import NLLLoss
+from rl_megatron.topology.ranks import Ranks
 from tests.full_disk import files_of_at_most
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, OPTIMIZER, build_policy, weights
 from tests.parallel.test_layouts import random_batch
@@ -200,7 +201,7 @@ def test_random_states_are_restored_in_the_layout_that_saved_them(ranks, tmp_pat
 
 def failures_of_exports(directory: str) -> str:
     """Return what a rank raises when rank 0 cannot export a checkpoint."""
-    exporter = Exporter(Path(directory) / "checkpoints" / "sft")
+    exporter = Exporter(Path(directory) / "checkpoints" / "sft", Ranks.detect())
     exporter.begin(Path(directory) / "checkpoints" / "sft" / "step-000001")
     with pytest.raises(SaveFailed) as failed:
         exporter.wait()

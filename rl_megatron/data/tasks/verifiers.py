@@ -17,7 +17,7 @@ from rl_megatron.config.interpreters import check_interpreter
 from rl_megatron.data.order import epoch_order
 from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
-from rl_megatron.topology.child_process import module_command, own_import_path
+from rl_megatron.workers.child_process import module_command, own_import_path
 
 EXAMPLE = "verifiers_example"  # the field of a record that the rollout worker gives back to the environment
 _EXPORT = "rl_megatron.data.verifiers.export"

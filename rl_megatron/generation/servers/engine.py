@@ -18,14 +18,13 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import check_requests, rollouts
 from rl_megatron.generation.completions import requests_of, seed_of_id
 from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request, Sampling, Served
-from rl_megatron.generation.rank_zero_loop import RankZeroLoop
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import ServerDialect
 from rl_megatron.generation.servers.pool import ServerPool
 from rl_megatron.generation.servers.requests import RequestSender
+from rl_megatron.topology.rank_zero_loop import RankZeroLoop
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.adapter_sync import BaseOnDisk
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, ServerSync, WeightServers
 
 _T = TypeVar("_T")
@@ -84,7 +83,7 @@ class ServerEngine:
         self.policy, self.settings = policy, generation
         self._kind, self._timeout = kind, 60 * collective_timeout_minutes
         topology = policy.topology
-        self._ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
+        self._ranks = topology.ranks
         self._loop = RankZeroLoop(self._ranks, self._timeout, "requests to servers", _FORESEEN)
         timeout_seconds = 60 * generation.engine_timeout_minutes
         self._pool = ServerPool(
@@ -112,7 +111,7 @@ class ServerEngine:
             EngineFailed: On every rank, if servers die more often than `generation.max_engine_restarts`, or one cannot
                 be used.
         """
-        if self._ranks.from_rank_0(lambda: self._has_lost_a_server):
+        if self._ranks.share(lambda: self._has_lost_a_server):
             self._served, self._has_lost_a_server = None, False
         if self._served is None or self._served.version != self.policy.weight_version:
             self._served = None
@@ -140,7 +139,7 @@ class ServerEngine:
                 `generation.max_engine_restarts`.
         """
         completions = self.complete_on_rank_0(requests if self._ranks.leads else ())
-        return self._ranks.from_rank_0(lambda: completions)
+        return self._ranks.share(lambda: completions)
 
     def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete the requests of rank 0 together; see `CompletesOnRank0.complete_on_rank_0`.
@@ -148,13 +147,13 @@ class ServerEngine:
         It raises what `complete_all` raises.
         """
         self.policy.model.require_head("lm", "generate")
-        self._ranks.on_rank_0(lambda: self._check_lengths(requests), (ConfigError,))
+        self._ranks.run_on_rank0(lambda: self._check_lengths(requests), (ConfigError,))
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
         done: dict[str, Completion] = {}
         self._with_restarts(lambda: self._complete_all(requests, done))
         completions = [done[request.request_id] for request in requests]
-        self._ranks.on_rank_0(lambda: self._check_versions(completions), (EngineFailed,))
+        self._ranks.run_on_rank0(lambda: self._check_versions(completions), (EngineFailed,))
         return completions
 
     async def complete(
@@ -290,7 +289,7 @@ class ServerEngine:
         if self._asleep:
             self._tell_all(lambda server: dialect.wake(server, "kv_cache"))
             self._asleep = False
-        if not self._ranks.from_rank_0(lambda: self._paused):
+        if not self._ranks.share(lambda: self._paused):
             self._tell_all(dialect.resume)
         self._served, self._sync_metrics = Served(version, self._starts), metrics
 

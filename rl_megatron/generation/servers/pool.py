@@ -12,16 +12,16 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.addresses import is_loopback
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, describe_error
 from rl_megatron.config.servers import ServersConfig
 from rl_megatron.generation.interfaces import EngineFailed
-from rl_megatron.generation.rank_zero_loop import RankZeroLoop
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import ServerDialect, ServerFacts
 from rl_megatron.generation.servers.process import LocalServers
+from rl_megatron.topology.rank_zero_loop import RankZeroLoop
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.plan import RefitPlan
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 
 _POLL_SECONDS = 0.5
@@ -40,7 +40,7 @@ class ServerPool:
         self,
         dialect: ServerDialect,
         settings: ServersConfig,
-        ranks: PolicyRanks,
+        ranks: Ranks,
         loop: RankZeroLoop,
         log_directory: Path,
         timeout_seconds: float,
@@ -86,7 +86,7 @@ class ServerPool:
             first_on_its_node = os.environ.get("LOCAL_RANK", "0") == "0" and not self._settings.urls
             count = self._settings.num_servers if first_on_its_node else 0
             if not self._settings.urls:
-                self._token = self._ranks.from_rank_0(lambda: secrets.token_urlsafe(_TOKEN_BYTES))
+                self._token = self._ranks.share(lambda: secrets.token_urlsafe(_TOKEN_BYTES))
             self._local = LocalServers(
                 count, self._dialect, self._settings, plan, devices, self._log_directory, self._token, weights
             )
@@ -111,12 +111,12 @@ class ServerPool:
         """
         broken = self._loop.on_all_ranks(self._unhealthy)
         broken += [
-            url for url in self._ranks.from_rank_0(lambda: [client.url for client in self.clients])
+            url for url in self._ranks.share(lambda: [client.url for client in self.clients])
             if f"({url})" in death and url not in broken
         ]  # fmt: skip
         local = self._local
         tails = [] if local is None else [tail for url in broken if (tail := local.describe(url)) is not None]
-        return broken, [tail for each in self._ranks.of_every_rank(tails) for tail in each]
+        return broken, [tail for each in self._ranks.gather(tails) for tail in each]
 
     def end(self) -> None:
         """End the servers that were started here, and close the connections. This is not collective."""
@@ -144,7 +144,7 @@ class ServerPool:
             except (ServerDied, EngineFailed) as error:
                 failure = error
             said = None if failure is None else (type(failure), str(failure))
-            states = self._ranks.of_every_rank((ready, said, self._local.urls))
+            states = self._ranks.gather((ready, said, self._local.urls))
             for _, said, _ in states:
                 if said is not None:
                     kind, message = said
@@ -181,7 +181,7 @@ class ServerPool:
         Raises:
             ConfigError: There are several nodes, and servers would listen at the loopback address.
         """
-        nodes = sum(self._ranks.of_every_rank(os.environ.get("LOCAL_RANK", "0") == "0"))
+        nodes = sum(self._ranks.gather(os.environ.get("LOCAL_RANK", "0") == "0"))
         host, key = self._settings.host, self._dialect.key
         if nodes > 1 and not self._settings.urls and is_loopback(host):
             raise ConfigError(
@@ -207,7 +207,7 @@ class ServerPool:
             return await self._dialect.facts(client)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerRefused(
-                f"{client.name} describes itself in another form ({type(error).__name__}: {error}); check that "
+                f"{client.name} describes itself in another form ({describe_error(error)}); check that "
                 f"{self._dialect.key}.server_urls are servers of this kind, and of a version that "
                 "docs/rollout_engines.md lists"
             ) from error

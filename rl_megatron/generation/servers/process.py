@@ -24,12 +24,12 @@ from rl_megatron.config.servers import ServersConfig
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.dialect import Launch, ServerDialect
-from rl_megatron.topology.child_process import environment_of_a_server
 from rl_megatron.topology.job_store import is_on_one_node
 from rl_megatron.weight_sync.plan import RefitPlan
 from rl_megatron.weight_sync.servers import ServerDied
+from rl_megatron.workers.child_process import environment_of_a_server
 
-GUARDIAN = "rl_megatron.generation.servers.guardian"
+GUARDIAN = "rl_megatron.workers.guardian"
 _SECONDS_OF_HEALTH = 2.0
 _PRIVATE = 0o600  # a server may print its arguments, and with them the run's token
 _NEEDS_A_TOKEN = "/v1/models"  # a path that says nothing about the model's weights

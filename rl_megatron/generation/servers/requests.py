@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_megatron import log
+from rl_megatron.config.errors import describe_error
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Request
 from rl_megatron.generation.servers.answers import checked
 from rl_megatron.generation.servers.client import ConnectionLost, RefusedForNow, ServerClient
@@ -104,7 +105,7 @@ class RequestSender:
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                 raise EngineFailed(
                     f"{server.name} answered request {request.request_id!r} in another form "
-                    f"({type(error).__name__}: {error}); check that {self._dialect.key}.server_urls are servers of "
+                    f"({describe_error(error)}); check that {self._dialect.key}.server_urls are servers of "
                     "this kind, and of a version that docs/rollout_engines.md lists"
                 ) from error
             _report_nan(completion, server)

@@ -21,7 +21,6 @@ from rl_megatron.generation.transformers.process import Answers, EngineDied, Eng
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.exporter import AdapterExporter, BaseExporter
 from rl_megatron.weight_sync.plan import WeightsRefused
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.process_group import CollectiveFailed, free_address
 from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
 
@@ -45,7 +44,7 @@ class TransformersEngine:
         self.policy, self.settings = policy, settings
         self._timeout = 60 * collective_timeout_minutes
         topology = policy.topology
-        self._ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
+        self._ranks = topology.ranks
         self._sends_adapter = settings.refit == "adapter"
         self._sender = WeightSender(policy.model, AdapterExporter) if self._sends_adapter else policy.weights
         self._workers: EngineWorkers | None = None  # on rank 0
@@ -67,7 +66,7 @@ class TransformersEngine:
             WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
             EngineFailed: On every rank, if engines die more often than `generation.max_engine_restarts`.
         """
-        if self._ranks.from_rank_0(self._has_lost_a_process):  # while it decoded single requests, or waited for some
+        if self._ranks.share(self._has_lost_a_process):  # while it decoded single requests, or waited for some
             self._served = None
         if self._served is None or self._served.version != self.policy.weight_version:
             self._served = None
@@ -95,7 +94,7 @@ class TransformersEngine:
                 more often than `generation.max_engine_restarts`.
         """
         completions = self.complete_on_rank_0(requests if self._ranks.leads else ())
-        return self._ranks.from_rank_0(lambda: completions)
+        return self._ranks.share(lambda: completions)
 
     def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete the requests of rank 0 together; see `CompletesOnRank0.complete_on_rank_0`.
@@ -104,12 +103,12 @@ class TransformersEngine:
         """
         self.policy.model.require_head("lm", "generate")
         longest = self.policy.model_config.max_sequence_length
-        self._ranks.on_rank_0(lambda: check_requests(requests, longest, self.policy.vocab_size), (ConfigError,))
+        self._ranks.run_on_rank0(lambda: check_requests(requests, longest, self.policy.vocab_size), (ConfigError,))
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
         answers = self._with_restarts(lambda: self._ask_for_completions(list(requests)))
         completions = [completion for answer in answers for completion in answer]
-        self._ranks.on_rank_0(lambda: self._check_versions(completions), (EngineFailed,))
+        self._ranks.run_on_rank0(lambda: self._check_versions(completions), (EngineFailed,))
         return completions
 
     def _check_versions(self, completions: Sequence[Completion]) -> None:
@@ -257,7 +256,7 @@ class TransformersEngine:
     def _join(self) -> None:
         """Join policy and engines in one process group, the policy's ranks first."""
         before = self.policy.topology.world_size
-        address = self._ranks.from_rank_0(free_address)
+        address = self._ranks.share(free_address)
         common = (before + len(self._devices), self._timeout, self.policy.topology.device.type)
         handles = self.policy.init_collective(*address, before + len(self._devices), self._timeout)
         questions = [(*address, before + index, *common) for index in range(len(self._devices))]
@@ -284,7 +283,7 @@ class TransformersEngine:
                     failure = heard and heard.failure
             except CollectiveFailed as error:
                 failure = str(error)
-            states = self._ranks.of_every_rank((over, failure))
+            states = self._ranks.gather((over, failure))
             failures = [failure for _, failure in states if failure is not None]
             if failures:
                 raise CollectiveFailed(failures[0])
@@ -368,5 +367,5 @@ class TransformersEngine:
 
         answers = None
         while answers is None:
-            answers = self._ranks.from_rank_0(heard)
+            answers = self._ranks.share(heard)
         return answers if to_all else replace(answers, values=own)

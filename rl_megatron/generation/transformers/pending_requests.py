@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from typing import Any
 
+from rl_megatron.config.errors import describe_error
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.interfaces import Completion, Request
 from rl_megatron.generation.ongoing import Ongoing
 
 
 class PendingRequests:
-    """The requests without a completion. They arrive over a connection of their own, on which completions leave.
+    """The requests without a completion. The policy's process calls the methods below "messages"."""
 
-    A message is the name of a method of this class and its arguments. An answer is (completions, None), or
-    (request ids, message) if decoding raised.
-    """
-
-    def __init__(self, connection: Connection, new_decoder: Callable[[], Decoder]):
+    def __init__(self, answer: Callable[[Sequence[Any], str | None], None], new_decoder: Callable[[], Decoder]):
         """Start without requests.
 
         Args:
-            connection: The end of the policy's connection.
+            answer: Sends (completions, None) to the policy, or (request ids, message) if decoding raised.
             new_decoder: Returns a decoder for the model.
         """
-        self.connection, self._new_decoder = connection, new_decoder
+        self._send, self._new_decoder = answer, new_decoder
         self._decoder: Decoder | None = None  # it exists only while it decodes, because its cache takes memory
         self._held: list[Ongoing] = []  # requests that the decoder does not have
         self._paused = False
@@ -34,15 +31,6 @@ class PendingRequests:
     def can_advance(self) -> bool:
         """Return whether a token can be generated."""
         return not self._paused and (self._decoder is not None or bool(self._held))
-
-    def hear(self) -> None:
-        """Take one message from the connection.
-
-        Raises:
-            EOFError: The policy's process has ended.
-        """
-        method, arguments = self.connection.recv()
-        getattr(self, method)(*arguments)
 
     # --- messages ---
 
@@ -108,8 +96,8 @@ class PendingRequests:
         decoder, self._decoder = self._decoder, None
         lost = [*self._held, *(() if decoder is None else [*decoder.running, *decoder.waiting])]
         self._held = []
-        self.connection.send(([each.request.request_id for each in lost], f"{type(error).__name__}: {error}"))
+        self._send([each.request.request_id for each in lost], describe_error(error))
 
     def _answer(self, completions: list[Completion]) -> None:
         if completions:
-            self.connection.send((completions, None))
+            self._send(completions, None)

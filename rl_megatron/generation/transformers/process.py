@@ -1,28 +1,28 @@
 """Start engine processes, send them requests, and notice if one died.
 
-Calls and answers are sent over a socket pair that only the two processes have, and single requests over another one.
-Nothing listens on a network, and if either process ends, the other reads the end of the stream.
-
-On Linux, PR_SET_PDEATHSIG also ends an engine that is busy when its parent dies. The signal follows the *thread* that
-started the engine, so engines must be started from a thread that lives as long as they are needed: the main thread.
+Calls and single requests are sent over the socket of a `ChildProcess`, and a thread for each process takes the answers.
+Engines must be started from a thread that lives as long as they are needed: the main thread.
 """
 
 from __future__ import annotations
 
-import os
+import pickle
+import queue
 import socket
 import struct
-import subprocess
-import sys
+import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from rl_megatron import log
-from rl_megatron.generation.transformers.requests import EngineRequests
+from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request
 from rl_megatron.timing import record_span
-from rl_megatron.topology.child_process import describe_end, environment_of_a_child
+from rl_megatron.workers.child_process import ChildProcess
+from rl_megatron.workers.frames import read_frame, write_frame
 
 WORKER_MODULE = "rl_megatron.generation.transformers.worker"
 _SECONDS_TO_LEAVE = 5.0
@@ -57,55 +57,113 @@ class Answers:
         return next((message for kind in _GRAVEST_FIRST if (message := getattr(self, kind)) is not None), None)
 
 
-class _Worker:
-    """One engine process, and this end of its sockets."""
+class EngineProcess:
+    """One engine process. Any thread may send it messages.
+
+    Attributes:
+        index: Its number.
+        name: How messages call this engine.
+        socket: This end of its socket, from which one thread reads.
+    """
 
     def __init__(self, index: int, timeout_seconds: float):
-        self.index = index
-        ours, theirs = socket.socketpair()
-        our_requests, their_requests = socket.socketpair()
-        with theirs, their_requests:
-            descriptors = (theirs.fileno(), their_requests.fileno())
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", WORKER_MODULE, *map(str, descriptors), str(os.getpid())],
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                env=environment_of_a_child(),
-                start_new_session=True,  # Ctrl-C reaches only the policy, with which the engine ends
-            )
-        # Without a time limit, reads from a stopped process and writes to it would block.
+        self._process = ChildProcess(WORKER_MODULE, threads=None)
+        self.index, self.name = index, f"rollout engine {index} (process {self._process.pid})"
+        self.socket, self._sending = self._process.socket, threading.Lock()
+        self.socket.setblocking(True)
+        # Without a time limit, a write to a stopped process would block. Answers may take any time.
         limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, limit)
-        our_requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)  # answers may take any time
-        self.connection, self.requests = Connection(ours.detach()), Connection(our_requests.detach())
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    @property
-    def name(self) -> str:
-        """Return how messages call this engine."""
-        return f"rollout engine {self.index} (process {self.process.pid})"
+    def send(self, kind: str, method: str, arguments: tuple[Any, ...]) -> None:
+        """Send a "call" of a method of `TransformersWorker`, or a "request", one of `PendingRequests`.
+
+        Raises:
+            OSError: The process has ended, or does not read.
+        """
+        with self._sending:
+            write_frame(self.socket, pickle.dumps((kind, method, arguments)))
 
     def end(self) -> str:
         """Return how the process ended; kill it if it has not."""
-        try:
-            status = self.process.wait(0.2)  # its socket closes a moment before the process has ended
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return "stopped answering"
-        return describe_end(status)
+        has_exited = self._process.has_exited()
+        how = self._process.end()
+        return how if has_exited else "stopped answering"
 
-    def kill(self) -> None:
-        """Kill the process, and wait for its end."""
-        self.process.kill()
-        self.process.wait()
+    def leave(self, seconds: float) -> None:
+        """Let the process end by itself; kill it if that takes longer."""
+        self._process.leave(seconds)
 
-    def leave(self) -> None:
-        """Let the process end by itself; kill it if that takes too long."""
-        self.connection.close()  # the process reads the end of the stream, and ends
-        try:
-            self.process.wait(_SECONDS_TO_LEAVE)
-        except subprocess.TimeoutExpired:
-            self.kill()
+
+class EngineRequests:
+    """The requests that engine processes have. It owns their futures.
+
+    Any thread may call its methods. Requests to a process that has ended fail.
+
+    Attributes:
+        has_lost_a_process: Whether a process has ended.
+    """
+
+    def __init__(self, processes: Sequence[EngineProcess]):
+        """Start without requests. The processes must have no other `EngineRequests`."""
+        self._processes = list(processes)
+        self._lock = threading.Lock()
+        self.has_lost_a_process = False
+        self._futures: dict[str, tuple[int, Future[Completion]]] = {}  # with the number of the process
+
+    def put(self, request: Request) -> Future[Completion]:
+        """Send a request to the process that has the fewest, and return the future of its completion.
+
+        Raises:
+            ValueError: Another request without a completion has this id.
+            EngineLost: The process has ended.
+        """
+        future: Future[Completion] = Future()
+        future.set_running_or_notify_cancel()  # a request ends by `abort`, and not by cancelling its future
+        with self._lock:
+            if request.request_id in self._futures:
+                raise ValueError(f"request id {request.request_id!r} belongs to a request that has no completion yet")
+            load = [0] * len(self._processes)
+            for index, _ in self._futures.values():
+                load[index] += 1
+            index = load.index(min(load))
+            self._futures[request.request_id] = index, future
+            try:
+                self._processes[index].send("request", "add", (request,))
+            except OSError as error:
+                del self._futures[request.request_id]
+                raise EngineLost(f"{self._processes[index].name} has ended") from error
+        return future
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Call a method of every process's `PendingRequests`, which has no result.
+
+        Raises:
+            EngineLost: A process has ended.
+        """
+        with self._lock:
+            for process in self._processes:
+                try:
+                    process.send("request", method, arguments)
+                except OSError as error:
+                    raise EngineLost(f"{process.name} has ended") from error
+
+    def take(self, process: EngineProcess, answers: Sequence[Any], failure: str | None) -> None:
+        """Take the completions of some requests, or the ids of those that failed."""
+        with self._lock:
+            for answer in answers:
+                if failure is None:
+                    self._futures.pop(answer.request_id)[1].set_result(answer)
+                else:
+                    self._futures.pop(answer)[1].set_exception(EngineFailed(f"{process.name}: {failure}"))
+
+    def end(self, process: EngineProcess) -> None:
+        """Let the requests of a process that has ended fail."""
+        with self._lock:
+            self.has_lost_a_process = True
+            lost = [request_id for request_id, (index, _) in self._futures.items() if index == process.index]
+            for request_id in lost:
+                self._futures.pop(request_id)[1].set_exception(EngineLost(f"{process.name} has ended"))
 
 
 class EngineWorkers:
@@ -121,14 +179,27 @@ class EngineWorkers:
 
     def __init__(self, count: int, timeout_seconds: float):
         self._timeout_seconds = timeout_seconds
-        self._workers = [_Worker(index, timeout_seconds) for index in range(count)]
-        self._waiting: dict[int, _Worker] = {}
+        self._workers = [EngineProcess(index, timeout_seconds) for index in range(count)]
+        self._heard: queue.SimpleQueue[tuple[EngineProcess, str, Any]] = queue.SimpleQueue()
+        self._waiting: dict[int, EngineProcess] = {}
         self._values: dict[int, Any] = {}
         self._answers = Answers()
         self._progress: dict[int, tuple[int, int]] = {}
-        self.requests = EngineRequests(
-            [worker.requests for worker in self._workers], [worker.name for worker in self._workers]
-        )
+        self.requests = EngineRequests(self._workers)
+        for worker in self._workers:
+            threading.Thread(target=self._listen, args=(worker,), name=f"answers of {worker.name}", daemon=True).start()
+
+    def _listen(self, worker: EngineProcess) -> None:
+        """Take the messages of a process until it ends."""
+        with suppress(OSError):
+            while (message := read_frame(worker.socket)) is not None:
+                kind, value = message
+                if kind == "completions":
+                    self.requests.take(worker, *value)
+                else:
+                    self._heard.put((worker, kind, value))
+        self.requests.end(worker)
+        self._heard.put((worker, "ended", None))
 
     def ask(self, method: str, *arguments_of_each: tuple[Any, ...]) -> None:
         """Send each of the first engines a request; `answers` returns the outcome.
@@ -143,7 +214,7 @@ class EngineWorkers:
         self._waiting, self._values, self._answers, self._progress = {}, {}, Answers(), {}
         for worker, arguments in zip(self._workers, arguments_of_each, strict=False):
             try:
-                worker.connection.send((method, arguments))
+                worker.send("call", method, arguments)
                 self._waiting[worker.index] = worker
             except OSError:
                 self._note_death(worker)
@@ -172,17 +243,16 @@ class EngineWorkers:
                 break
             if now >= until:
                 return None
-            by_connection: dict[Any, _Worker] = {worker.connection: worker for worker in self._waiting.values()}
-            for connection in wait(list(by_connection), min(until, self._deadline) - now):
-                self._hear(by_connection[connection])
+            with suppress(queue.Empty):
+                self._hear(*self._heard.get(timeout=min(until, self._deadline) - now))
         if self._answers == Answers():
             return Answers(tuple(self._values[index] for index in sorted(self._values)))
         return self._answers
 
-    def _hear(self, worker: _Worker) -> None:
-        try:
-            kind, value = worker.connection.recv()
-        except (EOFError, OSError):
+    def _hear(self, worker: EngineProcess, kind: str, value: Any) -> None:
+        if worker.index not in self._waiting:
+            return
+        if kind == "ended":
             self._note_death(worker)
             return
         if kind == "progress":
@@ -195,13 +265,13 @@ class EngineWorkers:
         else:
             self._note(**{kind: f"{worker.name}: {value}"})
 
-    def _report(self, worker: _Worker, done: int, total: int, noun: str, detail: str) -> None:
+    def _report(self, worker: EngineProcess, done: int, total: int, noun: str, detail: str) -> None:
         """Report the progress of all engines together, as far as they have reported it."""
         self._progress[worker.index] = done, total
         all_done, all_total = map(sum, zip(*self._progress.values(), strict=True))
         log.report_progress(all_done, all_total, noun, detail)
 
-    def _note_death(self, worker: _Worker) -> None:
+    def _note_death(self, worker: EngineProcess) -> None:
         self._note(died=f"{worker.name} {worker.end()}")
 
     def _note(self, **failure: str) -> None:
@@ -214,7 +284,5 @@ class EngineWorkers:
     def shutdown(self, at_once: bool = False) -> None:
         """End all processes; `at_once` kills them."""
         for worker in self._workers:
-            if at_once:
-                worker.kill()
-            worker.leave()
+            worker.leave(0.0 if at_once else _SECONDS_TO_LEAVE)
         self._workers = []

@@ -1,20 +1,24 @@
 """Run a rollout engine's process: a Hugging Face model that gets all of its weights by refit, and samples from it.
 
-The module `process` starts it, calls its methods over one of the two sockets that it inherits, and sends it single
-requests over the other. It ends with the policy's process. It does not import megatron-core.
+The module `process` starts it, calls its methods, and sends it single requests. It ends with the policy's process. It
+does not import megatron-core.
 """
 
 from __future__ import annotations
 
+import pickle
+import socket
 import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 
 from rl_megatron import log
+from rl_megatron.config.errors import describe_error
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.decoding_progress import DecodingProgress
 from rl_megatron.generation.interfaces import Completion, Request
@@ -24,11 +28,12 @@ from rl_megatron.generation.transformers.model import build_model, checkpoint_te
 from rl_megatron.generation.transformers.pending_requests import PendingRequests
 from rl_megatron.generation.transformers.replica import TransformersReplica
 from rl_megatron.generation.transformers.routing import RoutingRecorder
-from rl_megatron.topology.child_process import die_with
 from rl_megatron.weight_sync.ipc import WeightHandle, opened
 from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup
 from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
+from rl_megatron.workers.child import connect
+from rl_megatron.workers.frames import read_frame, write_frame
 
 
 class TransformersWorker:
@@ -103,20 +108,25 @@ class TransformersWorker:
         return self.receiver.version
 
 
-def serve(connection: Connection, worker: TransformersWorker, pending: PendingRequests) -> None:
-    """Answer the policy's calls, and decode single requests between them, until a connection ends."""
+def serve(connection: socket.socket, worker: TransformersWorker) -> None:
+    """Answer the policy's calls, and decode single requests between them, until the connection ends."""
+
+    def send(kind: str, value: Any) -> None:
+        write_frame(connection, pickle.dumps((kind, value)))
+
+    log.watch_progress(lambda *progress: send("progress", progress))
+    pending = PendingRequests(lambda *answer: send("completions", answer), worker.new_decoder)
     while True:
-        ready = wait([connection, pending.connection], 0 if pending.can_advance else None)
-        try:
-            if pending.connection in ready:
-                pending.hear()
-            elif not ready:
-                pending.advance()
-            if connection not in ready:
-                continue
-            method, arguments = connection.recv()
-        except (EOFError, OSError):
+        if not wait([connection], 0 if pending.can_advance else None):
+            pending.advance()
+            continue
+        message = read_frame(connection)
+        if message is None:
             return
+        kind, method, arguments = message
+        if kind == "request":
+            getattr(pending, method)(*arguments)
+            continue
         pending.hold()
         answer: Callable[..., Any] = getattr(worker, method)
         try:
@@ -127,17 +137,15 @@ def serve(connection: Connection, worker: TransformersWorker, pending: PendingRe
             result = ("broken", str(error))
         except Exception as error:  # any failure: the policy's process reports it and decides
             traceback.print_exc()
-            result = ("failed", f"{type(error).__name__}: {error}")
-        connection.send(result)
+            result = ("failed", describe_error(error))
+        send(*result)
 
 
 def main(arguments: list[str], worker: TransformersWorker) -> None:
-    """Serve the parent process. The arguments are the sockets' descriptors and the parent's process id."""
-    descriptor, requests, parent = map(int, arguments)
-    die_with(parent)
-    connection = Connection(descriptor)
-    log.watch_progress(lambda *progress: connection.send(("progress", progress)))
-    serve(connection, worker, PendingRequests(Connection(requests), worker.new_decoder))
+    """Serve the parent process, a `ChildProcess`."""
+    connection, _ = connect(arguments)
+    with suppress(OSError):  # the other end is gone
+        serve(connection, worker)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from rl_megatron.topology.device import choose_device
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.adapter_sync import BaseOnDisk
 from rl_megatron.weight_sync.ipc import check_gpu_memory_can_be_shared
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerSync, WeightServers
 from rl_megatron.weight_sync.vllm_sync import transfer_config, transfer_environment, vllm_sync
 
@@ -47,7 +46,7 @@ def build_vllm_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Pa
     length = settings.max_model_len or policy.model_config.max_sequence_length
     topology, rank, base = policy.topology, None, None
     if stage.peft is not None and generation.refit == "adapter":
-        rank, ranks = stage.peft.r, PolicyRanks(topology.rank, topology.world_size, topology.device)
+        rank, ranks = stage.peft.r, topology.ranks
         base = BaseOnDisk(policy.weights, ranks, bucket_bytes, directory)
     dialect = vllm_dialect(generation, length, policy.topology.device, _DTYPES[stage.precision], rank)
     devices = _devices(generation, policy.topology.device)

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 
 from rl_megatron.rollouts.tools.registry import register_tool
-from rl_megatron.topology.child_process import describe_end
+from rl_megatron.workers.child_process import describe_end
 from rl_megatron.workers.confinement import Limits, make_directory, run_confined
 
 _SECONDS_TO_START = 0.5  # of Python, and for the way of the answer back

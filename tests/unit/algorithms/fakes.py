@@ -17,7 +17,7 @@ from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.rollouts.worker import completion
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.topology.ranks import Ranks
 
 EOS = 0
 _DATA = load_config([]).first.data
@@ -54,6 +54,10 @@ class Echo:
 
     def reward(self, problem, completion):
         return float(completion)
+
+
+# The topology of a process without others.
+ONE_RANK = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), ranks=Ranks())
 
 
 @dataclass
@@ -118,7 +122,7 @@ def completed(request: Request, ids: list[int], reason: str = "stop") -> Complet
 
 def runner_of_completions() -> RolloutRunner:
     """Return what makes one completion per prompt, in one process."""
-    rules, ranks = RolloutRules(TokenLimits(10**6, 10**6)), PolicyRanks(0, 1, torch.device("cpu"))
+    rules, ranks = RolloutRules(TokenLimits(10**6, 10**6)), Ranks()
     return RolloutRunner(completion, rules, Characters(), ranks, 60.0)
 
 
@@ -131,7 +135,7 @@ def stage_of_a_sampler(scorer, **attributes: object) -> SimpleNamespace:
     """Return what a `Sampler` needs of a stage: these attributes, and batches that have the numbers of their steps."""
     ignored = lambda *_: None  # noqa: E731
     return SimpleNamespace(
-        **attributes,
+        **{"policy": SimpleNamespace(topology=ONE_RANK)} | attributes,
         rollouts=rollouts_of(scorer, attributes["tokenizer"]),
         batch_number=int,
         use_loader=ignored,

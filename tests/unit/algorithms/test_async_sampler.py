@@ -19,9 +19,9 @@ from rl_megatron.data import stage_loader, training_data
 from rl_megatron.generation.interfaces import Completion, Served, WeightSpan
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.worker import completion
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms import fakes
-from tests.unit.algorithms.fakes import EOS, Characters, Echo, Problems, ScoredHere, stage_of_a_sampler
+from tests.unit.algorithms.fakes import EOS, ONE_RANK, Characters, Echo, Problems, ScoredHere, stage_of_a_sampler
 from tests.unit.rollouts.engines import NO_LIMITS
 
 PER_STEP = SIZE = 2  # groups of a step, and samples of a group
@@ -34,7 +34,7 @@ OPTIONS = (
 class Policy:
     """A policy of a single process."""
 
-    topology = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    topology = ONE_RANK
 
     def __init__(self):
         self.model = SimpleNamespace(version=1)
@@ -84,7 +84,7 @@ def made(monkeypatch, tmp_path):
             check = SimpleNamespace(run=lambda engine, prompts: {})
             stage = stage_of_a_sampler(
                 config=load_config([*OPTIONS, *overrides]).first, tokenizer=Characters(), scorer=scorer, policy=policy,
-                engine=SyncedEngine(engine, check, lambda metrics: None) if kind is AsyncSampler else engine,
+                engine=SyncedEngine(engine, check, Ranks(), lambda metrics: None) if kind is AsyncSampler else engine,
                 roll_back=RollBack(), kept=kept, close_at_end=lambda part: closing.callback(part.close), name="grpo",
             )  # fmt: skip
             closing.callback(stage.rollouts.runner.close)
@@ -173,7 +173,7 @@ def test_completions_of_a_failed_group_have_a_data_set(of_two_files, monkeypatch
             raise OSError("the world has ended")
         return await completion(client, record, sampling)
 
-    rules, ranks = RolloutRules(NO_LIMITS, fails_run=False), PolicyRanks(0, 1, torch.device("cpu"))
+    rules, ranks = RolloutRules(NO_LIMITS, fails_run=False), Ranks()
     monkeypatch.setattr(
         fakes, "runner_of_completions", lambda: RolloutRunner(fails_for_a, rules, Characters(), ranks, 60.0)
     )
@@ -191,7 +191,7 @@ def test_a_group_of_failures_is_replaced_and_counted(made, monkeypatch):
             raise failures.pop()
         return await completion(client, record, sampling)
 
-    rules, ranks = RolloutRules(NO_LIMITS, fails_run=False), PolicyRanks(0, 1, torch.device("cpu"))
+    rules, ranks = RolloutRules(NO_LIMITS, fails_run=False), Ranks()
     monkeypatch.setattr(
         fakes, "runner_of_completions", lambda: RolloutRunner(fails_at_first, rules, Characters(), ranks, 60.0)
     )

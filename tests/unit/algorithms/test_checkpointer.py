@@ -3,12 +3,14 @@
 import errno
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from rl_megatron.algorithms.checkpointer import Checkpointer
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.load import load_config
+from tests.unit.algorithms.fakes import ONE_RANK
 
 
 @dataclass
@@ -17,6 +19,7 @@ class Model:
     log: list
     fails: set = field(default_factory=set)  # (what, step)
     written: bool = False
+    topology: ClassVar = ONE_RANK
 
     def begin_checkpoint(self, directory, step, **kept):
         self._do("begin", step)

@@ -15,6 +15,7 @@ from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.timing import PhaseTimer, timing
 from tests.unit.algorithms.fakes import (
+    ONE_RANK,
     Characters,
     Echo,
     Problems,
@@ -137,6 +138,7 @@ def policy_with_a_reference():
     """Return a policy that gives every sampled token e^-1, and whose reference gives it e^-1.5."""
     return SimpleNamespace(
         weight_version=1,
+        topology=ONE_RANK,
         freeze_reference=lambda: None,
         get_logprobs=lambda batch: {"logprobs": -1.0 * batch["token_mask"]},
         get_reference_policy_logprobs=lambda batch: {"reference_logprobs": -1.5 * batch["token_mask"]},

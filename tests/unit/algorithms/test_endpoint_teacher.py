@@ -14,6 +14,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
+from rl_megatron.topology.ranks import Ranks
 
 VOCAB = 12
 # Row i has the logprobs of the token after token i.
@@ -80,7 +81,7 @@ def served(**faults):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        teacher = EndpointTeacher(TeacherConfig(url=url, model="big", retries=2))
+        teacher = EndpointTeacher(TeacherConfig(url=url, model="big", retries=2), Ranks.detect())
         yield teacher, server.faults
         teacher.close()
     finally:

@@ -13,6 +13,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data.eval_problems import check_set_files, problems_of_set
 from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms.fakes import Characters, completed, runner_of_completions
 
 SUMS = "{name: sums, task: arithmetic, num_problems: 3, n: 4, temperature: 0.7, max_new_tokens: 4, every: 2}"
@@ -41,7 +42,7 @@ class Here:
 
     reads_sequences = False
 
-    def __init__(self, settings, task, models=None):
+    def __init__(self, settings, task, ranks, models=None):
         self.task, self.settings, self.closed = task, settings, False
 
     def score_samples(self, samples):
@@ -71,7 +72,7 @@ PROBLEMS = problems_of_set(stage_with(SUMS), stage_with(SUMS).eval.sets[0]).prob
 
 @pytest.fixture
 def sums():
-    return EvalSet(stage_with(SUMS), stage_with(SUMS).eval.sets[0], Characters())
+    return EvalSet(stage_with(SUMS), stage_with(SUMS).eval.sets[0], Characters(), Ranks())
 
 
 def test_a_set_asks_for_n_samples_of_each_problem_with_its_own_sampling(sums):
@@ -102,7 +103,7 @@ def test_more_samples_do_not_change_the_first_ones(monkeypatch):
     def asked(n):
         stage = stage_with(SUMS.replace("n: 4", f"n: {n}"))
         engine = Guessing(lambda prompt, index: correct(prompt))
-        EvalSet(stage, stage.eval.sets[0], Characters()).evaluate(engine, RUNNER)
+        EvalSet(stage, stage.eval.sets[0], Characters(), Ranks()).evaluate(engine, RUNNER)
         return [(seed, i, prompt) for prompts, _, seed in engine.calls for i, prompt in enumerate(prompts)]
 
     few, many = asked(2), asked(4)
@@ -178,7 +179,7 @@ def test_prompts_of_a_file_are_scored_by_the_reward_functions(tmp_path):
     (tmp_path / "few.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
     more = ["reward.functions=[exact_match]"]
     stage = stage_with(f"{{name: few, path: {tmp_path / 'few.jsonl'}}}", more=more)
-    few = EvalSet(stage, stage.eval.sets[0], Characters())
+    few = EvalSet(stage, stage.eval.sets[0], Characters(), Ranks())
     assert few.num_completions == 2 and not any("maj" in name for name in few.metric_names)
     assert [function.name for function in few.scorer.settings.functions] == ["exact_match"]
 

@@ -10,6 +10,8 @@ from rl_megatron.algorithms.kto import HeldoutLabelled, imbalance, mismatched, r
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.losses import KTOLossConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.topology.ranks import Ranks
+from tests.unit.algorithms.fakes import ONE_RANK
 
 
 def answers():
@@ -27,6 +29,7 @@ class Policy:
     """A policy whose logprob of a token is a hundredth of its id, and whose reference knows all tokens."""
 
     reference = "itself"
+    topology = ONE_RANK
 
     def __init__(self, factor=0.01):
         self.factor, self.asked = factor, []
@@ -58,15 +61,15 @@ def test_mismatched_sequences_are_cut_at_the_models_length():
 
 def test_the_reference_point_is_the_mean_over_mismatched_answers_but_at_least_0():
     expected = ((0.33 + 0.34) + (0.11 + 0.13) + 0.22) / 3
-    assert reference_point(answers(), Policy(), 9, 5) == pytest.approx(expected)
-    assert reference_point(answers(), Policy(-0.01), 9, 5) == 0.0
+    assert reference_point(answers(), Policy(), 9, 5, Ranks()) == pytest.approx(expected)
+    assert reference_point(answers(), Policy(-0.01), 9, 5, Ranks()) == 0.0
 
 
 def test_every_sequence_of_the_batch_gets_the_same_point_and_count():
     batch = answers()
     batch["sample_mask"][0] = 0.0
-    batch = with_reference_point(batch, Policy(), 9, 5)
-    assert batch["reference_point"].tolist() == pytest.approx([reference_point(answers(), Policy(), 9, 5)] * 3)
+    batch = with_reference_point(batch, Policy(), 9, 5, Ranks())
+    assert batch["reference_point"].tolist() == pytest.approx([reference_point(answers(), Policy(), 9, 5, Ranks())] * 3)
     assert batch["num_desirable"].tolist() == [1.0] * 3
     assert batch["reference_policy_logprobs"].shape == batch["input_ids"].shape
 

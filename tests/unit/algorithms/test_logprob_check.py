@@ -10,6 +10,7 @@ from rl_megatron.algorithms.logprob_check import EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling, Served
+from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms.fakes import Characters, Scripted, completed
 
 RUN = Sampling(max_new_tokens=100, temperature=0.7)
@@ -88,11 +89,13 @@ def test_without_prompts_nothing_is_checked():
 
 def synced(engine, trainer, noted):
     """Return a SyncedEngine that adds the metrics it is asked to note to `noted`, empty ones left out."""
-    return SyncedEngine(engine, check_of(trainer), lambda metrics: noted.extend([metrics] * bool(metrics)))
+    return SyncedEngine(engine, check_of(trainer), Ranks(), lambda metrics: noted.extend([metrics] * bool(metrics)))
 
 
 def test_completions_without_routed_experts_are_refused_if_they_are_to_be_replayed():
-    wrapped = SyncedEngine(Engine({"a": list("123456")}), check_of(Trainer()), lambda metrics: None, needs_routing=True)
+    wrapped = SyncedEngine(
+        Engine({"a": list("123456")}), check_of(Trainer()), Ranks(), lambda metrics: None, needs_routing=True
+    )
     with pytest.raises(EngineFailed, match="no routed experts came with the completions"):
         wrapped.generate([[97]], RUN, seed=5)
 

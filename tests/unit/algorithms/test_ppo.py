@@ -20,7 +20,7 @@ from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
-from tests.unit.algorithms.fakes import Scripted
+from tests.unit.algorithms.fakes import ONE_RANK, Scripted
 
 OVERRIDES = (
     "algorithm=ppo", "algorithm.samples_per_prompt=2", "loss.reference_policy_kl_penalty=0",
@@ -31,7 +31,7 @@ OVERRIDES = (
 class Model:
     """A policy that records its training batches and the names of its saves."""
 
-    scheduler, weight_version = SimpleNamespace(num_steps=0), 1
+    scheduler, weight_version, topology = SimpleNamespace(num_steps=0), 1, ONE_RANK
 
     def __init__(self, name, log):
         self.name, self.log = name, log

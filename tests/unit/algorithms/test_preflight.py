@@ -22,7 +22,6 @@ from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.transformers.devices import engine_devices
 from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
 from rl_megatron.observability.sinks import check_sinks
-from rl_megatron.topology.collective_errors import on_all_or_none
 
 PAIRS = ["data=gsm8k_pairs", "data.path=x"]
 OVERRIDES = {
@@ -153,31 +152,6 @@ def test_a_critic_is_checked_with_its_policy(tmp_path):
     with pytest.raises(ConfigError, match=r"ppo\.critic/step-000003 is damaged: weights has 3 bytes instead of 4"):
         check_saved(newest, stage, TOKENIZER)
     check_saved(newest, replace(stage, train=replace(stage.train, steps=3)), TOKENIZER)  # no step left to take
-
-
-def missing_on(rank: int) -> str:
-    import torch.distributed as dist
-
-    def check() -> int:
-        if rank in (dist.get_rank(), -1):
-            raise ConfigError("data.path: missing")
-        return 5
-
-    if rank is not None and rank >= dist.get_world_size():
-        return str(on_all_or_none(check))
-    with pytest.raises(ConfigError) as error:
-        on_all_or_none(check)
-    return str(error.value)
-
-
-@pytest.mark.change
-@pytest.mark.parametrize(
-    ("rank", "message"),
-    [(1, "data.path: missing (on rank 1)"), (-1, "data.path: missing"), (9, "5")],
-    ids=["one rank", "all ranks", "none"],
-)
-def test_an_error_on_one_rank_ends_all_ranks(ranks, rank, message):
-    assert ranks.run(2, missing_on, rank) == [message, message]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rl_megatron.config.load import load_config
 from rl_megatron.observability.position import Position
 from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.timing import PhaseTimer
+from rl_megatron.topology.ranks import Ranks
 
 
 @pytest.mark.parametrize("error", [ConfigError, RewardFailed])
@@ -39,7 +40,10 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     fakes |= {"StepMeter": SimpleNamespace(timer=stage.timer), "StepProfiler": None}
     for name, made in fakes.items():
         monkeypatch.setattr(stage_runner, name, lambda *args, made=made, **options: made)
-    logger, layout = SimpleNamespace(note=None, output_dir=Path("x")), SimpleNamespace(rank=0, is_cuda=False)
+    logger, layout = (
+        SimpleNamespace(note=None, output_dir=Path("x")),
+        SimpleNamespace(rank=0, ranks=Ranks(), is_cuda=False),
+    )
     tokenizer = SimpleNamespace(vocab_size=8)
     with pytest.raises(error, match="a later record is bad"):
         stages = stage_runner.StageRunner(config, layout, tokenizer, logger, "", Stopping(), Position())

@@ -22,13 +22,14 @@ from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import NLLLoss, build_loss
 from rl_megatron.training.metrics import NonFiniteLoss
-from tests.unit.algorithms.fakes import Characters, Echo, ScoredHere, Scripted, rollouts_of
+from tests.unit.algorithms.fakes import ONE_RANK, Characters, Echo, ScoredHere, Scripted, rollouts_of
 
 
 class Policy:
     """A policy whose checkpoints are step numbers, with a NaN loss at a chosen step."""
 
     scheduler = SimpleNamespace(num_steps=0)
+    topology = ONE_RANK
 
     def __init__(self, log, nan_at=None):
         self.log, self.nan_at, self.trained = log, nan_at, 0

@@ -9,6 +9,7 @@ from rl_megatron.algorithms.verify import refuse_damage, with_remedy
 from rl_megatron.checkpoint.directory import Damaged, name_of, publish, read_manifest
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.load import load_config
+from rl_megatron.topology.ranks import Ranks
 
 
 def save(directory, step, model):
@@ -29,11 +30,11 @@ def config():
 
 def test_only_checkpoints_that_a_run_loads_are_read(tmp_path, config, monkeypatch):
     verified = []
-    monkeypatch.setattr(verify, "verify_checkpoint", verified.append)
+    monkeypatch.setattr(verify, "verify_checkpoint", lambda path, ranks: verified.append(path))
 
     def read(config=config):
         verified.clear()
-        refuse_damage(config, tmp_path)
+        refuse_damage(config, tmp_path, Ranks())
         return [f"{path.parent.name}/{path.name}" for path in verified]
 
     sft, ppo = tmp_path / "checkpoints" / "sft", tmp_path / "checkpoints" / "ppo"

@@ -18,6 +18,7 @@ from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
+from rl_megatron.topology.ranks import Ranks
 from tests.parallel.family_cases import assert_same_tensors, tensors
 from tests.unit.checkpoint.test_hf_convert import MODEL, directory_of
 
@@ -58,7 +59,7 @@ def exported(checkpoints: Path) -> list[str]:
 
 def test_an_export_has_its_name_once_it_is_complete(stage, held, tmp_path, logged):
     (checkpoints, save), (go_on, waits) = stage, held
-    exporter = Exporter(checkpoints)
+    exporter = Exporter(checkpoints, Ranks())
     exporter.begin(checkpoint := save(1))
     assert waits.wait(30)
     assert exported(checkpoints) == ["step-000001.new.incomplete"] and not export_of(checkpoint).exists()
@@ -71,14 +72,14 @@ def test_an_export_has_its_name_once_it_is_complete(stage, held, tmp_path, logge
 
 def test_an_export_that_is_ended_leaves_nothing_and_begins_again(stage, held):
     (checkpoints, save), (go_on, waits) = stage, held
-    exporter = Exporter(checkpoints)
+    exporter = Exporter(checkpoints, Ranks())
     exporter.begin(save(1))
     assert waits.wait(30)
     threading.Timer(0.2, go_on.set).start()
     exporter.close()
     assert exported(checkpoints) == []
     exporter.wait()
-    again = Exporter(checkpoints)
+    again = Exporter(checkpoints, Ranks())
     again.begin_missing()
     again.wait()
     assert exported(checkpoints) == ["step-000001"]
@@ -91,7 +92,7 @@ def test_an_export_that_is_ended_leaves_nothing_and_begins_again(stage, held):
 def test_exports_are_deleted_with_their_checkpoints_when_a_newer_one_is_complete(stage, held):
     (checkpoints, save), (go_on, waits) = stage, held
     go_on.set()
-    exporter = Exporter(checkpoints)
+    exporter = Exporter(checkpoints, Ranks())
     for step in (1, 2):
         exporter.begin(save(step))
         exporter.wait()
@@ -110,7 +111,7 @@ def test_exports_are_deleted_with_their_checkpoints_when_a_newer_one_is_complete
 
 def test_the_export_of_a_step_that_is_saved_again_is_replaced(stage):
     checkpoints, save = stage
-    exporter = Exporter(checkpoints)
+    exporter = Exporter(checkpoints, Ranks())
     exporter.begin(checkpoint := save(1))
     exporter.wait()
     (export_of(checkpoint) / "of the first").touch()
@@ -123,7 +124,7 @@ def test_the_export_of_a_step_that_is_saved_again_is_replaced(stage):
 
 def test_a_failure_says_how_to_export_by_hand(stage, logged):
     checkpoints, save = stage
-    exporter = Exporter(checkpoints)
+    exporter = Exporter(checkpoints, Ranks())
     checkpoint = save(1)
     exports_directory = checkpoints.parent.parent / "exported"
     exports_directory.write_text("a file is in the way")
@@ -140,7 +141,7 @@ def test_a_failure_says_how_to_export_by_hand(stage, logged):
 
 def test_nothing_is_exported_if_it_is_not_wanted(stage):
     checkpoints, save = stage
-    exporter = Exporter(checkpoints, is_wanted=False)
+    exporter = Exporter(checkpoints, Ranks(), is_wanted=False)
     exporter.begin(save(1))
     exporter.begin_missing()
     exporter.wait()

@@ -10,7 +10,7 @@ from rl_megatron.data.loader import DataLoader, InMemory, ItemList, Streamed
 from rl_megatron.data.mixture import MixtureCounts
 from rl_megatron.data.readers.lines import JsonLines
 from rl_megatron.data.records import NothingLeft, Part
-from rl_megatron.topology import collective_errors
+from rl_megatron.topology.ranks import Ranks
 
 
 def joined(batches, order):
@@ -200,9 +200,14 @@ def test_a_stream_without_records_is_refused(tmp_path):
             part.all()
 
 
-def test_an_error_on_another_rank_ends_a_batch_that_is_read_from_files(loader, monkeypatch):
+class RankThreeFails(Ranks):
+    def gather(self, value):
+        return [value, None, None, "s.jsonl:8 is gone"]
+
+
+def test_an_error_on_another_rank_ends_a_batch_that_is_read_from_files(loader):
     reading = replace(loader(), can_fail=True)
     reading.batch(0)
-    monkeypatch.setattr(collective_errors, "first_failure", lambda failure: failure or "s.jsonl:8 is gone (on rank 3)")
+    reading.ranks = RankThreeFails()
     with pytest.raises(ConfigError, match=r"s.jsonl:8 is gone \(on rank 3\)"):
         reading.batch(1)

@@ -13,6 +13,7 @@ from rl_megatron.rewards.answer_cache import AnswerCache
 from rl_megatron.rewards.functions import Judge
 from rl_megatron.rewards.loading import check_functions
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
+from rl_megatron.topology.ranks import Ranks
 from tests.unit.rewards.judge_server import judging
 
 FAST = {"backoff_seconds": 0.01}
@@ -30,7 +31,7 @@ def config(server, cache, kwargs=None, **settings):
 
 
 def scored(settings, completions, **record):
-    scorer = Scorer(settings, lambda: None)
+    scorer = Scorer(settings, lambda: None, Ranks())
     try:
         problems = [Problem("p", "a", record)] * len(completions)
         rewards, metrics = scorer.score(problems, completions, [[1]] * len(completions), [False] * len(completions))

@@ -13,9 +13,10 @@ from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards import workers
 from rl_megatron.rewards.loading import check_rewards
-from rl_megatron.rewards.process import WORKER_MODULE
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
+from rl_megatron.rewards.workers import WORKER_MODULE
+from rl_megatron.topology.ranks import Ranks
 from tests.child_processes import children_with
 from tests.unit.rewards.user_file import Spelled
 
@@ -28,7 +29,7 @@ def function(name, **keys):
 
 def scored(config, completions, task=None, **record):
     """Return the rewards and the metrics of completions, or the error, as every rank sees them."""
-    scorer = Scorer(config, lambda: task)
+    scorer = Scorer(config, lambda: task, Ranks())
     problems = [Problem(f"prompt {text}", "a", record) for text in completions]
     try:
         ids = [[0] * len(text) for text in completions]
@@ -54,7 +55,7 @@ def test_without_functions_the_reward_is_the_tasks():
     rewards, metrics = scored(RewardConfig(), ["1", "2", "-0.25"], Spelled())
     assert rewards.tolist() == [1.0, 2.0, -0.25] and metrics == {}
     with pytest.raises(ValueError):
-        Scorer(RewardConfig(), Spelled).score([Problem("a", "1")] * 2, ["1"], [[1]], [False])
+        Scorer(RewardConfig(), Spelled, Ranks()).score([Problem("a", "1")] * 2, ["1"], [[1]], [False])
 
 
 @pytest.mark.parametrize("reward", ["nan", "inf", "-inf"])
@@ -76,11 +77,11 @@ def test_a_reward_that_overflows_as_a_32_bit_number_is_a_failure():
 
 
 def test_workers_that_cannot_start_are_an_error_that_names_them(monkeypatch):
-    def refused():
+    def refused(*arguments, **options):
         raise OSError("too many processes")
 
-    monkeypatch.setattr(workers, "WorkerProcess", refused)
-    scorer = Scorer(RewardConfig(functions=(function("length"),)), lambda: None)
+    monkeypatch.setattr(workers, "ChildProcess", refused)
+    scorer = Scorer(RewardConfig(functions=(function("length"),)), lambda: None, Ranks())
     scorer.start()  # the other ranks do not learn of it here
     with pytest.raises(RewardFailed, match="the reward workers cannot go on: .*too many processes"):
         scorer.score([Problem("p", "a")], ["x"], [[1]], [False])
@@ -124,7 +125,7 @@ def on_each_node(config, completions, num_nodes, record):
     """
     if num_nodes == 2:
         os.environ["LOCAL_RANK"] = "0"
-    scorer = Scorer(config, Spelled)
+    scorer = Scorer(config, Spelled, Ranks.detect())
     completions = completions if torch.distributed.get_rank() == 0 else []
     problems = [Problem("p", "a", record) for _ in completions]
     try:
@@ -171,7 +172,7 @@ def test_a_file_that_is_missing_on_the_workers_is_an_error_on_all_ranks(ranks, t
 def test_samples_have_their_whole_sequence_if_a_reward_model_reads_it():
     served = RewardFunctionConfig(name="reward_model", kwargs={"url": "http://127.0.0.1:9/pooling", "model": "m"})
     for functions, reads in (((served,), True), ((function("reward_model"),), False), ((), False)):
-        assert Scorer(RewardConfig(functions=functions), lambda: None).reads_sequences == reads
+        assert Scorer(RewardConfig(functions=functions), lambda: None, Ranks()).reads_sequences == reads
 
 
 def test_reward_functions_are_checked_with_the_own_problems_of_an_evaluation(tmp_path, monkeypatch):

@@ -10,10 +10,9 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards.loading import check_functions, configured_functions
-from rl_megatron.rewards.process import WORKER_MODULE
 from rl_megatron.rewards.registry import REWARDS
 from rl_megatron.rewards.samples import Sample
-from rl_megatron.rewards.workers import RewardWorkers
+from rl_megatron.rewards.workers import WORKER_MODULE, RewardWorkers
 from tests.child_processes import children_with
 
 FILE = str(Path(__file__).parent / "user_file.py")

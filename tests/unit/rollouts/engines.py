@@ -13,7 +13,7 @@ from rl_megatron.rollouts.rounds import RolloutTask
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.rollouts.worker import completion
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.topology.ranks import Ranks
 
 SAMPLING = Sampling(8, stop_ids=(0,))
 NO_LIMITS = TokenLimits(10**6, 10**6)
@@ -42,7 +42,7 @@ class RandomTokens:
 
 def run(worker, prompts, engine, tokenizer, limits=NO_LIMITS, sampling=SAMPLING, owned=(), **rules):
     """Return the result of a worker for each prompt."""
-    ranks = PolicyRanks(0, 1, torch.device("cpu"))
+    ranks = Ranks()
     runner = RolloutRunner(worker, RolloutRules(limits, **rules), tokenizer, ranks, 60.0, owned)
     tasks = [RolloutTask(f"7-{number}", prompt, 1000 + number) for number, prompt in enumerate(prompts)]
     try:

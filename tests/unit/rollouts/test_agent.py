@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import httpx
 import psutil
 import pytest
-import torch
 
 from rl_megatron.config.agent import AgentConfig
 from rl_megatron.config.errors import ConfigError
@@ -24,7 +23,7 @@ from rl_megatron.rollouts.gateway.server import Gateway
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.rounds import RolloutTask
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.topology.ranks import Ranks
 from tests.unit.rollouts.engines import SAMPLING, RandomTokens
 from tests.unit.rollouts.test_runner import TOKENIZER as CHARACTERS
 from tests.unit.rollouts.test_runner import prompts
@@ -62,7 +61,7 @@ def run(tmp_path, program, number=1, environment=None, timeout_seconds=20.0, wor
         timeout_seconds=timeout_seconds,
     )  # fmt: skip
     limits = TokenLimits(10**6, 10**6)
-    ranks = PolicyRanks(0, 1, torch.device("cpu"))
+    ranks = Ranks()
     rules = RolloutRules(limits, **{"fails_run": False, **rules})
     worker = worker or AgentWorker(settings).rollout
     runner = RolloutRunner(worker, rules, Encodes(), ranks, 60.0, gateway=Gateway(settings))

@@ -16,7 +16,7 @@ from rl_megatron.rollouts.group_queue import TOO_OLD, QueueRules
 from rl_megatron.rollouts.runner import RolloutFailed, RolloutRules, RolloutRunner
 from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts, tasks_of
 from rl_megatron.rollouts.worker import completion
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms.fakes import Characters
 from tests.unit.rollouts.engines import NO_LIMITS, SAMPLING
 from tests.unit.rollouts.test_runner import prompts
@@ -76,7 +76,7 @@ def made():
     closing = []
 
     def make(engine, worker=completion, scorer=None, waits=False, fails_run=True, on_failure=None, **rules):
-        ranks = PolicyRanks(0, 1, torch.device("cpu"))
+        ranks = Ranks()
         runner = RolloutRunner(worker, RolloutRules(NO_LIMITS, fails_run=fails_run), Characters(), ranks, 60.0)
         scorer = scorer or Scores()
         all_prompts = prompts(100)

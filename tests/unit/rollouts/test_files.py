@@ -18,6 +18,7 @@ from rl_megatron.generation.completion_batch import rollouts as batch_of_complet
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.files import Draw, batch_of, read_rows, rollout_file, rows, write_rows
+from rl_megatron.topology.ranks import Ranks
 from tests.synced_files import note_syncs
 from tests.unit.algorithms.fakes import Characters
 
@@ -63,7 +64,7 @@ def test_scores_of_other_reward_functions_than_the_configured_ones_are_refused(t
     def replayed(*names):
         reward = RewardConfig(functions=tuple(RewardFunctionConfig(name=name) for name in names))
         config = TrajectoryConfig(replay=str(tmp_path / "files"))
-        return RolloutRecord(config, tmp_path, Characters(), 1, reward=reward).replayed(7, 2, 3)
+        return RolloutRecord(config, tmp_path, Characters(), 1, Ranks(), reward=reward).replayed(7, 2, 3)
 
     assert "component_reward.short" in replayed("short", "exact")
     for names in ([], ["exact"]):
@@ -72,7 +73,7 @@ def test_scores_of_other_reward_functions_than_the_configured_ones_are_refused(t
 
 
 def test_each_row_of_a_step_of_several_rounds_has_its_own_advantages(tmp_path):
-    record = RolloutRecord(TrajectoryConfig(save_every=1, save_prompts=None), tmp_path, Characters(), 1)
+    record = RolloutRecord(TrajectoryConfig(save_every=1, save_prompts=None), tmp_path, Characters(), 1, Ranks())
     learned = BatchedDataDict(draw_order=[], advantages=[])
     for round_ in range(2):
         drawn = draw()

@@ -12,7 +12,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.rollouts import environment_adapter
 from rl_megatron.rollouts.environment import EnvironmentStep
 from rl_megatron.rollouts.openenv import OpenEnv
-from rl_megatron.rollouts.plain_data import BadAnswer
+from rl_megatron.workers.plain_data import BadAnswer
 
 USER = "user"
 

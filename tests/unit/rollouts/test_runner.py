@@ -24,6 +24,7 @@ from rl_megatron.rollouts.runner import RolloutFailed
 from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts, Scores, tasks_of
 from rl_megatron.rollouts.trajectory import Segment, TokensDiffer
 from rl_megatron.rollouts.worker import completion, loaded_worker
+from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms.fakes import Characters
 from tests.unit.rollouts.engines import SAMPLING, RandomTokens, run
 
@@ -325,7 +326,7 @@ def test_a_thousand_trajectories_with_faults_are_all_accounted_for():
     results = run(faulty, tasks, RandomTokens(range(1, 9)), TOKENIZER, timeout_seconds=2.0, fails_run=False)
     failed = [number for number, result in enumerate(results) if result.failure]
     assert len(results) == 1000 and 50 < len(failed) < 200
-    of_results = {"run": lambda *arguments: results, "on_rank_0": lambda make: make()}
+    of_results = {"run": lambda *arguments: results, "ranks": Ranks()}
     runner = SimpleNamespace(makes_turns=True, leads=True, **of_results)
     score = lambda samples: (torch.zeros(len(samples)), RewardMetrics())  # noqa: E731
     scorer = SimpleNamespace(score_samples=score, reads_sequences=False)
@@ -340,9 +341,7 @@ def test_a_thousand_trajectories_with_faults_are_all_accounted_for():
 def test_nothing_is_learned_from_the_group_of_a_failed_trajectory():
     results = run(completion, tasks := prompts(4), RandomTokens(range(1, 9)), TOKENIZER)
     results[1] = replace(results[1], trajectories=(), failure="it broke")
-    runner = SimpleNamespace(
-        makes_turns=True, leads=True, run=lambda *arguments: results, on_rank_0=lambda make: make()
-    )
+    runner = SimpleNamespace(makes_turns=True, ranks=Ranks(), run=lambda *arguments: results)
     scorer = SimpleNamespace(
         score_samples=lambda samples: (torch.arange(1.0, 1.0 + len(samples)), RewardMetrics()), reads_sequences=False
     )
@@ -358,9 +357,7 @@ def scored_with_failures(failed, rule, group_size=4, number=8):
     results = run(completion, tasks := prompts(number), RandomTokens(range(1, 9)), TOKENIZER)
     for place in failed:
         results[place] = replace(results[place], trajectories=(), failure=f"sample {place} broke")
-    runner = SimpleNamespace(
-        makes_turns=True, leads=True, run=lambda *arguments: results, on_rank_0=lambda make: make()
-    )
+    runner = SimpleNamespace(makes_turns=True, ranks=Ranks(), run=lambda *arguments: results)
     scorer = SimpleNamespace(
         score_samples=lambda samples: (torch.arange(1.0, 1.0 + len(samples)), RewardMetrics()), reads_sequences=False
     )
@@ -400,9 +397,7 @@ def test_a_run_ends_if_too_few_samples_of_every_group_are_left():
 def test_the_reward_of_an_environment_is_added_if_one_trajectory_has_it():
     results = run(completion, tasks := prompts(2), RandomTokens(range(1, 9)), TOKENIZER)
     results[1] = replace(results[1], trajectories=[replace(results[1].trajectories[0], reward=0.5)])
-    runner = SimpleNamespace(
-        makes_turns=True, leads=True, run=lambda *arguments: results, on_rank_0=lambda make: make()
-    )
+    runner = SimpleNamespace(makes_turns=True, ranks=Ranks(), run=lambda *arguments: results)
     scorer = SimpleNamespace(score_samples=lambda samples: (torch.ones(2), RewardMetrics()), reads_sequences=False)
     made = ScoredRollouts(runner, scorer, TOKENIZER).make(None, tasks, SAMPLING, 0, group_size=2)
     assert made.batch["rewards"].tolist() == [1.0, 1.5]
@@ -410,7 +405,7 @@ def test_the_reward_of_an_environment_is_added_if_one_trajectory_has_it():
 
 def test_batches_have_the_score_of_each_reward_function_if_they_are_asked_for():
     results = run(completion, tasks := prompts(4), RandomTokens(range(1, 9)), TOKENIZER)
-    of_results = {"run": lambda *arguments: results, "on_rank_0": lambda make: make()}
+    of_results = {"run": lambda *arguments: results, "ranks": Ranks()}
     runner = SimpleNamespace(makes_turns=True, leads=True, **of_results)
     metrics = RewardMetrics({"exact": [1.0, None, 0.5, 0.0]})
     scorer = SimpleNamespace(score_samples=lambda samples: (torch.ones(4), metrics), reads_sequences=False)

@@ -7,9 +7,8 @@ import time
 from concurrent.futures import Future
 
 import pytest
-import torch
 
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.process_group import CollectiveFailed
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, WeightServers
 
@@ -35,7 +34,7 @@ def answering(*answers) -> list[Answering]:
 
 
 def together(each, **options) -> WeightServers:
-    return WeightServers(each, PolicyRanks(0, 1, torch.device("cpu")), **{"timeout_seconds": 10.0} | options)
+    return WeightServers(each, Ranks(), **{"timeout_seconds": 10.0} | options)
 
 
 def servers(*answers, **options) -> WeightServers:

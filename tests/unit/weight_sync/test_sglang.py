@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec, WeightsRefused
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
 from rl_megatron.weight_sync.sglang import ChecksumHistory, SglangSync, flat_order, flattened, sources_of
 
@@ -119,7 +119,7 @@ class Server:
 
 def sync_with(server):
     cpu = torch.device("cpu")
-    servers = WeightServers([server], PolicyRanks(0, 1, cpu), timeout_seconds=5, seconds_after_a_break=0.1)
+    servers = WeightServers([server], Ranks(), timeout_seconds=5, seconds_after_a_break=0.1)
     plan = RefitPlan({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}, 10, ())
     exporter = SimpleNamespace(plan=plan, whole_buckets=lambda: [])
     weights = SimpleNamespace(plan=plan, exporter=lambda: exporter)

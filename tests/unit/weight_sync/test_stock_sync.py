@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync import stock_gpu_sync
 from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, WeightsRefused, plan_buckets
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.sender import SyncTimings
 from rl_megatron.weight_sync.servers import WeightServers
 from rl_megatron.weight_sync.vllm_sync import transfer_config, transfer_environment, vllm_sync
@@ -71,7 +71,7 @@ class Sender:
 
 
 def sync_of(refit: str, servers: list[Server], directory: Path | None = None, sender: Sender | None = None):
-    together = WeightServers(servers, PolicyRanks(0, 1, torch.device("cpu")), 10)
+    together = WeightServers(servers, Ranks(), 10)
     arguments = {"bucket_bytes": 24, "timeout_seconds": 5.0, "directory": directory or Path()}
     return vllm_sync(refit, sender or Sender(), together, **arguments)  # pyright: ignore[reportArgumentType]
 

@@ -12,10 +12,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, opened
 from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, WeightsRefused, fingerprint, plan_buckets
 from rl_megatron.weight_sync.plugin_sync import SyncInSharedMemory
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
 from rl_megatron.weight_sync.vllm_plugin import PROTOCOL, InitInfo, UpdateInfo, VllmReceiver, report_of
 from rl_megatron.weight_sync.vllm_sink import LayerwiseSink
@@ -82,7 +82,7 @@ def test_a_trainer_tells_a_server_without_the_backend_how_to_start():
             future.set_result({"results": [report_of(None)]} if path == "/collective_rpc" else {})
             return future
 
-    servers = WeightServers([Server()], PolicyRanks(0, 1, torch.device("cpu")), timeout_seconds=5)
+    servers = WeightServers([Server()], Ranks(), timeout_seconds=5)
     sender = SimpleNamespace(exporter=lambda size: None, plan=RefitPlan({}, 10, ()))
     with pytest.raises(ServerRefused, match=r"no weight-transfer backend; start it with --weight-transfer-config"):
         SyncInSharedMemory(sender, servers, 1 << 20, 5.0).connect()

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, WeightsRefused, plan_buckets
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.weights_on_disk import ADAPTER_FILES, WeightDirectory
 
 SPECS = [TensorSpec("a", (4, 3), "bfloat16"), TensorSpec("b", (5,), "float32"), TensorSpec("c", (2, 2), "bfloat16")]
 HERE = f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"  # this machine and its processes
-RANKS = PolicyRanks(0, 1, torch.device("cpu"))
+RANKS = Ranks()
 
 
 class Sender:

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from rl_megatron import log
-from rl_megatron.topology.child_process import describe_end, environment_of_a_child
 from rl_megatron.workers import confined
+from rl_megatron.workers.child_process import describe_end, environment_of_a_child
 from rl_megatron.workers.confinement import (
     Limits,
     find_missing_limits,

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec
 from tests.fake_vllm import VOCAB_SIZE
 
@@ -14,7 +15,8 @@ class StubPolicy:
     """What `ServerEngine` needs of a policy."""
 
     def __init__(self, rank=0, world_size=1):
-        self.topology = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
+        ranks = Ranks(rank, world_size, torch.device("cpu"))
+        self.topology = SimpleNamespace(rank=rank, world_size=world_size, device=ranks.device, ranks=ranks)
         self.model = SimpleNamespace(require_head=lambda head, what: None)
         self.model_config = SimpleNamespace(max_sequence_length=64)
         self.vocab_size = VOCAB_SIZE

@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.config.errors import describe_error
+from rl_megatron.topology.ranks import Ranks
 
 _T = TypeVar("_T")
 _SECONDS_TO_END = 5.0
@@ -20,7 +21,7 @@ _TICK_SECONDS = 0.2
 class RankZeroLoop:
     """A running loop in a thread of rank 0. It does not keep the process alive. Other ranks have no loop."""
 
-    def __init__(self, ranks: PolicyRanks, collective_timeout: float, name: str, foreseen: tuple[type[Exception], ...]):
+    def __init__(self, ranks: Ranks, collective_timeout: float, name: str, foreseen: tuple[type[Exception], ...]):
         """Start the thread.
 
         Args:
@@ -71,39 +72,33 @@ class RankZeroLoop:
         """
         future = self.start(work()) if self._ranks.leads else None
         try:
-            outcome = None
-            while outcome is None:
-                outcome = self._ranks.from_rank_0(lambda: self._outcome(future, tick))
+            results = ()
+            while not results:
+                results = self._ranks.share(lambda: self._wait_a_while(future, tick), (*self._foreseen, RuntimeError))
+            return results[0]
         finally:
             if future is not None:
                 future.cancel()
-        result, error = outcome
-        if error is not None:
-            kind, message = error
-            raise kind(message)
-        return result
 
-    def _outcome(
-        self, future: Future[_T] | None, tick: Callable[[], None] | None
-    ) -> tuple[Any, tuple[type[Exception], str] | None] | None:
-        """Return the result or the failure of a coroutine on rank 0, or None if it takes longer."""
+    def _wait_a_while(self, future: Future[_T] | None, tick: Callable[[], None] | None) -> tuple[_T, ...]:
+        """Return the result of a coroutine on rank 0, or nothing if it takes longer than other ranks may wait."""
         assert future is not None  # it is rank 0 that is asked
         until = time.monotonic() + self._longest_silence
         while time.monotonic() < until:
             try:
-                return future.result(_TICK_SECONDS), None
+                return (future.result(_TICK_SECONDS),)
             except concurrent.futures.TimeoutError:
                 if future.done() and isinstance(future.exception(), TimeoutError):
-                    return None, (RuntimeError, f"{self._name}: a limit of time was reached without saying so")
+                    raise RuntimeError(f"{self._name}: a limit of time was reached without saying so") from None
                 if not self._thread.is_alive():
-                    return None, (RuntimeError, f"the loop for {self._name} has ended")
+                    raise RuntimeError(f"the loop for {self._name} has ended") from None
                 if tick is not None:
                     tick()
-            except self._foreseen as error:
-                return None, (type(error), str(error))
+            except self._foreseen:
+                raise
             except Exception as error:  # a mistake in this package: it has to end the run on every rank
-                return None, (RuntimeError, f"{type(error).__name__}: {error}")
-        return None
+                raise RuntimeError(describe_error(error)) from error
+        return ()
 
     def close(self) -> None:
         """End what runs, and the thread."""

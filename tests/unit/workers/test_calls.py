@@ -2,7 +2,7 @@
 
 import time
 
-from rl_megatron.rewards.frames import CallMark
+from rl_megatron.workers.calls import CallMark
 
 
 class Memory(bytearray):

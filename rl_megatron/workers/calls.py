@@ -1,13 +1,67 @@
-"""Time the calls of async functions that share one event loop, without the time in which others hold the loop."""
+"""Calls of users' code in a process: a mark of the one that runs, and the time of those that share an event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
+import struct
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from rl_megatron.rewards.frames import CallMark
+# Each is one word, which is copied whole. `struct.pack_into` would write zeros first, which the other process can read.
+_CALL = struct.Struct("q")
+_NO_CALL = -1
+_FUNCTIONS = 1 << 16  # a job has fewer functions
+_TIME = struct.Struct("d")  # of `time.monotonic`, which all processes of a machine share
+_CALL_WORD, _TIME_WORD = slice(0, _CALL.size), slice(_CALL.size, _CALL.size + _TIME.size)
+
+
+class CallMark:
+    """A note of the call that a worker runs, in memory that it shares with its parent. It outlives the worker."""
+
+    SIZE = mmap.PAGESIZE
+
+    def __init__(self, shared: mmap.mmap):
+        """Use memory of `SIZE` bytes."""
+        self._shared, self._pid = shared, os.getpid()
+
+    def clear(self) -> None:
+        """Mark that no call runs."""
+        self.touch()
+        self._shared[_CALL_WORD] = _CALL.pack(_NO_CALL)
+
+    def touch(self) -> None:
+        """Mark the present time: the worker can go on."""
+        self._shared[_TIME_WORD] = _TIME.pack(time.monotonic())
+
+    @property
+    def touched(self) -> float:
+        """Return when a call last began or ended, or the worker's event loop last went round."""
+        return _TIME.unpack(self._shared[_TIME_WORD])[0]
+
+    @contextmanager
+    def of(self, job: int, index: int) -> Iterator[None]:
+        """Mark, during the block of a `with` statement, that the function `index` runs for a job."""
+        self.touch()
+        self._shared[_CALL_WORD] = _CALL.pack(job * _FUNCTIONS + index)
+        try:
+            yield
+        finally:
+            self.end_forked_child()
+            self.clear()
+
+    def end_forked_child(self) -> None:
+        """End this process if it is a child that a function forked, and that has returned from the function."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+
+    def read(self) -> tuple[int, int] | None:
+        """Return the (job, function) of the call that runs, or None."""
+        (call,) = _CALL.unpack(self._shared[_CALL_WORD])
+        return None if call == _NO_CALL else divmod(call, _FUNCTIONS)
 
 
 class BusyTime:

@@ -1,0 +1,265 @@
+"""`ChildProcess`: a process that is started with a socket, gets messages without a wait, and ends with its children."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from rl_megatron.config.import_strings import imported_files
+from rl_megatron.workers.calls import CallMark
+from rl_megatron.workers.frames import dumps, framed, split_frames
+
+_OF_A_RANK = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+# It makes only this package importable: the directory above it may hold packages that do not fit the interpreter.
+_RUN_MODULE = """
+import importlib, importlib.util, os, sys
+directory, name = sys.argv.pop(1), sys.argv.pop(1)
+package = os.path.basename(directory)
+file = os.path.join(directory, "__init__.py")
+spec = importlib.util.spec_from_file_location(package, file, submodule_search_locations=[directory])
+sys.modules[package] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[package])
+sys.exit(importlib.import_module(name).main(sys.argv[1:]))
+"""
+_SECONDS_TO_EXIT = 0.2  # the socket of a process that ends closes a moment before it has ended
+_STDERR = 2
+_MEBIBYTE = 1 << 20
+
+
+class ChildProcess:
+    """A process that runs a module of this package, and this end of its socket. It ends with the thread that made it.
+
+    Attributes:
+        socket: This end, which does not block.
+        mark: The call that the process runs.
+        has_ended: Whether its socket is closed, or the process has ended.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        python: str | None = None,
+        threads: int | None = 1,
+        dumps: Callable[[object], bytes] = dumps,
+        loads: Callable[[bytes], Any] = pickle.loads,
+        most_bytes: float = math.inf,
+    ) -> None:
+        """Start the process.
+
+        Args:
+            module: The module that it runs, which calls `child.connect` with its arguments.
+            python: The interpreter; None for that of this process. The module must do without packages that it lacks.
+            threads: The threads of a computation, unless the user has set OMP_NUM_THREADS. None: the library's choice.
+            dumps: Turns a message into bytes.
+            loads: Reads a message of the process.
+            most_bytes: The longest message of the process.
+        """
+        self._python, self._dumps, self._loads, self._most_bytes = python, dumps, loads, most_bytes
+        self._how: str | None = None  # it ended
+        ours, theirs = socket.socketpair()
+        with theirs, _open_memory() as shared:
+            shared.write(bytes(CallMark.SIZE))
+            shared.flush()
+            self.mark = CallMark(mmap.mmap(shared.fileno(), CallMark.SIZE))
+            self.mark.clear()
+            command, environment = module_command(module, python)
+            defaults = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(shared.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno(), shared.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR,  # what it prints does not mix with the output of the run
+                env=defaults | environment,
+                start_new_session=True,  # its children are in its group, and Ctrl-C reaches only the rank
+            )
+        ours.setblocking(False)
+        self.socket = ours
+        self._outgoing, self._incoming = bytearray(), bytearray()
+        self.has_ended = False
+
+    @property
+    def pid(self) -> int:
+        """Return the process id."""
+        return self._process.pid
+
+    def prepare(self, memory_mb: float | None) -> None:
+        """Send what a process that calls `child.serve_user_code` needs first.
+
+        That is the import path, the files that were imported by their names, and its limit of memory in MiB, beyond
+        which an allocation raises MemoryError; None for no limit.
+        """
+        paths = import_path() if self._python is None else own_import_path()
+        memory = None if memory_mb is None else int(memory_mb * _MEBIBYTE)
+        self.send(paths, self._python is not None, imported_files(), memory)
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Return whether a part of a message is not sent yet."""
+        return bool(self._outgoing)
+
+    def send(self, *message: Any) -> None:
+        """Send a message, or as much of it as the process takes now; `flush` sends the rest."""
+        self._outgoing += framed(self._dumps(message))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as the process takes now."""
+        try:
+            while self._outgoing:
+                sent = self.socket.send(self._outgoing)
+                del self._outgoing[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:  # the process is gone; `receive` finds out what it still said
+            self._outgoing.clear()
+
+    def receive(self) -> Iterator[Any]:
+        """Yield the messages that have arrived."""
+        try:
+            while part := self.socket.recv(1 << 20):
+                self._incoming += part
+            self.has_ended = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.has_ended = True
+        yield from split_frames(self._incoming, self._loads, self._most_bytes)
+
+    def look(self) -> None:
+        """Find out whether the process has ended, also if one of its children keeps the socket open."""
+        exited = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        self.has_ended = self.has_ended or exited is not None
+
+    def has_exited(self) -> bool:
+        """Return whether the process has ended by itself, and not only closed its socket."""
+        has_exited = self._how is not None or self._wait(_SECONDS_TO_EXIT) is not None
+        self.has_ended = self.has_ended or has_exited
+        return has_exited
+
+    def end(self) -> str:
+        """Kill the process with its children, unless it has ended; return how it ended."""
+        if self._how is None:
+            ended_before = self.has_ended and self._wait(_SECONDS_TO_EXIT) is not None
+            status = self._finish()
+            self._how = describe_end(status) if ended_before else "was killed"
+        return self._how
+
+    def leave(self, seconds: float = 1.0) -> None:
+        """Let the process end by itself; kill it if that takes longer, and its children in any case."""
+        if self._how is None:
+            with suppress(OSError):  # the process has closed it
+                self.socket.shutdown(socket.SHUT_RDWR)  # the process reads the end of the stream, and ends
+            self._wait(seconds)
+            self._how = describe_end(self._finish())
+
+    def _finish(self) -> int:
+        """Kill what is left of the process and its children, and return its status."""
+        with suppress(ProcessLookupError, PermissionError):
+            # It has not been waited for, so the group's number is still its own.
+            os.killpg(self._process.pid, signal.SIGKILL)
+        status = self._process.wait()
+        self.socket.close()
+        return status
+
+    def _wait(self, seconds: float) -> Any:
+        """Return how the process has ended, or None if it has not after this time. It stays a zombie."""
+        until = time.monotonic() + seconds
+        while True:
+            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None or time.monotonic() >= until:
+                return ended
+            time.sleep(0.002)
+
+
+def describe_end(status: int) -> str:
+    """Return how a process ended, by its status as `subprocess` has it, as in "was killed by SIGKILL"."""
+    if status >= 0:
+        return f"exited with status {status}"
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+    return f"was killed by {names.get(-status, f'signal {-status}')}"
+
+
+def _open_memory() -> IO[bytes]:
+    """Return a file that two processes can map. On Linux it is on no disk, which could be full."""
+    return os.fdopen(os.memfd_create("call"), "r+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+
+
+def import_path() -> list[str]:
+    """Return `sys.path` with absolute directories, for a process that imports what this one can import."""
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
+def module_command(module: str, python: str | None) -> tuple[list[str], dict[str, str]]:
+    """Return what starts a module of this package as a program, without its arguments, and its environment.
+
+    Args:
+        module: The module, which has a function `main` that takes the arguments.
+        python: The interpreter; None for that of this process. Another one imports this package from where it is, and
+            all else from its own environment.
+    """
+    if python is None:
+        return [sys.executable, "-m", module], environment_of_a_child()
+    package = str(Path(__file__).resolve().parents[1])
+    return [python, "-P", "-c", _RUN_MODULE, package, module], environment_of_a_server({}, {})
+
+
+def own_import_path() -> list[str]:
+    """Return the directories of `sys.path` that do not belong to this interpreter or its environment."""
+    belonging = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
+
+    def is_own(entry: str) -> bool:
+        place = os.path.realpath(entry)
+        is_of_packages = os.path.basename(place) in ("site-packages", "dist-packages")
+        belongs = any(os.path.commonpath([place, prefix]) == prefix for prefix in belonging)
+        return os.path.isdir(place) and not is_of_packages and not belongs
+
+    return [entry for entry in map(os.path.abspath, sys.path) if is_own(entry)]
+
+
+def environment_of_a_child() -> dict[str, str]:
+    """Return this process's environment without its rank, and with this package first on the import path."""
+    kept = _environment_without_the_rank()
+    here = str(Path(__file__).resolve().parents[2])
+    return kept | {"PYTHONPATH": os.pathsep.join([here, *filter(None, [kept.get("PYTHONPATH")])])}
+
+
+def environment_of_a_server(defaults: Mapping[str, str], always: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment without its rank, for a program with a Python environment of its own.
+
+    Args:
+        defaults: Variables to set, unless the user has set them.
+        always: Variables to set in any case.
+    """
+    kept = _environment_without_the_rank()
+    for of_this_environment in ("VIRTUAL_ENV", "PYTHONHOME"):
+        kept.pop(of_this_environment, None)
+    return {**defaults, **kept, **always}
+
+
+def _environment_without_the_rank() -> dict[str, str]:
+    # torch.distributed would look for the store of torchrun's agent if it found one of the TORCHELASTIC variables.
+    return {
+        key: value for key, value in os.environ.items() if key not in _OF_A_RANK and not key.startswith("TORCHELASTIC")
+    }

@@ -1,0 +1,66 @@
+"""What Linux does for a process that asks: end it with its parent, hide its memory, and give it its orphans."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of prctl
+_SECONDS_TO_END_ALL = 5.0  # for processes that start others
+
+
+def die_with(parent: int) -> None:
+    """Make this process end with its parent, however the parent ends.
+
+    On Linux the process ends at once; on other systems, when it next reads from its socket. The signal follows the
+    thread that started the process, so that must be one which lives as long as the process is needed: the main thread.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone already
+        sys.exit(0)
+
+
+def hide_memory() -> None:
+    """Keep other processes of the user, such as the programs that this one runs, from reading its memory, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def adopt_orphans() -> bool:
+    """Make processes whose parents have ended children of this one, if it started the parents; only Linux can do it.
+
+    Returns:
+        Whether they are adopted from now on.
+    """
+    if sys.platform != "linux":
+        return False
+    return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def list_children() -> set[int]:
+    """Return the children of all threads of this process; none on systems other than Linux."""
+    found: set[int] = set()
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # the thread has ended, or the kernel does not have this file
+            found.update(map(int, (thread / "children").read_text().split()))
+    return found
+
+
+def end_children(others: AbstractSet[int] = frozenset()) -> None:
+    """End the children of this process but `others`: with `adopt_orphans`, also those of children that have ended.
+
+    On Linux, an adopted process is a child even if it has a session of its own. On other systems, it remains.
+    """
+    until = time.monotonic() + _SECONDS_TO_END_ALL
+    while (more := list_children() - others) and time.monotonic() < until:
+        for pid in more:
+            with suppress(ProcessLookupError, PermissionError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)  # its own children are ours from now on
