@@ -266,6 +266,7 @@ def test_a_campaign_on_a_small_package(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     found = {":".join(line["id"].split(":")[1:3]): (line["status"], line["tier"]) for line in lines}
+    print(done.stdout, *lines, (tmp_path / "out" / "controls.jsonl").read_text(), sep="\n")
     assert found == {
         "add:arithmetic": ("survived", None),
         "count:statement": ("timeout", "fast"),
