@@ -9,6 +9,7 @@ import torch
 from rl_megatron.algorithms import checkpointer
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.evaluate import HeldoutAnswers, HeldoutPairs, HeldoutProblems, HeldoutText
+from rl_megatron.algorithms.resumed_state import ResumedState
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.stopping import RunStopped
 from rl_megatron.algorithms.verify import manifest_at_the_end
@@ -47,7 +48,7 @@ class Policy:
 
     def load_checkpoint(self, path, verify):
         self.log.append(("load", path))
-        return {"step": int(path), "results": {"measures": {"accuracy": 0.25}, "samples": []}}
+        return {"step": int(path), "results": {"measures": {"accuracy": 0.25}, "samples": []}, "stage_state": {}}
 
 
 class Written:
@@ -115,6 +116,7 @@ def make(monkeypatch):
         monkeypatch.setattr(
             checkpointer, "delete_older", lambda directory, keep, *_: log.append(("delete older", keep))
         )
+        monkeypatch.setattr(ResumedState, "load", lambda *_: None)  # the checkpoint of the policy here keeps nothing
         config = load_config([])
         config = replace(config.first, train=replace(config.first.train, **train))
         args = (Engine(log), Characters(), Silent(log), "here", None, lambda: ({"accuracy": 0.75}, ["sample"]), "a")
