@@ -12,6 +12,7 @@ from rl_megatron.algorithms import checkpointer
 from rl_megatron.algorithms import ppo as training_loop
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.ppo import CRITIC
+from rl_megatron.algorithms.resumed_state import ResumedState
 from rl_megatron.algorithms.rollout_statistics import statistics
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.produced import whole
@@ -58,7 +59,7 @@ class Model:
 
     def load_checkpoint(self, path, verify):
         self.log.append(("load", self.name, str(path)))
-        return {"step": 1, "results": {}}
+        return {"step": 1, "results": {}, "stage_state": {}}
 
 
 @dataclass
@@ -107,6 +108,7 @@ def run(monkeypatch):
         )
         monkeypatch.setattr(training_loop, "sampler_of", Rollouts)
         monkeypatch.setattr(stage_module, "complete_checkpoints", lambda directory: list(saved))
+        monkeypatch.setattr(ResumedState, "load", lambda *_: None)  # the checkpoint of the policy here keeps nothing
         monkeypatch.setattr(
             checkpointer,
             "delete_older",
