@@ -74,7 +74,7 @@ class SyncedEngine:
         return metrics
 
     async def complete(self, request: Request) -> Completion:
-        """Complete a single request on rank 0, with whatever weights the engine has; see `RequestEngine.complete`.
+        """Complete a single request on rank 0, with whatever weights the engine has; see `TakesRequests.complete`.
 
         Raises:
             EngineLost: The engine has ended, and the next sync starts it again.

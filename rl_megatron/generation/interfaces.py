@@ -267,31 +267,3 @@ class TakesRequests(Protocol):
             seed: The source of the request's random numbers; None for one that is derived from `request_id`.
         """
         ...
-
-
-class RequestEngine(RolloutEngine, CompletesRequests, CompletesOnRank0, TakesRequests, Protocol):
-    """A rollout engine whose single requests can be stopped. All engines of this package are such engines.
-
-    Only the policy's rank 0 calls these methods.
-    """
-
-    def pause(self, abort: bool = False) -> None:
-        """Generate no further tokens until `resume`. Requests are still accepted.
-
-        Args:
-            abort: Whether running requests end now, with the tokens that they have and reason "abort". Otherwise they
-                go on after `resume`, with the weights that the engine serves then.
-        """
-        ...
-
-    def resume(self) -> None:
-        """Start to generate again."""
-        ...
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests now, with the tokens that they have and reason "abort".
-
-        Args:
-            request_ids: The requests; None for all. Requests that have ended are ignored.
-        """
-        ...

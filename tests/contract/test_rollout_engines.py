@@ -1,4 +1,4 @@
-"""What every rollout engine promises, for all engines in the registry: batches, requests, interruptions, versions.
+"""What every rollout engine promises, for all engines in the registry: batches, single requests, versions.
 
 The policy has two ranks, tensor-parallel, fp32 and a tied embedding. SGLang is a stand-in (tests/stand_ins/sglang).
 """
@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
@@ -57,32 +53,6 @@ def change_weights(policy) -> None:
             for parameter in model_chunk.parameters():
                 parameter.mul_(1.03)
     policy.model.version += 1
-
-
-def with_requests(policy, engine, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Run a coroutine that sends requests, on rank 0, while all ranks serve them; return its result there."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(asyncio.run(work()))
-        except BaseException as error:  # raised again below, in the test's thread
-            found.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    if policy.topology.rank == 0:
-        thread.start()
-    going = [True]
-    while going[0]:
-        if hasattr(engine, "decode_pending"):
-            engine.decode_pending()
-        if policy.topology.rank == 0:
-            thread.join(0.005)
-        going = [thread.is_alive()]
-        dist.broadcast_object_list(going, src=0)
-    if found and isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0] if found else None
 
 
 def difference(policy, batch) -> float:
@@ -138,53 +108,29 @@ def with_new_weights(policy, engine) -> dict:
     return found | {"after": batch.get_dict(), "difference": difference(policy, batch), "served": engine.served}
 
 
-def requests(policy, engine) -> dict:
-    """Return what single requests give, on rank 0."""
-    found: dict = {}
+def requests(engine) -> dict:
+    """Return what single requests give. Rank 0 calls it, while the other ranks do something else."""
+    seeds = [request_seed(3, index) for index in range(len(prompts()))]
     long = Sampling(LONGEST - 2, temperature=0.0)
 
     async def one_by_one():
-        seeds = [request_seed(3, index) for index in range(len(prompts()))]
         return [
             await engine.complete(prompt, SAMPLED, f"one-{index}", seed=seed)
             for index, (prompt, seed) in enumerate(zip(prompts(), seeds, strict=True))
         ]
 
-    async def aborted():
-        tasks = [asyncio.ensure_future(engine.complete([7, 8], long, f"abort-{name}")) for name in ("1", "10")]
+    async def cancelled():
+        cancelled = asyncio.ensure_future(engine.complete([7, 8], long, "long-1"))
+        other = asyncio.ensure_future(engine.complete([7, 8], long, "long-10"))
         await asyncio.sleep(0)
-        await started(tasks)
-        engine.abort(["abort-1"])
-        return await asyncio.gather(*tasks)
+        cancelled.cancel()
+        return {"other": await other, "cancelled": cancelled.cancelled()}
 
-    async def started(tasks) -> None:
-        """Wait a little, so that some tokens may have been generated; the requests may also have ended."""
-        await asyncio.wait(tasks, timeout=0.03)
-
-    async def paused():
-        engine.pause()
-        task = asyncio.ensure_future(engine.complete([7, 8], GREEDY, "paused"))
-        done, _ = await asyncio.wait([task], timeout=0.5)
-        waited = not done
-        engine.resume()
-        return waited, await task
-
-    async def ended_by_a_pause():
-        task = asyncio.ensure_future(engine.complete([7, 8], long, "ended"))
-        await started([task])
-        engine.pause(abort=True)
-        ended = await task
-        engine.resume()
-        return ended, await engine.complete([7, 8], GREEDY, "after")
-
-    for name, work in (
-        ("one by one", one_by_one), ("aborted", aborted), ("paused", paused), ("ended", ended_by_a_pause),
-    ):  # fmt: skip
-        found[name] = with_requests(policy, engine, work)
-    found["whole"] = with_requests(policy, engine, lambda: engine.complete([7, 8], long, "whole"))
-    found["batch"] = engine.generate(prompts(), SAMPLED, seed=3).get_dict()
-    found["version"] = policy.weight_version
-    return found
+    return {
+        "one by one": asyncio.run(one_by_one()),
+        **asyncio.run(cancelled()),
+        "after": asyncio.run(engine.complete([7, 8], GREEDY, "after")),
+    }
 
 
 def use_engine(name: str, directory: Path) -> dict:
@@ -197,8 +143,9 @@ def use_engine(name: str, directory: Path) -> dict:
     try:
         engine.update_weights()
         found = {"batches": batches(policy, engine, case.filters), "new weights": with_new_weights(policy, engine)}
-        if hasattr(engine, "complete"):
-            found["requests"] = requests(policy, engine)
+        if hasattr(engine, "complete") and policy.topology.rank == 0:
+            found["requests"] = requests(engine)
+        found["batch"] = engine.generate(prompts(), SAMPLED, seed=3).get_dict()
         return found
     finally:
         engine.shutdown()
@@ -220,7 +167,7 @@ def given(found):
 @pytest.fixture
 def asked(found):
     if "requests" not in found[0]:
-        pytest.skip("this engine takes no single requests yet")
+        pytest.skip("this engine takes no single requests")
     return found[0]["requests"]
 
 
@@ -314,28 +261,14 @@ def test_changed_weights_are_used_after_an_update_and_never_before(found):
         assert changed["served"].version in (None, each["batches"]["version"] + 1)
 
 
-def test_requests_one_by_one_give_the_batch(asked):
-    for completion, ids in zip(asked["one by one"], completions(asked["batch"]), strict=True):
+def test_requests_one_by_one_give_the_batch(asked, found):
+    version = found[0]["batches"]["version"] + 1
+    for completion, ids in zip(asked["one by one"], completions(found[0]["batch"]), strict=True):
         assert list(completion.ids) == ids and len(completion.logprobs) == len(ids)
         (span,) = completion.versions
-        assert (span.version, span.start, span.end, completion.reason) == (asked["version"], 0, NEW, "length")
+        assert (span.version, span.start, span.end, completion.reason) == (version, 0, NEW, "length")
 
 
-def test_an_aborted_request_has_a_prefix_of_the_whole_completion(asked):
-    whole, (aborted, other) = asked["whole"], asked["aborted"]
-    assert whole.reason == "length" and len(whole.ids) == LONGEST - 2
-    assert aborted.ids == whole.ids[: len(aborted.ids)] and len(aborted.logprobs) == len(aborted.ids)
-    assert aborted.reason == ("length" if len(aborted.ids) == len(whole.ids) else "abort")
-    assert (other.ids, other.reason) == (whole.ids, "length")
-
-
-def test_a_paused_engine_generates_nothing_until_it_is_resumed(asked):
-    waited, completion = asked["paused"]
-    assert waited and completion.ids == asked["whole"].ids[:NEW]
-
-
-def test_a_pause_can_end_requests_with_what_they_have(asked):
-    ended, after = asked["ended"]
-    assert ended.ids == asked["whole"].ids[: len(ended.ids)]
-    assert ended.reason == ("length" if len(ended.ids) == len(asked["whole"].ids) else "abort")
-    assert after.ids == asked["whole"].ids[:NEW]
+def test_a_cancelled_request_leaves_others_and_the_engine_as_they_are(asked):
+    assert asked["other"].reason == "length" and len(asked["other"].ids) == LONGEST - 2
+    assert asked["cancelled"] and asked["after"].ids == asked["other"].ids[:NEW]

@@ -175,28 +175,23 @@ def test_every_fault_of_a_weight_sync_is_named_on_every_rank(found):
 
 
 def interrupted(directory: Path) -> dict:
-    """Abort requests and update the weights while they run, and then kill the server."""
+    """Update the weights while a request runs, and then kill the server."""
     found: dict = {}
     long = Sampling(max_new_tokens=40, temperature=0.0)
     with serving({}, directory) as (policy, engine):
         stand_in(engine, slowness=0.02)
-        whole = asyncio.run(engine.complete([7, 8], long, "1-1"))
-
-        async def one_of_two(names, then):
-            tasks = [asyncio.ensure_future(engine.complete([7, 8], long, name)) for name in names]
-            await asyncio.sleep(0.3)
-            await asyncio.to_thread(then)
-            return await asyncio.gather(*tasks)
-
-        # SGLang itself aborts all ids that begin with the given one: "2-1" must not end "2-10".
-        found["aborted"], found["other"] = asyncio.run(one_of_two(("2-1", "2-10"), lambda: engine.abort(["2-1"])))
-        found["whole"] = whole
 
         def with_new_weights():
             update(policy)
             engine.update_weights()
 
-        (found["across"],) = asyncio.run(one_of_two(("3-1",), with_new_weights))
+        async def across_a_weight_sync():
+            request = asyncio.ensure_future(engine.complete([7, 8], long, "3-1"))
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(with_new_weights)
+            return await request
+
+        found["across"] = asyncio.run(across_a_weight_sync())
         found["versions"] = (policy.weight_version - 1, policy.weight_version)
         logprobs = found["across"].logprobs
         after = next(span for span in found["across"].versions if span.version == policy.weight_version)
@@ -223,12 +218,9 @@ def test_a_killed_server_is_started_again_and_the_rollouts_are_the_same(disturbe
     assert (disturbed["same"], disturbed["starts"]) == (True, 2)
 
 
-def test_requests_end_early_with_a_prefix_and_go_on_with_new_weights(disturbed):
+def test_requests_go_on_with_new_weights(disturbed):
     found = disturbed
-    aborted, whole, across = found["aborted"], found["whole"], found["across"]
-    assert aborted.reason == "abort" and 0 < len(aborted.ids) < 40
-    assert aborted.ids == whole.ids[: len(aborted.ids)]
-    assert found["other"].reason == "length" and found["other"].ids == whole.ids
+    across = found["across"]
     assert [span.version for span in across.versions] == list(found["versions"])
     assert across.versions[0].start == 0 and across.versions[1] == WeightSpan(
         found["versions"][1], across.versions[0].end, 40

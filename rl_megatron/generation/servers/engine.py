@@ -95,7 +95,7 @@ class ServerEngine:
         self._served: Served | None = None
         self._starts = self._restarts = 0
         self._asleep = False
-        self._paused = self._has_lost_a_server = False  # on rank 0, which alone takes single requests
+        self._has_lost_a_server = False  # on rank 0, which alone takes single requests
         self._sync_metrics: dict[str, float] = {}  # of a weight sync that was not reported yet
 
     @property
@@ -159,7 +159,7 @@ class ServerEngine:
     async def complete(
         self, ids: Sequence[int], sampling: Sampling, request_id: str, *, seed: int | None = None
     ) -> Completion:
-        """Return the completion of one prompt; see `RequestEngine.complete`. It may be called on any asyncio loop.
+        """Return the completion of one prompt; see `TakesRequests.complete`. It may be called on any asyncio loop.
 
         Raises:
             ConfigError: The prompt is too long for `max_new_tokens`.
@@ -176,20 +176,6 @@ class ServerEngine:
         except ServerDied as death:
             self._has_lost_a_server = True  # all ranks hear of it in the next `update_weights`
             raise EngineLost(f"{death}; update_weights() starts the server again") from death
-
-    def pause(self, abort: bool = False) -> None:
-        """Generate no further tokens until `resume`; see `RequestEngine.pause`."""
-        self._tell(self._requests().of_each(lambda server: self._kind.dialect.pause(server, abort)))
-        self._paused = True
-
-    def resume(self) -> None:
-        """Start to generate again; see `RequestEngine.resume`."""
-        self._tell(self._requests().of_each(self._kind.dialect.resume))
-        self._paused = False
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests now; see `RequestEngine.abort`."""
-        self._tell(self._requests().abort(request_ids))
 
     def sleep(self) -> None:
         """Let the servers release their memory, so that the policy can train on the same GPUs.
@@ -266,8 +252,8 @@ class ServerEngine:
                 )
             if completion.reason == "abort":
                 raise EngineFailed(
-                    f"request {completion.request_id!r} was aborted at token {len(completion.ids)}; abort() and "
-                    "pause(abort=True) are for requests of complete(), and not for generate()"
+                    f"request {completion.request_id!r} was aborted at token {len(completion.ids)}, and not by this "
+                    "run; let nothing else abort the requests of its servers"
                 )
 
     # --- weights ---
@@ -280,7 +266,7 @@ class ServerEngine:
             self._start()
         assert self._sync is not None  # `_start` has made it
         version, dialect = self.policy.weight_version, self._kind.dialect
-        self._tell_all(lambda server: dialect.pause(server, abort=False))
+        self._tell_all(dialect.pause)
         if self._asleep:
             self._tell_all(lambda server: dialect.wake(server, "weights"))
         metrics = self._sync.send(version)
@@ -289,8 +275,7 @@ class ServerEngine:
         if self._asleep:
             self._tell_all(lambda server: dialect.wake(server, "kv_cache"))
             self._asleep = False
-        if not self._ranks.share(lambda: self._paused):
-            self._tell_all(dialect.resume)
+        self._tell_all(dialect.resume)
         self._served, self._sync_metrics = Served(version, self._starts), metrics
 
     def _start(self) -> None:
@@ -334,13 +319,6 @@ class ServerEngine:
                 f"a prompt with its completion can have {longest} tokens, and the servers take {most}: raise their "
                 f"limit in {self._kind.dialect.key}, or lower generation.max_new_tokens"
             )
-
-    def _tell(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that tells the servers something; rank 0 alone does it."""
-        try:
-            self._loop.wait(work)
-        except (ServerDied, ServerRefused) as failure:
-            raise EngineFailed(str(failure)) from failure
 
     def _tell_all(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
         """Call something of every server; all ranks wait for it."""

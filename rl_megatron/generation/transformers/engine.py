@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ _SECONDS_AFTER_A_BREAK = 5.0  # how long engines may take to report a collective
 
 
 class TransformersEngine:
-    """A `RequestEngine` in `generation.num_engines` processes, which the policy's rank 0 starts at the first sync.
+    """A `RolloutEngine` in `generation.num_engines` processes, which the policy's rank 0 starts at the first sync.
 
     Only rank 0 talks to the processes. It broadcasts their answers, so that all ranks decide alike. All ranks take part
     when weights are sent over a collective. If a process dies, all engines are ended and started again, because they
@@ -48,7 +47,7 @@ class TransformersEngine:
         self._sends_adapter = settings.refit == "adapter"
         self._sender = WeightSender(policy.model, AdapterExporter) if self._sends_adapter else policy.weights
         self._workers: EngineWorkers | None = None  # on rank 0
-        self._started = self._paused = False
+        self._started = False
         self._served: Served | None = None
         self._starts = self._restarts = 0
         self._sync_metrics: dict[str, float] = {}  # of a weight sync that was not reported yet
@@ -122,7 +121,7 @@ class TransformersEngine:
     async def complete(
         self, ids: Sequence[int], sampling: Sampling, request_id: str, *, seed: int | None = None
     ) -> Completion:
-        """Return the completion of one prompt; see `RequestEngine.complete`. It may be called on any asyncio loop.
+        """Return the completion of one prompt; see `TakesRequests.complete`. It may be called on any asyncio loop.
 
         Engines decode single requests between the calls that all ranks make: a weight sync or `generate` interrupts
         them, and they go on afterwards.
@@ -137,26 +136,12 @@ class TransformersEngine:
             raise EngineLost("the rollout engine serves no weights; call update_weights() first")
         request = Request(request_id, tuple(ids), sampling, seed_of_id(request_id) if seed is None else seed)
         check_requests([request], self.policy.model_config.max_sequence_length, self.policy.vocab_size)
+        single_requests = self._engines().requests
         try:
-            return await asyncio.wrap_future(self._engines().requests.put(request))
+            return await asyncio.wrap_future(single_requests.put(request))
         except asyncio.CancelledError:
-            with suppress(EngineFailed):  # its process has ended
-                self.abort([request_id])
+            single_requests.abort(request_id)
             raise
-
-    def pause(self, abort: bool = False) -> None:
-        """Generate no further tokens of single requests until `resume`; see `RequestEngine.pause`."""
-        self._engines().requests.tell("pause", abort)
-        self._paused = True
-
-    def resume(self) -> None:
-        """Start to generate again; see `RequestEngine.resume`."""
-        self._engines().requests.tell("resume")
-        self._paused = False
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests now, with the tokens that they have; see `RequestEngine.abort`."""
-        self._engines().requests.tell("abort", request_ids)
 
     def shutdown(self) -> None:
         """End the engines' processes."""
@@ -240,8 +225,6 @@ class TransformersEngine:
         self._starts += 1
         if self._ranks.leads:
             self._workers = EngineWorkers(self.settings.num_engines, 60 * self.settings.engine_timeout_minutes)
-            if self._paused:
-                self._workers.requests.tell("pause", False)
         self._ask("build", [(plan, device, settings.batch_size, settings.router_replay) for device in self._devices])
         if self.settings.refit == "collective":
             self._join()

@@ -1,4 +1,4 @@
-"""The engine on servers, with fake ones: weights first, restarts, aborted requests, and failures."""
+"""The engine on servers, with fake ones: weights first, restarts, cancelled requests, and failures."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from rl_megatron.generation.interfaces import EngineFailed, Served
 from rl_megatron.generation.vllm.dialect import VllmDialect
 from rl_megatron.training.metrics import NonFiniteLoss
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
-from tests.fake_vllm import logprob, status
+from tests.fake_vllm import changed, logprob, status
 from tests.unit.generation.servers.engines_of_fakes import PROMPTS, SAMPLING
 from tests.unit.generation.servers.stub_policy import StubSync
 
@@ -57,36 +57,6 @@ def test_logits_that_are_nan_end_the_run_as_with_every_engine(engines):
         engine.generate(PROMPTS, SAMPLING, seed=1)
 
 
-def test_single_requests_are_answered_while_others_run_and_abort_returns_what_they_have(engines):
-    engine, fake = engines(fakes=1)
-    engine.update_weights()
-
-    async def run():
-        engine.pause()
-        waiting = [asyncio.ensure_future(engine.complete([5], SAMPLING, name, seed=1)) for name in ("a", "b")]
-        while len(fake.asked) < 2:
-            await asyncio.sleep(0.01)
-        engine.abort(["a"])
-        first = await waiting[0]
-        assert not waiting[1].done()
-        engine.resume()
-        return first, await waiting[1]
-
-    aborted, whole = asyncio.run(run())
-    assert (aborted.reason, aborted.ids) == ("abort", ()) and (whole.reason, whole.ids) == ("length", (6, 7, 8, 9))
-
-
-def test_a_paused_engine_stays_paused_over_a_weight_sync(engines):
-    engine, fake = engines(fakes=1)
-    engine.update_weights()
-    engine.pause()
-    engine.policy.weight_version = 2
-    engine.update_weights()
-    assert not fake.going.is_set()
-    engine.resume()
-    assert fake.going.is_set()
-
-
 def test_servers_sleep_while_the_policy_trains_and_wake_for_the_next_weights(engines):
     """The policy and the servers never need their memory at the same time."""
     engine, fake = engines(fakes=1, sleeps=True)
@@ -125,22 +95,33 @@ def test_a_server_that_dies_before_it_sleeps_costs_nothing_but_time(engines, mon
     assert engine.generate(PROMPTS, SAMPLING, seed=1)["weight_version"].tolist() == [1, 1, 1]
 
 
-def test_abort_ends_requests_that_wait_for_a_place(engines):
+def test_a_cancelled_request_leaves_its_place_to_the_next_one(engines):
     engine, fake = engines(fakes=1, settings={"max_requests_in_flight": 1})
     engine.update_weights()
 
     async def run():
-        engine.pause()
-        first, second = (asyncio.ensure_future(engine.complete([5], SAMPLING, name, seed=1)) for name in "ab")
+        fake.going.clear()
+        first, waiting, last = (asyncio.ensure_future(engine.complete([5], SAMPLING, name, seed=1)) for name in "abc")
         while not fake.asked:
             await asyncio.sleep(0.01)
-        engine.abort(["b"])
-        assert (await second).reason == "abort" and not first.done()
-        engine.abort()
-        assert (await first).reason == "abort" and len(fake.asked) == 1
-        engine.resume()
+        waiting.cancel()
+        first.cancel()
+        while len(fake.asked) < 2:
+            await asyncio.sleep(0.01)
+        assert first.cancelled() and waiting.cancelled() and not last.done()
+        fake.going.set()
+        return await last
 
-    asyncio.run(run())
+    assert asyncio.run(run()).ids == (6, 7, 8, 9)
+    assert [body["request_id"] for body in fake.asked] == ["a", "c"], "a request that waits is never sent"
+
+
+def test_a_batch_with_a_request_that_somebody_else_aborted_is_refused(engines):
+    engine, fake = engines(fakes=1)
+    engine.update_weights()
+    fake.wrong = changed(finish_reason="abort")
+    with pytest.raises(EngineFailed, match=r"request '1-.' was aborted at token ., and not by this run"):
+        engine.generate(PROMPTS, SAMPLING, seed=1)
 
 
 def test_a_single_request_has_an_id_of_its_own_and_fits_the_policy(engines):
@@ -150,13 +131,13 @@ def test_a_single_request_has_an_id_of_its_own_and_fits_the_policy(engines):
     async def run():
         with pytest.raises(ConfigError, match="exceed"):
             await engine.complete([1] * 61, SAMPLING, "long")
-        engine.pause()
+        fake.going.clear()
         first = asyncio.ensure_future(engine.complete([5], SAMPLING, "a"))
         while not fake.asked:
             await asyncio.sleep(0.01)
         with pytest.raises(ValueError, match="request id 'a' belongs to a request that has no completion yet"):
             await engine.complete([5], SAMPLING, "a")
-        engine.resume()
+        fake.going.set()
         await first
 
     asyncio.run(run())
