@@ -36,6 +36,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
@@ -83,16 +84,16 @@ def of_engine(engine: RolloutEngine, prompts: list[list[int]], tokens: int) -> C
     """Return a function that completes the prompts with an engine."""
 
     def complete(mode: str, number: int) -> list[int]:
-        engine.update_weights()
+        engine.sync()
         if mode == "equal":
-            batch = engine.generate(prompts, Sampling(tokens), number)
+            batch = generate(engine, prompts, Sampling(tokens), number)
             return (batch["input_lengths"] - batch["prompt_lengths"]).tolist()
         lengths = lengths_of(mode, len(prompts), tokens)
         requests = [
             replace(request, sampling=Sampling(length))
             for request, length in zip(requests_of(prompts, Sampling(tokens), number), lengths, strict=True)
         ]
-        return [len(completion.ids) for completion in engine.complete_all(requests)]
+        return [len(completion.ids) for completion in engine.complete(requests)]
 
     return complete
 
@@ -182,7 +183,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             figures[mode] = race(sides, mode, lengths_of(mode, len(prompts), options.tokens), options.rounds)
     finally:
         for engine in engines.values():
-            engine.shutdown()
+            engine.close()
         policy.shutdown()
     return figures
 

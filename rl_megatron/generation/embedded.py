@@ -8,14 +8,12 @@ from typing import Any
 import torch.distributed as dist
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.generation.completion_batch import check_requests, rollouts
-from rl_megatron.generation.completions import requests_of
+from rl_megatron.generation.completion_batch import check_requests
 from rl_megatron.generation.decode_graphs import CudaGraphs, graphs_for
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.decoding_progress import DecodingProgress
 from rl_megatron.generation.embedded_replica import EmbeddedReplica
-from rl_megatron.generation.interfaces import Completion, Request, Sampling, Served
+from rl_megatron.generation.interfaces import Completion, Request, Served
 from rl_megatron.generation.ongoing import Ongoing
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
@@ -42,34 +40,15 @@ class EmbeddedEngine:
         self._leads = policy.topology.rank == 0
         self._ranks = policy.topology.ranks
 
-    def update_weights(self) -> dict[str, float]:
+    def sync(self) -> dict[str, float]:
         """Return no metrics: the policy's weights are the engine's, and are not sent."""
         return {}
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """Do nothing: the engine started no process."""
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-        """Generate one completion for each prompt; see `RolloutEngine.generate`.
-
-        Raises:
-            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
-            NonFiniteLoss: On every rank, if the logits of any rank are NaN or infinite.
-        """
-        requests = requests_of(prompts, sampling, seed)
-        return rollouts(prompts, self.complete_all(requests), sampling)
-
-    def complete_all(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete the requests together; see `CompletesRequests.complete_all`.
-
-        Raises:
-            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
-        """
-        completions = self.complete_on_rank_0(requests if self._leads else ())
-        return self._ranks.share(lambda: completions)
-
-    def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete the requests of rank 0 together; see `CompletesOnRank0.complete_on_rank_0`.
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete the requests of rank 0 together; see `RolloutEngine.complete`.
 
         Each replica gets its requests, and rank 0 gets their completions.
 

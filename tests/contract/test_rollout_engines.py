@@ -16,10 +16,11 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.engines import ENGINES, build_engine
-from rl_megatron.generation.interfaces import EngineFailed, Sampling
+from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling
 from rl_megatron.generation.stop_strings import StopStrings
 from tests.contract.engine_cases import CASES
 from tests.parallel.layouts import build_policy
@@ -73,23 +74,23 @@ def batches(policy, engine, filters: bool) -> dict:
     found: dict = {"version": policy.weight_version}
     reference = EmbeddedEngine(policy)
     found["greedy"], found["reference"] = (
-        each.generate(prompts(), GREEDY, seed=3).get_dict() for each in (engine, reference)
+        generate(each, prompts(), GREEDY, seed=3).get_dict() for each in (engine, reference)
     )
     samplings = {"greedy": GREEDY, "sampled": SAMPLED} | ({"filtered": FILTERED} if filters else {})
-    drawn = {name: engine.generate(prompts(), sampling, seed=3) for name, sampling in samplings.items()}
+    drawn = {name: generate(engine, prompts(), sampling, seed=3) for name, sampling in samplings.items()}
     found["drawn"] = {name: batch.get_dict() for name, batch in drawn.items()}
     found["differences"] = {name: difference(policy, batch) for name, batch in drawn.items()}
-    found["again"] = engine.generate(prompts(), SAMPLED, seed=3).get_dict()
-    found["another seed"] = engine.generate(prompts(), SAMPLED, seed=4).get_dict()
-    found["reversed"] = engine.generate(prompts()[::-1], GREEDY, seed=3).get_dict()
+    found["again"] = generate(engine, prompts(), SAMPLED, seed=3).get_dict()
+    found["another seed"] = generate(engine, prompts(), SAMPLED, seed=4).get_dict()
+    found["reversed"] = generate(engine, prompts()[::-1], GREEDY, seed=3).get_dict()
     stop = int(found["greedy"]["input_ids"][1, 9 + 4])  # the fifth token of the second completion
     found["stop"] = stop
-    found["stopping"] = engine.generate(prompts(), dataclasses.replace(GREEDY, stop_ids=(stop,)), seed=3).get_dict()
+    found["stopping"] = generate(engine, prompts(), dataclasses.replace(GREEDY, stop_ids=(stop,)), seed=3).get_dict()
     at_texts = dataclasses.replace(SAMPLED, stop_strings=texts_of(completions(found["again"])))
-    found["stopping at texts"] = engine.generate(prompts(), at_texts, seed=3).get_dict()
+    found["stopping at texts"] = generate(engine, prompts(), at_texts, seed=3).get_dict()
     for name, wrong in (("too long", [1] * (LONGEST - NEW + 1)), ("empty", [])):
         with pytest.raises(ConfigError) as refused:
-            engine.generate([[1], wrong], GREEDY, seed=0)
+            generate(engine, [[1], wrong], GREEDY, seed=0)
         found[name] = str(refused.value)
     return found
 
@@ -99,12 +100,12 @@ def with_new_weights(policy, engine) -> dict:
     found: dict = {"stale": "not refused"}
     change_weights(policy)
     try:
-        found["before"] = engine.generate(prompts(), GREEDY, seed=3).get_dict()
-        found["stale"] = difference(policy, engine.generate(prompts(), GREEDY, seed=3))
+        found["before"] = generate(engine, prompts(), GREEDY, seed=3).get_dict()
+        found["stale"] = difference(policy, generate(engine, prompts(), GREEDY, seed=3))
     except EngineFailed as error:
         found["stale"] = str(error)
-    engine.update_weights()
-    batch = engine.generate(prompts(), GREEDY, seed=3)
+    engine.sync()
+    batch = generate(engine, prompts(), GREEDY, seed=3)
     return found | {"after": batch.get_dict(), "difference": difference(policy, batch), "served": engine.served}
 
 
@@ -115,13 +116,13 @@ def requests(engine) -> dict:
 
     async def one_by_one():
         return [
-            await engine.complete(prompt, SAMPLED, f"one-{index}", seed=seed)
+            await engine.submit(Request(f"one-{index}", tuple(prompt), SAMPLED, seed))
             for index, (prompt, seed) in enumerate(zip(prompts(), seeds, strict=True))
         ]
 
     async def cancelled():
-        cancelled = asyncio.ensure_future(engine.complete([7, 8], long, "long-1"))
-        other = asyncio.ensure_future(engine.complete([7, 8], long, "long-10"))
+        cancelled = asyncio.ensure_future(engine.submit(Request("long-1", (7, 8), long, 1)))
+        other = asyncio.ensure_future(engine.submit(Request("long-10", (7, 8), long, 1)))
         await asyncio.sleep(0)
         cancelled.cancel()
         return {"other": await other, "cancelled": cancelled.cancelled()}
@@ -129,7 +130,7 @@ def requests(engine) -> dict:
     return {
         "one by one": asyncio.run(one_by_one()),
         **asyncio.run(cancelled()),
-        "after": asyncio.run(engine.complete([7, 8], GREEDY, "after")),
+        "after": asyncio.run(engine.submit(Request("after", (7, 8), GREEDY, 1))),
     }
 
 
@@ -141,14 +142,14 @@ def use_engine(name: str, directory: Path) -> dict:
     stage = dataclasses.replace(load_config(overrides).first, model=MODEL)
     engine = build_engine(policy, stage, directory)
     try:
-        engine.update_weights()
+        engine.sync()
         found = {"batches": batches(policy, engine, case.filters), "new weights": with_new_weights(policy, engine)}
-        if hasattr(engine, "complete") and policy.topology.rank == 0:
+        if hasattr(engine, "submit") and policy.topology.rank == 0:
             found["requests"] = requests(engine)
-        found["batch"] = engine.generate(prompts(), SAMPLED, seed=3).get_dict()
+        found["batch"] = generate(engine, prompts(), SAMPLED, seed=3).get_dict()
         return found
     finally:
-        engine.shutdown()
+        engine.close()
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
@@ -255,7 +256,7 @@ def test_changed_weights_are_used_after_an_update_and_never_before(found):
     for each in found:
         changed, stale = each["new weights"], each["new weights"]["stale"]
         assert changed["difference"] < 1e-5
-        assert "call update_weights()" in stale if isinstance(stale, str) else stale < 1e-5
+        assert "call sync()" in stale if isinstance(stale, str) else stale < 1e-5
         gap = changed["after"]["generation_logprobs"].sum() - each["batches"]["greedy"]["generation_logprobs"].sum()
         assert abs(gap) > 1e-3
         assert changed["served"].version in (None, each["batches"]["version"] + 1)

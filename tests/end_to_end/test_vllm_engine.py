@@ -11,7 +11,8 @@ import torch
 
 from rl_megatron.config.load import load_config
 from rl_megatron.config.peft import LoraConfig
-from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.completion_batch import generate
+from rl_megatron.generation.interfaces import Request, Sampling
 from rl_megatron.generation.vllm.engine import build_vllm_engine
 from rl_megatron.losses import build_loss
 from rl_megatron.model.lora.attach import switched_off
@@ -62,19 +63,19 @@ async def interrupted(engine, policy) -> dict:
     sampling, delay = Sampling(max_new_tokens=90), 0.1
     for attempt in range(20):
         cancelled, kept = (
-            asyncio.ensure_future(engine.complete([5, 6], sampling, f"{name}-{attempt}", seed=1))
+            asyncio.ensure_future(engine.submit(Request(f"{name}-{attempt}", (5, 6), sampling, 1)))
             for name in ("cancelled", "kept")
         )
         await asyncio.sleep(delay)
         cancelled.cancel()
         await asyncio.wait([cancelled])
         policy.model.version += 1
-        engine.update_weights()
+        engine.sync()
         completion = await kept
         if len(completion.versions) == 2:
             break
         delay *= 1.7 if completion.versions[0].version == policy.weight_version else 0.6  # no pair alternates
-    return {"whole": await engine.complete([5, 6], sampling, "whole", seed=1), "kept": completion}
+    return {"whole": await engine.submit(Request("whole", (5, 6), sampling, 1)), "kept": completion}
 
 
 def use_servers(urls, directory, interrupts: bool) -> dict:
@@ -83,22 +84,22 @@ def use_servers(urls, directory, interrupts: bool) -> dict:
     engine, found = engine_of(policy, directory, f"generation.vllm.server_urls=[{','.join(urls)}]"), {}
     try:
         for step in range(3):
-            engine.update_weights()
-            batches = {name: engine.generate(prompts(), sampling, seed=3) for name, sampling in SAMPLINGS.items()}
+            engine.sync()
+            batches = {name: generate(engine, prompts(), sampling, seed=3) for name, sampling in SAMPLINGS.items()}
             found[step] = {name: largest_difference(policy, batch) for name, batch in batches.items()}
             batch = batches["temperature 1"]
             versions = batch["token_weight_versions"][batch["token_mask"] == 1]
             found[f"versions {step}"] = (set(versions.tolist()), policy.weight_version)
             train_a_step(policy, batch)
-        engine.update_weights()
+        engine.sync()
         group = [prompts()[1]] * 40
         assert len(group) * 52 > 2 * STEP_TOKENS, "far more tokens than a step takes"
-        found["group"] = engine.generate(group, SAMPLINGS["temperature 1"], seed=9)["input_ids"].tolist()
-        found["group again"] = engine.generate(group, SAMPLINGS["temperature 1"], seed=9)["input_ids"].tolist()
+        found["group"] = generate(engine, group, SAMPLINGS["temperature 1"], seed=9)["input_ids"].tolist()
+        found["group again"] = generate(engine, group, SAMPLINGS["temperature 1"], seed=9)["input_ids"].tolist()
         if interrupts:
             found |= asyncio.run(interrupted(engine, policy))
     finally:
-        engine.shutdown()
+        engine.close()
     return found
 
 
@@ -151,14 +152,14 @@ def use_a_server_with_adapters(directory: str) -> list[tuple[float, float]]:
     engine = engine_of(policy, directory, *keys)
     try:
         for _ in range(2):
-            engine.update_weights()
-            batch = engine.generate(prompts(), SAMPLINGS["temperature 1"], seed=3)
+            engine.sync()
+            batch = generate(engine, prompts(), SAMPLINGS["temperature 1"], seed=3)
             with switched_off(policy.model.model_chunks):
                 of_base = largest_difference(policy, batch)
             found.append((largest_difference(policy, batch), of_base))
             train_a_step(policy, batch)
     finally:
-        engine.shutdown()
+        engine.close()
     return found
 
 

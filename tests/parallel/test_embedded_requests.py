@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.completions import request_seed, requests_of
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.embedded import EmbeddedEngine
@@ -34,7 +35,7 @@ def completed(parallel: dict, order: list[int], model: Any) -> list[Completion]:
         )
         for index in order
     ]  # fmt: skip
-    found = EmbeddedEngine(policy, batch_size=3).complete_on_rank_0(requests if policy.topology.rank == 0 else [])
+    found = EmbeddedEngine(policy, batch_size=3).complete(requests if policy.topology.rank == 0 else [])
     assert [completion.request_id for completion in found] == [request.request_id for request in requests][: len(found)]
     return sorted(found, key=lambda completion: int(completion.request_id[1:]))
 
@@ -71,7 +72,7 @@ def one_token_after_others(parallel: dict) -> dict[str, torch.Tensor]:
     """Return completions of prompts of one token, in slots that longer sequences had before."""
     engine = EmbeddedEngine(build_policy(parallel, model=HYBRID_EXPERTS), batch_size=2)
     long, short = [[7, 8, 9, 10, 11]] * 4, [[token] for token in range(1, 9)]
-    return dict(engine.generate([*long, *short], Sampling(6, temperature=0.0), seed=0))
+    return dict(generate(engine, [*long, *short], Sampling(6, temperature=0.0), seed=0))
 
 
 def test_a_prompt_of_one_token_does_not_see_the_states_of_its_slot(ranks):

@@ -146,7 +146,7 @@ class RequestSender:
 
 
 def _report_nan(completion: Completion, server: ServerClient) -> None:
-    """Log which server computed logits that are NaN; `rollouts` then ends the run, as for every engine."""
+    """Log which server computed logits that are NaN; `sequence_batch` then ends the run, as for every engine."""
     first = next((index for index, logprob in enumerate(completion.logprobs) if math.isnan(logprob)), None)
     if first is not None:
         log.LOGGER.warning(
