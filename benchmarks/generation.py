@@ -8,13 +8,12 @@ In the mode "equal", every completion has `--tokens` tokens. In the mode "mixed"
 between a quarter of it and `--tokens`: engines get it as the request's `max_new_tokens`, and `model.generate` as a
 stopping criterion for each sequence. Lengths are checked in both modes.
 
-An engine that takes no single requests is left out of the mode "mixed". An engine that is not installed is left out.
+An engine that is not installed is left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import logging
 import random
@@ -24,9 +23,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +36,10 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.byte_level_bpe import train_bpe
-from rl_megatron.generation.embedded import EmbeddedEngine
+from rl_megatron.generation.completion_batch import generate
+from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.engines import build_engine
-from rl_megatron.generation.interfaces import RequestEngine, RolloutEngine, Sampling
+from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.transformers.model import checkpoint_tensors
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
@@ -84,32 +84,18 @@ def of_engine(engine: RolloutEngine, prompts: list[list[int]], tokens: int) -> C
     """Return a function that completes the prompts with an engine."""
 
     def complete(mode: str, number: int) -> list[int]:
-        engine.update_weights()
+        engine.sync()
         if mode == "equal":
-            batch = engine.generate(prompts, Sampling(tokens), number)
+            batch = generate(engine, prompts, Sampling(tokens), number)
             return (batch["input_lengths"] - batch["prompt_lengths"]).tolist()
         lengths = lengths_of(mode, len(prompts), tokens)
-        asked = requests(cast(RequestEngine, engine), prompts, lengths, number)
-        if not isinstance(engine, EmbeddedEngine):
-            return asyncio.run(asked)
-        # The model computes in the main thread: OpenMP's threads for a second one compete with those of the first.
-        with ThreadPoolExecutor(1) as threads:
-            answers = threads.submit(asyncio.run, asked)
-            engine.decode_pending(until=answers)
-        return answers.result()
+        requests = [
+            replace(request, sampling=Sampling(length))
+            for request, length in zip(requests_of(prompts, Sampling(tokens), number), lengths, strict=True)
+        ]
+        return [len(completion.ids) for completion in engine.complete(requests)]
 
     return complete
-
-
-async def requests(engine: RequestEngine, prompts: list[list[int]], lengths: list[int], number: int) -> list[int]:
-    """Complete each prompt by a request of its own, and return the lengths."""
-    completions = await asyncio.gather(
-        *(
-            engine.complete(prompt, Sampling(length), f"{number}-{index:05d}", seed=number * len(prompts) + index)
-            for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-        )
-    )
-    return [len(completion.ids) for completion in completions]
 
 
 def of_transformers(policy: MegatronPolicy, prompts: list[list[int]], tokens: int) -> Complete:
@@ -194,15 +180,10 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             sides[name] = of_engine(engines[name], prompts, options.tokens)
         figures = {}
         for mode in options.modes:
-            able = {
-                name: side
-                for name, side in sides.items()
-                if mode == "equal" or name == _REFERENCE or hasattr(engines[name], "complete")
-            }
-            figures[mode] = race(able, mode, lengths_of(mode, len(prompts), options.tokens), options.rounds)
+            figures[mode] = race(sides, mode, lengths_of(mode, len(prompts), options.tokens), options.rounds)
     finally:
         for engine in engines.values():
-            engine.shutdown()
+            engine.close()
         policy.shutdown()
     return figures
 

@@ -145,10 +145,10 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
         def sleep(self) -> None:
             self._engine.sleep()
 
-        def complete_on_rank_0(self, requests: list[Any]) -> Any:
+        def complete(self, requests: list[Any]) -> Any:
             endless = [replace(each, sampling=replace(each.sampling, stop_ids=())) for each in requests]
             with clock.phase("generate"):
-                completions = self._engine.complete_on_rank_0(endless)
+                completions = self._engine.complete(endless)
             lengths = sum(len(completion.ids) for completion in completions)
             clock.tokens = (sum(len(each.prompt) for each in requests), lengths)
             return completions

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from benchmarks.paired_steps import Switch, compare, parser, when_on
 from rl_megatron.data.encoding import EncodedPrompt
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.rewards.samples import Sample
 from rl_megatron.rollouts.scored import Scored, ScoredRollouts
@@ -30,8 +31,8 @@ def directly(
     group_size: int = 1,
 ) -> Scored | None:
     """Return what `ScoredRollouts.make` returns, without trajectories."""
-    leads = rollouts.runner.leads
-    batch = engine.generate([prompt.ids for prompt in prompts], sampling, seed)
+    leads = rollouts.runner.ranks.leads
+    batch = generate(engine, [prompt.ids for prompt in prompts], sampling, seed)
     with phase("reward"):
         ids = [
             sequence[start:end]

@@ -51,6 +51,7 @@ _HOME = {
     "declare_metrics": "config.metrics",
     "declare_token_keys": "data.token_keys",
     "dpo": "api.train",
+    "generate": "generation.completion_batch",
     "grpo": "api.train",
     "linear_logprobs": "logprobs",
     "load_config": "config.load",

@@ -30,6 +30,7 @@ from rl_megatron.data.sources import DataSource as DataSource
 from rl_megatron.data.sources import register_source as register_source
 from rl_megatron.data.tasks import register_task as register_task
 from rl_megatron.data.token_keys import declare_token_keys as declare_token_keys
+from rl_megatron.generation.completion_batch import generate as generate
 from rl_megatron.generation.embedded import EmbeddedEngine as EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling as Sampling
 from rl_megatron.generation.registry import register_engine as register_engine

@@ -31,7 +31,7 @@ class FakeVllm:
     def __init__(self, port=0, token=""):
         self.version, self.weights, self.settings, self.healthy = "0.32.0", "1", json.loads(json.dumps(SETTINGS)), True
         self.wrong, self.wrong_times, self.seconds, self.health_status = None, 1 << 30, 0.0, 200
-        self.asked, self.called, self.aborted = [], [], set()
+        self.asked, self.called = [], []
         self.in_flight = self.tokens_in_flight = self.most_in_flight = self.most_tokens = 0
         self.lock, self.going = threading.Lock(), threading.Event()
         self.going.set()
@@ -90,14 +90,10 @@ class FakeVllm:
         self.called.append(handler.path)
         if path == "/pause":
             self.going.clear()
-            self.aborted |= {each["request_id"] for each in self.asked} if "abort" in handler.path else set()
         elif path == "/resume":
             self.going.set()
         elif path == "/finish_weight_update":
             self.weights = body["weight_version"]
-        elif path == "/abort_requests":
-            everything = [f"generate-tokens-{each['request_id']}" for each in self.asked]
-            self.aborted |= {each.removeprefix("generate-tokens-") for each in body.get("request_ids", everything)}
         self.answer(handler, {"status": "done"})
 
     def generate(self, handler, body):
@@ -125,11 +121,7 @@ class FakeVllm:
     def completion(self, body):
         parameters, ids, reason = body["sampling_params"], [], "length"
         for token in range(body["token_ids"][-1] + 1, body["token_ids"][-1] + 1 + parameters["max_tokens"]):
-            while not self.going.wait(0.005) and body["request_id"] not in self.aborted:
-                pass
-            if body["request_id"] in self.aborted:
-                reason = "abort"
-                break
+            self.going.wait()
             ids.append(token % VOCAB_SIZE)
             if ids[-1] in parameters["stop_token_ids"]:
                 reason = "stop"

@@ -15,6 +15,7 @@ from rl_megatron.config.model_shape import LayerKind
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation import kv_cache
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.model.layers import gated_activation
@@ -109,7 +110,7 @@ def cached_bytes(batch_size: int) -> int:
 
     kv_cache.KVCache.__init__ = keep
     try:
-        EmbeddedEngine(policy, batch_size).generate([[1, 2, 3]] * batch_size, Sampling(max_new_tokens=5), seed=0)
+        generate(EmbeddedEngine(policy, batch_size), [[1, 2, 3]] * batch_size, Sampling(max_new_tokens=5), seed=0)
     finally:
         kv_cache.KVCache.__init__ = initialize
     return sum(tensor.nbytes for cache in caches for tensor in cache.tensors())

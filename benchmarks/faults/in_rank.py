@@ -24,11 +24,11 @@ STRUCK = "struck"  # the file that says that the fault has come, so that it does
 # moment → the class and the method whose calls are counted
 MOMENTS = {
     "load": (MegatronPolicy, "__init__"),
-    "generate": (SyncedEngine, "complete_on_rank_0"),
+    "generate": (SyncedEngine, "complete"),
     "reward": (Scorer, "score_samples"),
     "logprobs": (MegatronPolicy, "get_logprobs"),
     "train": (MegatronPolicy, "train"),
-    "refit": (SyncedEngine, "update_weights"),
+    "refit": (SyncedEngine, "sync"),
     "record": (MetricsLogger, "record"),
     "save": (Checkpointer, "save"),
     "finish": (MetricsLogger, "finish"),

@@ -10,6 +10,7 @@ from rl_megatron import (
     OptimizerConfig,
     Reduction,
     Sampling,
+    generate,
     masked_mean,
     start_topology,
 )
@@ -32,7 +33,7 @@ def main() -> None:
     topology = start_topology(device="cpu")
     policy = MegatronPolicy(model, topology, vocab_size=260, optimizer=OptimizerConfig(lr=1e-3))
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12], [13]]
-    rollouts = EmbeddedEngine(policy).generate(prompts, Sampling(max_new_tokens=6), seed=0)
+    rollouts = generate(EmbeddedEngine(policy), prompts, Sampling(max_new_tokens=6), seed=0)
     torch.manual_seed(0)
     rollouts["advantages"] = torch.randn(len(prompts), 1) * rollouts["token_mask"]
 

@@ -16,7 +16,6 @@ from rl_megatron.algorithms.rollout import Sampler, add_data_sets, mixture_to_te
 from rl_megatron.algorithms.rollout_record import RolloutRecord
 from rl_megatron.algorithms.rollout_statistics import Rollouts, statistics
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.batching.host_memory import TensorStore
 from rl_megatron.batching.produced import produced
 from rl_megatron.batching.sharded import ShardedBatch
@@ -26,7 +25,6 @@ from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.training_data import RolloutPrompts
-from rl_megatron.generation.interfaces import Completion, Request
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.scorer import Scorer
@@ -57,7 +55,6 @@ class AsyncSampler:
 
     def __init__(self, stage: Stage, algorithm: RolloutConfig):
         config = stage.config
-        assert isinstance(stage.engine, SyncedEngine)  # a run makes no other one
         self._stage, self._engine = stage, stage.engine
         self._group_size, self._per_step = algorithm.samples_per_prompt, algorithm.prompts_per_step
         self._rounds, self._seed = algorithm.rounds_per_step, config.train.seed
@@ -75,8 +72,8 @@ class AsyncSampler:
         self._logged = ranks.share(self._log.read)
         self._rollouts = AsyncRollouts(
             stage.rollouts, Scorer(config.reward, lambda: build_source(config).task(), Ranks()),
-            queue_rules(config.rollout, algorithm, config.train.steps), self._tasks_at, self._complete, self._sampling,
-            ranks, waits_for_requests=not config.rollout.in_flight_weight_updates,
+            queue_rules(config.rollout, algorithm, config.train.steps), self._tasks_at, self._engine.submit,
+            self._sampling, ranks, waits_for_requests=not config.rollout.in_flight_weight_updates,
         )  # fmt: skip
         stage.keep("sampler", self)
         stage.close_at_end(self._rollouts)
@@ -231,9 +228,6 @@ class AsyncSampler:
         step, round_ = divmod(batch, self._rounds)
         seed = seed_of_batch(self._seed, step + 1) + round_
         return tasks_of([prompt] * self._group_size, seed, place * self._group_size)
-
-    async def _complete(self, request: Request) -> Completion:
-        return await self._engine.complete(request)
 
     def _before_sync(self) -> None:
         served = self._engine.served

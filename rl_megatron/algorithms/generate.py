@@ -27,6 +27,7 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.prompt_files import FilePrompt, FilePrompts
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK, CompletionsFile
 from rl_megatron.generation.engines import build_engine, check_engine
@@ -132,7 +133,7 @@ def _checked_sampling(job: CompletionJob) -> Sampling:
 def loaded_engine(
     stage: StageConfig, weights: Path, tokenizer: Tokenizer, layout: Topology, directory: Path, sampling: Sampling
 ) -> Iterator[RolloutEngine]:
-    """Yield the stage's rollout engine with trained weights, and shut it down afterwards. There is no optimizer.
+    """Yield the stage's rollout engine with trained weights, and close it afterwards. There is no optimizer.
 
     Args:
         stage: The model, the layout and the engine.
@@ -159,7 +160,7 @@ def loaded_engine(
     try:
         yield engine
     finally:
-        engine.shutdown()
+        engine.close()
     policy.shutdown()
 
 
@@ -176,7 +177,7 @@ def _generate(job: CompletionJob, sampling: Sampling, engine: RolloutEngine, don
             numbers = range(block * COMPLETIONS_PER_BLOCK, min((block + 1) * COMPLETIONS_PER_BLOCK, total))
             show(numbers.start, len(numbers))
             prompts = [list(job.place(number)[0].ids) for number in numbers]
-            rollouts = engine.generate(prompts, sampling, request_seed(job.seed, block))
+            rollouts = generate(engine, prompts, sampling, request_seed(job.seed, block))
             failure = ranks.try_on_rank0(lambda n=numbers, r=rollouts, d=done: job.output.append(_lines(job, n, r, d)))
             if failure is not None:
                 raise SaveFailed(f"--output {job.output.path} cannot be written: {failure}; free space, and repeat")

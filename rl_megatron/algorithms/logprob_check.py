@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.policy.interfaces import PolicyInterface
 
@@ -69,7 +70,7 @@ class LogprobCheck:
         if not chosen:
             return {}
         sampling = replace(self.sampling, max_new_tokens=self.max_new_tokens)
-        rollouts = engine.generate(chosen, sampling, _SEED)
+        rollouts = generate(engine, chosen, sampling, _SEED)
         trainers = self.policy.get_logprobs(rollouts)["logprobs"]
         difference = (trainers - rollouts["generation_logprobs"]).abs()
         difference = difference.nan_to_num(nan=torch.inf).masked_fill(rollouts["token_mask"] == 0, -1.0)

@@ -143,7 +143,7 @@ class Sampler:
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
         """Return `samples_per_prompt` scored completions for each of the round's prompts, on every rank.
 
-        The batch is the one that `RolloutEngine.generate` returns, with `rewards` [B]. Samples of a prompt are
+        The batch is the one that `generate` returns, with `rewards` [B]. Samples of a prompt are
         contiguous.
         """
         rollouts = self.produce(step, round_)

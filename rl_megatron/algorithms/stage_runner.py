@@ -131,7 +131,7 @@ class StageRunner:
 
 
 def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
-    """Run the training loop of a stage, and shut down its engine."""
+    """Run the training loop of a stage, and close its engine."""
     try:
         with timing(stage.timer), _short_collections():
             algorithm_of(stage.config).run(stage, stage.config.algorithm)
@@ -144,7 +144,7 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
         stage.checkpointer.exporter.close()
         for part in stage.closing:
             part.close()
-        engine.shutdown()
+        engine.close()
         if stage.eval_sets is not None:
             stage.eval_sets.close()
 

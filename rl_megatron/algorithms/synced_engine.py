@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from functools import partial
 
 from rl_megatron.algorithms.logprob_check import LogprobCheck
-from rl_megatron.batching.routing import ROUTED_EXPERTS
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.generation.completion_batch import complete_on_rank_0
 from rl_megatron.generation.interfaces import (
     Completion,
     EngineFailed,
     Request,
     RolloutEngine,
-    Sampling,
     Served,
-    SleepingEngine,
-    TakesRequests,
 )
 from rl_megatron.timing import count_tokens, phase
 from rl_megatron.topology.ranks import Ranks
-
-_T = TypeVar("_T")
 
 
 class SyncedEngine:
@@ -64,78 +56,51 @@ class SyncedEngine:
         """Return which copy of the policy's weights the engine serves, or None."""
         return self._engine.served
 
-    def update_weights(self) -> dict[str, float]:
+    def sync(self) -> dict[str, float]:
         """Sync the policy's current weights to the engine, and return the metrics of the sync."""
         self._before_sync()
         with phase("refit"):
-            metrics = self._engine.update_weights()
+            metrics = self._engine.sync()
         self._after_sync()
         self._note(metrics)
         return metrics
 
-    async def complete(self, request: Request) -> Completion:
-        """Complete a single request on rank 0, with whatever weights the engine has; see `RequestEngine.complete`.
+    async def submit(self, request: Request) -> Completion:
+        """Complete a single request on rank 0, with whatever weights the engine has; see `RolloutEngine`.
 
         Raises:
             EngineLost: The engine has ended, and the next sync starts it again.
             EngineFailed: The completion has no routed experts, although the engine is one that records them; or the
                 engine takes no single requests.
         """
-        engine = self._engine
-        if not isinstance(engine, TakesRequests):
+        submit = getattr(self._engine, "submit", None)
+        if submit is None:
             raise EngineFailed(
-                "the rollout engine takes no single requests while the policy trains: it has no method `complete`; set "
+                "the rollout engine takes no single requests while the policy trains: it has no method `submit`; set "
                 "rollout.async_enabled=false"
             )
-        completion = await engine.complete(
-            list(request.prompt), request.sampling, request.request_id, seed=request.seed
-        )
+        completion = await submit(request)
         self._require_routing(completion.routed_experts is not None)
         return completion
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-        """Generate completions of `prompts`, as `RolloutEngine.generate`, with the policy's current weights.
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete requests, as `RolloutEngine.complete`, with the policy's current weights.
 
         Raises:
             EngineMismatch: The engine's logprobs differ from the trainer's. Nothing was generated for the caller.
             EngineFailed: The completions have no routed experts, although the engine is one that records them.
         """
-
-        def generate() -> BatchedDataDict:
-            rollouts = self._engine.generate(prompts, sampling, seed)
-            count_tokens(int((rollouts["input_lengths"] - rollouts["prompt_lengths"]).sum()))
-            self._require_routing(ROUTED_EXPERTS in rollouts)
-            return rollouts
-
-        return self._checked_result(generate, prompts)
-
-    def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete requests, as `CompletesOnRank0.complete_on_rank_0`, with the policy's current weights.
-
-        Raises:
-            EngineMismatch: The engine's logprobs differ from the trainer's. Nothing was generated for the caller.
-            EngineFailed: The completions have no routed experts, although the engine is one that records them; or the
-                engine takes no requests.
-        """
-
-        def complete() -> list[Completion]:
-            completions = complete_on_rank_0(self._engine, requests, self._ranks)
-            num_tokens, has_routing = self._ranks.share(lambda: _summarise(completions))
-            count_tokens(num_tokens)
-            self._require_routing(has_routing)
-            return completions
-
         beginnings = self._check.chosen([self._beginning(request) for request in requests])
-        return self._checked_result(complete, self._ranks.share(lambda: beginnings))
-
-    def _checked_result(self, generate: Callable[[], _T], prompts: list[list[int]]) -> _T:
-        """Return what `generate` returns from an engine that has the policy's weights and was checked on prompts."""
+        prompts = self._ranks.share(lambda: beginnings)
         while True:
             served = self.ready(prompts)
             with phase("generate"):
-                result = generate()
+                completions = self._engine.complete(requests)
+                num_tokens, has_routing = self._ranks.share(partial(_summarise, completions))
+                count_tokens(num_tokens)
+                self._require_routing(has_routing)
             if self.served == served:
-                return result  # otherwise it comes from a restarted engine, which has not been checked
+                return completions  # otherwise they come from a restarted engine, which has not been checked
 
     def ready(self, prompts: list[list[int]]) -> Served:
         """Sync the policy's current weights and check them on prompts, and return which copy the engine serves.
@@ -144,7 +109,10 @@ class SyncedEngine:
             EngineMismatch: The engine's logprobs differ from the trainer's.
         """
         while True:
-            served = self._sync()
+            self.sync()
+            served = self.served
+            if served is None:
+                raise EngineFailed("the rollout engine serves no weights after sync()")
             if served == self._checked:
                 return served
             with phase("gate"):
@@ -165,20 +133,14 @@ class SyncedEngine:
 
     def sleep(self) -> None:
         """Let the engine release memory that the policy needs for training, if it shares devices with the policy."""
-        if isinstance(self._engine, SleepingEngine):
+        sleep = getattr(self._engine, "sleep", None)
+        if sleep is not None:
             with phase("sleep"):
-                self._engine.sleep()
+                sleep()
 
-    def _sync(self) -> Served:
-        """Sync weights, and return which copy of them the engine serves."""
-        self.update_weights()
-        if self.served is None:
-            raise EngineFailed("the rollout engine serves no weights after update_weights()")
-        return self.served
-
-    def shutdown(self) -> None:
-        """Shut the engine down."""
-        self._engine.shutdown()
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
 
 
 def _summarise(completions: Sequence[Completion]) -> tuple[int, bool]:

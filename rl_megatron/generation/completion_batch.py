@@ -1,12 +1,11 @@
-"""Check prompts, and make a training batch of prompts and completions, for every engine."""
+"""Generate with any engine: check prompts, and make a training batch of prompts and completions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
-from typing import Literal
+from itertools import chain
 
 import numpy as np
 import torch
@@ -15,15 +14,13 @@ from torch import Tensor
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.interfaces import (
-    CompletesOnRank0,
-    CompletesRequests,
     Completion,
     EngineFailed,
     Request,
     RolloutEngine,
     Sampling,
-    WeightSpan,
 )
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.metrics import NonFiniteLoss
@@ -61,53 +58,46 @@ def check_requests(requests: Iterable[Request], max_sequence_length: int, vocab_
         )
 
 
-def complete_on_rank_0(engine: RolloutEngine, requests: Sequence[Request], ranks: Ranks) -> list[Completion]:
-    """Return the completions of requests that rank 0 has on rank 0, and none on other ranks. Every rank calls it.
+def generate(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
+    """Generate one completion for each prompt, and return the batch of all, the same on every rank. Collective.
 
-    An engine that has no method `complete_on_rank_0` gets the requests on every rank.
+    Args:
+        engine: The engine.
+        prompts: Token ids, none empty.
+        sampling: How the completions are sampled.
+        seed: The only source of random numbers.
+
+    Returns:
+        A batch, right-padded to the longest sequence of S tokens, with
+
+        - `input_ids` [B, S]: prompt and completion;
+        - `prompt_lengths` [B], and `input_lengths` [B] with the completion, its stop token included;
+        - `token_mask` [B, S] fp32: 1 on sampled tokens; `sample_mask` [B] fp32: ones;
+        - `generation_logprobs` [B, S] fp32: log softmax(logits/temperature) of token t at entry t, *before* top-k and
+          top-p, at temperature 1 if sampling is greedy; 0 off the completion;
+        - `temperature` [B]: the temperature of these logprobs; `top_k` [B] int64 and `top_p` [B] fp32, as in
+          `sampling`;
+        - `token_weight_versions` [B, S] int64: the version of the policy's weights that generated token t at entry t;
+          -1 off the completion;
+        - `weight_version` [B] int64: the oldest of these versions;
+        - `stopped` [B] bool: whether a stop token or stop string ended the sequence;
+        - `routed_experts` [B, S, L, k] int16, if `generation.router_replay` is on: the experts of token t in each of L
+          layers at entry t; -1 for tokens that the model did not read. Layers without experts have any value.
 
     Raises:
-        EngineFailed: See `complete_requests`.
+        ConfigError: A prompt is empty, or too long for `max_new_tokens`.
+        EngineFailed: The engine does not serve the policy's current weights, or cannot go on.
+        NonFiniteLoss: Logits are NaN or infinite.
     """
-    if isinstance(engine, CompletesOnRank0):
-        return engine.complete_on_rank_0(requests)
-    completions = complete_requests(engine, ranks.share(lambda: requests))
-    return completions if ranks.leads else []
-
-
-def complete_requests(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
-    """Return the completions of requests, also of an engine that has only `generate`. Every rank calls it.
-
-    Such an engine samples with the seed of the first request.
-
-    Raises:
-        EngineFailed: The engine has only `generate`, and the requests are to be sampled in different ways.
-    """
-    if isinstance(engine, CompletesRequests):
-        return engine.complete_all(requests)
-    first = requests[0]
-    if any(request.sampling != first.sampling for request in requests):
-        raise EngineFailed(
-            "the requests of a round are to be sampled in different ways, and the rollout engine has no method "
-            "`complete_all`; add it, or use rollout.worker=completion"
-        )
-    return _completions(requests, engine.generate([list(each.prompt) for each in requests], first.sampling, first.seed))
-
-
-def _completions(requests: Sequence[Request], batch: BatchedDataDict) -> list[Completion]:
-    """Return the completions in a batch that `RolloutEngine.generate` returned."""
-    columns = (batch[key].tolist() for key in ("prompt_lengths", "input_lengths", "stopped"))
-    found = []
-    for place, (request, start, end, stopped) in enumerate(zip(requests, *columns, strict=True)):
-        spans = []
-        for version, tokens in groupby(batch["token_weight_versions"][place, start:end].tolist()):
-            begin = spans[-1].end if spans else 0
-            spans.append(WeightSpan(version, begin, begin + len(list(tokens))))
-        ids, logprobs = (batch[key][place, start:end].tolist() for key in ("input_ids", "generation_logprobs"))
-        experts = batch[ROUTED_EXPERTS][place, : end - 1] if ROUTED_EXPERTS in batch else None
-        reason: Literal["stop", "length"] = "stop" if stopped else "length"
-        found.append(Completion(request.request_id, tuple(ids), tuple(logprobs), tuple(spans), reason, experts))
-    return found
+    ranks = Ranks.detect()
+    own = engine.complete(requests_of(prompts, sampling, seed) if ranks.leads else ())
+    completions = ranks.share(lambda: own)
+    return sequence_batch(
+        [
+            SampledSequence([*prompt, *completion.ids], ((len(prompt), completion),), sampling)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -131,28 +121,8 @@ class SampledSequence:
         return self.completions[0][0] if self.completions else len(self.ids)
 
 
-def rollouts(prompts: list[list[int]], completions: Sequence[Completion], sampling: Sampling) -> BatchedDataDict:
-    """Return the batch that `RolloutEngine.generate` promises, on the CPU.
-
-    Args:
-        prompts: Token ids.
-        completions: The completion of each prompt.
-        sampling: How the completions were sampled.
-
-    Raises:
-        NonFiniteLoss: The logits of a sequence were NaN.
-        EngineFailed: The routed experts of a completion are not those of its tokens.
-    """
-    return sequence_batch(
-        [
-            SampledSequence([*prompt, *completion.ids], ((len(prompt), completion),), sampling)
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
-    )
-
-
 def sequence_batch(sequences: Sequence[SampledSequence]) -> BatchedDataDict:
-    """Return sequences with their completions as a batch with the keys of `RolloutEngine.generate`, on the CPU.
+    """Return sequences with their completions as a batch with the keys of `generate`, on the CPU.
 
     `stopped` is that of the last completion of a sequence.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -32,11 +31,6 @@ def _mix_all(states: np.ndarray) -> np.ndarray:
 def request_seed(seed: int, index: int) -> int:
     """Return the seed of request `index` of a batch with seed `seed`; it fits a non-negative int64."""
     return _mix(_mix(seed) + index * _GOLDEN) >> 1
-
-
-def seed_of_id(request_id: str) -> int:
-    """Return the seed of a request that came without one; it fits a non-negative int64."""
-    return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def requests_of(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Request]:

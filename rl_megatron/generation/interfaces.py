@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.stop_strings import StopStrings
 
 
@@ -77,7 +76,7 @@ class EngineFailed(RuntimeError):
 
 
 class EngineLost(EngineFailed):
-    """A process of the engine has ended, with the requests that it had. `update_weights` starts it again."""
+    """A process of the engine has ended, with the requests that it had. `sync` starts it again."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +165,14 @@ class Completion:
 class RolloutEngine(Protocol):
     """An engine that generates completions with a policy's weights.
 
-    Every rank of the policy calls every method with the same arguments and gets the same result. A new engine has these
-    three methods and this attribute.
+    Every rank of the policy calls these methods at the same time. An engine may have two more:
+
+    - `async submit(request)`, if it runs beside the policy, returns the completion of one request. The engine completes
+      it together with all others that it has, with whatever weights it serves meanwhile. Only rank 0 calls it, at any
+      time and on any asyncio loop. If the task that awaits it is cancelled, the engine ends the request. It raises
+      `EngineLost` if the request may be repeated after the next `sync`. Asynchronous training needs this method.
+    - `sleep()`, if it shares devices with the policy, releases their memory until the next `sync`. Every rank calls it.
+      `served` is None afterwards.
     """
 
     @property
@@ -175,13 +180,13 @@ class RolloutEngine(Protocol):
         """Return the copy of the weights that the engine serves now, or None if it has no weights yet."""
         ...
 
-    def update_weights(self) -> dict[str, float]:
+    def sync(self) -> dict[str, float]:
         """Make the engine serve the policy's current weights, and drop what it kept of older ones.
 
         It does nothing if the engine serves them already.
 
         Returns:
-            The metrics of the last weight sync, if there was one since the last call. `generate` may need one as well.
+            The metrics of the last weight sync, if there was one since the last call. `complete` may need one as well.
             They are `refit_bytes`, `refit_seconds`, `refit_gb_per_s` and the seconds of each phase, for reports only,
             while `served` says what the engine serves.
 
@@ -190,108 +195,18 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-        """Generate one completion for each prompt (token ids, none empty), in order.
-
-        Returns:
-            A batch, right-padded to the longest sequence of S tokens, with
-
-            - `input_ids` [B, S]: prompt and completion;
-            - `prompt_lengths` [B], and `input_lengths` [B] with the completion, its stop token included;
-            - `token_mask` [B, S] fp32: 1 on sampled tokens; `sample_mask` [B] fp32: ones;
-            - `generation_logprobs` [B, S] fp32: log softmax(logits/temperature) of token t at entry t, *before* top-k
-              and top-p, at temperature 1 if sampling is greedy; 0 off the completion;
-            - `temperature` [B]: the temperature of these logprobs; `top_k` [B] int64 and `top_p` [B] fp32, as in
-              `sampling`;
-            - `token_weight_versions` [B, S] int64: the version of the policy's weights that generated token t at entry
-              t; -1 off the completion;
-            - `weight_version` [B] int64: the oldest of these versions;
-            - `stopped` [B] bool: whether a stop token or stop string ended the sequence;
-            - `routed_experts` [B, S, L, k] int16, if `generation.router_replay` is on: the experts of token t in each
-              of L layers at entry t; -1 for tokens that the model did not read. Layers without experts have any value.
-        """
-        ...
-
-    def shutdown(self) -> None:
-        """End the processes that the engine started. It cannot be used afterwards."""
-        ...
-
-
-@runtime_checkable
-class SleepingEngine(RolloutEngine, Protocol):
-    """A rollout engine that can release device memory which the policy needs for training."""
-
-    def sleep(self) -> None:
-        """Release the memory until the next `update_weights`. Every rank calls it. `served` is None afterwards."""
-        ...
-
-
-@runtime_checkable
-class CompletesRequests(Protocol):
-    """What completes requests together. All engines of this package do."""
-
-    def complete_all(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete requests together, with the policy's current weights, and return the completions in their order.
 
-        Every rank calls it with the same requests, and gets the same completions. It raises what `generate` raises.
+        Rank 0 gives the requests and gets the completions. Other ranks give none and get none, so that they hold
+        nothing that grows with the number of requests.
+
+        Raises:
+            ConfigError: On every rank, if a prompt is empty, or too long for its `max_new_tokens`.
+            EngineFailed: On every rank, if the engine does not serve the policy's current weights, or cannot go on.
         """
         ...
 
-
-@runtime_checkable
-class CompletesOnRank0(Protocol):
-    """What completes requests that only rank 0 has. All engines of this package do."""
-
-    def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete requests as `complete_all`, and return the completions on rank 0 only.
-
-        Every rank calls it. Ranks other than 0 give no requests, and get no completions, so that they hold nothing that
-        grows with the number of requests.
-        """
-        ...
-
-
-@runtime_checkable
-class TakesRequests(Protocol):
-    """What completes single requests, at any time. All engines of this package do, and only rank 0 calls it."""
-
-    async def complete(
-        self, ids: list[int], sampling: Sampling, request_id: str, *, seed: int | None = None
-    ) -> Completion:
-        """Complete one prompt, together with all other requests that the engine has.
-
-        Args:
-            ids: The prompt's token ids.
-            sampling: How the completion is sampled.
-            request_id: Names the request; no other request that the engine has may share it.
-            seed: The source of the request's random numbers; None for one that is derived from `request_id`.
-        """
-        ...
-
-
-class RequestEngine(RolloutEngine, CompletesRequests, CompletesOnRank0, TakesRequests, Protocol):
-    """A rollout engine whose single requests can be stopped. All engines of this package are such engines.
-
-    Only the policy's rank 0 calls these methods.
-    """
-
-    def pause(self, abort: bool = False) -> None:
-        """Generate no further tokens until `resume`. Requests are still accepted.
-
-        Args:
-            abort: Whether running requests end now, with the tokens that they have and reason "abort". Otherwise they
-                go on after `resume`, with the weights that the engine serves then.
-        """
-        ...
-
-    def resume(self) -> None:
-        """Start to generate again."""
-        ...
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests now, with the tokens that they have and reason "abort".
-
-        Args:
-            request_ids: The requests; None for all. Requests that have ended are ignored.
-        """
+    def close(self) -> None:
+        """End the processes that the engine started. It cannot be used afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""Declare the metrics that rollout engines report of a weight sync (`RolloutEngine.update_weights`)."""
+"""Declare the metrics that rollout engines report of a weight sync (`RolloutEngine.sync`)."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def trajectory_batch(
     sampling: Sampling,
     has_turns: bool,
 ) -> BatchedDataDict:
-    """Return trajectories as a batch with the keys of `RolloutEngine.generate`, and those of this module.
+    """Return trajectories as a batch with the keys of `generate`, and those of this module.
 
     The sequences of a trajectory follow each other. A trajectory that is None is the sequence of its prompt, with a
     `sample_mask` of 0.

@@ -13,7 +13,6 @@ from rl_megatron import log
 from rl_megatron.config.errors import ConfigError, describe_error
 from rl_megatron.config.importing import raised
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.generation.completion_batch import complete_on_rank_0
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, RolloutEngine, Sampling
 from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.client import Answer, RolloutClient
@@ -147,7 +146,7 @@ class RolloutRunner:
             if self.ranks.leads:
                 self.loop.wait(_begin(rounds, tasks))
             while self._waited(begins_round):
-                completions = complete_on_rank_0(engine, requests, self.ranks)
+                completions = engine.complete(requests)
                 if self.ranks.leads:
                     self.loop.wait(_answer(rounds, completions))
             self.loop.on_all_ranks(end)

@@ -52,6 +52,7 @@ WITHOUT_ROW = {
 ELSEWHERE = {
     "Metric": "tests/unit/config", "Segment": "tests/unit/rollouts",
     "MegatronPolicy": "tests/parallel/test_policy_edges.py", "EmbeddedEngine": "tests/parallel/test_policy_edges.py",
+    "generate": "tests/parallel/test_policy_edges.py",
     "NLLLoss": "the rows of the registry's losses",
     "as_loss": "tests/unit/losses/test_foreign.py", "load_config": "tests/unit/config",
     "parse_settings": "tests/unit/config", "section": "tests/unit/config", "start_topology": "tests/unit/topology",

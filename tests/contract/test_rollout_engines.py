@@ -1,4 +1,4 @@
-"""What every rollout engine promises, for all engines in the registry: batches, requests, interruptions, versions.
+"""What every rollout engine promises, for all engines in the registry: batches, single requests, versions.
 
 The policy has two ranks, tensor-parallel, fp32 and a tied embedding. SGLang is a stand-in (tests/stand_ins/sglang).
 """
@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.engines import ENGINES, build_engine
-from rl_megatron.generation.interfaces import EngineFailed, Sampling
+from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling
 from rl_megatron.generation.stop_strings import StopStrings
 from tests.contract.engine_cases import CASES
 from tests.parallel.layouts import build_policy
@@ -59,32 +56,6 @@ def change_weights(policy) -> None:
     policy.model.version += 1
 
 
-def with_requests(policy, engine, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Run a coroutine that sends requests, on rank 0, while all ranks serve them; return its result there."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(asyncio.run(work()))
-        except BaseException as error:  # raised again below, in the test's thread
-            found.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    if policy.topology.rank == 0:
-        thread.start()
-    going = [True]
-    while going[0]:
-        if hasattr(engine, "decode_pending"):
-            engine.decode_pending()
-        if policy.topology.rank == 0:
-            thread.join(0.005)
-        going = [thread.is_alive()]
-        dist.broadcast_object_list(going, src=0)
-    if found and isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0] if found else None
-
-
 def difference(policy, batch) -> float:
     """Return the largest |trainer's − engine's logprob|."""
     trainers = policy.get_logprobs(batch)["logprobs"]
@@ -103,23 +74,23 @@ def batches(policy, engine, filters: bool) -> dict:
     found: dict = {"version": policy.weight_version}
     reference = EmbeddedEngine(policy)
     found["greedy"], found["reference"] = (
-        each.generate(prompts(), GREEDY, seed=3).get_dict() for each in (engine, reference)
+        generate(each, prompts(), GREEDY, seed=3).get_dict() for each in (engine, reference)
     )
     samplings = {"greedy": GREEDY, "sampled": SAMPLED} | ({"filtered": FILTERED} if filters else {})
-    drawn = {name: engine.generate(prompts(), sampling, seed=3) for name, sampling in samplings.items()}
+    drawn = {name: generate(engine, prompts(), sampling, seed=3) for name, sampling in samplings.items()}
     found["drawn"] = {name: batch.get_dict() for name, batch in drawn.items()}
     found["differences"] = {name: difference(policy, batch) for name, batch in drawn.items()}
-    found["again"] = engine.generate(prompts(), SAMPLED, seed=3).get_dict()
-    found["another seed"] = engine.generate(prompts(), SAMPLED, seed=4).get_dict()
-    found["reversed"] = engine.generate(prompts()[::-1], GREEDY, seed=3).get_dict()
+    found["again"] = generate(engine, prompts(), SAMPLED, seed=3).get_dict()
+    found["another seed"] = generate(engine, prompts(), SAMPLED, seed=4).get_dict()
+    found["reversed"] = generate(engine, prompts()[::-1], GREEDY, seed=3).get_dict()
     stop = int(found["greedy"]["input_ids"][1, 9 + 4])  # the fifth token of the second completion
     found["stop"] = stop
-    found["stopping"] = engine.generate(prompts(), dataclasses.replace(GREEDY, stop_ids=(stop,)), seed=3).get_dict()
+    found["stopping"] = generate(engine, prompts(), dataclasses.replace(GREEDY, stop_ids=(stop,)), seed=3).get_dict()
     at_texts = dataclasses.replace(SAMPLED, stop_strings=texts_of(completions(found["again"])))
-    found["stopping at texts"] = engine.generate(prompts(), at_texts, seed=3).get_dict()
+    found["stopping at texts"] = generate(engine, prompts(), at_texts, seed=3).get_dict()
     for name, wrong in (("too long", [1] * (LONGEST - NEW + 1)), ("empty", [])):
         with pytest.raises(ConfigError) as refused:
-            engine.generate([[1], wrong], GREEDY, seed=0)
+            generate(engine, [[1], wrong], GREEDY, seed=0)
         found[name] = str(refused.value)
     return found
 
@@ -129,62 +100,38 @@ def with_new_weights(policy, engine) -> dict:
     found: dict = {"stale": "not refused"}
     change_weights(policy)
     try:
-        found["before"] = engine.generate(prompts(), GREEDY, seed=3).get_dict()
-        found["stale"] = difference(policy, engine.generate(prompts(), GREEDY, seed=3))
+        found["before"] = generate(engine, prompts(), GREEDY, seed=3).get_dict()
+        found["stale"] = difference(policy, generate(engine, prompts(), GREEDY, seed=3))
     except EngineFailed as error:
         found["stale"] = str(error)
-    engine.update_weights()
-    batch = engine.generate(prompts(), GREEDY, seed=3)
+    engine.sync()
+    batch = generate(engine, prompts(), GREEDY, seed=3)
     return found | {"after": batch.get_dict(), "difference": difference(policy, batch), "served": engine.served}
 
 
-def requests(policy, engine) -> dict:
-    """Return what single requests give, on rank 0."""
-    found: dict = {}
+def requests(engine) -> dict:
+    """Return what single requests give. Rank 0 calls it, while the other ranks do something else."""
+    seeds = [request_seed(3, index) for index in range(len(prompts()))]
     long = Sampling(LONGEST - 2, temperature=0.0)
 
     async def one_by_one():
-        seeds = [request_seed(3, index) for index in range(len(prompts()))]
         return [
-            await engine.complete(prompt, SAMPLED, f"one-{index}", seed=seed)
+            await engine.submit(Request(f"one-{index}", tuple(prompt), SAMPLED, seed))
             for index, (prompt, seed) in enumerate(zip(prompts(), seeds, strict=True))
         ]
 
-    async def aborted():
-        tasks = [asyncio.ensure_future(engine.complete([7, 8], long, f"abort-{name}")) for name in ("1", "10")]
+    async def cancelled():
+        cancelled = asyncio.ensure_future(engine.submit(Request("long-1", (7, 8), long, 1)))
+        other = asyncio.ensure_future(engine.submit(Request("long-10", (7, 8), long, 1)))
         await asyncio.sleep(0)
-        await started(tasks)
-        engine.abort(["abort-1"])
-        return await asyncio.gather(*tasks)
+        cancelled.cancel()
+        return {"other": await other, "cancelled": cancelled.cancelled()}
 
-    async def started(tasks) -> None:
-        """Wait a little, so that some tokens may have been generated; the requests may also have ended."""
-        await asyncio.wait(tasks, timeout=0.03)
-
-    async def paused():
-        engine.pause()
-        task = asyncio.ensure_future(engine.complete([7, 8], GREEDY, "paused"))
-        done, _ = await asyncio.wait([task], timeout=0.5)
-        waited = not done
-        engine.resume()
-        return waited, await task
-
-    async def ended_by_a_pause():
-        task = asyncio.ensure_future(engine.complete([7, 8], long, "ended"))
-        await started([task])
-        engine.pause(abort=True)
-        ended = await task
-        engine.resume()
-        return ended, await engine.complete([7, 8], GREEDY, "after")
-
-    for name, work in (
-        ("one by one", one_by_one), ("aborted", aborted), ("paused", paused), ("ended", ended_by_a_pause),
-    ):  # fmt: skip
-        found[name] = with_requests(policy, engine, work)
-    found["whole"] = with_requests(policy, engine, lambda: engine.complete([7, 8], long, "whole"))
-    found["batch"] = engine.generate(prompts(), SAMPLED, seed=3).get_dict()
-    found["version"] = policy.weight_version
-    return found
+    return {
+        "one by one": asyncio.run(one_by_one()),
+        **asyncio.run(cancelled()),
+        "after": asyncio.run(engine.submit(Request("after", (7, 8), GREEDY, 1))),
+    }
 
 
 def use_engine(name: str, directory: Path) -> dict:
@@ -195,13 +142,14 @@ def use_engine(name: str, directory: Path) -> dict:
     stage = dataclasses.replace(load_config(overrides).first, model=MODEL)
     engine = build_engine(policy, stage, directory)
     try:
-        engine.update_weights()
+        engine.sync()
         found = {"batches": batches(policy, engine, case.filters), "new weights": with_new_weights(policy, engine)}
-        if hasattr(engine, "complete"):
-            found["requests"] = requests(policy, engine)
+        if hasattr(engine, "submit") and policy.topology.rank == 0:
+            found["requests"] = requests(engine)
+        found["batch"] = generate(engine, prompts(), SAMPLED, seed=3).get_dict()
         return found
     finally:
-        engine.shutdown()
+        engine.close()
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
@@ -220,7 +168,7 @@ def given(found):
 @pytest.fixture
 def asked(found):
     if "requests" not in found[0]:
-        pytest.skip("this engine takes no single requests yet")
+        pytest.skip("this engine takes no single requests")
     return found[0]["requests"]
 
 
@@ -308,34 +256,20 @@ def test_changed_weights_are_used_after_an_update_and_never_before(found):
     for each in found:
         changed, stale = each["new weights"], each["new weights"]["stale"]
         assert changed["difference"] < 1e-5
-        assert "call update_weights()" in stale if isinstance(stale, str) else stale < 1e-5
+        assert "call sync()" in stale if isinstance(stale, str) else stale < 1e-5
         gap = changed["after"]["generation_logprobs"].sum() - each["batches"]["greedy"]["generation_logprobs"].sum()
         assert abs(gap) > 1e-3
         assert changed["served"].version in (None, each["batches"]["version"] + 1)
 
 
-def test_requests_one_by_one_give_the_batch(asked):
-    for completion, ids in zip(asked["one by one"], completions(asked["batch"]), strict=True):
+def test_requests_one_by_one_give_the_batch(asked, found):
+    version = found[0]["batches"]["version"] + 1
+    for completion, ids in zip(asked["one by one"], completions(found[0]["batch"]), strict=True):
         assert list(completion.ids) == ids and len(completion.logprobs) == len(ids)
         (span,) = completion.versions
-        assert (span.version, span.start, span.end, completion.reason) == (asked["version"], 0, NEW, "length")
+        assert (span.version, span.start, span.end, completion.reason) == (version, 0, NEW, "length")
 
 
-def test_an_aborted_request_has_a_prefix_of_the_whole_completion(asked):
-    whole, (aborted, other) = asked["whole"], asked["aborted"]
-    assert whole.reason == "length" and len(whole.ids) == LONGEST - 2
-    assert aborted.ids == whole.ids[: len(aborted.ids)] and len(aborted.logprobs) == len(aborted.ids)
-    assert aborted.reason == ("length" if len(aborted.ids) == len(whole.ids) else "abort")
-    assert (other.ids, other.reason) == (whole.ids, "length")
-
-
-def test_a_paused_engine_generates_nothing_until_it_is_resumed(asked):
-    waited, completion = asked["paused"]
-    assert waited and completion.ids == asked["whole"].ids[:NEW]
-
-
-def test_a_pause_can_end_requests_with_what_they_have(asked):
-    ended, after = asked["ended"]
-    assert ended.ids == asked["whole"].ids[: len(ended.ids)]
-    assert ended.reason == ("length" if len(ended.ids) == len(asked["whole"].ids) else "abort")
-    assert after.ids == asked["whole"].ids[:NEW]
+def test_a_cancelled_request_leaves_others_and_the_engine_as_they_are(asked):
+    assert asked["other"].reason == "length" and len(asked["other"].ids) == LONGEST - 2
+    assert asked["cancelled"] and asked["after"].ids == asked["other"].ids[:NEW]

@@ -115,7 +115,7 @@ def run_with_a_dropped_tensor(tensor: str, directory: Path) -> tuple[int, str, i
     from rl_megatron.generation.transformers.engine import TransformersEngine
     from rl_megatron.weight_sync.exporter import WeightExporter
 
-    fill, complete, calls, stderr = WeightExporter.fill, TransformersEngine.complete_on_rank_0, [], io.StringIO()
+    fill, complete, calls, stderr = WeightExporter.fill, TransformersEngine.complete, [], io.StringIO()
 
     def fill_without(self, bucket_index, buffer):
         filled, bucket = fill(self, bucket_index, buffer), self.plan.buckets[bucket_index]
@@ -125,12 +125,12 @@ def run_with_a_dropped_tensor(tensor: str, directory: Path) -> tuple[int, str, i
         return filled
 
     WeightExporter.fill = fill_without
-    TransformersEngine.complete_on_rank_0 = lambda *arguments: calls.append(arguments) or complete(*arguments)
+    TransformersEngine.complete = lambda *arguments: calls.append(arguments) or complete(*arguments)
     try:
         with redirect_stderr(stderr):
             status = run(load_config([*GRPO, *ENGINE, "parallel.tensor=2", f"output_dir={directory}"]))
     finally:
-        WeightExporter.fill, TransformersEngine.complete_on_rank_0 = fill, complete
+        WeightExporter.fill, TransformersEngine.complete = fill, complete
     return status, stderr.getvalue(), len(calls)
 
 

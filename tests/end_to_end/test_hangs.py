@@ -29,7 +29,7 @@ def _stop_in_three_phases() -> None:
 
     for owner, method, phase in (
         (MegatronPolicy, "train", "train"),
-        (EmbeddedEngine, "complete_on_rank_0", "generate"),
+        (EmbeddedEngine, "complete", "generate"),
         (Checkpointer, "save", "save"),
     ):
         rank, step = STOPPED[phase]

@@ -26,17 +26,17 @@ def _record_rollouts() -> None:
     """Let rank 0 write the seed, the prompts and the completions of each rollout to a file."""
     from rl_megatron.algorithms.synced_engine import SyncedEngine
 
-    complete_on_rank_0 = SyncedEngine.complete_on_rank_0
+    complete = SyncedEngine.complete
 
     def recorded(self, requests):
-        completions = complete_on_rank_0(self, requests)
+        completions = complete(self, requests)
         if os.environ.get("RANK", "0") == "0":
             asked = zip(*((request.seed, request.prompt) for request in requests), strict=True)
             with Path("rollouts.jsonl").open("a") as file:
                 file.write(json.dumps([*asked, [each.ids for each in completions]]) + "\n")
         return completions
 
-    SyncedEngine.complete_on_rank_0 = recorded
+    SyncedEngine.complete = recorded
 
 
 def run(directory, forks, ranks, *layout):

@@ -21,10 +21,10 @@ CONTROL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 GRPO = ("train", *TINY, "algorithm=grpo", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4")
 API = """
 from rl_megatron import EmbeddedEngine, MegatronPolicy, ModelConfig, OptimizerConfig, Sampling
-from rl_megatron import build_loss, start_topology
+from rl_megatron import build_loss, generate, start_topology
 
 policy = MegatronPolicy(ModelConfig(), start_topology(), vocab_size=260, optimizer=OptimizerConfig(lr=1e-4))
-rollouts = EmbeddedEngine(policy).generate([[5, 6, 7], [8, 9]], Sampling(max_new_tokens=4), seed=0)
+rollouts = generate(EmbeddedEngine(policy), [[5, 6, 7], [8, 9]], Sampling(max_new_tokens=4), seed=0)
 rollouts["prev_logprobs"] = policy.get_logprobs(rollouts)["logprobs"]
 rollouts["advantages"] = rollouts["token_mask"] * 1.0
 policy.train(rollouts, build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0}))

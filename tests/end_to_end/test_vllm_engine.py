@@ -11,7 +11,8 @@ import torch
 
 from rl_megatron.config.load import load_config
 from rl_megatron.config.peft import LoraConfig
-from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.completion_batch import generate
+from rl_megatron.generation.interfaces import Request, Sampling
 from rl_megatron.generation.vllm.engine import build_vllm_engine
 from rl_megatron.losses import build_loss
 from rl_megatron.model.lora.attach import switched_off
@@ -54,29 +55,27 @@ def train_a_step(policy, rollouts) -> None:
 
 
 async def interrupted(engine, policy) -> dict:
-    """Pause two long requests, abort one of them, send other weights, and let the other go on.
+    """Cancel one of two long requests, and send other weights while the other one runs.
 
-    How soon a server generates the first and the last token depends on the machine, so the delay until the pause
-    grows while there is no token yet, and shrinks if the requests have ended.
+    How soon a server generates the first and the last token depends on the machine, so the delay until the weight sync
+    grows while there is no token yet, and shrinks if the request has ended.
     """
     sampling, delay = Sampling(max_new_tokens=90), 0.1
     for attempt in range(20):
-        requests = [
-            asyncio.ensure_future(engine.complete([5, 6], sampling, f"{name}-{attempt}", seed=1))
-            for name in ("aborted", "kept")
-        ]
+        cancelled, kept = (
+            asyncio.ensure_future(engine.submit(Request(f"{name}-{attempt}", (5, 6), sampling, 1)))
+            for name in ("cancelled", "kept")
+        )
         await asyncio.sleep(delay)
-        engine.pause()
-        engine.abort([f"aborted-{attempt}"])
-        await requests[0]
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
         policy.model.version += 1
-        engine.update_weights()
-        engine.resume()
-        aborted, kept = await asyncio.gather(*requests)
-        if aborted.reason == "abort" and aborted.ids and len(kept.versions) == 2:
+        engine.sync()
+        completion = await kept
+        if len(completion.versions) == 2:
             break
-        delay *= 1.7 if aborted.reason == "abort" else 0.6  # no pair of delays alternates
-    return {"aborted": aborted, "kept": kept}
+        delay *= 1.7 if completion.versions[0].version == policy.weight_version else 0.6  # no pair alternates
+    return {"whole": await engine.submit(Request("whole", (5, 6), sampling, 1)), "kept": completion}
 
 
 def use_servers(urls, directory, interrupts: bool) -> dict:
@@ -85,22 +84,22 @@ def use_servers(urls, directory, interrupts: bool) -> dict:
     engine, found = engine_of(policy, directory, f"generation.vllm.server_urls=[{','.join(urls)}]"), {}
     try:
         for step in range(3):
-            engine.update_weights()
-            batches = {name: engine.generate(prompts(), sampling, seed=3) for name, sampling in SAMPLINGS.items()}
+            engine.sync()
+            batches = {name: generate(engine, prompts(), sampling, seed=3) for name, sampling in SAMPLINGS.items()}
             found[step] = {name: largest_difference(policy, batch) for name, batch in batches.items()}
             batch = batches["temperature 1"]
             versions = batch["token_weight_versions"][batch["token_mask"] == 1]
             found[f"versions {step}"] = (set(versions.tolist()), policy.weight_version)
             train_a_step(policy, batch)
-        engine.update_weights()
+        engine.sync()
         group = [prompts()[1]] * 40
         assert len(group) * 52 > 2 * STEP_TOKENS, "far more tokens than a step takes"
-        found["group"] = engine.generate(group, SAMPLINGS["temperature 1"], seed=9)["input_ids"].tolist()
-        found["group again"] = engine.generate(group, SAMPLINGS["temperature 1"], seed=9)["input_ids"].tolist()
+        found["group"] = generate(engine, group, SAMPLINGS["temperature 1"], seed=9)["input_ids"].tolist()
+        found["group again"] = generate(engine, group, SAMPLINGS["temperature 1"], seed=9)["input_ids"].tolist()
         if interrupts:
             found |= asyncio.run(interrupted(engine, policy))
     finally:
-        engine.shutdown()
+        engine.close()
     return found
 
 
@@ -132,17 +131,16 @@ def test_a_group_larger_than_a_step_of_the_server_keeps_its_seeds(answers):
     assert len({tuple(ids) for ids in group}) > 30, "each sample has a seed of its own"
 
 
-def test_a_request_is_aborted_with_what_it_has_or_goes_on_with_other_weights(ranks, faulty_servers, tmp_path):
+def test_a_request_goes_on_with_other_weights_while_another_is_cancelled(ranks, faulty_servers, tmp_path):
     """On the server with one worker alone, which starts in half the time of both."""
     with watched([os.getpid()]) as addresses:
         (found,) = ranks.run(1, use_servers, ready(faulty_servers[1:]), str(tmp_path), True)
     assert addresses and reached_from_outside(addresses) == []
-    aborted, kept = found["aborted"], found["kept"]
-    assert aborted.reason == "abort" and 0 < len(aborted.ids) < 90 and len(aborted.logprobs) == len(aborted.ids)
-    assert kept.reason == "length" and len(kept.ids) == 90
+    kept, whole = found["kept"], found["whole"]
+    assert kept.reason == whole.reason == "length" and len(kept.ids) == len(whole.ids) == 90
     first, second = kept.versions
     assert second.version == first.version + 1 and 0 < first.end < 90
-    assert kept.ids[: len(aborted.ids)] == aborted.ids[: len(kept.ids)], "the same prompt, seed and weights"
+    assert [span.version for span in whole.versions] == [second.version]
     assert max(found[2].values()) <= LIMIT
 
 
@@ -154,14 +152,14 @@ def use_a_server_with_adapters(directory: str) -> list[tuple[float, float]]:
     engine = engine_of(policy, directory, *keys)
     try:
         for _ in range(2):
-            engine.update_weights()
-            batch = engine.generate(prompts(), SAMPLINGS["temperature 1"], seed=3)
+            engine.sync()
+            batch = generate(engine, prompts(), SAMPLINGS["temperature 1"], seed=3)
             with switched_off(policy.model.model_chunks):
                 of_base = largest_difference(policy, batch)
             found.append((largest_difference(policy, batch), of_base))
             train_a_step(policy, batch)
     finally:
-        engine.shutdown()
+        engine.close()
     return found
 
 

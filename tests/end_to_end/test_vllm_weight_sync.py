@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
-from rl_megatron.generation.completion_batch import rollouts
+from rl_megatron.generation.completion_batch import SampledSequence, generate, sequence_batch
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
@@ -72,19 +72,14 @@ class Trainer:
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
                 parameter.add_(0.05 * noise)
 
-    def generate(self, prompts, sampling, seed):
+    def complete(self, requests):
         """Do what `LogprobCheck` needs of a `RolloutEngine`."""
+        return [self._complete(number, request) for number, request in enumerate(requests)]
 
-        def ask() -> list[Completion]:
-            return [self._complete(i, prompt, sampling, seed) for i, prompt in enumerate(prompts)]
-
-        return rollouts(prompts, self.ranks.share(ask), sampling)
-
-    def _complete(self, number, prompt, sampling, seed) -> Completion:
+    def _complete(self, number, request) -> Completion:
         server, request_id = self.servers[number % len(self.servers)], f"{number}-{time.monotonic()}"
-        (choice,) = asked(server, GENERATE, question(request_id, prompt, sampling.max_new_tokens, seed + number))[
-            "choices"
-        ]
+        body = question(request_id, list(request.prompt), request.sampling.max_new_tokens, request.seed)
+        (choice,) = asked(server, GENERATE, body)["choices"]
         spans = tuple(WeightSpan(int(s["version"]), s["start"], s["end"]) for s in choice["weight_versions"])
         logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
         return Completion(request_id, tuple(choice["token_ids"]), logprobs, spans, "length")
@@ -136,7 +131,7 @@ def difference_from_transformers(trainer: Trainer) -> tuple[float, list]:
     tensors = checkpoint_tensors(model)
     for name, weight in trainer.policy.weights.stream():
         tensors[name].copy_(weight)
-    batch, worst = trainer.generate(PROMPTS, SAMPLING, 5), 0.0
+    batch, worst = generate(trainer, PROMPTS, SAMPLING, 5), 0.0
     for sequence, start in enumerate(batch["prompt_lengths"].tolist()):
         end = int(batch["input_lengths"][sequence])
         ids = batch["input_ids"][sequence, :end]
@@ -181,7 +176,9 @@ def updated_while_a_request_is_paused(urls: list[str], directory: Path) -> tuple
     spans = [(int(s["version"]), s["start"], s["end"]) for s in choice["weight_versions"]]
     logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
     whole = (WeightSpan(2, 0, len(logprobs)),)
-    batch = rollouts([PROMPTS[0]], [Completion("", tuple(choice["token_ids"]), logprobs, whole, "length")], SAMPLING)
+    completion = Completion("", tuple(choice["token_ids"]), logprobs, whole, "length")
+    ids, start = [*PROMPTS[0], *completion.ids], len(PROMPTS[0])
+    batch = sequence_batch([SampledSequence(ids, ((start, completion),), SAMPLING)])
     difference = (trainer.policy.get_logprobs(batch)["logprobs"] - batch["generation_logprobs"]).abs()[0]
     trainer.sync.close()
     return spans, difference[len(PROMPTS[0]) + spans[-1][1] :].max().item()

@@ -8,6 +8,7 @@ import pytest
 
 from rl_megatron.algorithms.logprob_check import EngineMismatch
 from rl_megatron.config.peft import LoraConfig
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.transformers import process as worker_process
 from rl_megatron.losses import NLLLoss
@@ -42,7 +43,7 @@ LAYOUTS = {
 
 def difference(policy, engine) -> float:
     """Return the largest difference between the engine's logprobs and the trainer's, of completions of 12 tokens."""
-    rollouts = engine.generate(prompts(), Sampling(max_new_tokens=12), seed=1)
+    rollouts = generate(engine, prompts(), Sampling(max_new_tokens=12), seed=1)
     found, wanted = rollouts["generation_logprobs"], policy.get_logprobs(rollouts)["logprobs"]
     return float(((found - wanted) * rollouts["token_mask"]).abs().max())
 
@@ -54,7 +55,7 @@ def use_engine(parallel: dict, model, settings: dict) -> dict:
         found["differences"].append(difference(policy, engine))
         for seed in range(2):
             policy.train(random_batch(4, 12, seed), NLLLoss(), gbs=4)
-            found["sync"] = engine.update_weights()
+            found["sync"] = engine.sync()
             found["differences"].append(difference(policy, engine))
         found["gate"] = logprob_check(policy).run(engine, prompts())
         with policy.model.adapters_off():
@@ -72,9 +73,9 @@ def use_failing_engine() -> dict:
         name = exporter.plan.buckets[0].tensors[0].name
         policy.model.version += 1
         with patched(WeightExporter, "fill", dropping(name)):
-            found["refused"] = refusal(WeightsRefused, engine.update_weights)
+            found["refused"] = refusal(WeightsRefused, engine.sync)
         with killed_while("take"):
-            engine.update_weights()
+            engine.sync()
         found["after"] = difference(policy, engine)
     return found
 

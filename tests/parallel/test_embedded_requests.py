@@ -1,10 +1,7 @@
-"""The embedded engine decodes requests with continuous batching, while others arrive, end, or get new weights."""
+"""The embedded engine decodes requests with continuous batching, while others end or get new weights."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.completions import request_seed, requests_of
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.embedded_replica import EmbeddedReplica
-from rl_megatron.generation.interfaces import Completion, Sampling
+from rl_megatron.generation.interfaces import Completion, Request, Sampling
 from rl_megatron.generation.model_pass import ModelPass
 from rl_megatron.generation.ongoing import Ongoing
 from tests.parallel.layouts import EXPERTS, MODEL, VOCAB_SIZE, build_policy
@@ -28,30 +25,19 @@ GREEDY = Sampling(30, temperature=0.0)
 LENGTHS = [12, 3, 12, 1, 7, 12, 5, 12, 2, 9, 12]
 
 
-def serve(engine: EmbeddedEngine, made: Callable[[], Awaitable[Any]]) -> Any:
-    """Run a coroutine in a thread of rank 0 while all ranks decode; return its result on rank 0."""
-    if engine.policy.topology.rank != 0:
-        return engine.decode_pending()
-    with ThreadPoolExecutor(1) as threads:
-        future = threads.submit(lambda: asyncio.run(made()))
-        engine.decode_pending(until=future)
-        return future.result()
-
-
-def arriving(parallel: dict, order: list[int], model: Any, pauses: list[float]) -> list[Completion]:
-    """Return the completions of requests that arrive in this order, with a pause before some."""
-    engine = EmbeddedEngine(build_policy(parallel, model=model), batch_size=3)
-
-    async def ask() -> list[Completion]:
-        asked = {}
-        for number, index in enumerate(order):
-            await asyncio.sleep(pauses[number % len(pauses)])
-            sampling = Sampling(LENGTHS[index], temperature=(1.0, 0.7, 0.0)[index % 3])
-            seed = request_seed(4, index)
-            asked[index] = asyncio.ensure_future(engine.complete(prompts()[index], sampling, f"r{index}", seed=seed))
-        return [await asked[index] for index in range(len(order))]
-
-    return serve(engine, ask)
+def completed(parallel: dict, order: list[int], model: Any) -> list[Completion]:
+    """Return the completions of requests with different samplings that are given in this order."""
+    policy = build_policy(parallel, model=model)
+    requests = [
+        Request(
+            f"r{index}", tuple(prompts()[index]), Sampling(LENGTHS[index], (1.0, 0.7, 0.0)[index % 3]),
+            request_seed(4, index),
+        )
+        for index in order
+    ]  # fmt: skip
+    found = EmbeddedEngine(policy, batch_size=3).complete(requests if policy.topology.rank == 0 else [])
+    assert [completion.request_id for completion in found] == [request.request_id for request in requests][: len(found)]
+    return sorted(found, key=lambda completion: int(completion.request_id[1:]))
 
 
 @pytest.mark.parametrize(
@@ -65,10 +51,11 @@ def arriving(parallel: dict, order: list[int], model: Any, pauses: list[float]) 
     ],
     ids=["one process", "data 2", "tensor 2", "pipeline 2", "experts data 2"],
 )
-def test_requests_get_the_same_tokens_in_whatever_order_they_arrive(ranks, world_size, parallel, model):
+def test_requests_get_the_same_tokens_in_whatever_order_they_are_given(ranks, world_size, parallel, model):
     count = len(LENGTHS)
-    wanted = ranks.reference(arriving, {}, list(range(count)), model, [0.0])
-    found = ranks.run(world_size, arriving, parallel, list(range(count))[::-1], model, [0.0, 0.02, 0.0])[0]
+    wanted = ranks.reference(completed, {}, list(range(count)), model)
+    found, *others = ranks.run(world_size, completed, parallel, list(range(count))[::-1], model)
+    assert not any(others)
     for one, other in zip(wanted, found, strict=True):
         assert (one.request_id, one.ids, one.reason) == (other.request_id, other.ids, other.reason)
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)
@@ -85,7 +72,7 @@ def one_token_after_others(parallel: dict) -> dict[str, torch.Tensor]:
     """Return completions of prompts of one token, in slots that longer sequences had before."""
     engine = EmbeddedEngine(build_policy(parallel, model=HYBRID_EXPERTS), batch_size=2)
     long, short = [[7, 8, 9, 10, 11]] * 4, [[token] for token in range(1, 9)]
-    return dict(engine.generate([*long, *short], Sampling(6, temperature=0.0), seed=0))
+    return dict(generate(engine, [*long, *short], Sampling(6, temperature=0.0), seed=0))
 
 
 def test_a_prompt_of_one_token_does_not_see_the_states_of_its_slot(ranks):
@@ -97,84 +84,38 @@ def test_a_prompt_of_one_token_does_not_see_the_states_of_its_slot(ranks):
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=0)
 
 
-def after_steps(count: int, act: Callable[[], None]):
-    """Return a replacement for `Decoder.advance` that acts once, after this many calls."""
-    calls = [0]
-    original = Decoder.advance
+def with_new_weights_in_the_middle() -> dict[str, Any]:
+    """Decode with one version of the weights for a few steps, and on with another; return the completions."""
+    policy, ended = build_policy({}), {}
 
-    def advance(self: Decoder) -> list[Completion] | None:
-        calls[0] += 1
-        if calls[0] == count:
-            act()
-        return original(self)
+    def decode(sequences: list[Ongoing], steps: int = 1000) -> tuple[list[Completion], list[Ongoing]]:
+        decoder, found = Decoder(EmbeddedReplica(policy), max_slots=8), []
+        decoder.add(sequences)
+        with decoder.active():
+            for _ in range(steps):
+                found += decoder.advance() or []
+            more, others = decoder.evict()
+        return sorted(found + more, key=lambda completion: completion.request_id), others
 
-    return patched(Decoder, "advance", advance)
-
-
-def interrupted() -> dict[str, Any]:
-    """Abort and pause requests in the middle; return what they answered."""
-    policy = build_policy({})
-    engine = EmbeddedEngine(policy)
-    names = ["a", "b"]
-    samplings = {"a": GREEDY, "b": replace(GREEDY, max_new_tokens=20)}
-
-    async def ask(*prefixes: tuple[int, ...]) -> list[Completion]:
-        extra = prefixes or [()] * len(names)
-        requests = zip(names, prompts(), extra, strict=False)
-        return await asyncio.gather(
-            *(
-                engine.complete(
-                    [*prompt, *prefix],
-                    replace(samplings[name], max_new_tokens=samplings[name].max_new_tokens - len(prefix)),
-                    name,
-                )
-                for name, prompt, prefix in requests
-            )
-        )
-
-    found: dict[str, Any] = {"whole": serve(engine, ask)}
-    with after_steps(8, lambda: engine.abort(["b", "unknown"])):
-        found["aborted"] = serve(engine, ask)
-    with after_steps(6, lambda: engine.pause(abort=True)):
-        found["paused and aborted"] = serve(engine, ask)
-    engine.resume()
-
-    with ThreadPoolExecutor(1) as threads, after_steps(6, engine.pause):
-        future = threads.submit(lambda: asyncio.run(ask()))
-        engine.decode_pending(until=future)
-        found["open while paused"] = not future.done()
-        for model_chunk in policy.model.model_chunks:
-            for parameter in model_chunk.parameters():
-                parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-        policy.model.version += 1
-        engine.resume()
-        engine.decode_pending(until=future)
-        found["two versions"] = future.result()
-    prefixes = [each.ids[: each.versions[0].end] for each in found["two versions"]]
-    found["new weights alone"] = serve(engine, lambda: ask(*prefixes))
-    found["version"] = policy.weight_version
-    with pytest.raises(ConfigError) as refused:
-        asyncio.run(engine.complete([1] * 60, GREEDY, "long"))
-    found["too long"] = str(refused.value)
-    return found
+    requests = requests_of(prompts()[:2], GREEDY, seed=0)
+    ended["whole"], _ = decode([Ongoing(request) for request in requests])
+    _, begun = decode([Ongoing(request) for request in requests], steps=6)
+    for model_chunk in policy.model.model_chunks:
+        for parameter in model_chunk.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    policy.model.version += 1
+    rest = [
+        replace(each.request, prompt=tuple(each.all_ids), sampling=replace(GREEDY, max_new_tokens=each.tokens_left))
+        for each in begun
+    ]
+    ended["two versions"], _ = decode(begun)
+    ended["new weights alone"], _ = decode([Ongoing(request) for request in rest])
+    return {"version": policy.weight_version} | ended
 
 
-@pytest.fixture(scope="module")
-def answers(ranks):
-    return ranks.run(1, interrupted)[0]
-
-
-def test_an_aborted_request_returns_the_tokens_that_it_has(answers):
-    whole, found = answers["whole"], answers["aborted"]
-    assert found[0].ids == whole[0].ids and found[0].reason == "length"
-    assert found[1].reason == "abort" and 0 < len(found[1].ids) < len(whole[1].ids)
-    assert found[1].ids == whole[1].ids[: len(found[1].ids)]
-    for completion, full in zip(answers["paused and aborted"], whole, strict=True):
-        assert completion.reason == "abort" and completion.ids == full.ids[: len(completion.ids)] != full.ids
-
-
-def test_a_weight_change_in_the_middle_gives_two_spans_and_the_new_weights_tokens(answers):
-    assert answers["open while paused"]
+def test_a_weight_change_in_the_middle_gives_two_spans_and_the_new_weights_tokens(ranks):
+    answers = ranks.run(1, with_new_weights_in_the_middle)[0]
+    assert len(answers["two versions"]) == 2
     for found, whole, alone in zip(
         answers["two versions"], answers["whole"], answers["new weights alone"], strict=True
     ):
@@ -186,10 +127,6 @@ def test_a_weight_change_in_the_middle_gives_two_spans_and_the_new_weights_token
         torch.testing.assert_close(
             torch.tensor(found.logprobs[first.end :]), torch.tensor(alone.logprobs), atol=1e-5, rtol=0
         )
-
-
-def test_a_request_that_is_too_long_is_refused(answers):
-    assert "60 tokens" in answers["too long"] and "max_sequence_length=64" in answers["too long"]
 
 
 class Operators(TorchDispatchMode):

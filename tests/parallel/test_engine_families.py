@@ -13,8 +13,6 @@ import torch
 from rl_megatron.algorithms.logprob_check import LIMITS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.generation.completion_batch import rollouts
-from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.ongoing import Ongoing
@@ -36,19 +34,15 @@ class InThisProcess:
         for name, tensor in policy.weights.stream():
             memory[name].copy_(tensor)
 
-    def generate(self, prompts, sampling, seed):
-        return self.decoded(prompts, sampling, seed, recorder=None)
-
-    def decoded(self, prompts, sampling, seed, recorder):
-        """Generate with few slots, so that sequences take those of others."""
-        requests = requests_of(prompts, sampling, seed)
+    def complete(self, requests, recorder=None):
+        """Decode with few slots, so that sequences take those of others."""
         replica = TransformersReplica(self.model, VOCAB_SIZE, lambda: self.policy.weight_version, recorder)
         decoder, found = Decoder(replica, max_slots=4), {}
         decoder.add([Ongoing(request) for request in requests])
         with decoder.active():
             while (ended := decoder.advance()) is not None:
                 found |= {completion.request_id: completion for completion in ended}
-        return rollouts(prompts, [found[request.request_id] for request in requests], sampling)
+        return [found[request.request_id] for request in requests]
 
 
 def passed() -> tuple[torch.dtype, dict]:

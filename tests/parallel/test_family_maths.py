@@ -21,6 +21,7 @@ from transformers import (
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import NLLLoss
@@ -158,8 +159,8 @@ def by_transformers(directory) -> tuple[torch.Tensor, list[list[int]]]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         logits = model(batch()["input_ids"]).logits
-        generate = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-        completed = [model.generate(torch.tensor([prompt]), **generate)[0].tolist() for prompt in prompts()]
+        greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        completed = [model.generate(torch.tensor([prompt]), **greedy)[0].tolist() for prompt in prompts()]
     return logits, completed
 
 
@@ -168,8 +169,8 @@ def by_us(directory, parallel: dict, batching: Batching, recompute: str = "none"
     policy = policy_of(
         directory, parallel, {"recompute": recompute} if recompute != "none" else None, batching=batching
     )
-    rollouts = EmbeddedEngine(policy, batch_size=2).generate(
-        prompts(), Sampling(max_new_tokens=NEW_TOKENS, temperature=0.0), seed=0
+    rollouts = generate(
+        EmbeddedEngine(policy, batch_size=2), prompts(), Sampling(max_new_tokens=NEW_TOKENS, temperature=0.0), seed=0
     )
     lengths = rollouts["input_lengths"].tolist()
     completed = [ids[:n] for ids, n in zip(rollouts["input_ids"].tolist(), lengths, strict=True)]

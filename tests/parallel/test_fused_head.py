@@ -14,6 +14,7 @@ from rl_megatron import log
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, batch_of_all_kinds
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.logprobs import token_blocks
@@ -44,7 +45,7 @@ def without_whole_logits(parallel):
     policy.get_logprobs(batch)
     head.__class__ = own_class
     assert "forward" not in vars(head)
-    rollouts = EmbeddedEngine(policy).generate([[1, 2, 3]], Sampling(4, 1.0, 0, 1.0, ()), seed=0)
+    rollouts = generate(EmbeddedEngine(policy), [[1, 2, 3]], Sampling(4, 1.0, 0, 1.0, ()), seed=0)
     found = policy.get_logprobs(rollouts)["logprobs"]
     torch.testing.assert_close(found * rollouts["token_mask"], rollouts["generation_logprobs"], rtol=1e-5, atol=1e-5)
 

@@ -12,6 +12,7 @@ from tokenizers import decoders, models
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.stop_strings import StopStrings
@@ -67,7 +68,7 @@ def rollouts_and_logprobs(
     engine = EmbeddedEngine(policy, batch_size=batch_size)
     found = {}
     for name, sampling in samplings.items():
-        rollouts = engine.generate(prompts(), sampling, seed=SEED)
+        rollouts = generate(engine, prompts(), sampling, seed=SEED)
         found[name] = (rollouts.get_dict(), policy.get_logprobs(rollouts)["logprobs"])
     return found
 
@@ -184,7 +185,7 @@ def on_policy_ratio(parallel: dict) -> tuple[float, float]:
 
     policy = build_policy(parallel)
     engine = EmbeddedEngine(policy)
-    rollouts = engine.generate(prompts(), dataclasses.replace(SAMPLINGS["temperature 0.7"]), seed=1)
+    rollouts = generate(engine, prompts(), dataclasses.replace(SAMPLINGS["temperature 0.7"]), seed=1)
     rollouts["prev_logprobs"] = rollouts["generation_logprobs"]
     rollouts["advantages"] = torch.randn(rollouts["token_mask"].shape, generator=torch.Generator().manual_seed(0))
     loss_fn = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0})
@@ -207,7 +208,7 @@ def from_nan_weights(parallel: dict) -> str:
         for parameter in model_chunk.parameters():
             parameter.data.fill_(torch.nan)
     with pytest.raises(NonFiniteLoss) as error:
-        EmbeddedEngine(policy).generate(prompts(), SAMPLINGS["greedy"], seed=0)
+        generate(EmbeddedEngine(policy), prompts(), SAMPLINGS["greedy"], seed=0)
     return str(error.value)
 
 
@@ -226,7 +227,7 @@ def from_nan_weights_of_one_rank(parallel: dict, model: ModelConfig) -> str:
                 if "embedding" in name or "output_layer" in name:  # not experts, which other ranks use
                     parameter.data.fill_(torch.nan)
     with pytest.raises(NonFiniteLoss) as error:
-        EmbeddedEngine(policy, batch_size=4).generate(prompts(), SAMPLINGS["greedy"], seed=0)
+        generate(EmbeddedEngine(policy, batch_size=4), prompts(), SAMPLINGS["greedy"], seed=0)
     return str(error.value)
 
 
@@ -243,7 +244,7 @@ def test_nan_logits_of_one_rank_are_refused_on_every_rank(ranks, world_size, par
 def too_long() -> str:
     engine = EmbeddedEngine(build_policy({}))
     with pytest.raises(ConfigError) as error:
-        engine.generate([[1] * 60], Sampling(max_new_tokens=MODEL.max_sequence_length), seed=0)
+        generate(engine, [[1] * 60], Sampling(max_new_tokens=MODEL.max_sequence_length), seed=0)
     return str(error.value)
 
 

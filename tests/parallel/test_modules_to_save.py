@@ -139,7 +139,7 @@ def sent_alone() -> list[float]:
     with serving({}, refit="adapter", peft=SAVED, model=UNTIED) as (policy, engine):
         found = [difference(policy, engine)]
         policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
-        engine.update_weights()
+        engine.sync()
         return [*found, difference(policy, engine)]
 
 

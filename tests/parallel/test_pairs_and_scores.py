@@ -10,6 +10,7 @@ import torch
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import DPOLossFn, MSEValueLoss, NLLLoss, PreferenceLoss
@@ -178,7 +179,7 @@ def calls_of_the_other_head() -> None:
         "get_logprobs": lambda: scorer.get_logprobs(batch),
         "freeze_reference": scorer.freeze_reference,
         "get_reference_policy_logprobs": lambda: scorer.get_reference_policy_logprobs(batch),
-        "generate": lambda: engine.generate([[5, 6]], Sampling(max_new_tokens=2), seed=0),
+        "generate": lambda: generate(engine, [[5, 6]], Sampling(max_new_tokens=2), seed=0),
     }
     for name, call in calls.items():
         needed, found = ("score", "lm") if name in ("get_values", "score") else ("lm", "score")

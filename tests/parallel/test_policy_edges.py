@@ -16,6 +16,7 @@ import torch
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import NLLLoss
@@ -71,9 +72,9 @@ def scores(data: Callable[[], BatchedDataDict]) -> Callable[..., Any]:
     return lambda policy, score, engine: score.score(data())["scores"]
 
 
-def generate(prompts: list[list[int]], **sampling: Any) -> Callable[..., Any]:
+def generating(prompts: list[list[int]], **sampling: Any) -> Callable[..., Any]:
     settings = {"max_new_tokens": 2} | sampling
-    return lambda policy, score, engine: engine.generate(prompts, Sampling(**settings), 0)
+    return lambda policy, score, engine: generate(engine, prompts, Sampling(**settings), 0)
 
 
 def of_kind(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,15 +162,15 @@ ROWS = [
     Row("score", "neither mask nor lengths", scores(lambda: batch(token_mask=None, input_lengths=None)),
         "'input_lengths' or 'token_mask'"),
     Row("score", "of a language model", lambda policy, score, engine: policy.score(batch()), "head='score'"),
-    Row("generate", "empty", generate([]), "needs at least one prompt"),
-    Row("generate", "an empty prompt", generate([[1], []]), "a prompt is empty"),
-    Row("generate", "a token past the vocabulary", generate([[1], [VOCAB_SIZE]]), "the token id 50"),
-    Row("generate", "a negative token", generate([[1], [-1]]), "the token id -1"),
-    Row("generate", "a prompt that leaves no space", generate([[1] * MODEL.max_sequence_length]), "max_new_tokens=2"),
+    Row("generate", "empty", generating([]), "needs at least one prompt"),
+    Row("generate", "an empty prompt", generating([[1], []]), "a prompt is empty"),
+    Row("generate", "a token past the vocabulary", generating([[1], [VOCAB_SIZE]]), "the token id 50"),
+    Row("generate", "a negative token", generating([[1], [-1]]), "the token id -1"),
+    Row("generate", "a prompt that leaves no space", generating([[1] * MODEL.max_sequence_length]), "max_new_tokens=2"),
     Row("generate", "one token of one prompt, fewer than ranks",
-        lambda *all_: generate([[1]], max_new_tokens=1)(*all_)["input_lengths"], torch.tensor([2])),
+        lambda *all_: generating([[1]], max_new_tokens=1)(*all_)["input_lengths"], torch.tensor([2])),
     Row("generate", "top_k above the vocabulary",
-        lambda *all_: generate([[1]], max_new_tokens=1, top_k=1000)(*all_)["input_lengths"], torch.tensor([2])),
+        lambda *all_: generating([[1]], max_new_tokens=1, top_k=1000)(*all_)["input_lengths"], torch.tensor([2])),
 ]  # fmt: skip
 
 

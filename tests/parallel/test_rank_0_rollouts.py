@@ -62,7 +62,7 @@ def made(parallel: dict, engine_name: str) -> tuple[dict | None, list[float], di
         return counted
 
     try:
-        engine.update_weights()
+        engine.sync()
         with (
             patched(Completion, "__init__", counting("completions", Completion.__init__)),
             patched(Completion, "__setstate__", counting("completions", Completion.__setstate__)),
@@ -71,7 +71,7 @@ def made(parallel: dict, engine_name: str) -> tuple[dict | None, list[float], di
             scored = ScoredRollouts(runner, ByLength(), FewCharacters()).make(engine, encoded, Sampling(6), 3, 2)
     finally:
         runner.close()
-        engine.shutdown()
+        engine.close()
     return (None, [], counts) if scored is None else (scored.batch.get_dict(), scored.rewards.tolist(), counts)
 
 
@@ -104,7 +104,7 @@ def too_long(parallel: dict) -> str:
     engine = EmbeddedEngine(policy, 4)
     requests = requests_of([[1] * 10_000, [1]], Sampling(4), 1)
     try:
-        engine.complete_on_rank_0(requests if policy.topology.rank == 0 else [])
+        engine.complete(requests if policy.topology.rank == 0 else [])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rl_megatron.config.model import ModelConfig
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.embedded import EmbeddedEngine
@@ -26,8 +27,8 @@ SAMPLING = Sampling(max_new_tokens=12, stop_ids=(7,))
 class Recording(InThisProcess):
     """A Hugging Face model in this process that records its routing."""
 
-    def generate(self, prompts, sampling, seed):
-        return self.decoded(prompts, sampling, seed, RoutingRecorder(self.model))
+    def complete(self, requests):
+        return super().complete(requests, RoutingRecorder(self.model))
 
 
 def pairs() -> list[list[int]]:
@@ -65,7 +66,7 @@ def perturb(policy) -> None:
 
 def differences(policy, engine, disturbed: bool) -> tuple[float, float, torch.Tensor]:
     """Return the largest |trainer's − engine's logprob| with replay and without, and the recorded experts."""
-    batch = engine.generate(pairs(), SAMPLING, seed=4)
+    batch = generate(engine, pairs(), SAMPLING, seed=4)
     if disturbed:
         perturb(policy)
     found = []
@@ -181,7 +182,7 @@ def without_recording() -> bool:
     decoder = Decoder(EmbeddedReplica(policy), 3)
     with decoder.active():
         untouched = all(router.router_replay is None for router in routers(policy))
-    return untouched and "routed_experts" not in EmbeddedEngine(policy).generate(prompts(), SAMPLING, seed=4)
+    return untouched and "routed_experts" not in generate(EmbeddedEngine(policy), prompts(), SAMPLING, seed=4)
 
 
 def test_nothing_is_recorded_if_it_is_not_asked_for(ranks):

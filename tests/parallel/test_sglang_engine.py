@@ -15,9 +15,10 @@ import torch
 
 from rl_megatron.algorithms.logprob_check import EngineMismatch
 from rl_megatron.config.load import load_config
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.engines import build_engine
-from rl_megatron.generation.interfaces import EngineFailed, Sampling, WeightSpan
+from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling, WeightSpan
 from rl_megatron.weight_sync.exporter import WeightExporter
 from rl_megatron.weight_sync.plan import WeightsRefused
 from tests.child_processes import servers
@@ -42,10 +43,10 @@ def serving(parallel: dict, directory: Path, **settings):
     stage = dataclasses.replace(load_config(["data=arithmetic"], settings=chosen).first, model=LLAMA)
     engine = build_engine(policy, stage, directory)
     try:
-        engine.update_weights()
+        engine.sync()
         yield policy, engine
     finally:
-        engine.shutdown()
+        engine.close()
 
 
 def stand_in(engine, **settings) -> list:
@@ -62,7 +63,7 @@ def stand_in(engine, **settings) -> list:
 
 def greedy_difference(policy, engine) -> float:
     """Return the largest |engine's − embedded engine's logprob|, after checking that the tokens are the same."""
-    found, wanted = (each.generate(prompts(), GREEDY, seed=3) for each in (engine, EmbeddedEngine(policy)))
+    found, wanted = (generate(each, prompts(), GREEDY, seed=3) for each in (engine, EmbeddedEngine(policy)))
     assert torch.equal(found["input_ids"], wanted["input_ids"])
     assert found["weight_version"].unique().tolist() == [policy.weight_version]
     return (found["generation_logprobs"] - wanted["generation_logprobs"]).abs().max().item()
@@ -83,17 +84,17 @@ def use_servers(parallel: dict, settings: dict, directory: Path) -> dict:
     with serving(parallel, directory, **settings) as (policy, engine):
         found["differences"].append(greedy_difference(policy, engine))
         found["gate"] = logprob_check(policy).run(engine, prompts())
-        found["ratios"] = learn(policy, engine.generate(prompts(), SAMPLED, seed=1))
-        found["stale"] = refusal(EngineFailed, engine.generate, prompts(), GREEDY, 1)
-        found["costs"] = engine.update_weights()
+        found["ratios"] = learn(policy, generate(engine, prompts(), SAMPLED, seed=1))
+        found["stale"] = refusal(EngineFailed, generate, engine, prompts(), GREEDY, 1)
+        found["costs"] = engine.sync()
         found["differences"].append(greedy_difference(policy, engine))
 
         # Faults of ours, and of the servers.
         update(policy)
         with patched(WeightExporter, "fill", dropping(UP)):
-            found["dropped here"] = refusal(WeightsRefused, engine.update_weights)
-        found["halted"] = refusal(EngineFailed, engine.generate, prompts(), GREEDY, 1)
-        engine.update_weights()
+            found["dropped here"] = refusal(WeightsRefused, engine.sync)
+        found["halted"] = refusal(EngineFailed, generate, engine, prompts(), GREEDY, 1)
+        engine.sync()
         found["differences"].append(greedy_difference(policy, engine))
         for name, faults in (
             ("dropped there", {"skipped": [DOWN]}),
@@ -102,16 +103,16 @@ def use_servers(parallel: dict, settings: dict, directory: Path) -> dict:
         ):
             update(policy)
             stand_in(engine, **faults)
-            found[name] = refusal(WeightsRefused, engine.update_weights)
+            found[name] = refusal(WeightsRefused, engine.sync)
             stand_in(engine, skipped=[], reported=None)
-            engine.update_weights()
+            engine.sync()
         update(policy)
         stand_in(engine, altered=[DOWN])
-        engine.update_weights()
+        engine.sync()
         found["altered there"] = refusal(EngineMismatch, logprob_check(policy).run, engine, prompts())
         stand_in(engine, altered=[])
         update(policy)
-        engine.update_weights()
+        engine.sync()
         found["differences"].append(greedy_difference(policy, engine))
         found["called"] = stand_in(engine)
         found["without the token"] = [status_without_the_token(server) for server in servers()]
@@ -171,44 +172,39 @@ def test_every_fault_of_a_weight_sync_is_named_on_every_rank(found):
         assert "lm_head.weight did not change, although model.embed_tokens.weight was sent" in each["head left behind"]
         assert "says that its weights have version '0'" in each["stale version"]
         assert "the rollout engine's logprobs differ from the trainer's" in each["altered there"]
-        assert "serves no weights" in each["halted"] and "call update_weights() before generate()" in each["stale"]
+        assert "serves no weights" in each["halted"] and "call sync() first" in each["stale"]
 
 
 def interrupted(directory: Path) -> dict:
-    """Abort requests and update the weights while they run, and then kill the server."""
+    """Update the weights while a request runs, and then kill the server."""
     found: dict = {}
     long = Sampling(max_new_tokens=40, temperature=0.0)
     with serving({}, directory) as (policy, engine):
         stand_in(engine, slowness=0.02)
-        whole = asyncio.run(engine.complete([7, 8], long, "1-1"))
-
-        async def one_of_two(names, then):
-            tasks = [asyncio.ensure_future(engine.complete([7, 8], long, name)) for name in names]
-            await asyncio.sleep(0.3)
-            await asyncio.to_thread(then)
-            return await asyncio.gather(*tasks)
-
-        # SGLang itself aborts all ids that begin with the given one: "2-1" must not end "2-10".
-        found["aborted"], found["other"] = asyncio.run(one_of_two(("2-1", "2-10"), lambda: engine.abort(["2-1"])))
-        found["whole"] = whole
 
         def with_new_weights():
             update(policy)
-            engine.update_weights()
+            engine.sync()
 
-        (found["across"],) = asyncio.run(one_of_two(("3-1",), with_new_weights))
+        async def across_a_weight_sync():
+            request = asyncio.ensure_future(engine.submit(Request("3-1", (7, 8), long, 1)))
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(with_new_weights)
+            return await request
+
+        found["across"] = asyncio.run(across_a_weight_sync())
         found["versions"] = (policy.weight_version - 1, policy.weight_version)
         logprobs = found["across"].logprobs
         after = next(span for span in found["across"].versions if span.version == policy.weight_version)
         prompt = [7, 8, *found["across"].ids[: after.start]]
-        rest = engine.generate([prompt], Sampling(max_new_tokens=40 - after.start, temperature=0.0), seed=0)
+        rest = generate(engine, [prompt], Sampling(max_new_tokens=40 - after.start, temperature=0.0), seed=0)
         again = rest["generation_logprobs"][0, len(prompt) :]
         found["difference"] = (again - torch.tensor(logprobs[after.start :])).abs().max().item()
 
-        wanted = engine.generate(prompts(), SAMPLED, seed=2)
+        wanted = generate(engine, prompts(), SAMPLED, seed=2)
         (server,) = servers()
         server.kill()
-        again = engine.generate(prompts(), SAMPLED, seed=2)
+        again = generate(engine, prompts(), SAMPLED, seed=2)
         found["same"], found["starts"] = torch.equal(wanted["input_ids"], again["input_ids"]), engine.served.start
     return found
 
@@ -223,12 +219,9 @@ def test_a_killed_server_is_started_again_and_the_rollouts_are_the_same(disturbe
     assert (disturbed["same"], disturbed["starts"]) == (True, 2)
 
 
-def test_requests_end_early_with_a_prefix_and_go_on_with_new_weights(disturbed):
+def test_requests_go_on_with_new_weights(disturbed):
     found = disturbed
-    aborted, whole, across = found["aborted"], found["whole"], found["across"]
-    assert aborted.reason == "abort" and 0 < len(aborted.ids) < 40
-    assert aborted.ids == whole.ids[: len(aborted.ids)]
-    assert found["other"].reason == "length" and found["other"].ids == whole.ids
+    across = found["across"]
     assert [span.version for span in across.versions] == list(found["versions"])
     assert across.versions[0].start == 0 and across.versions[1] == WeightSpan(
         found["versions"][1], across.versions[0].end, 40

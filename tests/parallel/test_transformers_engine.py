@@ -17,6 +17,7 @@ import torch
 
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.config.generation import GenerationConfig
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import EngineFailed, Sampling
 from rl_megatron.generation.transformers import engine as transformers_engine
@@ -42,14 +43,14 @@ def serving(parallel: dict, precision: str = "fp32", timeout_minutes: float = 10
     policy = build_policy(parallel, model, precision=precision, peft=peft)
     engine = TransformersEngine(policy, dataclasses.replace(SETTINGS, **settings), timeout_minutes)
     try:
-        engine.update_weights()
+        engine.sync()
         yield policy, engine
     finally:
-        engine.shutdown()
+        engine.close()
 
 
 def drawn(engine, samplings=SAMPLINGS) -> dict:
-    return {name: engine.generate(prompts(), sampling, seed=3).get_dict() for name, sampling in samplings.items()}
+    return {name: generate(engine, prompts(), sampling, seed=3).get_dict() for name, sampling in samplings.items()}
 
 
 def learn(policy, rollouts) -> tuple[float, float]:
@@ -83,29 +84,29 @@ def use_engine(parallel: dict, settings: dict) -> dict:
     """Start the engines once and use them in all the ways that the tests below check; return what they answered."""
     found: dict = {}
     with serving(parallel, **settings) as (policy, engine):
-        found["again"] = engine.update_weights()
+        found["again"] = engine.sync()
         found["engines"] = drawn(engine)
         found["embedded"] = drawn(EmbeddedEngine(policy))
         found["gate"] = logprob_check(policy).run(engine, prompts())
-        found["ratios"] = learn(policy, engine.generate(prompts(), SAMPLING, seed=1))
-        found["stale"] = refusal(EngineFailed, engine.generate, prompts(), SAMPLING, 1)
-        found["costs"] = engine.update_weights()
+        found["ratios"] = learn(policy, generate(engine, prompts(), SAMPLING, seed=1))
+        found["stale"] = refusal(EngineFailed, generate, engine, prompts(), SAMPLING, 1)
+        found["costs"] = engine.sync()
         found["engines after a step"] = drawn(engine)
         found["embedded after a step"] = drawn(EmbeddedEngine(policy))
 
         policy.model.version += 1
         with patched(WeightExporter, "fill", dropping("model.layers.2.mlp.up_proj.weight")):
-            found["refused"] = refusal(WeightsRefused, engine.update_weights)
-        found["halted"] = refusal(EngineFailed, engine.generate, prompts(), SAMPLING, 1)
-        engine.update_weights()
+            found["refused"] = refusal(WeightsRefused, engine.sync)
+        found["halted"] = refusal(EngineFailed, generate, engine, prompts(), SAMPLING, 1)
+        engine.sync()
         found["recovered"] = drawn(engine)
 
         for model_chunk in policy.model.model_chunks:
             for parameter in model_chunk.parameters():
                 parameter.data.fill_(torch.nan)
         policy.model.version += 1
-        engine.update_weights()
-        found["nan"] = refusal(NonFiniteLoss, engine.generate, prompts(), SAMPLING, 1)
+        engine.sync()
+        found["nan"] = refusal(NonFiniteLoss, generate, engine, prompts(), SAMPLING, 1)
     return found
 
 
@@ -156,7 +157,7 @@ def test_the_engine_needs_and_gets_the_weights_of_each_step(by_rank):
         before, after = (found[key]["temperature 1"]["weight_version"] for key in ("engines", "engines after a step"))
         assert (after == before + 1).all()
         stale = found["stale"]
-        assert "version 0" in stale and "policy's is 1" in stale and "update_weights" in stale
+        assert "version 0" in stale and "policy's is 1" in stale and "call sync()" in stale
         costs = found["costs"]
         assert costs["refit_bytes"] > 100_000 and costs["refit_seconds"] > 0
         for phase in ("fill", "transfer", "verify", "copy"):
@@ -244,7 +245,7 @@ def deaths() -> dict:
             found["killed while drawing"] = drawn(engine)
         (last,) = worker_children()
         kill([last])
-        found["once more"] = refusal(EngineFailed, engine.generate, prompts(), SAMPLING, 3)
+        found["once more"] = refusal(EngineFailed, generate, engine, prompts(), SAMPLING, 3)
         found["log"], found["left"] = list(lines), [pid for pid in [last, *worker_children()] if is_alive(pid)]
     return found
 
@@ -271,7 +272,7 @@ def kill_during_refit() -> tuple[dict, dict, list[str], float]:
         policy.model.version += 1
         began = time.monotonic()
         with killed_while("receive"):
-            engine.update_weights()
+            engine.sync()
         seconds = time.monotonic() - began
         found = drawn(engine, {"sampled": SAMPLING})
         found["sampled"]["weight_version"] -= 1
@@ -319,7 +320,7 @@ def join_and_fail() -> dict:
         found["joined"] = drawn(engine, {"sampled": SAMPLING})["sampled"]["weight_version"].tolist()
         policy.model.version += 1
         began = time.monotonic()
-        found["failed"] = refusal(EngineFailed, engine.update_weights)
+        found["failed"] = refusal(EngineFailed, engine.sync)
         found["seconds to fail"] = time.monotonic() - began
         found["log"] = list(lines)
     return found

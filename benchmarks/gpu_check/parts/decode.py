@@ -19,6 +19,7 @@ from benchmarks.gpu_check.setting import Setting
 from benchmarks.transformers_step import transformers_model
 from rl_megatron.config.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.topology import topology
@@ -55,9 +56,9 @@ def run(setting: Setting, record: Record) -> None:
         graphs, plain = (EmbeddedEngine(policy, count, cuda_graphs=mode) for mode in ("auto", "off"))
         # What a side computes first compiles and loads kernels.
         sides: dict[str, Callable[[], torch.Tensor]] = {
-            "CUDA graphs": lambda engine=graphs, texts=prompts: engine.generate(texts, greedy, 0)["input_ids"],
-            "no graphs": lambda engine=plain, texts=prompts: engine.generate(texts, greedy, 0)["input_ids"],
-            "model.generate": lambda texts=prompts: generate(rival, texts, tokens),
+            "CUDA graphs": lambda engine=graphs, texts=prompts: generate(engine, texts, greedy, 0)["input_ids"],
+            "no graphs": lambda engine=plain, texts=prompts: generate(engine, texts, greedy, 0)["input_ids"],
+            "model.generate": lambda texts=prompts: generate_with_transformers(rival, texts, tokens),
         }
         ids = {side: complete().cpu() for side, complete in sides.items()}
         record.equal(
@@ -82,7 +83,7 @@ def run(setting: Setting, record: Record) -> None:
     dist.destroy_process_group()
 
 
-def generate(model: torch.nn.Module, prompts: list[list[int]], tokens: int) -> torch.Tensor:
+def generate_with_transformers(model: torch.nn.Module, prompts: list[list[int]], tokens: int) -> torch.Tensor:
     """Return what `model.generate` of transformers completes."""
     ids = torch.tensor(prompts, device=next(model.parameters()).device)
     with torch.no_grad():
@@ -110,4 +111,4 @@ def _seconds(complete: Callable[[], torch.Tensor]) -> float:
 
 
 def _kernels(engine: EmbeddedEngine, prompts: list[list[int]], tokens: int, device: torch.device) -> int:
-    return profile_of(lambda: engine.generate(prompts, Sampling(tokens, temperature=0.0), 0), device).kernels
+    return profile_of(lambda: generate(engine, prompts, Sampling(tokens, temperature=0.0), 0), device).kernels

@@ -27,6 +27,7 @@ from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, 
 from rl_megatron.config.load import load_config
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import build_loss
@@ -239,7 +240,7 @@ def grpo_step(device: str, tiny: bool, directory: Path) -> Step:
     batch["advantages"] *= torch.randn(count, 1, generator=torch.Generator().manual_seed(0))
     batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
     prompts = batch["input_ids"][:16, :PROMPT].tolist()
-    completions = EmbeddedEngine(policy, batch_size=16).generate(prompts, Sampling(GREEDY_TOKENS, temperature=0.0), 0)
+    completions = generate(EmbeddedEngine(policy, batch_size=16), prompts, Sampling(GREEDY_TOKENS, temperature=0.0), 0)
     values: dict[str, float] = dict(zip(("loss", "gradient norm"), train(policy), strict=True))
     weights = gather_full(policy.model.model_chunks)
     path = policy.save_checkpoint(directory, 1)

@@ -18,6 +18,7 @@ from benchmarks.train_step import rollouts
 from rl_megatron.algorithms.logprob_check import LIMITS
 from rl_megatron.config.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.transformers.process import WORKER_MODULE
@@ -62,7 +63,7 @@ def run(setting: Setting, record: Record) -> None:
         syncs = []
         for _ in range(1 + repetitions):  # the first one also starts the engine
             train(policy)
-            syncs.append(engine.update_weights())
+            syncs.append(engine.sync())
         fastest = min(syncs[1:], key=lambda metrics: metrics["refit_seconds"])
         for metric, name in PHASES.items():
             record.figure(name, fastest[metric], "s")
@@ -75,10 +76,10 @@ def run(setting: Setting, record: Record) -> None:
             record.cannot(OFFLOADING, "the optimizer state of the CPU is on the host already")
         record.at_least("engines that were killed", kill_engines(), 1)
         train(policy)
-        engine.update_weights()
+        engine.sync()
         record.at_most("error of the restarted engine's logprobs", error_of(engine, policy), LIMITS["bf16"])
     finally:
-        engine.shutdown()
+        engine.close()
     policy.shutdown()
     dist.destroy_process_group()
 
@@ -91,7 +92,7 @@ def train(policy: MegatronPolicy) -> None:
 def error_of(engine: RolloutEngine, policy: MegatronPolicy) -> float:
     """Return the mean |engine's − policy's logprob| over sampled tokens."""
     prompts = torch.randint(policy.vocab_size, (8, 16), generator=torch.Generator().manual_seed(0)).tolist()
-    batch = engine.generate(prompts, Sampling(16), 0)
+    batch = generate(engine, prompts, Sampling(16), 0)
     apart = (policy.get_logprobs(batch)["logprobs"] - batch["generation_logprobs"]).abs()
     return apart[batch["token_mask"] > 0].double().mean().item()
 

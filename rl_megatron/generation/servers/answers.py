@@ -20,8 +20,8 @@ def checked(request: Request, answer: RawAnswer, vocab_size: int, server: str) -
     Servers have no tokenizer, so they generate on after a stop string, and the rest is cut off here. A token depends on
     those before it alone, so what is left is exactly what a server would give that stops.
 
-    A NaN or missing logprob becomes NaN, which `rollouts` reports: the logits were NaN, which is the model's fault and
-    not the server's.
+    A NaN or missing logprob becomes NaN, which `sequence_batch` reports: the logits were NaN, which is the fault of the
+    model and not of the server.
 
     Args:
         request: What was asked.

@@ -120,16 +120,12 @@ class ServerDialect(Protocol):
         """
         ...
 
-    async def pause(self, server: ServerClient, abort: bool) -> None:
-        """Stop generation. Requests in flight wait if `abort` is false, and otherwise end with what they have."""
+    async def pause(self, server: ServerClient) -> None:
+        """Stop generation. Requests in flight wait."""
         ...
 
     async def resume(self, server: ServerClient) -> None:
         """Start to generate again after `pause`."""
-        ...
-
-    async def abort(self, server: ServerClient, request_ids: Sequence[str] | None) -> None:
-        """End requests in flight, all of them if `request_ids` is None; their answers have the tokens so far."""
         ...
 
     async def sleep(self, server: ServerClient) -> None:

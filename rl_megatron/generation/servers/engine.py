@@ -14,10 +14,8 @@ from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.servers import ServersConfig
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.generation.completion_batch import check_requests, rollouts
-from rl_megatron.generation.completions import requests_of, seed_of_id
-from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request, Sampling, Served
+from rl_megatron.generation.completion_batch import check_requests
+from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request, Served
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import ServerDialect
 from rl_megatron.generation.servers.pool import ServerPool
@@ -95,7 +93,7 @@ class ServerEngine:
         self._served: Served | None = None
         self._starts = self._restarts = 0
         self._asleep = False
-        self._paused = self._has_lost_a_server = False  # on rank 0, which alone takes single requests
+        self._has_lost_a_server = False  # on rank 0, which alone takes single requests
         self._sync_metrics: dict[str, float] = {}  # of a weight sync that was not reported yet
 
     @property
@@ -103,8 +101,8 @@ class ServerEngine:
         """Return the copy of the weights that all servers serve, or None."""
         return self._served
 
-    def update_weights(self) -> dict[str, float]:
-        """Send the policy's current weights to the servers; see `RolloutEngine.update_weights`.
+    def sync(self) -> dict[str, float]:
+        """Send the policy's current weights to the servers; see `RolloutEngine.sync`.
 
         Raises:
             WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
@@ -119,82 +117,46 @@ class ServerEngine:
         metrics, self._sync_metrics = self._sync_metrics, {}
         return metrics
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-        """Generate one completion for each prompt; see `RolloutEngine.generate`.
-
-        Raises:
-            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
-            NonFiniteLoss: On every rank, if logits are NaN or infinite.
-            EngineFailed: On every rank, if an answer cannot be used, or servers die more often than
-                `generation.max_engine_restarts`.
-        """
-        return rollouts(prompts, self.complete_all(requests_of(prompts, sampling, seed)), sampling)
-
-    def complete_all(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete the requests together; see `CompletesRequests.complete_all`.
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete the requests of rank 0 together; see `RolloutEngine.complete`.
 
         Raises:
             ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
             EngineFailed: On every rank, if an answer cannot be used, or servers die more often than
                 `generation.max_engine_restarts`.
-        """
-        completions = self.complete_on_rank_0(requests if self._ranks.leads else ())
-        return self._ranks.share(lambda: completions)
-
-    def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete the requests of rank 0 together; see `CompletesOnRank0.complete_on_rank_0`.
-
-        It raises what `complete_all` raises.
         """
         self.policy.model.require_head("lm", "generate")
         self._ranks.run_on_rank0(lambda: self._check_lengths(requests), (ConfigError,))
         if self._served is None:
-            raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
+            raise EngineFailed("the rollout engine serves no weights; call sync() first")
         done: dict[str, Completion] = {}
         self._with_restarts(lambda: self._complete_all(requests, done))
         completions = [done[request.request_id] for request in requests]
         self._ranks.run_on_rank0(lambda: self._check_versions(completions), (EngineFailed,))
         return completions
 
-    async def complete(
-        self, ids: Sequence[int], sampling: Sampling, request_id: str, *, seed: int | None = None
-    ) -> Completion:
-        """Return the completion of one prompt; see `RequestEngine.complete`. It may be called on any asyncio loop.
+    async def submit(self, request: Request) -> Completion:
+        """Return the completion of one request on rank 0; see `RolloutEngine`.
 
         Raises:
             ConfigError: The prompt is too long for `max_new_tokens`.
             EngineFailed: The answer cannot be used.
-            EngineLost: The server died. After `update_weights` has started it again, the request may be repeated.
+            EngineLost: The server died. After `sync` has started it again, the request may be repeated.
             ValueError: Another request that has no completion yet has this id.
         """
         if self._served is None or self._has_lost_a_server:
-            raise EngineLost("the rollout engine serves no weights; call update_weights() first")
-        request = Request(request_id, tuple(ids), sampling, seed_of_id(request_id) if seed is None else seed)
+            raise EngineLost("the rollout engine serves no weights; call sync() first")
         self._check_lengths([request])
         try:
             return await asyncio.wrap_future(self._loop.start(self._requests().complete(request)))
         except ServerDied as death:
-            self._has_lost_a_server = True  # all ranks hear of it in the next `update_weights`
-            raise EngineLost(f"{death}; update_weights() starts the server again") from death
-
-    def pause(self, abort: bool = False) -> None:
-        """Generate no further tokens until `resume`; see `RequestEngine.pause`."""
-        self._tell(self._requests().of_each(lambda server: self._kind.dialect.pause(server, abort)))
-        self._paused = True
-
-    def resume(self) -> None:
-        """Start to generate again; see `RequestEngine.resume`."""
-        self._tell(self._requests().of_each(self._kind.dialect.resume))
-        self._paused = False
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests now; see `RequestEngine.abort`."""
-        self._tell(self._requests().abort(request_ids))
+            self._has_lost_a_server = True  # all ranks hear of it in the next `sync`
+            raise EngineLost(f"{death}; sync() starts the server again") from death
 
     def sleep(self) -> None:
         """Let the servers release their memory, so that the policy can train on the same GPUs.
 
-        The next `update_weights` wakes them. Every rank calls it. It does nothing if no server runs, if they sleep
+        The next `sync` wakes them. Every rank calls it. It does nothing if no server runs, if they sleep
         already, or if they are of a kind that does not sleep.
         """
         if self._kind.sleeps and self._sync is not None and not self._asleep:
@@ -206,7 +168,7 @@ class ServerEngine:
             except ServerDied as death:
                 log.LOGGER.warning("%s; the next weight sync starts it again", death)
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """End the servers that the run has started, and close the connections to others. It is not collective."""
         self._served = None
         if self._sync is not None:
@@ -262,12 +224,12 @@ class ServerEngine:
                 raise EngineFailed(
                     f"request {completion.request_id!r}: the rollout engine generated tokens {wrong.start + 1} to "
                     f"{wrong.end} with version {wrong.version} of the weights, and the policy's is {wanted}; call "
-                    "update_weights() before generate()"
+                    "sync() first"
                 )
             if completion.reason == "abort":
                 raise EngineFailed(
-                    f"request {completion.request_id!r} was aborted at token {len(completion.ids)}; abort() and "
-                    "pause(abort=True) are for requests of complete(), and not for generate()"
+                    f"request {completion.request_id!r} was aborted at token {len(completion.ids)}, and not by this "
+                    "run; let nothing else abort the requests of its servers"
                 )
 
     # --- weights ---
@@ -280,7 +242,7 @@ class ServerEngine:
             self._start()
         assert self._sync is not None  # `_start` has made it
         version, dialect = self.policy.weight_version, self._kind.dialect
-        self._tell_all(lambda server: dialect.pause(server, abort=False))
+        self._tell_all(dialect.pause)
         if self._asleep:
             self._tell_all(lambda server: dialect.wake(server, "weights"))
         metrics = self._sync.send(version)
@@ -289,8 +251,7 @@ class ServerEngine:
         if self._asleep:
             self._tell_all(lambda server: dialect.wake(server, "kv_cache"))
             self._asleep = False
-        if not self._ranks.share(lambda: self._paused):
-            self._tell_all(dialect.resume)
+        self._tell_all(dialect.resume)
         self._served, self._sync_metrics = Served(version, self._starts), metrics
 
     def _start(self) -> None:
@@ -317,7 +278,7 @@ class ServerEngine:
             EngineLost: No server was started or reached yet, or one has died.
         """
         if self._sender is None:
-            raise EngineLost("no server runs; update_weights() starts the servers")
+            raise EngineLost("no server runs; sync() starts the servers")
         return self._sender
 
     def _check_lengths(self, requests: Sequence[Request]) -> None:
@@ -334,13 +295,6 @@ class ServerEngine:
                 f"a prompt with its completion can have {longest} tokens, and the servers take {most}: raise their "
                 f"limit in {self._kind.dialect.key}, or lower generation.max_new_tokens"
             )
-
-    def _tell(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that tells the servers something; rank 0 alone does it."""
-        try:
-            self._loop.wait(work)
-        except (ServerDied, ServerRefused) as failure:
-            raise EngineFailed(str(failure)) from failure
 
     def _tell_all(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
         """Call something of every server; all ranks wait for it."""

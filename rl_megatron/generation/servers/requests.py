@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rl_megatron import log
@@ -18,17 +17,6 @@ from rl_megatron.generation.servers.routing import Load, Router
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 
 _ATTEMPTS = 3
-_ATTEMPTS_TO_ABORT = 20
-_SECONDS_TO_ABORT = 0.1
-
-
-@dataclass
-class _Open:
-    """The state of a request without a completion."""
-
-    work: asyncio.Future[Completion] | None = None
-    is_sent: bool = False
-    ended_before_it_was_sent: bool = False
 
 
 class RequestSender:
@@ -59,7 +47,7 @@ class RequestSender:
         """
         self._seconds_between_attempts = seconds_between_attempts
         self.servers, self._dialect, self._vocab_size = list(servers), dialect, vocab_size
-        self._open: dict[str, _Open] = {}  # by request id
+        self._open: set[str] = set()  # the ids of requests without a completion
         self._router = Router([Load(max_requests, each.max_tokens_in_flight) for each in facts])
         self._with_seeds = all(each.takes_seeds for each in facts)
         if not self._with_seeds:
@@ -78,18 +66,13 @@ class RequestSender:
         """
         if request.request_id in self._open:
             raise ValueError(f"request id {request.request_id!r} belongs to a request that has no completion yet")
-        state = self._open[request.request_id] = _Open()
-        state.work = asyncio.ensure_future(self._completed(request, state))
+        self._open.add(request.request_id)
         try:
-            return await state.work
-        except asyncio.CancelledError:
-            if not state.ended_before_it_was_sent:
-                raise
-            return Completion(request.request_id, (), (), (), "abort")
+            return await self._completed(request)
         finally:
-            del self._open[request.request_id]
+            self._open.remove(request.request_id)
 
-    async def _completed(self, request: Request, state: _Open) -> Completion:
+    async def _completed(self, request: Request) -> Completion:
         outside = next((token for token in request.prompt if not 0 <= token < self._vocab_size), None)
         if outside is not None:  # vLLM ends all its requests if it meets one
             raise EngineFailed(
@@ -98,7 +81,7 @@ class RequestSender:
             )
         most_tokens = len(request.prompt) + request.sampling.max_new_tokens
         async with self._router.place(request.prompt, most_tokens) as index:
-            state.is_sent, server = True, self.servers[index]
+            server = self.servers[index]
             body = await self._answer_of(server, request)
             try:
                 completion = checked(request, self._dialect.parse_response(body), self._vocab_size, server.name)
@@ -140,25 +123,6 @@ class RequestSender:
         """Make a call for every server, all at the same time."""
         await asyncio.gather(*(call(server) for server in self.servers))
 
-    async def abort(self, request_ids: Sequence[str] | None) -> None:
-        """End open requests, all of them if `request_ids` is None, with the tokens that they have.
-
-        A server ignores an abort of a request that it does not know yet. So the abort is repeated until the requests
-        have ended.
-        """
-        chosen = [each for each in (self._open if request_ids is None else request_ids) if each in self._open]
-        for state in (self._open[each] for each in chosen):
-            if not state.is_sent and state.work is not None:
-                state.ended_before_it_was_sent = True
-                state.work.cancel()
-        await asyncio.sleep(0)
-        for _ in range(_ATTEMPTS_TO_ABORT):
-            chosen = [each for each in chosen if each in self._open]
-            if not chosen:
-                return
-            await asyncio.gather(*(self._dialect.abort(server, chosen) for server in self.servers))
-            await asyncio.sleep(_SECONDS_TO_ABORT)
-
     async def _answer_of(self, server: ServerClient, request: Request) -> Any:
         """Return a server's answer. An error that may pass is no answer, unless the server is dead or it persists."""
         path, body = self._dialect.http_request(request, self._with_seeds)
@@ -182,7 +146,7 @@ class RequestSender:
 
 
 def _report_nan(completion: Completion, server: ServerClient) -> None:
-    """Log which server computed logits that are NaN; `rollouts` then ends the run, as for every engine."""
+    """Log which server computed logits that are NaN; `sequence_batch` then ends the run, as for every engine."""
     first = next((index for index, logprob in enumerate(completion.logprobs) if math.isnan(logprob)), None)
     if first is not None:
         log.LOGGER.warning(

@@ -6,7 +6,6 @@ span of tokens. The server has no tokenizer and reads no weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,20 +106,13 @@ class SglangDialect:
         why = f"{server.name} was started without --enable-deterministic-inference"
         return ServerFacts(takes_seeds=False, why_no_seeds=why)
 
-    async def pause(self, server: ServerClient, abort: bool) -> None:
+    async def pause(self, server: ServerClient) -> None:
         """Stop generation. Requests in flight wait without keys and values, which a weight sync makes invalid."""
-        await server.post("/pause_generation", {"mode": "abort" if abort else "retract"})
+        await server.post("/pause_generation", {"mode": "retract"})
 
     async def resume(self, server: ServerClient) -> None:
         """Start to generate again after `pause`."""
         await server.post("/continue_generation", {})
-
-    async def abort(self, server: ServerClient, request_ids: Sequence[str] | None) -> None:
-        """End requests in flight, all of them if `request_ids` is None."""
-        if request_ids is None:
-            await server.post("/abort_request", {"abort_all": True})
-        for request_id in request_ids or ():
-            await server.post("/abort_request", {"rid": request_id + _ID_END})
 
     async def sleep(self, server: ServerClient) -> None:
         """Release the memory of weights and KV cache: the next weight sync sends all weights."""

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.generation.completion_batch import check_requests, rollouts
-from rl_megatron.generation.completions import requests_of, seed_of_id
-from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request, Sampling, Served
+from rl_megatron.generation.completion_batch import check_requests
+from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request, Served
 from rl_megatron.generation.transformers.devices import engine_devices
 from rl_megatron.generation.transformers.process import Answers, EngineDied, EngineWorkers
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -30,7 +27,7 @@ _SECONDS_AFTER_A_BREAK = 5.0  # how long engines may take to report a collective
 
 
 class TransformersEngine:
-    """A `RequestEngine` in `generation.num_engines` processes, which the policy's rank 0 starts at the first sync.
+    """A `RolloutEngine` in `generation.num_engines` processes, which the policy's rank 0 starts at the first sync.
 
     Only rank 0 talks to the processes. It broadcasts their answers, so that all ranks decide alike. All ranks take part
     when weights are sent over a collective. If a process dies, all engines are ended and started again, because they
@@ -48,7 +45,7 @@ class TransformersEngine:
         self._sends_adapter = settings.refit == "adapter"
         self._sender = WeightSender(policy.model, AdapterExporter) if self._sends_adapter else policy.weights
         self._workers: EngineWorkers | None = None  # on rank 0
-        self._started = self._paused = False
+        self._started = False
         self._served: Served | None = None
         self._starts = self._restarts = 0
         self._sync_metrics: dict[str, float] = {}  # of a weight sync that was not reported yet
@@ -59,8 +56,8 @@ class TransformersEngine:
         """Return the copy of the weights that all engines serve, or None."""
         return self._served
 
-    def update_weights(self) -> dict[str, float]:
-        """Send the policy's current weights to the engines; see `RolloutEngine.update_weights`.
+    def sync(self) -> dict[str, float]:
+        """Send the policy's current weights to the engines; see `RolloutEngine.sync`.
 
         Raises:
             WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
@@ -74,38 +71,19 @@ class TransformersEngine:
         metrics, self._sync_metrics = self._sync_metrics, {}
         return metrics
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-        """Generate one completion for each prompt; see `RolloutEngine.generate`.
-
-        Raises:
-            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
-            NonFiniteLoss: On every rank, if logits are NaN or infinite.
-            EngineFailed: On every rank, if the engine generated with other weights than the policy's, or engines die
-                more often than `generation.max_engine_restarts`.
-        """
-        return rollouts(prompts, self.complete_all(requests_of(prompts, sampling, seed)), sampling)
-
-    def complete_all(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete the requests together; see `CompletesRequests.complete_all`.
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete the requests of rank 0 together; see `RolloutEngine.complete`.
 
         Raises:
             ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
             EngineFailed: On every rank, if the engine generated with other weights than the policy's, or engines die
                 more often than `generation.max_engine_restarts`.
-        """
-        completions = self.complete_on_rank_0(requests if self._ranks.leads else ())
-        return self._ranks.share(lambda: completions)
-
-    def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete the requests of rank 0 together; see `CompletesOnRank0.complete_on_rank_0`.
-
-        It raises what `complete_all` raises.
         """
         self.policy.model.require_head("lm", "generate")
         longest = self.policy.model_config.max_sequence_length
         self._ranks.run_on_rank0(lambda: check_requests(requests, longest, self.policy.vocab_size), (ConfigError,))
         if self._served is None:
-            raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
+            raise EngineFailed("the rollout engine serves no weights; call sync() first")
         answers = self._with_restarts(lambda: self._ask_for_completions(list(requests)))
         completions = [completion for answer in answers for completion in answer]
         self._ranks.run_on_rank0(lambda: self._check_versions(completions), (EngineFailed,))
@@ -116,49 +94,32 @@ class TransformersEngine:
             if version != self.policy.weight_version:
                 raise EngineFailed(
                     f"the rollout engine answered with version {version} of the weights, and the policy's is "
-                    f"{self.policy.weight_version}; call update_weights() before generate()"
+                    f"{self.policy.weight_version}; call sync() first"
                 )
 
-    async def complete(
-        self, ids: Sequence[int], sampling: Sampling, request_id: str, *, seed: int | None = None
-    ) -> Completion:
-        """Return the completion of one prompt; see `RequestEngine.complete`. It may be called on any asyncio loop.
+    async def submit(self, request: Request) -> Completion:
+        """Return the completion of one request on rank 0; see `RolloutEngine`.
 
-        Engines decode single requests between the calls that all ranks make: a weight sync or `generate` interrupts
-        them, and they go on afterwards.
+        Engines decode single requests between the calls that all ranks make: `sync` and `complete` interrupt them, and
+        they go on afterwards.
 
         Raises:
             ConfigError: The prompt is too long for `max_new_tokens`.
             EngineFailed: The engine raised an exception.
-            EngineLost: Its process ended. After `update_weights` has started it again, the request may be repeated.
+            EngineLost: Its process ended. After `sync` has started it again, the request may be repeated.
             ValueError: Another request that has no completion yet has this id.
         """
         if self._served is None:
-            raise EngineLost("the rollout engine serves no weights; call update_weights() first")
-        request = Request(request_id, tuple(ids), sampling, seed_of_id(request_id) if seed is None else seed)
+            raise EngineLost("the rollout engine serves no weights; call sync() first")
         check_requests([request], self.policy.model_config.max_sequence_length, self.policy.vocab_size)
+        single_requests = self._engines().requests
         try:
-            return await asyncio.wrap_future(self._engines().requests.put(request))
+            return await asyncio.wrap_future(single_requests.put(request))
         except asyncio.CancelledError:
-            with suppress(EngineFailed):  # its process has ended
-                self.abort([request_id])
+            single_requests.abort(request.request_id)
             raise
 
-    def pause(self, abort: bool = False) -> None:
-        """Generate no further tokens of single requests until `resume`; see `RequestEngine.pause`."""
-        self._engines().requests.tell("pause", abort)
-        self._paused = True
-
-    def resume(self) -> None:
-        """Start to generate again; see `RequestEngine.resume`."""
-        self._engines().requests.tell("resume")
-        self._paused = False
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests now, with the tokens that they have; see `RequestEngine.abort`."""
-        self._engines().requests.tell("abort", request_ids)
-
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """End the engines' processes."""
         self._leave(at_once=False)
         if self._sends_adapter:
@@ -240,8 +201,6 @@ class TransformersEngine:
         self._starts += 1
         if self._ranks.leads:
             self._workers = EngineWorkers(self.settings.num_engines, 60 * self.settings.engine_timeout_minutes)
-            if self._paused:
-                self._workers.requests.tell("pause", False)
         self._ask("build", [(plan, device, settings.batch_size, settings.router_replay) for device in self._devices])
         if self.settings.refit == "collective":
             self._join()

@@ -25,12 +25,11 @@ class PendingRequests:
         self._send, self._new_decoder = answer, new_decoder
         self._decoder: Decoder | None = None  # it exists only while it decodes, because its cache takes memory
         self._held: list[Ongoing] = []  # requests that the decoder does not have
-        self._paused = False
 
     @property
     def can_advance(self) -> bool:
         """Return whether a token can be generated."""
-        return not self._paused and (self._decoder is not None or bool(self._held))
+        return self._decoder is not None or bool(self._held)
 
     # --- messages ---
 
@@ -38,28 +37,14 @@ class PendingRequests:
         """Take a request."""
         self._held.append(Ongoing(request))
 
-    def abort(self, request_ids: Sequence[str] | None) -> None:
-        """End these requests, or all, with the tokens that they have."""
-        if request_ids is None:
-            self.hold()
-        chosen = frozenset(each.request.request_id for each in self._held) if request_ids is None else {*request_ids}
-        ended = [each.completion("abort") for each in self._held if each.request.request_id in chosen]
-        self._held = [each for each in self._held if each.request.request_id not in chosen]
+    def abort(self, request_id: str) -> None:
+        """End a request with the tokens that it has."""
+        ended = [held.completion("abort") for held in self._held if held.request.request_id == request_id]
+        self._held = [held for held in self._held if held.request.request_id != request_id]
         if self._decoder is not None:
             with self._decoder.active():
-                ended += self._decoder.abort(chosen)
+                ended += self._decoder.abort({request_id})
         self._answer(ended)
-
-    def pause(self, abort: bool) -> None:
-        """Generate nothing until `resume`; with `abort`, end the requests that have begun."""
-        self._paused = True
-        self.hold()
-        if abort:
-            self.abort([each.request.request_id for each in self._held if each.ids])
-
-    def resume(self) -> None:
-        """Generate again."""
-        self._paused = False
 
     # --- decoding ---
 

@@ -135,18 +135,12 @@ class EngineRequests:
                 raise EngineLost(f"{self._processes[index].name} has ended") from error
         return future
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of every process's `PendingRequests`, which has no result.
-
-        Raises:
-            EngineLost: A process has ended.
-        """
+    def abort(self, request_id: str) -> None:
+        """End a request, if it has no completion yet."""
         with self._lock:
-            for process in self._processes:
-                try:
-                    process.send("request", method, arguments)
-                except OSError as error:
-                    raise EngineLost(f"{process.name} has ended") from error
+            if request_id in self._futures:
+                with suppress(OSError):  # the process has ended, which `end` tells the request
+                    self._processes[self._futures[request_id][0]].send("request", "abort", (request_id,))
 
     def take(self, process: EngineProcess, answers: Sequence[Any], failure: str | None) -> None:
         """Take the completions of some requests, or the ids of those that failed."""

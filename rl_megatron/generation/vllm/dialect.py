@@ -25,7 +25,6 @@ from rl_megatron.weight_sync.servers import ServerRefused
 
 MODEL = "policy"  # the name under which a server that we launch serves the model
 _GENERATE = "/inference/v1/generate"
-_REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the request ids of this path
 _TOKEN_REQUIRED = f"{TokenRequired.__module__}.{TokenRequired.__name__}"
 _RECORD_ROUTING = "--enable-return-routed-experts"
 _NO_LOGPROB = -9999.0  # vLLM's number for a logprob that is NaN or −∞
@@ -207,20 +206,13 @@ class VllmDialect:
                 f"--enable-lora --max-lora-rank {self._adapter_rank}, or set generation.refit=collective"
             )
 
-    async def pause(self, server: ServerClient, abort: bool) -> None:
-        """Stop generation; requests in flight are kept unless `abort`."""
-        await server.post(f"/pause?mode={'abort' if abort else 'keep'}")
+    async def pause(self, server: ServerClient) -> None:
+        """Stop generation; requests in flight are kept."""
+        await server.post("/pause?mode=keep")
 
     async def resume(self, server: ServerClient) -> None:
         """Start to generate again after `pause`."""
         await server.post("/resume")
-
-    async def abort(self, server: ServerClient, request_ids: Sequence[str] | None) -> None:
-        """End requests in flight, all of them if `request_ids` is None."""
-        if request_ids is None:
-            await server.post("/abort_requests", {})
-        elif request_ids:
-            await server.post("/abort_requests", {"request_ids": [_REQUEST_PREFIX + each for each in request_ids]})
 
     async def sleep(self, server: ServerClient) -> None:
         """Drop weights and KV cache: the next weight sync sends all weights."""

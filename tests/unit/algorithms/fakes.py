@@ -9,8 +9,6 @@ import torch
 from rl_megatron.config.load import load_config
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks import Problem
-from rl_megatron.generation.completion_batch import rollouts as batch_of_completions
-from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.interfaces import Completion, Request, WeightSpan
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.limits import TokenLimits
@@ -104,12 +102,9 @@ class Scripted:
 
     def sleep(self): ...
 
-    def generate(self, prompts, sampling, seed):
-        return batch_of_completions(prompts, self.complete_all(requests_of(prompts, sampling, seed), seed), sampling)
-
-    def complete_all(self, requests, seed=None):
+    def complete(self, requests):
         words = ["".join(map(chr, request.prompt)) for request in requests]
-        self.calls.append((words, requests[0].seed if seed is None else seed))
+        self.calls.append((words, requests[0].seed))
         answers = [[ord(c) for c in self.answers[word].pop(0)] + [EOS] for word in words]
         return [completed(request, ids) for request, ids in zip(requests, answers, strict=True)]
 

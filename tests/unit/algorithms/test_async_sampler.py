@@ -50,17 +50,17 @@ class Ones:
     def __init__(self, policy):
         self.policy, self.asked, self.served, self.answers = policy, set(), None, repeat("1")
 
-    def update_weights(self):
+    def sync(self):
         self.served = Served(self.policy.weight_version)
         return {}
 
-    async def complete(self, prompt, sampling, request_id, *, seed):
-        self.asked.add(("".join(map(chr, prompt)), seed))
+    async def submit(self, request):
+        self.asked.add(("".join(map(chr, request.prompt)), request.seed))
         answer = next(self.answers)
         spans = (WeightSpan(0 if self.served is None else self.served.version, 0, 2),)
-        return Completion(request_id, (ord(answer), EOS), (-1.0, -1.0), spans, "stop")
+        return Completion(request.request_id, (ord(answer), EOS), (-1.0, -1.0), spans, "stop")
 
-    def complete_all(self, requests):
+    def complete(self, requests):
         self.asked |= {("".join(map(chr, request.prompt)), request.seed) for request in requests}
         return [
             Completion(request.request_id, (ord("1"), EOS), (-1.0, -1.0), (WeightSpan(1, 0, 2),), "stop")
@@ -119,7 +119,7 @@ def test_groups_of_a_later_step_begin_with_the_weights_that_an_evaluation_syncs(
         _, outcome = sampler.collect(step)
         assert outcome["trajectory_age_max"] <= 1 and outcome["dropped_groups"] == 0
         stage.policy.model.version += 1
-        stage.engine.update_weights()
+        stage.engine.sync()
         began = time.monotonic()
         while len(engine.asked) < (step + 2) * PER_STEP * SIZE:
             assert time.monotonic() - began < 10, "groups of the step after the next one have not begun"

@@ -27,7 +27,7 @@ class Guessing:
     def __init__(self, answer):
         self.answer, self.calls = answer, []
 
-    def complete_all(self, requests):
+    def complete(self, requests):
         prompts = [list(request.prompt) for request in requests]
         self.calls.append((prompts, requests[0].sampling, requests[0].seed))
         texts = [self.answer(prompt, index) for index, prompt in enumerate(prompts)]

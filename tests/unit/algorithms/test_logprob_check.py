@@ -9,6 +9,8 @@ import torch
 from rl_megatron.algorithms.logprob_check import EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.completion_batch import generate
+from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling, Served
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms.fakes import Characters, Scripted, completed
@@ -38,16 +40,16 @@ class Engine(Scripted):
     syncs: int = 0
     samplings: list = field(default_factory=list)
 
-    def update_weights(self):
+    def sync(self):
         if not self.behind:
             return {}
         self.behind, self.syncs = False, self.syncs + 1
         self.served = Served(version=self.syncs)
         return {"refit_bytes": 8.0}
 
-    def generate(self, prompts, sampling, seed):
-        self.samplings.append(sampling)
-        return super().generate(prompts, sampling, seed)
+    def complete(self, requests):
+        self.samplings.append(requests[0].sampling)
+        return super().complete(requests)
 
 
 def check_of(trainer, num_prompts=2, limit=0.01):
@@ -97,25 +99,30 @@ def test_completions_without_routed_experts_are_refused_if_they_are_to_be_replay
         Engine({"a": list("123456")}), check_of(Trainer()), Ranks(), lambda metrics: None, needs_routing=True
     )
     with pytest.raises(EngineFailed, match="no routed experts came with the completions"):
-        wrapped.generate([[97]], RUN, seed=5)
+        generate(wrapped, [[97]], RUN, seed=5)
 
 
 def test_a_single_request_keeps_its_prompt_its_sampling_and_its_seed():
     asked = []
 
     class TakesRequests(Engine):
-        async def complete(self, prompt, sampling, request_id, *, seed):
-            asked.append(Request(request_id, tuple(prompt), sampling, seed))
-            return completed(asked[-1], [97])
+        async def submit(self, request):
+            asked.append(request)
+            return completed(request, [97])
 
     request = Request("7-0", (97, 98), RUN, 1234)
-    found = asyncio.run(synced(TakesRequests({}), Trainer(), []).complete(request))
+    found = asyncio.run(synced(TakesRequests({}), Trainer(), []).submit(request))
     assert asked == [request] and found.ids == (97,)
+
+
+def test_an_engine_that_takes_no_single_requests_is_refused_when_one_comes():
+    with pytest.raises(EngineFailed, match="it has no method `submit`; set rollout.async_enabled=false"):
+        asyncio.run(synced(Engine({}), Trainer(), []).submit(Request("7-0", (97,), RUN, 1)))
 
 
 def calls_of(engine):
     """Return what the engine was asked for since the last call: "c" for the check, "g" for the caller's completions."""
-    asked = "".join("g" if seed == 5 else "c" for _, seed in engine.calls)
+    asked = "".join("g" if seed == request_seed(5, 0) else "c" for _, seed in engine.calls)
     engine.calls.clear()
     return asked
 
@@ -124,14 +131,14 @@ def test_a_synced_engine_is_checked_after_every_weight_sync_and_not_otherwise():
     engine, noted = Engine({"a": list("123456")}), []
     wrapped = synced(engine, Trainer(), noted)
 
-    def generate():
-        wrapped.generate([[97]], RUN, seed=5)
+    def calls() -> str:
+        generate(wrapped, [[97]], RUN, seed=5)
         return calls_of(engine)
 
-    assert generate() == "cg"
-    assert generate() == "g"
+    assert calls() == "cg"
+    assert calls() == "g"
     engine.behind = True
-    assert generate() == "cg"
+    assert calls() == "cg"
     figures = {"gate_mean": 0.0, "gate_p99": 0.0, "gate_max": 0.0}
     assert noted == [{"refit_bytes": 8.0}, figures] * 2
     assert wrapped.served == Served(version=2)
@@ -139,16 +146,16 @@ def test_a_synced_engine_is_checked_after_every_weight_sync_and_not_otherwise():
 
 @pytest.mark.parametrize(("restarts", "asked"), [([1], "cgcg"), ([0], "ccg"), ([1, 2], "cgccg"), ([1, 3], "cgcgcg")])
 def test_an_engine_that_restarts_while_it_generates_is_checked_before_its_rollouts_are_used(restarts, asked):
-    """`restarts`: the calls of `generate` in which the engine restarts, and gets the same version of the weights."""
+    """`restarts`: the calls of `complete` in which the engine restarts, and gets the same version of the weights."""
 
     class Restarting(Engine):
-        def generate(self, prompts, sampling, seed):
+        def complete(self, requests):
             if len(self.calls) in restarts:
                 self.served = Served(self.served.version, self.served.start + 1)
-            return super().generate(prompts, sampling, seed)
+            return super().complete(requests)
 
     engine, noted = Restarting({"a": list("123456")}), []
-    rollouts = synced(engine, Trainer(), noted).generate([[97]], RUN, seed=5)
+    rollouts = generate(synced(engine, Trainer(), noted), [[97]], RUN, seed=5)
     assert calls_of(engine) == asked
     assert rollouts["input_ids"][0, 1].item() == ord("123456"[len(asked) - 1]), "the last ones"
     assert ["gate_mean" in metrics for metrics in noted].count(True) == asked.count("c")
@@ -156,15 +163,15 @@ def test_an_engine_that_restarts_while_it_generates_is_checked_before_its_rollou
 
 def test_the_control_flow_does_not_depend_on_the_metrics_of_a_sync():
     class Quiet(Engine):
-        def update_weights(self):
-            super().update_weights()
+        def sync(self):
+            super().sync()
             return {}
 
     engine = Quiet({"a": list("123456")})
     wrapped = synced(engine, Trainer(), [])
-    wrapped.generate([[97]], RUN, seed=5)
+    generate(wrapped, [[97]], RUN, seed=5)
     engine.behind = True
-    wrapped.generate([[97]], RUN, seed=5)
+    generate(wrapped, [[97]], RUN, seed=5)
     assert calls_of(engine) == "cgcg"
 
 
@@ -172,7 +179,7 @@ def test_an_engine_without_weights_of_its_own_is_checked_once():
     engine, noted = Engine({"a": list("123")}, behind=False, served=Served(version=None)), []
     wrapped = synced(engine, Trainer(), noted)
     for _ in range(2):
-        wrapped.generate([[97]], RUN, seed=5)
+        generate(wrapped, [[97]], RUN, seed=5)
     assert len(noted) == 1 and "gate_max" in noted[0]
 
 
@@ -181,12 +188,12 @@ def test_nothing_is_generated_for_the_caller_until_the_check_passes():
     wrapped = synced(engine, Trainer({(0, 1): 1.0}), [])
     for _ in range(2):
         with pytest.raises(EngineMismatch):
-            wrapped.generate([[97]], RUN, seed=5)
+            generate(wrapped, [[97]], RUN, seed=5)
     assert calls_of(engine) == "cc"
 
 
 def test_an_engine_that_serves_nothing_after_a_sync_is_refused():
     engine = Engine({"a": ["1"]}, behind=False)
     with pytest.raises(EngineFailed, match="serves no weights"):
-        synced(engine, Trainer(), []).generate([[97]], RUN, seed=5)
+        generate(synced(engine, Trainer(), []), [[97]], RUN, seed=5)
     assert calls_of(engine) == ""

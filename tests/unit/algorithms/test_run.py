@@ -23,20 +23,20 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     def fail(stage, settings):
         raise error("a later record is bad")
 
-    def closing(name):
-        return SimpleNamespace(**{name: lambda: done.append(name), "made_by": lambda rollouts: None})
+    def closing(part):
+        return SimpleNamespace(close=lambda: done.append(part), made_by=lambda rollouts: None)
 
     algorithm = SimpleNamespace(head="lm", critic=None, progress_metric="loss", run=fail)
     config = load_config(["algorithm=sft"])
     stage = SimpleNamespace(
         profiler=None,
-        checkpointer=SimpleNamespace(complete=lambda: done.append("complete"), exporter=closing("close")),
+        checkpointer=SimpleNamespace(complete=lambda: done.append("complete"), exporter=closing("export")),
         config=config.first, keep=lambda name, part: None,
         timer=PhaseTimer(), eval_sets=None, closing=[],
     )  # fmt: skip
-    fakes = {"SyncedEngine": closing("shutdown"), "Scorer": closing("close"), "build_evaluation": closing("x")}
+    fakes = {"SyncedEngine": closing("engine"), "Scorer": closing("scorer"), "build_evaluation": closing("evaluation")}
     fakes |= {"MegatronPolicy": None, "build_engine": None, "stage_sampling": None, "LogprobCheck": None}
-    fakes |= {"Stage": stage, "algorithm_of": algorithm, "build_runner": closing("close")}
+    fakes |= {"Stage": stage, "algorithm_of": algorithm, "build_runner": closing("rollout worker")}
     fakes |= {"StepMeter": SimpleNamespace(timer=stage.timer), "StepProfiler": None}
     for name, made in fakes.items():
         monkeypatch.setattr(stage_runner, name, lambda *args, made=made, **options: made)
@@ -48,8 +48,7 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     with pytest.raises(error, match="a later record is bad"):
         stages = stage_runner.StageRunner(config, layout, tokenizer, logger, "", Stopping(), Position())
         stages.run("sft", Path("x"), None, "", RollBack())
-    ends = ["close", "shutdown", "close", "close"]  # of the export, the engine, the rollout worker and the scorer
-    assert done == ["complete", *ends]
+    assert done == ["complete", "export", "engine", "rollout worker", "scorer"]
 
 
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("a bad key"), 2), (RewardFailed("no judge"), 1)])

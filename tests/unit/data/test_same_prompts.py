@@ -37,8 +37,8 @@ PROMPTS = ("algorithm=grpo", "data.source=prompts", "algorithm.prompts_per_step=
 class Engine:
     """An engine that keeps the prompts that it is asked for."""
 
-    def generate(self, prompts, sampling, seed):
-        self.prompts, self.sampling = prompts, sampling
+    def complete(self, requests):
+        self.prompts, self.sampling = [list(request.prompt) for request in requests], requests[0].sampling
         raise InterruptedError
 
 

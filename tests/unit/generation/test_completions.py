@@ -6,12 +6,13 @@ import math
 import pickle
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rl_megatron.generation.completion_batch import rollouts
+from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.completions import request_seed, request_uniforms, requests_of
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Sampling, WeightSpan
 from rl_megatron.training.metrics import NonFiniteLoss
@@ -24,6 +25,12 @@ def completion(
 ) -> Completion:
     logprobs = tuple(-float(number) - 0.5 for number in ids)
     return Completion(request_id, tuple(ids), logprobs, tuple(WeightSpan(*span) for span in spans), reason)
+
+
+def batch_of(prompts: list[list[int]], completions: list[Completion]) -> Any:
+    """Return the batch of prompts that an engine answers in this way."""
+    engine: Any = SimpleNamespace(complete=lambda requests: completions)
+    return generate(engine, prompts, SAMPLING, seed=0)
 
 
 def test_a_requests_random_numbers_depend_on_its_seed_alone():
@@ -51,7 +58,7 @@ def test_completions_become_a_right_padded_batch():
         completion("b", [6], [(5, 0, 1)]),
         completion("c", [], [], "abort"),
     ]
-    batch = rollouts([[1, 2], [3], [4, 4, 4, 4]], completions, SAMPLING)
+    batch = batch_of([[1, 2], [3], [4, 4, 4, 4]], completions)
     assert batch["input_ids"].tolist() == [[1, 2, 7, 8, 9], [3, 6, 0, 0, 0], [4, 4, 4, 4, 0]]
     assert batch["input_lengths"].tolist() == [5, 2, 4] and batch["prompt_lengths"].tolist() == [2, 1, 4]
     assert batch["token_mask"].tolist() == [[0, 0, 1, 1, 1], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
@@ -67,7 +74,7 @@ def test_a_nan_logprob_is_refused_with_the_number_of_its_token():
     good = completion("a", [7, 8, 9], [(4, 0, 3)])
     bad = Completion("b", (1, 2), (-1.0, math.nan), (WeightSpan(4, 0, 2),), "length")
     with pytest.raises(NonFiniteLoss, match="NaN or infinite at token 2 of a completion"):
-        rollouts([[1], [2, 3]], [good, bad], SAMPLING)
+        batch_of([[1], [2, 3]], [good, bad])
 
 
 @pytest.mark.parametrize(
@@ -93,10 +100,10 @@ def test_routed_experts_become_a_key_with_minus_one_for_tokens_that_were_not_rea
         replace(completion("b", [6], [(4, 0, 1)]), routed_experts=second),
         completion("c", [], [], "abort"),
     ]
-    experts = rollouts([[1, 2], [3], [4]], answers, SAMPLING)["routed_experts"]
+    experts = batch_of([[1, 2], [3], [4]], answers)["routed_experts"]
     assert experts.dtype == torch.int16 and experts.shape == (3, 5, 2, 1)
     assert experts[:, :, 0, 0].tolist() == [[5, 5, 5, 5, -1], [6, -1, -1, -1, -1], [-1] * 5]
-    assert "routed_experts" not in rollouts([[4]], [completion("c", [5], [(4, 0, 1)])], SAMPLING)
+    assert "routed_experts" not in batch_of([[4]], [completion("c", [5], [(4, 0, 1)])])
 
 
 @pytest.mark.parametrize("experts", [None, torch.zeros(4, 2, 1), torch.zeros(5, 3, 1)])
@@ -106,7 +113,7 @@ def test_routed_experts_of_other_tokens_or_other_layers_are_refused(experts):
         replace(completion("b", [7, 8, 9], [(4, 0, 3)]), routed_experts=experts),
     ]
     with pytest.raises(EngineFailed, match=r"request b: routed experts have shape .* ask for \(5, 2, 1\)"):
-        rollouts([[1], [1, 2, 3]], answers, SAMPLING)
+        batch_of([[1], [1, 2, 3]], answers)
 
 
 def test_a_completion_with_routed_experts_survives_the_way_to_another_process():

@@ -132,8 +132,8 @@ def test_prompts_are_those_that_the_engine_gets(stages):
     got = []
 
     class Engine:
-        def generate(self, prompts, sampling, seed):
-            got.append((prompts, sampling))
+        def complete(self, requests):
+            got.append(([list(request.prompt) for request in requests], requests[0].sampling))
             raise InterruptedError
 
     scorer = SimpleNamespace(start=lambda: None)

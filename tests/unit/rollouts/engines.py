@@ -26,7 +26,7 @@ class RandomTokens:
     def __init__(self, ids, stop_id=0, stops=0.2):
         self.ids, self.stop_id, self.stops, self.rounds = list(ids), stop_id, stops, []
 
-    def complete_all(self, requests):
+    def complete(self, requests):
         self.rounds.append(list(requests))
         return [self.completion(request) for request in requests]
 
@@ -57,7 +57,7 @@ class Scripted:
     def __init__(self, written):
         self.written = iter(written)
 
-    def complete_all(self, requests):
+    def complete(self, requests):
         return [self.completion(request, next(self.written)) for request in requests]
 
     def completion(self, request, written):

@@ -115,9 +115,9 @@ def test_the_time_of_the_engine_does_not_count_and_a_program_gets_no_more_than_i
     waits = []
 
     class Slow(RandomTokens):
-        def complete_all(self, requests):
+        def complete(self, requests):
             time.sleep(0.5)
-            return super().complete_all(requests)
+            return super().complete(requests)
 
     async def wait(tasks, timeout):
         waits.append(timeout)

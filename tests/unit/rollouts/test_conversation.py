@@ -36,7 +36,7 @@ class Says:
     def __init__(self, *texts):
         self.texts, self.requests = list(texts), []
 
-    def complete_all(self, requests):
+    def complete(self, requests):
         self.requests += requests
         return [completed(request, [*map(ord, self.texts.pop(0)), EOS]) for request in requests]
 
@@ -227,7 +227,7 @@ def test_no_process_is_left_when_a_worker_hangs_and_the_run_ends():
             return made
 
     class Broken(Says):
-        def complete_all(self, requests):
+        def complete(self, requests):
             raise KeyboardInterrupt
 
     made = Watched(EnvironmentConfig(name=f"{FILE}:Guess", processes=1))

@@ -191,7 +191,7 @@ def test_a_worker_that_ignores_its_end_is_left_behind(caplog):
 
 def test_an_engine_that_fails_ends_the_run():
     class Broken(RandomTokens):
-        def complete_all(self, requests):
+        def complete(self, requests):
             raise EngineFailed("the engine has ended")
 
     before = threading.active_count()
@@ -202,9 +202,9 @@ def test_an_engine_that_fails_ends_the_run():
 
 def test_a_limit_of_time_does_not_count_the_engine():
     class Slow(RandomTokens):
-        def complete_all(self, requests):
+        def complete(self, requests):
             time.sleep(0.4)
-            return super().complete_all(requests)
+            return super().complete(requests)
 
     async def hangs(client, record, sampling):
         history = client.history()

@@ -23,6 +23,6 @@ def engines(tmp_path):
 
     yield build
     for engine in built:
-        engine.shutdown()
+        engine.close()
     for fake in started:
         fake.close()

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from rl_megatron.config.servers import VllmConfig
-from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.generation.completion_batch import generate
+from rl_megatron.generation.interfaces import EngineFailed, Request
 from tests.fake_vllm import FakeVllm, changed, status
 from tests.unit.generation.servers.engines_of_fakes import PROMPTS, SAMPLING, make
 from tests.unit.generation.servers.stub_policy import StubPolicy
@@ -18,35 +19,31 @@ def ask_on_each_rank(directory, url):
     policy = StubPolicy(dist.get_rank(), dist.get_world_size())
     engine = make(directory, VllmConfig(server_urls=(url,)), policy=policy)
     try:
-        engine.update_weights()
-        return engine.generate(PROMPTS, SAMPLING, seed=1)["input_ids"].tolist()
+        engine.sync()
+        return generate(engine, PROMPTS, SAMPLING, seed=1)["input_ids"].tolist()
     except EngineFailed as failure:
         return str(failure)
     finally:
-        engine.shutdown()
+        engine.close()
 
 
 def use_single_requests_on_rank_0(directory, url) -> list:
-    """Pause the engine over a weight sync, and lose the server in a single request; return what each rank saw."""
+    """Lose the server in a single request; return what each rank saw."""
     policy = StubPolicy(dist.get_rank(), dist.get_world_size())
     engine = make(directory, VllmConfig(server_urls=(url,), startup_timeout_seconds=30.0), policy=policy)
     leads, seen = dist.get_rank() == 0, []
     try:
-        engine.update_weights()
-        if leads:
-            engine.pause()
+        engine.sync()
         policy.weight_version = 2
-        engine.update_weights()
+        engine.sync()
+        seen.append(generate(engine, PROMPTS, SAMPLING, seed=1)["weight_version"].tolist())
         if leads:
-            engine.resume()
-        seen.append(engine.generate(PROMPTS, SAMPLING, seed=1)["weight_version"].tolist())
-        if leads:
-            with pytest.raises(EngineFailed, match=r"update_weights\(\) starts the server again"):
-                asyncio.run(engine.complete([5], SAMPLING, "lost"))
-        engine.update_weights()
-        return [*seen, engine.served, engine.generate(PROMPTS, SAMPLING, seed=2)["weight_version"].tolist()]
+            with pytest.raises(EngineFailed, match=r"sync\(\) starts the server again"):
+                asyncio.run(engine.submit(Request("lost", (5,), SAMPLING, 1)))
+        engine.sync()
+        return [*seen, engine.served, generate(engine, PROMPTS, SAMPLING, seed=2)["weight_version"].tolist()]
     finally:
-        engine.shutdown()
+        engine.close()
 
 
 @pytest.mark.change
@@ -73,12 +70,12 @@ def reach_a_wrong_address(directory, url):
     settings = VllmConfig(server_urls=(url,), startup_timeout_seconds=0.5)
     engine = make(directory, settings, policy=policy)
     try:
-        engine.update_weights()
+        engine.sync()
         return "it was reached"
     except EngineFailed as failure:
         return str(failure)
     finally:
-        engine.shutdown()
+        engine.close()
 
 
 @pytest.mark.change

@@ -276,39 +276,18 @@ def test_a_group_leaves_a_server_that_is_overloaded(servers):
     assert sum(counts) == 60 and counts[0] >= 15, counts
 
 
-# --- pause, resume, abort ---
-
-
-def test_a_paused_request_goes_on_after_resume_and_an_aborted_one_ends_with_what_it_has(servers):
+def test_a_paused_request_goes_on_after_resume(servers):
     fake = servers()
 
     async def run():
         async with sender(fake) as requests_to:
-            await requests_to.of_each(lambda server: DIALECT.pause(server, abort=False))
+            await requests_to.of_each(DIALECT.pause)
             kept = asyncio.ensure_future(requests_to.complete(request("kept")))
-            ended = asyncio.ensure_future(requests_to.complete(request("ended")))
             await asyncio.sleep(0.1)
             assert not kept.done()
-            await requests_to.of_each(lambda server: DIALECT.abort(server, ["ended"]))
-            partial = await asyncio.wait_for(ended, 10)
             await requests_to.of_each(DIALECT.resume)
-            return partial, await asyncio.wait_for(kept, 10)
+            return await asyncio.wait_for(kept, 10)
 
-    partial, kept = asyncio.run(run())
-    assert (partial.ids, partial.reason, partial.versions) == ((), "abort", ())
+    kept = asyncio.run(run())
     assert (kept.ids, kept.reason) == ((6, 7, 8, 9), "length")
-
-
-def test_pause_with_abort_ends_all_requests(servers):
-    fake = servers()
-    fake.seconds = 0.1
-
-    async def run():
-        async with sender(fake) as requests_to:
-            running = [asyncio.ensure_future(requests_to.complete(request(name))) for name in "ab"]
-            await asyncio.sleep(0.05)
-            await requests_to.of_each(lambda server: DIALECT.pause(server, abort=True))
-            return await asyncio.gather(*running)
-
-    assert [each.reason for each in asyncio.run(run())] == ["abort", "abort"]
-    assert fake.called == ["/pause?mode=abort"]
+    assert fake.called == ["/pause?mode=keep", "/resume"]
