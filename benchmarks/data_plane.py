@@ -45,13 +45,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from rl_megatron.batching import batch as batch_module  # noqa: E402
 from rl_megatron.batching import ownership as ownership_module  # noqa: E402
-from rl_megatron.batching import produced as produced_module  # noqa: E402
+from rl_megatron.batching.batch import LENGTHS, SAMPLED, Batch  # noqa: E402
 from rl_megatron.batching.config import Batching  # noqa: E402
 from rl_megatron.batching.cost import SequenceCost  # noqa: E402
 from rl_megatron.batching.ownership import OwnershipPlanner, default_blocks, plan_ownership  # noqa: E402
-from rl_megatron.batching.produced import produced  # noqa: E402
-from rl_megatron.batching.sharded import LENGTHS, SAMPLED, ShardedBatch  # noqa: E402
 from rl_megatron.config.model import ModelConfig  # noqa: E402
 from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
 from rl_megatron.data.batch import BatchedDataDict  # noqa: E402
@@ -116,7 +115,7 @@ def others(
     ranks: int, own: BatchedDataDict, facts: torch.Tensor, gifts: np.ndarray, local: np.ndarray
 ) -> Iterator[None]:
     """Answer collectives as the other ranks would."""
-    alike = produced(own, None)
+    alike = Batch.gather_facts(own, None)
     counts = torch.tensor([[PER_RANK, WIDTH]] * ranks)
     answers = {torch.int64: counts, torch.uint8: facts}
 
@@ -124,7 +123,7 @@ def others(
         objects[0] = alike.columns, alike.padding
 
     with (
-        mock.patch.object(produced_module, "from_all_ranks", lambda values, _: answers[values.dtype]),
+        mock.patch.object(batch_module, "from_all_ranks", lambda values, _: answers[values.dtype]),
         mock.patch.object(dist, "broadcast_object_list", describe),
         mock.patch.object(ownership_module, "from_all_ranks", lambda *_: torch.from_numpy(gifts)[None]),
         mock.patch.object(dist, "all_reduce", lambda values, **_: values.copy_(torch.from_numpy(local))),
@@ -174,18 +173,18 @@ def measure_once(ranks: int, shortest: int, seed: int, repetitions: int = 10) ->
         planner = OwnershipPlanner(every, WIDTH, PACKED, layout, COST, default_blocks(ranks))
         gifts, local, owners = plan_of_all(planner, homes)
         own = rollouts_of(lengths[rank])
-        facts = facts_of(lengths, produced(own, None).facts)
+        facts = facts_of(lengths, Batch.gather_facts(own, None).facts)
         collecting, planning = [], []
         with others(ranks, own, facts, gifts, local):
             for _ in range(repetitions):
                 started = time.process_time()
-                batch = produced(own, layout)
+                batch = Batch.gather_facts(own, layout)
                 collecting.append(time.process_time() - started)
                 started = time.process_time()
-                plan = plan_ownership(planner, [batch.size], batch.homes, rank, batch.ranks)
+                plan = plan_ownership(planner, [batch.size], batch.homes.numpy(), rank, batch.ranks)
                 planning.append(time.process_time() - started)
             assert (plan.owners == owners).all()
-            batch = batch.moved_to(plan)
+            batch = batch.move_to_owners(plan)
         costs = np.bincount(owners, weights=COST.per_token * every + COST.per_pair * every.astype(float) ** 2)
         stay = (owners // 8 == homes // 8).mean().item()
         # The planner's own collectives: a byte for each sequence, and 8 for each that goes to another block.
@@ -204,7 +203,7 @@ def facts_of(lengths: Sequence[np.ndarray], like: Mapping[str, torch.Tensor]) ->
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
-def held(batch: ShardedBatch) -> int:
+def held(batch: Batch) -> int:
     """Return the bytes of a rank's sequences, without what pads them, and of the numbers of all."""
     tokens = int(batch.lengths[batch.numbers].sum())
     columns = batch.columns.values()
@@ -247,7 +246,7 @@ def race(per_rank: int, rounds: int) -> tuple[float, float, int]:
             started = time.perf_counter()
             data = BatchedDataDict(batch)
             if side == "sharded":
-                data = policy.distribute(produced(data if layout.rank == 0 else None, layout))
+                data = policy.distribute(Batch.gather_facts(data if layout.rank == 0 else None, layout))
                 sent = data.moved.sent
             data["prev_logprobs"] = policy.get_logprobs(data)["logprobs"]
             policy.train(data, loss)

@@ -44,9 +44,9 @@ from rl_megatron.algorithms.advantages import (
     reinforce_plus_plus_baseline,
 )
 from rl_megatron.algorithms.rollout import rewards_per_token, whole_trajectories
-from rl_megatron.algorithms.rollout_statistics import Rollouts, numbers_of_all, ranks_of, sample_mask
+from rl_megatron.algorithms.rollout_statistics import sample_mask
 from rl_megatron.algorithms.turn_advantages import group_relative_steps, group_relative_turns
-from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.batching.batch import Batch
 from rl_megatron.config.advantages import (
     ESTIMATORS,
     OPTIONS,
@@ -65,8 +65,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.rollouts.batch import COMPONENT, TURN
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
-from rl_megatron.topology.ranks import Ranks
-from rl_megatron.topology.reductions import RankReduction
+from rl_megatron.topology.reductions import ALONE, RankReduction
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
@@ -140,12 +139,11 @@ class AdvantagesFailed(RuntimeError):
 
 
 def estimated_advantages(
-    rollouts: Rollouts, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None = None
+    rollouts: Batch, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None = None
 ) -> Float[Tensor, "batch sequence"]:
     """Return the advantages [B, S] that the configured estimator gives the rollouts, 0 at tokens that do not count.
 
-    Of a sharded batch, it returns those of this rank's sequences. Collective, because a user's function may fail on
-    some ranks only.
+    They are those of this rank's sequences. Collective, because a user's function may fail on some ranks only.
 
     Args:
         rollouts: The rollouts.
@@ -157,15 +155,13 @@ def estimated_advantages(
         AdvantagesFailed: The user's function raised an error, or its result has another shape or is not finite. It is
             raised on every rank.
     """
-    topology = rollouts.topology if isinstance(rollouts, ShardedBatch) else None
-    ranks = Ranks() if topology is None else topology.ranks
     try:
-        return ranks.all_or_none(lambda: _estimated_advantages(rollouts, algorithm, loss_fn, reward))
+        return rollouts.all_ranks.all_or_none(lambda: _estimated_advantages(rollouts, algorithm, loss_fn, reward))
     except ConfigError as error:
         raise AdvantagesFailed(f"the advantage estimator failed: {error}") from error
 
 
-def owned_together(rollouts: ShardedBatch, algorithm: GRPOConfig) -> Tensor | None:
+def owned_together(rollouts: Batch, algorithm: GRPOConfig) -> Tensor | None:
     """Return a number for each sequence, equal for those that one rank must own, or None if it may own any."""
     parameters = estimator_parameters(algorithm.advantage_estimator)
     if takes_all_samples(parameters):
@@ -190,15 +186,24 @@ def _components(rollouts: BatchedDataDict, index: TrajectoryIndex) -> dict[str, 
 
 
 def _estimated_advantages(
-    rollouts: Rollouts, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None
+    rollouts: Batch, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None
 ) -> Float[Tensor, "batch sequence"]:
     name = algorithm.advantage_estimator
     parameters, where = estimator_parameters(name), f"algorithm.advantage_estimator={name}"
-    if isinstance(rollouts, ShardedBatch) and takes_all_samples(parameters):
+    if takes_all_samples(parameters):
         return _of_all_samples(rollouts, algorithm, parameters, where)
-    if isinstance(rollouts, ShardedBatch) and takes_whole_batch(parameters, name) and rollouts.owners is not None:
+    if takes_whole_batch(parameters, name) and rollouts.owners is not None:
         return _of_whole_batch(rollouts, algorithm, loss_fn, reward)
-    own = rollouts.own if isinstance(rollouts, ShardedBatch) else rollouts
+    return _of_sequences(rollouts.own, rollouts.ranks, algorithm, loss_fn, reward)
+
+
+def _of_sequences(
+    own: BatchedDataDict, ranks: RankReduction, algorithm: GRPOConfig, loss_fn: LossFunction,
+    reward: RewardConfig | None,
+) -> Float[Tensor, "batch sequence"]:  # fmt: skip
+    """Return the advantages of sequences; other ranks have those that `ranks` adds."""
+    name = algorithm.advantage_estimator
+    parameters, where = estimator_parameters(name), f"algorithm.advantage_estimator={name}"
     if not own.size and "ranks" not in parameters:  # a function with `ranks` takes part without samples
         return torch.zeros(own["token_mask"].shape)
     index = TrajectoryIndex(own)
@@ -212,7 +217,7 @@ def _estimated_advantages(
         "token_rewards": lambda: index.joined(rewards_per_token(own, loss_fn)),
         "turns": lambda: _turns(own, index, mask),
         "rollouts": lambda: own,
-        "ranks": lambda: ranks_of(rollouts),
+        "ranks": lambda: ranks,
         "component_rewards": lambda: _components(own, index),
         "component_weights": lambda: {name: weights.get(name, 1.0) for name in _components(own, index)},
     }
@@ -229,7 +234,7 @@ def _estimated_advantages(
 
 
 def _of_whole_batch(
-    rollouts: ShardedBatch, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None
+    rollouts: Batch, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None
 ) -> Float[Tensor, "batch sequence"]:
     """Return the advantages of this rank's sequences, which rank 0 has computed from the whole batch. Collective."""
     log.once(
@@ -237,24 +242,23 @@ def _of_whole_batch(
         "takes tokens and has no parameter `ranks`; with it, every rank computes the advantages of its own samples"
     )
     every = rollouts.on_rank_0(list(rollouts))
-    ranks = Ranks() if rollouts.topology is None else rollouts.topology.ranks
     failure, advantages = None, BatchedDataDict()
     if every.size:
         try:
-            advantages["advantages"] = _estimated_advantages(every, algorithm, loss_fn, reward).float()
+            advantages["advantages"] = _of_sequences(every, ALONE, algorithm, loss_fn, reward).float()
         except ConfigError as error:  # the other ranks wait for the advantages
             failure = str(error)
-    failure = ranks.share(lambda: failure)
+    failure = rollouts.all_ranks.share(lambda: failure)
     if failure is not None:
         raise ConfigError(failure)
     return rollouts.from_rank_0("advantages", advantages)
 
 
 def _of_all_samples(
-    rollouts: ShardedBatch, algorithm: GRPOConfig, parameters: frozenset[str], where: str
+    rollouts: Batch, algorithm: GRPOConfig, parameters: frozenset[str], where: str
 ) -> Float[Tensor, "batch sequence"]:
     """Return the advantages of this rank's sequences, from the rewards of all samples."""
-    numbers = numbers_of_all(rollouts)
+    numbers = rollouts.facts
     index = TrajectoryIndex(numbers)
     values = {
         "rewards": index.of_first(numbers["rewards"]),

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from rl_megatron.algorithms.rollout_statistics import Rollouts
-from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.batching.batch import Batch
 from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -109,7 +108,7 @@ class Anomalies:
         )
 
 
-def described_sequences(batch: Rollouts, tokenizer: Tokenizer, locations: Callable[[], Sequence[str]]) -> str:
+def described_sequences(batch: Batch, tokenizer: Tokenizer, locations: Callable[[], Sequence[str]]) -> str:
     """Return the first sequences of a batch in words: their places in the batch, their data, and how they begin.
 
     Of rollouts, each prompt is named once, with the first of its samples.
@@ -121,8 +120,8 @@ def described_sequences(batch: Rollouts, tokenizer: Tokenizer, locations: Callab
     """
     ends = batch["prompt_lengths"] if "prompt_lengths" in batch else batch["input_lengths"]
     begins: dict[tuple[int, ...], int] = {}
-    numbers = batch.numbers.tolist() if isinstance(batch, ShardedBatch) else range(batch.size)
-    for index, (ids, end) in zip(numbers, zip(batch["input_ids"].tolist(), ends.tolist(), strict=True), strict=True):
+    columns = (values.tolist() for values in (batch.numbers, batch["input_ids"], ends))
+    for index, ids, end in zip(*columns, strict=True):
         begins.setdefault(tuple(ids[:end]), index)
     places = [] if "prompt_lengths" in batch else list(locations())
     shown = []

@@ -14,11 +14,10 @@ from rl_megatron.algorithms.async_pace import AsyncPace
 from rl_megatron.algorithms.device_balance import DeviceBalance, engine_devices, num_training_nodes
 from rl_megatron.algorithms.rollout import Sampler, add_data_sets, mixture_to_tell_apart, seed_of_batch
 from rl_megatron.algorithms.rollout_record import RolloutRecord
-from rl_megatron.algorithms.rollout_statistics import Rollouts, statistics
+from rl_megatron.algorithms.rollout_statistics import statistics
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.host_memory import TensorStore
-from rl_megatron.batching.produced import produced
-from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.rollout import TrajectoryConfig
@@ -91,7 +90,7 @@ class AsyncSampler:
         self._pace = AsyncPace(config.rollout.max_trajectory_age_steps, algorithm.prompts_per_step)
         self._num_steps = config.train.steps
 
-    def collect(self, step: int) -> tuple[ShardedBatch, dict[str, float]]:
+    def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         """Return (the rollouts that the step learns from, statistics of all rollouts since the step before).
 
         Raises:
@@ -123,7 +122,7 @@ class AsyncSampler:
                 log.LOGGER.info("stage %s: %s", self._stage.name, said)
         return rollouts, outcome
 
-    def keep(self, step: int, learned: Rollouts) -> None:
+    def keep(self, step: int, learned: Batch) -> None:
         """Write the rollouts of a step and its line of the log, if it was not replayed. Collective.
 
         Raises:
@@ -163,13 +162,13 @@ class AsyncSampler:
 
     # ---
 
-    def _replayed(self, logged: LoggedStep) -> tuple[ShardedBatch, dict[str, float]]:
+    def _replayed(self, logged: LoggedStep) -> tuple[Batch, dict[str, float]]:
         """Return the rollouts of a step that the run has logged before it was ended."""
-        rollouts = self._produced(self._record.of_step(logged.step, 0))
+        rollouts = self._gather_facts(self._record.of_step(logged.step, 0))
         self._rollouts.queue.replay(logged.ended)
         return rollouts, dict(logged.metrics)
 
-    def _learned(self, groups: StepGroups | None, idle: float | None) -> tuple[ShardedBatch, dict[str, float]]:
+    def _learned(self, groups: StepGroups | None, idle: float | None) -> tuple[Batch, dict[str, float]]:
         """Return the rollouts of groups that rank 0 has, with their metrics.
 
         Args:
@@ -180,10 +179,10 @@ class AsyncSampler:
         # Groups without a sample that counts have no rewards to compare with others, and nothing but metrics.
         silent = [] if groups is None else [group for group in groups.equal if not self._counts(group)]
         equal = self._assembled([] if groups is None else [group for group in groups.equal if self._counts(group)])
-        rollouts = self._produced(None if used is None else used.batch)
+        rollouts = self._gather_facts(None if used is None else used.batch)
         seen, metrics = rollouts, RewardMetrics()
         if self._ranks.share(lambda: equal is not None):
-            seen = ShardedBatch.joined([rollouts, self._produced(None if equal is None else equal.batch)])
+            seen = Batch.join([rollouts, self._gather_facts(None if equal is None else equal.batch)])
         for each in (used, equal):
             if each is not None:
                 metrics.add(each.metrics)
@@ -194,10 +193,9 @@ class AsyncSampler:
         self._record.add(0, rollouts, prompts, RewardMetrics() if used is None else used.metrics)
         return rollouts, statistics(seen, self._group_size) | others
 
-    def _produced(self, own: BatchedDataDict | None) -> ShardedBatch:
+    def _gather_facts(self, own: BatchedDataDict | None) -> Batch:
         """Return a batch that rank 0 has as one of all ranks. Collective."""
-        topology = self._stage.policy.topology
-        return produced(own, topology if topology.world_size > 1 else None, self._store)
+        return Batch.gather_facts(own, self._stage.policy.topology, self._store)
 
     def _assembled(self, groups: Sequence[Group]) -> Scored | None:
         """Return groups as a batch on rank 0; None on other ranks, or if there are none. Collective."""

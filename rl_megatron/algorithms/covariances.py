@@ -13,19 +13,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rl_megatron.algorithms.rollout import RolloutsT
-from rl_megatron.algorithms.rollout_statistics import Rollouts, ranks_of
-from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.batching.batch import Batch
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.topology.reductions import RankReduction
 
 
-def with_covariance_mask(rollouts: RolloutsT, loss_fn: LossFunction, seed: int) -> RolloutsT:
+def with_covariance_mask(rollouts: Batch, loss_fn: LossFunction, seed: int) -> Batch:
     """Return the rollouts with the `covariance_mask` that the loss reads, if it reads one. Collective.
 
     Args:
-        rollouts: Rollouts with `advantages` and `prev_logprobs`, both [B, S].
+        rollouts: Batch with `advantages` and `prev_logprobs`, both [B, S].
         loss_fn: The policy's loss.
         seed: The seed of the tokens that Clip-Cov draws. Every step has its own.
     """
@@ -35,25 +33,24 @@ def with_covariance_mask(rollouts: RolloutsT, loss_fn: LossFunction, seed: int) 
     return rollouts
 
 
-def selected_tokens(rollouts: Rollouts, cfg: ClippedPGLossConfig, seed: int) -> Float[Tensor, "batch sequence"]:
+def selected_tokens(rollouts: Batch, cfg: ClippedPGLossConfig, seed: int) -> Float[Tensor, "batch sequence"]:
     """Return 1 at the tokens that Clip-Cov or KL-Cov selects from all ranks' tokens, and 0 elsewhere, [B, S].
 
     The selection does not depend on how the sequences are spread over ranks. Collective.
     """
-    ranks = ranks_of(rollouts)
+    ranks = rollouts.ranks
     counts = (rollouts["token_mask"] != 0) & (rollouts["sample_mask"] != 0)[:, None]
     advantages, logprobs = rollouts["advantages"][counts].double(), rollouts["prev_logprobs"][counts].double()
     number, mean_advantage = ranks.moments(advantages)[:2]
     mean_logprob = ranks.moments(logprobs).mean
     covariances = ((advantages - mean_advantage) * (logprobs - mean_logprob)).float()
-    numbers = rollouts.numbers if isinstance(rollouts, ShardedBatch) else np.arange(len(counts))
     lengths = counts.sum(1)
-    sequences = torch.from_numpy(numbers).repeat_interleave(lengths)
+    sequences = rollouts.numbers.repeat_interleave(lengths)
     if cfg.use_kl_cov:
         chosen = largest(covariances, sequences, _share(number, cfg.kl_cov_ratio), ranks)
     else:
         chosen = (covariances > cfg.clip_cov_min) & (covariances < cfg.clip_cov_max)
-        drawn = _draws(seed, numbers, lengths)[chosen]
+        drawn = _draws(seed, rollouts.numbers, lengths)[chosen]
         chosen[chosen.clone()] = largest(drawn, sequences[chosen], _share(number, cfg.clip_cov_ratio), ranks)
     selected = torch.zeros(counts.shape)
     selected[counts] = chosen.float()
@@ -91,10 +88,10 @@ def _share(number: int, ratio: float) -> int:
     return max(int(ratio * number), 1)
 
 
-def _draws(seed: int, numbers: np.ndarray, lengths: Tensor) -> Tensor:
+def _draws(seed: int, numbers: Tensor, lengths: Tensor) -> Tensor:
     """Return a random number for each token that counts; those of a sequence depend on its number alone."""
     draws = [
-        np.random.default_rng([seed, int(number)]).random(length, dtype=np.float32)
-        for number, length in zip(numbers, lengths.tolist(), strict=True)
+        np.random.default_rng([seed, number]).random(length, dtype=np.float32)
+        for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True)
     ]
     return torch.from_numpy(np.concatenate(draws)) if draws else torch.zeros(0)

@@ -16,12 +16,11 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.batching.batch import Batch
 from rl_megatron.checkpoint.rerun import leaves
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import to_yaml
 from rl_megatron.config.schema import RunConfig
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces
 from rl_megatron.topology.collectives import from_all_ranks
@@ -82,7 +81,7 @@ class DesyncCheck:
         """Prepare the check; `every` is the number of steps between two checks, and 0 means before the first only."""
         self._every, self._checked = every, 0
 
-    def check(self, step: int, batch: BatchedDataDict | ShardedBatch, models: Mapping[str, MegatronPolicy]) -> None:
+    def check(self, step: int, batch: Batch, models: Mapping[str, MegatronPolicy]) -> None:
         """Check the batch and the weights before a step, if a check is due. Collective then.
 
         Args:
@@ -104,12 +103,10 @@ class DesyncCheck:
         for name, model in models.items():
             check_weights(name, model.model)
 
-    def _check_batch(self, batch: BatchedDataDict | ShardedBatch, topology: Topology) -> None:
+    def _check_batch(self, batch: Batch, topology: Topology) -> None:
         keys = [key for key in _OF_BATCH if isinstance(batch.get(key), Tensor)]
         values = {key: batch[key] for key in keys}
-        is_sharded = isinstance(batch, ShardedBatch)
-        if is_sharded:
-            values |= {f"{name} of all sequences": fact for name, fact in sorted(batch.facts.items())}
+        values |= {f"{name} of all sequences": fact for name, fact in sorted(batch.facts.items())}
         numbers = [digest(str(value.shape).encode(), _bytes_of(value)) for value in values.values()]
         own = numbers + [0] * (_MOST_VALUES - len(numbers))
         found = _gathered([*own, topology.data_rank], topology.device)
@@ -118,7 +115,7 @@ class DesyncCheck:
         for rank, of_rank in enumerate(found):
             replicas.setdefault(of_rank[-1], []).append(rank)
         for column, key in enumerate(values):
-            groups = replicas if is_sharded and key in keys else everybody
+            groups = replicas if key in keys and not batch.is_whole else everybody
             odd, usual = _odd_ranks(groups, [of_rank[column] for of_rank in found])
             if odd:
                 raise RanksDiffer(

@@ -10,7 +10,7 @@ from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
-from rl_megatron.batching.sharded import DATA_SET
+from rl_megatron.batching.batch import DATA_SET
 from rl_megatron.config.algorithms import DistillationConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.stage_loader import dataset_loader

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.config.errors import ConfigError, describe_error
 from rl_megatron.config.teachers import TeacherConfig
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.endpoint import BadReply, Endpoint, EndpointFailed
 from rl_megatron.topology.ranks import Ranks
@@ -98,17 +97,17 @@ class EndpointTeacher:
             )
         await self._endpoint(self._completions.url).post(self._body(own[:2], top_k), partial(_logprobs, own[:2], top_k))
 
-    def topk_logits(self, data: BatchedDataDict | ShardedBatch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
+    def topk_logits(self, batch: Batch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
         """Return (logprobs [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t.
 
         Raises:
             TeacherFailed: The endpoint did not answer.
         """
-        found = self._of_all(data, k, lambda read, ids: _largest(read[1:], k, len(ids)))
+        found = self._of_all(batch, k, lambda read, ids: _largest(read[1:], k, len(ids)))
         logprobs, ids = zip(*found, strict=True)
-        return _padded(logprobs, data).float(), _padded(ids, data).long()
+        return _padded(logprobs, batch).float(), _padded(ids, batch).long()
 
-    def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
+    def logprobs(self, batch: Batch, batching: Batching) -> Tensor:
         """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entry 0 is 0.
 
         Raises:
@@ -119,13 +118,11 @@ class EndpointTeacher:
             pairs = zip(read[1:], ids[1:], strict=True)
             return torch.tensor([0.0, *(entry[str(token)]["logprob"] for entry, token in pairs)])
 
-        return _padded(self._of_all(data, 1, of_tokens), data)
+        return _padded(self._of_all(batch, 1, of_tokens), batch)
 
-    def _of_all(
-        self, data: BatchedDataDict | ShardedBatch, k: int, make: Callable[[Sequence[Entry], Sequence[int]], _T]
-    ) -> list[_T]:
+    def _of_all(self, batch: Batch, k: int, make: Callable[[Sequence[Entry], Sequence[int]], _T]) -> list[_T]:
         """Return what `make` makes of the logprobs and the ids of each sequence of all ranks."""
-        whole = data.on_rank_0(_READ) if isinstance(data, ShardedBatch) else data
+        whole = batch.on_rank_0(_READ)
 
         def ask() -> list[_T]:
             lengths = whole["input_lengths"].tolist()
@@ -186,9 +183,9 @@ def _largest(entries: Sequence[Entry], k: int, length: int) -> tuple[Tensor, Ten
     return logprobs, ids
 
 
-def _padded(values: Sequence[Tensor], data: BatchedDataDict | ShardedBatch) -> Tensor:
+def _padded(values: Sequence[Tensor], batch: Batch) -> Tensor:
     """Return the values of this rank's sequences from those of all ranks, [n, S, …], with zeros after their ends."""
-    padded = values[0].new_zeros(len(values), data["input_ids"].size(1), *values[0].shape[1:])
+    padded = values[0].new_zeros(len(values), batch["input_ids"].size(1), *values[0].shape[1:])
     for sequence, found in zip(padded, values, strict=True):
         sequence[: len(found)] = found
-    return padded[torch.from_numpy(data.numbers)] if isinstance(data, ShardedBatch) else padded
+    return batch.own_facts(padded)

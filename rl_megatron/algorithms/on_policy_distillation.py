@@ -24,7 +24,6 @@ from rl_megatron.algorithms.rollout_statistics import (
     learned_statistics,
     logprob_mismatch,
     mean_over_tokens,
-    ranks_of,
 )
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
@@ -93,7 +92,7 @@ def on_policy_distillation(stage: Stage, algorithm: OnPolicyDistillationConfig) 
         if by_advantage:
             own = rollouts["prev_logprobs"] if "prev_logprobs" in rollouts else rollouts["generation_logprobs"]
             rollouts["advantages"] = (teachers.logprobs(rollouts) - own).masked_fill(rollouts["token_mask"] == 0, 0.0)
-            outcome["teacher_kl"] = -mean_over_tokens(rollouts["advantages"], rollouts, ranks_of(rollouts))
+            outcome["teacher_kl"] = -mean_over_tokens(rollouts["advantages"], rollouts)
         sampler.keep(step, rollouts)
         outcome |= learned_statistics(rollouts, stage.policy.weight_version)
         for _ in range(algorithm.updates_per_rollout):

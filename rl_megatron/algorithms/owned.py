@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.rollout_statistics import numbers_of_all
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.exchange import is_first_of_replica
-from rl_megatron.batching.ownership import Ownership
-from rl_megatron.batching.produced import produced
-from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.loader import DataLoader
 from rl_megatron.rollouts.trajectory_index import sizes_of_steps
 from rl_megatron.timing import phase
 
 
-def owned_batches(stage: Stage, loader: DataLoader[BatchedDataDict]) -> Iterator[tuple[int, ShardedBatch]]:
+def owned_batches(stage: Stage, loader: DataLoader[BatchedDataDict]) -> Iterator[tuple[int, Batch]]:
     """Yield each step of a stage with its batch, as `Stage.batches` does, but with sequences that have owners.
 
     Each data-parallel replica reads an equal part of the batch, and the parts are balanced then. Collective.
@@ -33,13 +29,13 @@ def owned_batches(stage: Stage, loader: DataLoader[BatchedDataDict]) -> Iterator
     topology = stage.policy.topology
     for step in stage.steps():
         part = loader.part(stage.batch_number(step) - 1, topology.data_rank, topology.data)
-        batch = produced(part if is_first_of_replica(topology) else None, topology)
+        batch = Batch.gather_facts(part if is_first_of_replica(topology) else None, topology)
         size = loader.group_size
         together = None if size == 1 else torch.arange(batch.size) // size
         yield step, owned(batch, stage, together)
 
 
-def owned(batch: ShardedBatch, stage: Stage, together: Tensor | None) -> ShardedBatch:
+def owned(batch: Batch, stage: Stage, together: Tensor | None) -> Batch:
     """Return a batch with every sequence on the data-parallel rank that learns from it. Collective.
 
     Args:
@@ -47,8 +43,8 @@ def owned(batch: ShardedBatch, stage: Stage, together: Tensor | None) -> Sharded
         stage: The stage, whose optimizer steps are spread evenly over the ranks.
         together: [B] A number for each sequence, equal for neighbours that one rank must own. None: ranks own any.
     """
-    if batch.topology is None:
-        return batch.moved_to(Ownership(np.zeros(batch.size, dtype=np.int64), []))
-    sizes = sizes_of_steps(numbers_of_all(batch), stage.config.train.global_batch_size)
+    if batch.is_whole:
+        return batch.keep_all()
+    sizes = sizes_of_steps(batch.facts, stage.config.train.global_batch_size)
     with phase("exchange"):
         return stage.policy.distribute(batch, sizes, together)

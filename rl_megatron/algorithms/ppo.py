@@ -16,10 +16,8 @@ from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import CriticNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
-    RolloutsT,
     check_policy_gradient,
     needs_reference,
-    num_tokens,
     recomputes_logprobs,
     reward_kl,
     rewards_per_token,
@@ -33,10 +31,9 @@ from rl_megatron.algorithms.rollout_statistics import (
     correction_statistics,
     learned_statistics,
     logprob_mismatch,
-    ranks_of,
 )
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import PPOConfig
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
@@ -86,7 +83,7 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
         )  # fmt: skip
         with stage.timer.phase("values"):
             rollouts["values"] = critic.get_values(rollouts)["values"]
-            stage.timer.count_tokens(num_tokens(rollouts))
+            stage.timer.count_tokens(rollouts.num_tokens)
         with stage.timer.phase("advantages"):
             rollouts = with_advantages(rollouts, algorithm, policy_loss)
             seed = seed_of_batch(stage.config.train.seed, stage.batch_number(step))
@@ -102,17 +99,16 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
         stage.record(step, report | logprob_mismatch(rollouts))
 
 
-def with_advantages(rollouts: RolloutsT, algorithm: PPOConfig, policy_loss: LossFunction) -> RolloutsT:
+def with_advantages(rollouts: Batch, algorithm: PPOConfig, policy_loss: LossFunction) -> Batch:
     """Return the rollouts with GAE's `advantages` and the `returns` that the critic learns, both [B, S]. Collective."""
-    own = rollouts.own if isinstance(rollouts, ShardedBatch) else rollouts
-    index = TrajectoryIndex(own)
-    per_token = (rewards_per_token(own, policy_loss), own["values"], own["token_mask"])
+    index = TrajectoryIndex(rollouts.own)
+    per_token = (rewards_per_token(rollouts.own, policy_loss), rollouts["values"], rollouts["token_mask"])
     rewards, values, mask = map(index.joined, per_token)
     advantages, returns = generalized_advantages(
         rewards, values, mask, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda
     )
     rollouts["returns"] = index.split(returns)
     if algorithm.whiten_advantages:
-        advantages = whiten(advantages, mask, ranks_of(rollouts))
+        advantages = whiten(advantages, mask, rollouts.ranks)
     rollouts["advantages"] = index.split(advantages)
     return rollouts

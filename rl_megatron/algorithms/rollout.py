@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,11 +11,10 @@ from rl_megatron.algorithms.advantages import informative_groups, token_rewards
 from rl_megatron.algorithms.registry import LossNeeds
 from rl_megatron.algorithms.resumed_state import MustBe
 from rl_megatron.algorithms.rollout_record import ORDER, RolloutRecord
-from rl_megatron.algorithms.rollout_statistics import Rollouts, mean_over_tokens, numbers_of_all, ranks_of, statistics
+from rl_megatron.algorithms.rollout_statistics import mean_over_tokens, statistics
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.batching.host_memory import TensorStore
-from rl_megatron.batching.produced import produced
-from rl_megatron.batching.sharded import DATA_SET, ShardedBatch
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.config.errors import ConfigError
@@ -40,7 +38,6 @@ ROLLOUT_KEYS = frozenset(
     "input_ids input_lengths token_mask sample_mask rewards advantages temperature generation_logprobs prev_logprobs "
     "reference_policy_logprobs covariance_mask".split()
 )
-RolloutsT = TypeVar("RolloutsT", bound=Rollouts)
 _ROUNDS_PER_SEED = 1000  # distance between the seeds of two steps, so that their rounds have different seeds
 
 
@@ -118,7 +115,7 @@ class Sampler:
             reward=config.reward if algorithm.reads_components else None, mixture=self._mixture,
         )  # fmt: skip
 
-    def collect(self, step: int) -> tuple[ShardedBatch, dict[str, float]]:
+    def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         """Return (the rollouts that the step learns from, statistics of all sampled rollouts).
 
         With dynamic sampling, groups whose rewards are all equal are dropped, and other prompts are sampled until the
@@ -152,7 +149,7 @@ class Sampler:
             whole[ORDER] = rollouts.facts[ORDER]
         return whole
 
-    def produce(self, step: int, round_: int) -> ShardedBatch:
+    def produce(self, step: int, round_: int) -> Batch:
         """Return the completions of `draw` on the rank that has produced them, which is rank 0. Collective."""
         number = self._stage.batch_number(step)
         prompts = [prompt for prompt in self._prompts.at(number, round_) for _ in range(self._per_prompt)]
@@ -164,12 +161,12 @@ class Sampler:
             own, metrics = (None, RewardMetrics()) if scored is None else (scored.batch, scored.metrics)
             add_data_sets(own, prompts, self._mixture)
         topology = self._stage.policy.topology
-        rollouts = produced(own, topology if topology.world_size > 1 else None, self._store)
+        rollouts = Batch.gather_facts(own, topology, self._store)
         self._record.add(round_, rollouts, prompts, metrics)
         self._metrics.add(metrics)
         return rollouts
 
-    def keep(self, step: int, learned: Rollouts) -> None:
+    def keep(self, step: int, learned: Batch) -> None:
         """Write the rollouts of a step to a file if `rollout.save_every` says so. Collective.
 
         Args:
@@ -229,15 +226,15 @@ def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, los
     return not derived or algorithm.may_read_logprobs() or algorithm.needs_logprobs(stage) is not None
 
 
-def whole_trajectories(rollouts: ShardedBatch) -> Tensor | None:
+def whole_trajectories(rollouts: Batch) -> Tensor | None:
     """Return the number of the trajectory of each sequence, or None if each trajectory is one sequence."""
     trajectories = rollouts.trajectories()
     return None if len(trajectories) == int(trajectories[-1]) + 1 else trajectories
 
 
 def with_logprobs(
-    rollouts: RolloutsT, policy: PolicyInterface, *, recompute: bool, reference: bool, from_engine: bool = False
-) -> RolloutsT:
+    rollouts: Batch, policy: PolicyInterface, *, recompute: bool, reference: bool, from_engine: bool = False
+) -> Batch:
     """Return the rollouts with the `prev_logprobs` and `reference_policy_logprobs` that are asked for.
 
     `prev_logprobs` are those of the current policy, or with `from_engine` those that the engine reported.
@@ -247,17 +244,12 @@ def with_logprobs(
     if recompute:
         with phase("logprobs"):
             rollouts["prev_logprobs"] = policy.get_logprobs(rollouts)["logprobs"]
-            count_tokens(num_tokens(rollouts))
+            count_tokens(rollouts.num_tokens)
     if reference:
         with phase("reference"):
             rollouts["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(rollouts)["reference_logprobs"]
-            count_tokens(num_tokens(rollouts))
+            count_tokens(rollouts.num_tokens)
     return rollouts
-
-
-def num_tokens(rollouts: Rollouts) -> int:
-    """Return the tokens of all sequences, without padding."""
-    return int(numbers_of_all(rollouts)["input_lengths"].sum(dtype=torch.int64))
 
 
 def kl_in_reward(loss_fn: LossFunction) -> float:
@@ -291,16 +283,16 @@ def rewards_per_token(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tenso
     return rewards if of_turns is None else rewards + of_turns
 
 
-def reward_kl(rollouts: Rollouts, loss_fn: LossFunction) -> dict[str, float]:
+def reward_kl(rollouts: Batch, loss_fn: LossFunction) -> dict[str, float]:
     """Return the metric `reward_kl`: the mean KL over sampled tokens, without the factor β. Collective.
 
     The result is empty if the KL penalty is not part of the reward.
     """
     kl = _kl_of_tokens(rollouts, loss_fn)
-    return {} if kl is None else {"reward_kl": mean_over_tokens(kl, rollouts, ranks_of(rollouts))}
+    return {} if kl is None else {"reward_kl": mean_over_tokens(kl, rollouts)}
 
 
-def _kl_of_tokens(rollouts: Rollouts, loss_fn: LossFunction) -> Tensor | None:
+def _kl_of_tokens(rollouts: Mapping[str, Tensor], loss_fn: LossFunction) -> Tensor | None:
     """Return KL(π_prev‖π_ref) [B, S], with the loss's estimator and clamps, or None if the reward has no KL penalty."""
     cfg = _kl_settings(loss_fn)
     if cfg is None or cfg.reference_policy_kl_penalty == 0:
@@ -311,22 +303,21 @@ def _kl_of_tokens(rollouts: Rollouts, loss_fn: LossFunction) -> Tensor | None:
     )  # fmt: skip
 
 
-def on_every_rank(rollouts: ShardedBatch) -> BatchedDataDict:
+def on_every_rank(rollouts: Batch) -> BatchedDataDict:
     """Return the rollouts that rank 0 has produced, on every rank. Collective."""
-    topology = rollouts.topology
-    return rollouts.own if topology is None else topology.ranks.share(lambda: rollouts.own)
+    return rollouts.all_ranks.share(lambda: rollouts.own)
 
 
-def keep_informative(rollouts: ShardedBatch, group_size: int) -> ShardedBatch:
+def keep_informative(rollouts: Batch, group_size: int) -> Batch:
     """Return the trajectories of groups whose rewards differ."""
-    numbers = numbers_of_all(rollouts)
+    numbers = rollouts.facts
     index = TrajectoryIndex(numbers)
     rewards, counts = (index.of_first(numbers[key]) for key in ("rewards", "sample_mask"))
     kept = informative_groups(rewards, group_size, counts).repeat_interleave(group_size)
-    return rollouts.selected(index.spread(kept))
+    return rollouts.select(index.spread(kept))
 
 
-def join(parts: Sequence[ShardedBatch], limit: int) -> ShardedBatch:
+def join(parts: Sequence[Batch], limit: int) -> Batch:
     """Return several rounds of rollouts as one batch of at most `limit` trajectories."""
-    joined = ShardedBatch.joined(parts)
-    return joined.selected(joined.trajectories() < limit)
+    joined = Batch.join(parts)
+    return joined.select(joined.trajectories() < limit)

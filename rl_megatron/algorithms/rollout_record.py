@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron import log
-from rl_megatron.algorithms.rollout_statistics import Rollouts
-from rl_megatron.batching.sharded import DATA_SET, ShardedBatch
+from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import ENVIRONMENT, RewardConfig
@@ -150,9 +149,7 @@ class RolloutRecord:
 
         return self._ranks.run_on_rank0(read)
 
-    def add(
-        self, round_: int, rollouts: ShardedBatch, prompts: Sequence[EncodedPrompt], metrics: RewardMetrics
-    ) -> None:
+    def add(self, round_: int, rollouts: Batch, prompts: Sequence[EncodedPrompt], metrics: RewardMetrics) -> None:
         """Add the rollouts of a round, which get the fact `draw_order` if any are written."""
         if not self._config.save_every:
             return
@@ -166,7 +163,7 @@ class RolloutRecord:
         if len(rollouts.numbers):
             self._draws.append(Draw(round_, rollouts.own, prompts, metrics.scores))
 
-    def write(self, step: int, learned: Rollouts, newest_version: int) -> None:
+    def write(self, step: int, learned: Batch, newest_version: int) -> None:
         """Write the rollouts of a step, if they are due. Collective.
 
         Args:
@@ -182,11 +179,9 @@ class RolloutRecord:
             return
         if "advantages" not in learned:
             orders, advantages = torch.zeros(0), torch.zeros(0)
-        elif isinstance(learned, ShardedBatch):
-            orders = learned.facts[ORDER][torch.from_numpy(learned.homes == 0)]
-            advantages = learned.at_homes(["advantages"])["advantages"]
         else:
-            orders, advantages = learned[ORDER], learned["advantages"]
+            orders = learned.facts[ORDER][learned.homes == 0]
+            advantages = learned.at_homes(["advantages"])["advantages"]
         of_sequences = dict(zip(orders.tolist(), advantages, strict=False))  # none are on ranks other than 0
         path = rollout_file(self._directory, step)
         failure = self._ranks.try_on_rank0(lambda: write_rows(path, self._rows(step, of_sequences, newest_version)))

@@ -7,48 +7,31 @@ that have the tokens. Either way they are exactly those of all rollouts together
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups
-from rl_megatron.batching.sharded import SAMPLED, ShardedBatch
-from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.batching.batch import SAMPLED, Batch
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.reductions import ALONE, Moments, RankReduction
 
 QUANTILES = (0.1, 0.5, 0.9)
 
-Rollouts = BatchedDataDict | ShardedBatch
 
-
-def ranks_of(rollouts: Rollouts) -> RankReduction:
-    """Return the ranks that share the rollouts: this process alone if they are a whole batch."""
-    return rollouts.ranks if isinstance(rollouts, ShardedBatch) else ALONE
-
-
-def numbers_of_all(rollouts: Rollouts) -> BatchedDataDict:
-    """Return what every rank knows of all sequences: a batch without tokens, with `sampled_tokens` [B]."""
-    if isinstance(rollouts, ShardedBatch):
-        return BatchedDataDict(rollouts.facts)
-    values = {key: value for key, value in rollouts.items() if isinstance(value, Tensor) and value.dim() == 1}
-    return BatchedDataDict({**values, SAMPLED: rollouts["token_mask"].sum(1)})
-
-
-def sample_mask(numbers: BatchedDataDict) -> Tensor:
+def sample_mask(numbers: Mapping[str, Tensor]) -> Tensor:
     """Return 1 for each sequence of a sample, and 0 for those of samples that failed, [B] fp32."""
     rewards = numbers["rewards"]
     return numbers["sample_mask"].float() if "sample_mask" in numbers else torch.ones(len(rewards))
 
 
-def statistics(rollouts: Rollouts, group_size: int) -> dict[str, float]:
+def statistics(rollouts: Batch, group_size: int) -> dict[str, float]:
     """Return metrics of the rollouts: how rewards and completion lengths are distributed, and two shares.
 
     `stopped` is the share of completions that ended with a stop token. `informative_groups` is the share of groups
     whose rewards differ; it is 0 if a group is one sample.
     """
-    numbers = numbers_of_all(rollouts)
+    numbers = rollouts.facts
     index = TrajectoryIndex(numbers)
     rewards, has_ended = index.of_first(numbers["rewards"]), index.of_first(numbers["sample_mask"]) > 0
     lengths, stopped = index.total(numbers[SAMPLED]).float(), index.of_last(numbers["stopped"]).float()
@@ -64,7 +47,7 @@ def statistics(rollouts: Rollouts, group_size: int) -> dict[str, float]:
     }
 
 
-def learned_statistics(rollouts: Rollouts, weight_version: int) -> dict[str, float]:
+def learned_statistics(rollouts: Batch, weight_version: int) -> dict[str, float]:
     """Return metrics of the rollouts that a step learns from: their advantages, if any, and their weights' age.
 
     Collective over the ranks that share the rollouts.
@@ -73,7 +56,7 @@ def learned_statistics(rollouts: Rollouts, weight_version: int) -> dict[str, flo
         rollouts: The rollouts, with `advantages` [B, S] or [B] if the loss reads them.
         weight_version: The version of the policy's weights.
     """
-    ranks, found = ranks_of(rollouts), {}
+    ranks, found = rollouts.ranks, {}
     if "advantages" in rollouts:
         advantages = rollouts["advantages"]
         if advantages.dim() == 2:
@@ -118,7 +101,7 @@ def describe_distribution(name: str, values: Tensor, moments: Moments, ranks: Ra
     }
 
 
-def logprob_mismatch(rollouts: Rollouts) -> dict[str, float]:
+def logprob_mismatch(rollouts: Batch) -> dict[str, float]:
     """Return the mean, 99th percentile and maximum of |trainer's − engine's logprob| over sampled tokens, in nats.
 
     They are 0 up to rounding if the engine and the trainer have the same weights. The result is empty if the trainer's
@@ -126,7 +109,7 @@ def logprob_mismatch(rollouts: Rollouts) -> dict[str, float]:
     """
     if "prev_logprobs" not in rollouts:
         return {}
-    ranks, sampled = ranks_of(rollouts), rollouts["token_mask"].bool()
+    ranks, sampled = rollouts.ranks, rollouts["token_mask"].bool()
     difference = (rollouts["prev_logprobs"] - rollouts["generation_logprobs"]).abs()[sampled]
     moments = ranks.moments(difference)
     if not moments.number:
@@ -135,8 +118,9 @@ def logprob_mismatch(rollouts: Rollouts) -> dict[str, float]:
     return {"mismatch_mean": moments.mean, "mismatch_p99": high, "mismatch_max": moments.most}
 
 
-def mean_over_tokens(values: Tensor, rollouts: Mapping[str, Any], ranks: RankReduction) -> float:
+def mean_over_tokens(values: Tensor, rollouts: Batch) -> float:
     """Return the mean of values [n, S] over all ranks' sampled tokens; 0 if there are none. Collective."""
     mask = rollouts["token_mask"].double()
-    total, count = ranks.sum(torch.stack([torch.where(mask != 0, values.double() * mask, 0.0).sum(), mask.sum()]))
+    own = torch.stack([torch.where(mask != 0, values.double() * mask, 0.0).sum(), mask.sum()])
+    total, count = rollouts.ranks.sum(own)
     return (total / count).item() if count > 0 else 0.0

@@ -18,7 +18,7 @@ from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.step_meter import StepMeter
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.algorithms.synced_engine import SyncedEngine
-from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.batching.batch import TRAJECTORIES, Batch
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.user_files import file_digests
 from rl_megatron.config.eval_metrics import goal_reached
@@ -34,7 +34,6 @@ from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position
 from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.rewards.reward_models import RewardModels
-from rl_megatron.rollouts.batch import TRAJECTORY
 from rl_megatron.rollouts.runner import Closes
 from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.rollouts.trajectory_index import sizes_of_steps
@@ -116,7 +115,7 @@ class Stage:
             self._resumed_state.add("reward_models", self.reward_models)
         self._anomalies = Anomalies(self.config.train)
         self._desync = DesyncCheck(self.config.train.desync_check_every)
-        self._batch: BatchedDataDict | ShardedBatch | None = None  # that the policy was trained on in the current step
+        self._batch: Batch | None = None  # that the policy was trained on in the current step
         self._evaluated_at: int | None = None
         self._file_digests = file_digests(self.config)  # now, because the files are read now
         self.timer.observer = self._enter
@@ -225,7 +224,7 @@ class Stage:
     def train(
         self,
         step: int,
-        batch: BatchedDataDict | ShardedBatch,
+        batch: Batch,
         loss_fn: LossFunction,
         model: MegatronPolicy | None = None,
         teacher: Teacher | None = None,
@@ -234,7 +233,7 @@ class Stage:
 
         Args:
             step: The step number, for messages.
-            batch: The global batch, whole or with sequences that have owners.
+            batch: The global batch.
             loss_fn: The loss.
             model: Another model to train instead of the policy: the critic.
             teacher: The model whose logits the loss reads as `teacher_logits`, or None.
@@ -253,9 +252,8 @@ class Stage:
                 options: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
                 if getattr(loss_fn, "on_policy_keys", ()):
                     options["on_policy"] = True  # `recomputes_logprobs` says when the batch needs them
-                numbers = BatchedDataDict(batch.facts) if isinstance(batch, ShardedBatch) else batch
-                if isinstance(numbers, BatchedDataDict) and TRAJECTORY in numbers:
-                    options["sizes"] = sizes_of_steps(numbers, self.config.train.global_batch_size)
+                if TRAJECTORIES in batch.facts:
+                    options["sizes"] = sizes_of_steps(batch.facts, self.config.train.global_batch_size)
                 return (model or self.policy).train(batch, loss_fn, **options)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"stage {self.name}, step {step}: {error}") from error
@@ -266,14 +264,12 @@ class Stage:
             self.profiler.end()
         self.metrics_logger.record(step, report | ({} if self.meter is None else self.meter.metrics()))
         batch, self._batch = self._batch, None
-        rewards = None
-        if batch is not None:
-            rewards = (batch.facts if isinstance(batch, ShardedBatch) else batch).get("rewards")
+        rewards = None if batch is None else batch.facts.get("rewards")
         for anomaly in self._anomalies.of_step(step, report, rewards):
             if log.is_main_rank() and batch is not None:
                 self._warn_of(step, anomaly, batch)
 
-    def _warn_of(self, step: int, anomaly: str, batch: BatchedDataDict | ShardedBatch) -> None:
+    def _warn_of(self, step: int, anomaly: str, batch: Batch) -> None:
         loader = self.loader
 
         def locations() -> list[str]:

@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from rl_megatron import log
 from rl_megatron.algorithms.cost_metrics import INNER_PHASES, OUTER_PHASES, TOKEN_PHASES, TRAINING_PHASES
-from rl_megatron.batching.sharded import ShardedBatch
-from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.batching.batch import Batch
 from rl_megatron.model.flops import model_flops
 from rl_megatron.timing import DevicePeak, HostClock, HostPeak, PhaseTimer, StepTimes, StreamClock
 from rl_megatron.topology.gpus import gpu_of_device
@@ -43,9 +42,9 @@ class StepMeter:
         self._samples = 0
         self._reduced: _OnHost | None = None
 
-    def learned_from(self, model: MegatronPolicy, batch: BatchedDataDict | ShardedBatch, is_policy: bool) -> None:
+    def learned_from(self, model: MegatronPolicy, batch: Batch, is_policy: bool) -> None:
         """Count a training step of `model` on all sequences of `batch`. Call it in the phase of the step."""
-        lengths = (batch.facts if isinstance(batch, ShardedBatch) else batch)["input_lengths"].tolist()
+        lengths = batch.lengths.tolist()
         self.timer.count_tokens(sum(lengths))
         if is_policy:
             self._samples = batch.size

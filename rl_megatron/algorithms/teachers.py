@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rl_megatron.algorithms.endpoint_teacher import EndpointTeacher
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.sharded import DATA_SET, ShardedBatch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.teachers import TeacherConfig
@@ -132,7 +132,7 @@ class Teachers:
             raise ConfigError("algorithm.teachers: a loss over the whole vocabulary needs a teacher with a path")
         return first
 
-    def with_topk(self, batch: ShardedBatch, loss_fn: LossFunction) -> ShardedBatch:
+    def with_topk(self, batch: Batch, loss_fn: LossFunction) -> Batch:
         """Return the batch with the teachers' top-k logits if the loss reads them. Collective."""
         if not TOPK_KEYS & set(getattr(loss_fn, "required_keys", ())):
             return batch
@@ -152,7 +152,7 @@ class Teachers:
             batch["teacher_weights"] = self._weights(batch)[:, None]
         return batch
 
-    def logprobs(self, batch: ShardedBatch) -> Tensor:
+    def logprobs(self, batch: Batch) -> Tensor:
         """Return the weighted mean of the teachers' logprobs of every token, [n, S]. Collective."""
         mean, weights = torch.zeros(len(batch.numbers), batch.width), self._weights(batch)
         with phase("teacher"):
@@ -164,21 +164,21 @@ class Teachers:
                 mean += share[:, None] * found
         return mean
 
-    def _taught(self, batch: ShardedBatch) -> list[Tensor]:
+    def _taught(self, batch: Batch) -> list[Tensor]:
         """Return for each teacher which sequences of the global batch it has, [B] bool."""
         every = torch.ones(batch.size, dtype=torch.bool)
         return [torch.isin(batch.facts[DATA_SET], torch.tensor(own)) if own else every for own in self.data_sets]
 
-    def _weights(self, batch: ShardedBatch) -> Tensor:
+    def _weights(self, batch: Batch) -> Tensor:
         """Return the share of each teacher in each sequence, [n, teachers]; the shares of a sequence sum to 1."""
         weights = torch.stack(self._taught(batch), dim=1) * torch.tensor(self.shares)
         return batch.own_facts(weights / weights.sum(dim=1, keepdim=True))
 
     @staticmethod
     def _read(
-        batch: ShardedBatch,
+        batch: Batch,
         taught: Tensor,
-        read: Callable[[ShardedBatch], Sequence[Tensor]],
+        read: Callable[[Batch], Sequence[Tensor]],
         blank: Sequence[Tensor],
     ) -> Sequence[Tensor]:
         """Return what a teacher reads in the sequences that it has, and `blank` for the others. Collective."""
@@ -186,6 +186,6 @@ class Teachers:
             return read(batch)
         if taught.any():  # all ranks take part if one has a sequence for it
             own = batch.own_facts(taught)
-            for values, found in zip(blank, read(batch.selected(taught)), strict=True):
+            for values, found in zip(blank, read(batch.select(taught)), strict=True):
                 values[own] = found
         return blank

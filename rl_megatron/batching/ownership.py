@@ -7,7 +7,7 @@ of all sequences alone, so that all ranks make the same one. Each rank plans onl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import numpy as np
@@ -18,7 +18,7 @@ from rl_megatron.batching.blocks import BLOCK_RANKS, Blocks, Gifts, blocks_of, d
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.packing import round_up
-from rl_megatron.batching.rank_plan import plan_lengths
+from rl_megatron.batching.rank_plan import LengthPlan, plan_lengths
 from rl_megatron.topology.collectives import from_all_ranks
 from rl_megatron.topology.degrees import SequenceLayout
 from rl_megatron.topology.reductions import RankReduction
@@ -29,19 +29,22 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Shapes:
-    """How the microbatches of this rank are formed.
+    """How the microbatches of a rank are formed.
 
     Attributes:
-        sequences: The numbers of the sequences of each microbatch in the global batch, and `PADDING` behind them.
+        sequences: The numbers of the sequences of each microbatch in the global batch, and `PADDING` for each padding
+            sequence.
         widths: The columns of each microbatch if it is dynamic.
-        tokens: Tokens of the sequences of this rank.
+        tokens: Tokens of the sequences of the rank.
         slots: Token slots that the model computes for them.
+        largest: Token slots of the largest microbatch, before it is split.
     """
 
     sequences: list[list[int]]
     widths: list[int]
     tokens: int
     slots: int
+    largest: int
 
     def extended(self, count: int, group_size: int) -> Shapes:
         """Return `count` microbatches with the same sequences: the largest ones are split, or padding ones added."""
@@ -56,28 +59,38 @@ class Shapes:
                 continue
             half = -(-len(chosen) // group_size // 2) * group_size
             found[largest : largest + 1] = [(chosen[:half], width), (chosen[half:], width)]
-        return Shapes([chosen for chosen, _ in found], [width for _, width in found], self.tokens, slots)
+        return replace(
+            self, sequences=[chosen for chosen, _ in found], widths=[width for _, width in found], slots=slots
+        )
 
 
 @dataclass(frozen=True)
-class OwnedStep:
-    """The sequences of one optimizer step on this rank.
+class StepPlan:
+    """The microbatches of one optimizer step.
 
     Attributes:
         start: The number of the step's first sequence in the global batch.
-        stop: The number behind its last sequence.
+        stop: The number after its last sequence.
         batching: How sequences form microbatches.
         group_size: Sequences that stay together in a microbatch.
-        shapes: The microbatches of this rank; every rank has as many.
+        ranks: The microbatches of each rank whose sequences this rank has: of all data-parallel ranks if the batch is
+            whole, and otherwise of this rank alone. Every rank has as many.
         efficiency: Tokens per token slot that the model computes, over all ranks.
+        place: The place of this rank among `ranks`.
     """
 
     start: int
     stop: int
     batching: Batching
     group_size: int
-    shapes: Shapes
+    ranks: Sequence[Shapes]
     efficiency: float
+    place: int = 0
+
+    @property
+    def shapes(self) -> Shapes:
+        """Return the microbatches of this rank."""
+        return self.ranks[self.place]
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,7 @@ class Ownership:
     """
 
     owners: np.ndarray
-    steps: list[OwnedStep]
+    steps: list[StepPlan]
 
 
 @dataclass(frozen=True)
@@ -160,30 +173,26 @@ class OwnershipPlanner:
             return np.repeat(of_groups, np.diff(np.r_[first, len(numbers)])), []
         if not len(numbers):
             return np.zeros(0, dtype=np.int64), [self.nothing()] * num_ranks
-        planned = plan_lengths(
-            self.lengths[numbers].tolist(), self.width, self.batching, self.layout, num_ranks, self.group_size,
-            self.cost,
-        )  # fmt: skip
-        owners, named = np.zeros(len(numbers), dtype=np.int64), [*numbers.tolist()]
-        named += [PADDING] * (len(planned.lengths) - len(numbers))
+        lengths = self.lengths[numbers].tolist()
+        planned = plan_lengths(lengths, self.width, self.batching, self.layout, num_ranks, self.group_size, self.cost)
+        owners = np.zeros(len(numbers), dtype=np.int64)
         for rank, microbatches in enumerate(planned.plan.sequences):
             own = np.array(list(chain.from_iterable(microbatches)))
             owners[own[own < len(numbers)]] = rank
-        multiple, lengths = self.layout.sequence_multiple, self.lengths[numbers]
-        shapes = []
-        for rank, microbatches in enumerate(planned.plan.sequences):
-            chosen = [
-                sorted((named[place] for place in places), key=lambda number: number == PADDING)
-                for places in microbatches
-            ]
-            tokens = int(lengths[owners == rank].sum())
-            slots = sum(round_up(slots, multiple) for slots in planned.plan.slots[rank])
-            shapes.append(Shapes(chosen, planned.plan.lengths[rank], tokens, slots))
+        shapes = [
+            replace(
+                of_rank,
+                sequences=[sorted(chosen, key=lambda number: number == PADDING) for chosen in of_rank.sequences],
+            )
+            for of_rank in rank_shapes(planned, numbers.tolist(), lengths, self.layout)
+        ]
         return owners, shapes
 
     def nothing(self) -> Shapes:
         """Return the microbatch of a rank that owns no sequence: padding with zero loss weight."""
-        return Shapes([[PADDING] * self.group_size], [self.layout.sequence_multiple], 0, self.group_size)
+        return Shapes(
+            [[PADDING] * self.group_size], [self.layout.sequence_multiple], 0, self.group_size, self.group_size
+        )
 
     def _groups_of(self, start: int, stop: int) -> np.ndarray:
         if self.groups is not None:
@@ -213,6 +222,29 @@ class OwnershipPlanner:
         else:
             tokens = tokens[tokens.argmax() :][:1]
         plan_lengths(tokens.tolist(), self.width, self.batching, self.layout, 1, size, self.cost)
+
+
+def rank_shapes(
+    planned: LengthPlan, numbers: Sequence[int], lengths: Sequence[int], layout: SequenceLayout
+) -> list[Shapes]:
+    """Return the microbatches of each rank, with `PADDING` in place of padding sequences.
+
+    Args:
+        planned: The plan.
+        numbers: The number of each planned sequence in the global batch.
+        lengths: Its tokens.
+        layout: The layout.
+    """
+    named = [*numbers, *[PADDING] * (len(planned.lengths) - len(numbers))]
+    shapes = []
+    for microbatches, widths, slots in zip(
+        planned.plan.sequences, planned.plan.lengths, planned.plan.slots, strict=True
+    ):
+        tokens = sum(lengths[place] for place in chain.from_iterable(microbatches) if place < len(lengths))
+        computed = sum(round_up(count, layout.sequence_multiple) for count in slots)
+        sequences = [[named[place] for place in chosen] for chosen in microbatches]
+        shapes.append(Shapes(sequences, widths, tokens, computed, max(slots)))
+    return shapes
 
 
 def plan_ownership(
@@ -256,8 +288,8 @@ def plan_ownership(
     else:
         agreed = [(of_ranks[rank], _efficiency(of_ranks)) for of_ranks in of_steps]
     steps = [
-        OwnedStep(start, stop, planner.batching, planner.group_size, *each)
-        for (start, stop), each in zip(pairwise(ends), agreed, strict=True)
+        StepPlan(start, stop, planner.batching, planner.group_size, [shapes], efficiency)
+        for (start, stop), (shapes, efficiency) in zip(pairwise(ends), agreed, strict=True)
     ]
     return Ownership(owners, steps)
 

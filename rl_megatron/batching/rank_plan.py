@@ -1,4 +1,4 @@
-"""The microbatches of each rank: one plan for all ranks, made from the whole global batch before any of them starts.
+"""The microbatches of each rank: one plan for all ranks, made from the lengths of all sequences.
 
 Ranks that chose their own microbatches would disagree on how many there are and wait for each other for ever. So every
 rank plans for every rank, and all have the same number of microbatches, of similar cost.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_megatron.batching.config import Batching, BatchingKind, DynamicPlanArgs, PackingPlanArgs, require_count
+from rl_megatron.batching.config import Batching, DynamicPlanArgs, PackingPlanArgs, require_count
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import Microbatch
 from rl_megatron.batching.packing import round_up
@@ -26,8 +26,6 @@ from rl_megatron.batching.plan import (
     require_within_width,
 )
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.token_keys import is_per_token
 from rl_megatron.topology.degrees import SequenceLayout, zigzag_slices
 
 
@@ -43,65 +41,6 @@ class RankPlan:
 
     microbatches: list[Microbatch]
     efficiency: float
-
-
-@dataclass(frozen=True)
-class GlobalPlan:
-    """The microbatches of a global batch on all data-parallel ranks.
-
-    Attributes:
-        kind: How sequences form microbatches.
-        batch: The global batch with its padding sequences.
-        num_sequences: Sequences of the global batch without its padding sequences.
-        lengths: Tokens of each of the batch's sequences, at least 1.
-        plan: Which sequences form which microbatch.
-        efficiency: Tokens of the global batch per token slot that the model computes, over all ranks.
-    """
-
-    kind: BatchingKind
-    batch: BatchedDataDict
-    num_sequences: int
-    lengths: list[int]
-    plan: MicrobatchPlan
-    efficiency: float
-
-    def of_rank(self, data_rank: int) -> RankPlan:
-        """Return the plan of a data-parallel rank."""
-        return RankPlan(self.microbatches(data_rank), self.efficiency)
-
-    def microbatches(self, shard: int) -> list[Microbatch]:
-        """Return the microbatches of a data-parallel rank, in the order in which they run."""
-        planned = zip(self.plan.sequences[shard], self.plan.lengths[shard], strict=True)
-        return [_microbatch(self.kind, self.batch, chosen, self.lengths, width) for chosen, width in planned]
-
-
-def plan_global_batch(
-    batch: BatchedDataDict,
-    lengths: list[int],
-    batching: Batching,
-    layout: SequenceLayout,
-    group_size: int = 1,
-    cost: SequenceCost = SequenceCost(),
-) -> GlobalPlan:
-    """Return the microbatches of all data-parallel ranks.
-
-    Args:
-        batch: The global batch, the same on every rank. It stays as it is.
-        lengths: Tokens of each sequence, see `sequence_lengths`.
-        batching: How sequences form microbatches.
-        layout: The layout; its data-parallel ranks share the batch.
-        group_size: Sequences that stay together, in order: 2 for preference pairs.
-        cost: The cost of a sequence, by which packs are balanced.
-
-    Raises:
-        ConfigError: A group alone exceeds `batching.tokens`.
-    """
-    planned = plan_lengths(lengths, batch["input_ids"].size(1), batching, layout, layout.data, group_size, cost)
-    num_sequences = batch.size
-    batch = batch.pad_to_multiple(len(planned.lengths))
-    if batch.size > num_sequences and "input_lengths" in batch:
-        batch["input_lengths"][num_sequences:] = 1  # a padding sequence needs no more than one token
-    return GlobalPlan(batching.kind, batch, num_sequences, planned.lengths, planned.plan, planned.efficiency)
 
 
 @dataclass(frozen=True)
@@ -192,28 +131,6 @@ def _plan_for_layout(
     slices = zigzag_slices(layout.context)
     packing = PackingPlanArgs(budget, group_size=group_size, cost=cost, sequence_length_pad_multiple=slices)
     return plan_sequence_packing(lengths, num_shards, packing)
-
-
-def _microbatch(
-    kind: BatchingKind, batch: BatchedDataDict, chosen: list[int], lengths: list[int], width: int
-) -> Microbatch:
-    if kind == "padded":
-        return Microbatch(batch.select_indices(chosen))
-    if kind == "dynamic":
-        return Microbatch(_cut(batch, width).select_indices(chosen))
-    ours = tuple(lengths[sequence] for sequence in chosen)
-    return Microbatch(_cut(batch, max(ours)).select_indices(chosen), ours)
-
-
-def _cut(batch: BatchedDataDict, width: int) -> BatchedDataDict:
-    """Return the first `width` tokens of every tensor that has a value for each token, and all of every other."""
-    whole = batch["input_ids"].size(1)
-    return BatchedDataDict(
-        {
-            key: value[:, :width] if isinstance(value, Tensor) and is_per_token(key, value, whole) else value
-            for key, value in batch.items()
-        }
-    )
 
 
 def required(batch: Mapping[str, Any], key: str) -> Any:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.microbatch import padded_lengths
-from rl_megatron.batching.rank_plan import GlobalPlan, plan_global_batch, sequence_lengths
+from rl_megatron.batching.microbatch import Microbatch, padded_lengths
+from rl_megatron.batching.ownership import PADDING
+from rl_megatron.batching.step_plan import form_microbatches, plan_step
 from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data_kinds import PROBLEMS
 from rl_megatron.config.errors import ConfigError
@@ -87,18 +89,21 @@ def _batch_view(
     layout = ConfiguredLayout.of(stage.parallel, ranks)
     cost = SequenceCost.of_model(stage.model, tokenizer.vocab_size)
     batching = Batching.of(stage.train)
-    planned = plan_global_batch(batch, sequence_lengths(batch), batching, layout, group_size, cost)
+    whole = Batch.whole(batch)
+    planned = plan_step(whole, 0, whole.size, batching, layout, 0, group_size, cost)
     shown = _Shown(tokenizer)
     groups = [
-        _microbatch_view(planned, layout, shard, number, places, group_size, shown)
-        for shard in range(layout.data)
-        for number in range(len(planned.plan.sequences[shard]))
+        _microbatch_view(whole, chosen, microbatch, layout, rank, number, places, group_size, shown)
+        for rank, shapes in enumerate(planned.ranks)
+        for number, (chosen, microbatch) in enumerate(
+            zip(shapes.sequences, form_microbatches(whole, planned, shapes), strict=True)
+        )
     ]
     sequences = list(chain.from_iterable(group.sequences for group in groups))
     tokens, trained = (sum(map(count, sequences)) for count in (lambda s: len(s.tokens), lambda s: s.num_trained))
     padding = sum(sequence.padding for sequence in sequences)
     share = trained / max(tokens, 1)
-    per_rank = len(planned.plan.sequences[0])
+    per_rank = len(planned.shapes.sequences)
     on = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""
     facts = [
         ("data", _data(stage)),
@@ -111,15 +116,16 @@ def _batch_view(
 
 
 def _microbatch_view(
-    planned: GlobalPlan,
+    batch: Batch,
+    chosen: Sequence[int],
+    microbatch: Microbatch,
     layout: ConfiguredLayout,
-    shard: int,
+    rank: int,
     number: int,
     places: Sequence[str],
     group_size: int,
     shown: _Shown,
 ) -> ShownGroup:
-    chosen, microbatch = planned.plan.sequences[shard][number], planned.microbatches(shard)[number]
     if microbatch.lengths is None:
         widths = [microbatch.shape(layout)[1]] * len(chosen)
     else:
@@ -133,18 +139,18 @@ def _microbatch_view(
         microbatch.batch["sample_mask"].tolist(),
         strict=True,
     ):
-        if position >= planned.num_sequences:
+        if position == PADDING:
             sequences.append(ShownSequence("padding sequence, zero loss weight", [], padding=width))
             continue
-        length = planned.lengths[position]
+        length = max(int(batch.lengths[position]), 1)
         tokens = shown.tokens(ids[:length], [bool(entry) and weight != 0 for entry in mask[:length]])
         title = f"sequence {position}" + (f", {_SIDES[position % 2]}" if group_size == 2 else "")
         place = places[position // group_size] if places else ""
         sequences.append(ShownSequence(_with_place(title, place), tokens, padding=width - length))
     pack = tuple((sequence.title, len(sequence.tokens), sequence.padding) for sequence in sequences)
-    rank = f" of data-parallel rank {shard}" if layout.data > 1 else ""
+    of_rank = f" of data-parallel rank {rank}" if layout.data > 1 else ""
     return ShownGroup(
-        f"microbatch {number + 1}{rank}: {_counted(len(chosen), 'sequence')}, {sum(widths):,} token positions",
+        f"microbatch {number + 1}{of_rank}: {_counted(len(chosen), 'sequence')}, {sum(widths):,} token positions",
         sequences,
         pack if microbatch.lengths is not None else (),
     )

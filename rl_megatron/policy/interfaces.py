@@ -1,24 +1,22 @@
 """The interface between policies and algorithms: NeMo RL's policy interfaces, without Ray.
 
-Every rank calls a policy with the same *global* batch, and gets the same global result. The policy itself distributes
-the batch over ranks. Or every rank calls it with the sequences that it owns (`ShardedBatch`), and gets the results of
-these, with the metrics of all.
+Every rank calls a policy with the same *global* batch, a dictionary of tensors, and gets the same global result. The
+policy itself distributes the batch over ranks. Or every rank calls it with the sequences that it owns (`Batch`), and
+gets the results of these, with the metrics of all.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping
 from typing import Any, TypedDict, TypeVar
 
 from torch import Tensor
 
-from rl_megatron.batching.sharded import ShardedBatch
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
 
-Batch = BatchedDataDict | ShardedBatch
-"""The same whole batch on every rank, or the sequences that each rank owns."""
-BatchT = TypeVar("BatchT", bound=Batch)
+BatchT = TypeVar("BatchT", bound=MutableMapping[str, Any])
+"""The class of a batch, and of the results of its sequences."""
 
 
 class LogprobOutputSpec(TypedDict):
@@ -57,7 +55,7 @@ class PolicyInterface(ABC):
     @abstractmethod
     def train(
         self,
-        data: Batch,
+        data: Mapping[str, Any],
         loss_fn: LossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,

@@ -13,12 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rl_megatron import log
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.ownership import Ownership
-from rl_megatron.batching.produced import produced
 from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_manifest, saved_model
 from rl_megatron.checkpoint.hf_load import open_hugging_face
 from rl_megatron.config.errors import ConfigError
@@ -64,11 +61,7 @@ class SequenceScorer:
             return []
         own = self._padding.collate([list(each) for each in sequences]) if ranks.leads else None
         with self._host.on_device() if self._host is not None else nullcontext():
-            batch = produced(own, topology if ranks.size > 1 else None)
-            if batch.topology is None:
-                batch = batch.moved_to(Ownership(np.zeros(batch.size, dtype=np.int64), []))
-            else:
-                batch = self._policy.distribute(batch)
+            batch = self._policy.distribute(Batch.gather_facts(own, topology))
             batch["scores"] = self._policy.score(batch)["scores"].cpu()
         at_home = batch.at_homes(["scores"])
         return ranks.share(at_home["scores"].tolist)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rl_megatron import disk
+from rl_megatron.batching.batch import DATA_SET
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
-from rl_megatron.batching.sharded import DATA_SET
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt

@@ -6,10 +6,13 @@ at different temperatures.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.batch import common_size
 from rl_megatron.rollouts.batch import TRAJECTORY
 
 
@@ -21,13 +24,14 @@ class TrajectoryIndex:
         num_trajectories: The number N of trajectories.
     """
 
-    def __init__(self, rollouts: BatchedDataDict):
+    def __init__(self, rollouts: Mapping[str, Any]):
         """Read the key `trajectory`; without it, every sequence is a trajectory."""
-        if TRAJECTORY in rollouts and rollouts.size:
+        size = common_size(rollouts)
+        if TRAJECTORY in rollouts and size:
             changes = rollouts[TRAJECTORY].diff() != 0
             self.owner = torch.cat([torch.zeros(1, dtype=torch.long), changes.long()]).cumsum(0)
         else:
-            self.owner = torch.arange(rollouts.size)
+            self.owner = torch.arange(size)
         self.num_trajectories = int(self.owner[-1]) + 1 if len(self.owner) else 0
         self.all_alone = self.num_trajectories == len(self.owner)
         counts = torch.bincount(self.owner, minlength=self.num_trajectories)
@@ -79,7 +83,7 @@ class TrajectoryIndex:
         return torch.arange(len(self.owner)) - self._first[self.owner]
 
 
-def sizes_of_steps(rollouts: BatchedDataDict, trajectories: int) -> list[int] | None:
+def sizes_of_steps(rollouts: Mapping[str, Any], trajectories: int) -> list[int] | None:
     """Return the numbers of sequences of optimizer steps of so many trajectories; None if each is one sequence."""
     index = TrajectoryIndex(rollouts)
     if index.all_alone:

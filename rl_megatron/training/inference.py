@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import Microbatch
-from rl_megatron.batching.owned_plan import owned_microbatches, plan_owned
-from rl_megatron.batching.rank_plan import plan_global_batch, required, sequence_lengths
 from rl_megatron.batching.routing import ROUTED_EXPERTS, check_routed_experts
-from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.batching.step_plan import form_microbatches, plan_step
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -24,9 +23,8 @@ from rl_megatron.data.score_position import score_positions
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.training.runner import FusedHead, Runner
-from rl_megatron.training.token_values import OwnTokenValues, TokenValues
+from rl_megatron.training.token_values import TokenValues
 
-_LENGTH_KEYS = ("input_lengths", "token_mask")
 _NUMBER = torch.zeros(())  # the value of one token if it is a single number
 
 
@@ -44,28 +42,20 @@ def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
     )
 
 
-def on_host(data: BatchedDataDict) -> BatchedDataDict:
-    """Return a copy of the batch with its tensors on the host, where it is split into microbatches.
+def enter_whole(model: ShardedModel, data: Mapping[str, Any]) -> Batch:
+    """Return a user's dictionary, which every rank has, as a batch on the host, where microbatches are formed.
 
-    The caller's batch keeps its own tensors, even if its class moves tensors in place.
-    """
-    return copy.copy(data).to("cpu")
-
-
-def checked_lengths(model: ShardedModel, data: BatchedDataDict) -> list[int]:
-    """Return the length of each sequence of a batch on the host.
-
-    A token that the vocabulary does not have would be no error on ranks that do not embed it.
+    The caller's dictionary keeps its own tensors. A token that the vocabulary does not have would be no error on ranks
+    that do not embed it, and temperatures are used on the last pipeline stage only. So both are checked here.
 
     Raises:
-        ConfigError: A sequence is longer than `model.max_sequence_length`.
-        KeyError: The batch has no `input_ids`.
+        KeyError: It has no `input_ids`.
         ValueError: `input_lengths` or `temperature` does not fit the batch, a token is not in the vocabulary, or a
             temperature is not positive and finite.
     """
-    lengths = sequence_lengths(data)
-    ids = data["input_ids"]
-    check_width(model.config, ids.size(1))
+    batch = Batch.whole(BatchedDataDict(data).to("cpu"))
+    ids = batch["input_ids"]
+    check_width(model.config, batch.width)
     wrong = (ids < 0) | (ids >= model.vocab_size)
     if wrong.any():
         number, position = wrong.nonzero()[0].tolist()
@@ -73,13 +63,13 @@ def checked_lengths(model: ShardedModel, data: BatchedDataDict) -> list[int]:
             f"input_ids[{number}, {position}]={ids[number, position].item()} is not a token of the vocabulary, "
             f"0 … {model.vocab_size - 1}; pad with a token that it has"
         )
-    if isinstance(data.get("temperature"), Tensor):
-        _check_temperatures(data["temperature"], ids.shape, lengths)
-    return lengths
+    if isinstance(batch.get("temperature"), Tensor):
+        _check_temperatures(batch["temperature"], ids.shape, batch.lengths)
+    return batch
 
 
-def _check_temperatures(temperature: Tensor, shape: torch.Size, lengths: list[int]) -> None:
-    """Check the temperatures of tokens on every rank, because only the last pipeline stage uses them.
+def _check_temperatures(temperature: Tensor, shape: torch.Size, lengths: Tensor) -> None:
+    """Check the temperatures of tokens.
 
     Raises:
         ValueError: The shape does not fit, or the temperature of a token is not positive and finite.
@@ -90,7 +80,7 @@ def _check_temperatures(temperature: Tensor, shape: torch.Size, lengths: list[in
             f"input_ids {tuple(shape)}"
         )
     per_token = (temperature[:, None] if temperature.dim() == 1 else temperature).expand(shape)
-    wrong = ~((per_token > 0) & per_token.isfinite()) & (torch.arange(shape[1]) < torch.tensor(lengths)[:, None])
+    wrong = ~((per_token > 0) & per_token.isfinite()) & (torch.arange(shape[1]) < lengths[:, None])
     wrong[:, 0] = False  # nobody predicts the first token
     if wrong.any():
         number, position = wrong.nonzero()[0].tolist()
@@ -113,63 +103,61 @@ def check_width(model: ModelConfig, width: int) -> None:
         )
 
 
-def replayable(model: ShardedModel, data: BatchedDataDict) -> BatchedDataDict:
-    """Return the batch with its recorded experts if this model replays them, and without them otherwise.
+def prepare(model: ShardedModel, batch: Batch) -> Batch:
+    """Return a batch that fits the model, with recorded experts only if the model replays them. Collective.
 
     A model with a score head (a critic) has routers of its own, and a dense model has none.
 
     Raises:
-        ConfigError: The recorded experts do not fit the batch and the model.
+        ConfigError: A sequence is longer than `model.max_sequence_length`, or the recorded experts do not fit the batch
+            and the model.
     """
-    if ROUTED_EXPERTS not in data:
-        return data
+    check_width(model.config, batch.width)
+    if ROUTED_EXPERTS not in batch:
+        return batch
     if model.head == "lm" and model.config.num_experts is not None:
-        if data.size:  # a rank may own none
-            check_routed_experts(data, model.config)
-        return data
-    rest = copy.copy(data)
-    del rest[ROUTED_EXPERTS]
-    return rest
+        # A rank may own no sequences.
+        batch.all_ranks.all_or_none(lambda: check_routed_experts(batch, model.config) if len(batch.numbers) else None)
+        return batch
+    return replace(batch, own=BatchedDataDict({key: batch[key] for key in batch if key != ROUTED_EXPERTS}))
 
 
 class Inference:
     """Computes values for every token of a batch. It owns only the cost model that balances microbatches.
 
-    Every method is collective. All ranks pass the same batch and get the same result. Of a sharded batch, ranks pass
-    their own sequences, and get the values of these.
+    Every method is collective, and returns values of the sequences that this rank has of the batch: of all if it is
+    whole, and otherwise of its own.
     """
 
     def __init__(self, model: ShardedModel, runner: Runner):
         self.model, self.runner = model, runner
         self.cost = SequenceCost.of_model(model.config, model.vocab_size)
 
-    def logprobs(
-        self, data: BatchedDataDict | ShardedBatch, batching: Batching, replay_routing: bool = False
-    ) -> Tensor:
+    def logprobs(self, batch: Batch, batching: Batching, replay_routing: bool = False) -> Tensor:
         """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entry 0 is 0.
 
         Args:
-            data: The global batch.
+            batch: The batch.
             batching: How the batch is split into microbatches.
             replay_routing: Route tokens to the experts of the batch's `routed_experts`, if it has them.
         """
         keys = ("input_ids", "temperature", ROUTED_EXPERTS) if replay_routing else ("input_ids", "temperature")
-        return self._per_token(self.runner.next_token_logprobs, data, batching, keys=keys)
+        return self._per_token(self.runner.next_token_logprobs, batch, batching, keys=keys)
 
-    def values(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
+    def values(self, batch: Batch, batching: Batching) -> Tensor:
         """Return values [B, S] fp32 of a score head. Entry t is the score read before token t, and entry 0 is 0."""
 
         def before_each_token(microbatches: list[Microbatch]) -> list[Tensor]:
             return [scores[:, :-1] for scores in self.runner.scores(microbatches)]
 
-        return self._per_token(before_each_token, data, batching)
+        return self._per_token(before_each_token, batch, batching)
 
-    def scores(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
+    def scores(self, batch: Batch, batching: Batching) -> Tensor:
         """Return scores [B] fp32 of a score head, read at `score_positions`."""
-        scores = self._per_token(self.runner.scores, data, batching, first_column=0)
-        return scores.gather(1, score_positions(data).to(scores.device)[:, None])[:, 0]
+        scores = self._per_token(self.runner.scores, batch, batching, first_column=0)
+        return scores.gather(1, score_positions(batch).to(scores.device)[:, None])[:, 0]
 
-    def topk_logits(self, data: BatchedDataDict | ShardedBatch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
+    def topk_logits(self, batch: Batch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
         """Return (logits [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t.
 
         Raises:
@@ -178,57 +166,36 @@ class Inference:
         if not 1 <= k <= self.model.vocab_size:  # checked here, so that every pipeline stage raises
             raise ValueError(f"k={k} must be at least 1 and at most the vocabulary size, {self.model.vocab_size}")
         read, entry = partial(self.runner.topk_logits, k=k), torch.zeros(k, 2, dtype=torch.int32)
-        bits, ids = self._per_token(read, data, batching, first_column=0, entry=entry).unbind(-1)
+        bits, ids = self._per_token(read, batch, batching, first_column=0, entry=entry).unbind(-1)
         return bits.contiguous().view(torch.float32), ids.long()
 
     def _per_token(
         self,
         read: Callable[[list[Microbatch]], list[Tensor]],
-        data: BatchedDataDict | ShardedBatch,
+        batch: Batch,
         batching: Batching,
         first_column: int = 1,
         entry: Tensor = _NUMBER,
         keys: Sequence[str] = ("input_ids", "temperature"),
     ) -> Tensor:
-        """Return the value of every token [B, S, …] on every rank, on the device of `data`.
+        """Return the value of every token [n, S, …] of this rank's sequences, on the host.
 
         Args:
             read: Returns, on the last pipeline stage, the values of this rank's microbatches.
-            data: The global batch. Every token is read, whatever its `token_mask` is.
+            batch: The batch. Every token is read, whatever its `token_mask` is.
             batching: How the batch is split into microbatches.
             first_column: The token to which the first column of the values from `read` corresponds.
             entry: […] Zeros of the shape and dtype of one token's value. They fill entries without a value, for example
                 those beyond a sequence's end.
-            keys: The keys of `data` that the model reads.
+            keys: The keys of the batch that the model reads.
         """
-        if isinstance(data, ShardedBatch):
-            return self._of_own_tokens(read, data, batching, first_column, entry, keys)
-        home = required(data, "input_ids").device
-        batch = on_host(BatchedDataDict({key: data[key] for key in (*keys, *_LENGTH_KEYS) if key in data}))
-        lengths = checked_lengths(self.model, batch)
-        for key in _LENGTH_KEYS:
-            batch.pop(key, None)
-        batch["sample_mask"] = torch.ones(batch.size)
-        batch = replayable(self.model, batch)
-        planned = plan_global_batch(batch, lengths, batching, self.model.topology, cost=self.cost)
-        values = TokenValues(planned, lengths, first_column, self.model.topology, self._hidden_bytes())
-        return values.on_every_host(read(planned.microbatches(self.model.topology.data_rank)), entry).to(home)
-
-    def _of_own_tokens(
-        self, read: Callable[[list[Microbatch]], list[Tensor]], data: ShardedBatch, batching: Batching,
-        first_column: int, entry: Tensor, keys: Sequence[str],
-    ) -> Tensor:  # fmt: skip
-        """Return the value of every token [n, S, …] of this rank's sequences, on the host."""
-        check_width(self.model.config, data.width)
+        own = BatchedDataDict({key: batch[key] for key in keys if key in batch})
+        own["sample_mask"] = torch.ones(len(batch.numbers))
+        batch = prepare(self.model, replace(batch, own=own))
         topology = self.model.topology
-        own = BatchedDataDict({key: data[key] for key in keys if key in data})
-        own["sample_mask"] = torch.ones(own.size)
-        if ROUTED_EXPERTS in own:
-            own = topology.ranks.all_or_none(lambda: replayable(self.model, own))
-        batch = replace(data, own=own)
-        step = plan_owned(batch, 0, batch.size, batching, topology, cost=self.cost)
-        values = OwnTokenValues(step.shapes.sequences, batch, first_column, topology)
-        return values.on_host(read(owned_microbatches(batch, step).microbatches), entry)
+        step = plan_step(batch, 0, batch.size, batching, topology, topology.data_rank, cost=self.cost)
+        values = TokenValues(batch, step, first_column, topology, self._hidden_bytes())
+        return values.gather(read(form_microbatches(batch, step, step.shapes)), entry)
 
     def _hidden_bytes(self) -> int:
         """Return the bytes of the hidden state of one token."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -11,9 +11,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching, require_count
-from rl_megatron.batching.rank_plan import RankPlan
-from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.batching.rank_plan import RankPlan, required
+from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.checkpoint.adapters import adapter_entries, holds_adapter, saved_base
 from rl_megatron.checkpoint.directory import check_head, read_manifest, saved_model
 from rl_megatron.checkpoint.hf_load import open_hugging_face
@@ -25,17 +26,18 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.interfaces import Batch, BatchT, ColocatablePolicyInterface
+from rl_megatron.policy.interfaces import BatchT, ColocatablePolicyInterface
 from rl_megatron.topology.topology import Topology, start_topology
-from rl_megatron.training.inference import Inference, build_runner
+from rl_megatron.training.inference import Inference, build_runner, enter_whole
 from rl_megatron.training.metrics import combine_steps
 from rl_megatron.training.reference import AdapterReference, Placement, RecordedReference, ReferenceModel
 from rl_megatron.training.runner import FusedHead
-from rl_megatron.training.steps import StepPlanner
+from rl_megatron.training.steps import PlannedStep, StepPlanner
 from rl_megatron.training.teacher import Teacher
 from rl_megatron.training.trainer import Trainer
 from rl_megatron.training.training_memory import TrainingMemory
@@ -44,12 +46,15 @@ from rl_megatron.weight_sync.ipc import WeightHandle
 from rl_megatron.weight_sync.process_group import Handle
 from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
 
+# What a model reads of a batch without a loss.
+_READ = ("input_ids", "input_lengths", "token_mask", "temperature", ROUTED_EXPERTS)
+
 
 class MegatronPolicy(ColocatablePolicyInterface):
     """A model with its optimizer. Every rank calls every method with the same arguments and gets the same result.
 
-    Instead of the same whole batch, ranks may pass the sequences that each of them owns (`ShardedBatch`). They then get
-    the results of these.
+    Instead of the same dictionary, ranks may pass the sequences that each of them owns (`Batch`). They then get the
+    results of these.
 
     The policy distributes sequences over data-parallel ranks, and adds padding sequences with zero loss weight if their
     number does not divide. An algorithm therefore does not depend on the layout. The caller's batch is not changed or
@@ -163,9 +168,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """Return a number that changes whenever the weights change."""
         return self.model.version
 
-    def distribute(
-        self, batch: ShardedBatch, sizes: Sequence[int] | None = None, groups: Tensor | None = None
-    ) -> ShardedBatch:
+    def distribute(self, batch: Batch, sizes: Sequence[int] | None = None, groups: Tensor | None = None) -> Batch:
         """Move every sequence to the data-parallel rank that computes its logprobs and trains on it. Collective.
 
         Args:
@@ -202,7 +205,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     def train(
         self,
-        data: Batch,
+        data: Mapping[str, Any],
         loss_fn: LossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
@@ -244,8 +247,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         loss, gbs = as_loss(loss_fn), self._global_batch_size if gbs is None else gbs
         require_count("gbs", gbs)
-        data = data if isinstance(data, ShardedBatch) else BatchedDataDict(data)
-        steps = self._planner.plan_steps(data, loss, self._batching(mbs), gbs, sizes, teacher, on_policy)
+        steps = self._planner.plan_steps(self._enter(data), loss, self._batching(mbs), gbs, sizes, teacher, on_policy)
         if eval_mode:
             self.finish_training()
             reports = [
@@ -271,20 +273,46 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return self._trainer
 
     def accumulate_gradients(
-        self, batch: Batch, loss_fn: LossFunction, mbs: int | None = None, teacher: Teacher | None = None
+        self, data: Mapping[str, Any], loss_fn: LossFunction, mbs: int | None = None, teacher: Teacher | None = None
     ) -> dict[str, float]:
         """Return the loss's metrics on one global batch, and store its gradient in the parameters' `main_grad`."""
         loss = as_loss(loss_fn)
-        (planned,) = self._planner.plan_steps(batch, loss, self._batching(mbs), batch.size or 1, teacher=teacher)
+        planned = self._plan_step(data, loss, mbs, teacher)
         self.prepare_for_training()
         metrics = self._require_trainer().accumulate(planned, loss)
         self.finish_training()
         return metrics
 
-    def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
+    def plan(self, data: Mapping[str, Any], loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
         """Return the plan of this rank's microbatches of one global batch."""
-        (planned,) = self._planner.plan_steps(batch, as_loss(loss_fn), self._batching(mbs), batch.size or 1)
-        return planned.plan
+        return self._plan_step(data, as_loss(loss_fn), mbs).plan
+
+    def _plan_step(
+        self, data: Mapping[str, Any], loss: Loss, mbs: int | None, teacher: Teacher | None = None
+    ) -> PlannedStep:
+        batch = self._enter(data)
+        (planned,) = self._planner.plan_steps(batch, loss, self._batching(mbs), batch.size or 1, teacher=teacher)
+        return planned
+
+    def _enter(self, data: Mapping[str, Any], keys: Sequence[str] = ()) -> Batch:
+        """Return a user's dictionary as a batch, with some of its keys or all; a batch stays as it is.
+
+        This is the door: nothing behind it sees a dictionary.
+        """
+        if isinstance(data, Batch):
+            return data
+        required(data, "input_ids")
+        return enter_whole(self.model, {key: data[key] for key in keys or data if key in data})
+
+    def _read(self, data: BatchT, read: Callable[[Batch], dict[str, Tensor]]) -> BatchT:
+        """Return what `read` finds in the sequences of a batch, as a batch of the same kind on the same device."""
+        batch = self._enter(data, _READ)
+        values = read(batch)
+        if batch is data:
+            return replace(batch, own=BatchedDataDict(values))  # pyright: ignore[reportReturnType]  # `data` is a Batch
+        home = data["input_ids"].device
+        found = BatchedDataDict({key: value.to(home) for key, value in values.items()})
+        return found  # pyright: ignore[reportReturnType]  # it is a batch of the core's class
 
     # --- logprobs and scores ---
 
@@ -296,8 +324,10 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         self.model.require_head("lm", "get_logprobs")
         self.finish_training()
-        logprobs = self._inference.logprobs(data, self._batching(micro_batch_size), replay_routing=True)
-        return _as_batch(data, logprobs=logprobs)
+        batching = self._batching(micro_batch_size)
+        return self._read(
+            data, lambda batch: {"logprobs": self._inference.logprobs(batch, batching, replay_routing=True)}
+        )
 
     def get_topk_logits(self, data: BatchT, k: int, micro_batch_size: int | None = None) -> BatchT:
         """Return `topk_logits` [B, S, k] fp32, largest first, and `topk_indices` [B, S, k] int64: a teacher's targets.
@@ -307,8 +337,13 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         self.model.require_head("lm", "get_topk_logits")
         self.finish_training()
-        logits, ids = self._inference.topk_logits(data, k, self._batching(micro_batch_size))
-        return _as_batch(data, topk_logits=logits, topk_indices=ids)
+        batching = self._batching(micro_batch_size)
+
+        def read(batch: Batch) -> dict[str, Tensor]:
+            logits, ids = self._inference.topk_logits(batch, k, batching)
+            return {"topk_logits": logits, "topk_indices": ids}
+
+        return self._read(data, read)
 
     def get_values(self, data: BatchT, micro_batch_size: int | None = None) -> BatchT:
         """Return `values` [B, S] fp32 of a score head. Entry t is the score read *before* token t.
@@ -317,13 +352,15 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         self.model.require_head("score", "get_values")
         self.finish_training()
-        return _as_batch(data, values=self._inference.values(data, self._batching(micro_batch_size)))
+        batching = self._batching(micro_batch_size)
+        return self._read(data, lambda batch: {"values": self._inference.values(batch, batching)})
 
     def score(self, data: BatchT, micro_batch_size: int | None = None) -> BatchT:
         """Return `scores` [B] fp32 of a score head, read after each sequence's last token (`input_lengths`)."""
         self.model.require_head("score", "score")
         self.finish_training()
-        return _as_batch(data, scores=self._inference.scores(data, self._batching(micro_batch_size)))
+        batching = self._batching(micro_batch_size)
+        return self._read(data, lambda batch: {"scores": self._inference.scores(batch, batching)})
 
     # --- the reference ---
 
@@ -354,10 +391,10 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def get_reference_policy_logprobs(self, data: BatchT, micro_batch_size: int | None = None) -> BatchT:
         """Return `reference_logprobs` [B, S] of the reference that was frozen or recorded, as `get_logprobs` does."""
         self.model.require_head("lm", "get_reference_policy_logprobs")
-        if self.reference is None:
+        if (reference := self.reference) is None:
             raise RuntimeError("there is no reference policy yet; call freeze_reference() first")
-        logprobs = self.reference.logprobs(data, self._batching(micro_batch_size))
-        return _as_batch(data, reference_logprobs=logprobs)
+        batching = self._batching(micro_batch_size)
+        return self._read(data, lambda batch: {"reference_logprobs": reference.logprobs(batch, batching)})
 
     # --- weights for rollout engines ---
 
@@ -426,10 +463,3 @@ class MegatronPolicy(ColocatablePolicyInterface):
         if self.topology.is_cuda:
             torch.cuda.empty_cache()
         return held
-
-
-def _as_batch(data: BatchT, **values: Tensor) -> BatchT:
-    """Return values of the sequences of a batch as a batch of the same kind."""
-    if isinstance(data, ShardedBatch):
-        return replace(data, own=BatchedDataDict(values))
-    return BatchedDataDict(values)  # pyright: ignore[reportReturnType]  # it is a batch of the core's class

@@ -15,7 +15,7 @@ from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import Reduction
 from rl_megatron.losses.streams import first_nan
 from rl_megatron.topology.fake_cuda import is_planned
-from rl_megatron.topology.reductions import RankReduction
+from rl_megatron.topology.reductions import ALONE, RankReduction
 from rl_megatron.topology.topology import Topology
 from rl_megatron.topology.transfer import read_numbers, send
 
@@ -39,20 +39,13 @@ class Denominators:
     positions: Tensor
 
     @classmethod
-    def count(cls, batch: Mapping[str, Tensor]) -> Denominators:
-        """Count the sequences, predicted tokens and positions of a global batch."""
-        sample_mask = batch["sample_mask"].float()
-        tokens = (batch["token_mask"][:, 1:].float() * sample_mask[:, None]).sum()
-        width = torch.full_like(sample_mask, batch["input_ids"].size(1))
-        lengths = batch["input_lengths"].to(width) if "input_lengths" in batch else width
-        return cls(sample_mask.sum(), tokens, torch.where(sample_mask > 0, lengths, 0.0).sum())
-
-    @classmethod
-    def count_over(cls, ranks: RankReduction, own: Mapping[str, Tensor]) -> Denominators:
-        """Count those of a global batch of which every data-parallel rank has its own sequences. Collective."""
+    def count(cls, own: Mapping[str, Tensor], ranks: RankReduction = ALONE) -> Denominators:
+        """Count those of a global batch of which each of some ranks has its own sequences. Collective over `ranks`."""
         sample_mask, mask = own["sample_mask"].double(), own["token_mask"][:, 1:].double()
         tokens = (mask.sum(1) * sample_mask).sum()
-        positions = torch.where(sample_mask > 0, own["input_lengths"].double(), 0.0).sum()
+        width = torch.full_like(sample_mask, own["input_ids"].size(1))
+        lengths = own["input_lengths"].double() if "input_lengths" in own else width
+        positions = torch.where(sample_mask > 0, lengths, 0.0).sum()
         return cls(*ranks.sum(torch.stack([sample_mask.sum(), tokens, positions])).float().unbind())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_megatron import disk, log
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.model.lora.attach import dora_adapters_of, trained_adapters_of
 from rl_megatron.model.lora.originals import whole_parameters
@@ -57,10 +57,10 @@ class ReferenceModel:
         elif placement == "offload":
             log.once("train.reference=offload has no effect on a CPU, where host memory is the device's memory")
 
-    def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
+    def logprobs(self, batch: Batch, batching: Batching) -> Tensor:
         """Return logprobs [B, S] fp32 under the frozen weights. Entry t corresponds to token t. Collective."""
         with self.host_weights.on_device() if self.host_weights is not None else nullcontext():
-            return self._inference.logprobs(data, batching)
+            return self._inference.logprobs(batch, batching)
 
 
 class AdapterReference:
@@ -77,12 +77,12 @@ class AdapterReference:
         if not model.adapters_are_new:
             self._start = [weight.detach().clone() for weight in self._weights()]
 
-    def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
+    def logprobs(self, batch: Batch, batching: Batching) -> Tensor:
         """Return logprobs [B, S] fp32 under the weights at the start. Entry t corresponds to token t. Collective."""
         self._model.gather_parameters()
         self._model.set_training(False)
         with self._model.adapters_off(trained_only=True) if self._start is None else self._in_place(self._start):
-            return self._inference.logprobs(data, batching)
+            return self._inference.logprobs(batch, batching)
 
     def _weights(self) -> list[torch.nn.Parameter]:
         model_chunks = self._model.model_chunks
@@ -183,7 +183,7 @@ class RecordedReference:
             if failure is not None:
                 log.once(f"{self._path} cannot be written ({failure}); a resumed run computes these logprobs again")
 
-    def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching | None = None) -> Tensor:
+    def logprobs(self, batch: Batch, batching: Batching | None = None) -> Tensor:
         """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entries past `input_lengths` are 0.
 
         `batching` has no effect, because no forward pass is needed. It is there for the signature of
@@ -192,15 +192,15 @@ class RecordedReference:
         Raises:
             RuntimeError: A sequence was never recorded.
         """
-        whole = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
-        for index, digest in enumerate(_digests(data)):
+        whole = torch.zeros(batch["input_ids"].shape, dtype=torch.float32)
+        for index, digest in enumerate(_digests(batch)):
             if digest not in self._sequences:
                 raise RuntimeError(
                     f"sequence {index} of the batch is not among the {len(self._sequences)} recorded sequences"
                 )
             values = self._sequences[digest]
             whole[index, : len(values)] = values
-        return whole.to(data["input_ids"].device)
+        return whole
 
     def _read(self) -> _File:
         if not self._path.exists():
@@ -236,7 +236,7 @@ def _split(digests: Tensor, lengths: Tensor, logprobs: Tensor) -> dict[bytes, Te
     return {bytes(digest): values for digest, values in zip(digests.tolist(), sequences, strict=True)}
 
 
-def _digests(batch: BatchedDataDict | ShardedBatch) -> list[bytes]:
+def _digests(batch: Mapping[str, Tensor]) -> list[bytes]:
     """Return one digest per sequence, of its tokens up to `input_lengths` and of its temperature."""
     ids, lengths = batch["input_ids"].cpu(), batch["input_lengths"].tolist()
     temperatures = batch["temperature"].tolist() if "temperature" in batch else [1.0] * len(lengths)

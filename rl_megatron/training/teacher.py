@@ -7,12 +7,11 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.rank_plan import RankPlan
-from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.checkpoint.directory import MANIFEST, check_head, read_manifest, saved_model
 from rl_megatron.checkpoint.hf_load import HuggingFaceWeights, open_hugging_face
 from rl_megatron.checkpoint.load import load_checkpoint
@@ -64,16 +63,16 @@ class Teacher:
         if placement == "offload" and model.topology.is_cuda:
             self._host_weights = HostWeights(model.model_chunks, model.topology.device)
 
-    def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
+    def logprobs(self, batch: Batch, batching: Batching) -> Tensor:
         """Return logprobs [B, S] fp32 at each sequence's `temperature`. Entry t corresponds to token t."""
         with self._ready():
-            return self._of_own(data, self._inference.logprobs(self._whole(data), batching))
+            return self._keep_own(batch, self._inference.logprobs(self._gather(batch), batching))
 
-    def topk_logits(self, data: BatchedDataDict | ShardedBatch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
+    def topk_logits(self, batch: Batch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
         """Return (logits [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t."""
         with self._ready():
-            logits, ids = self._inference.topk_logits(self._whole(data), k, batching)
-        return self._of_own(data, logits), self._of_own(data, ids)
+            logits, ids = self._inference.topk_logits(self._gather(batch), k, batching)
+        return self._keep_own(batch, logits), self._keep_own(batch, ids)
 
     def attach_logits(self, plan: RankPlan) -> RankPlan:
         """Return the plan with the teacher's logits of each microbatch as `teacher_logits`.
@@ -95,18 +94,16 @@ class Teacher:
         ]
         return replace(plan, microbatches=microbatches)
 
-    def _whole(self, data: BatchedDataDict | ShardedBatch) -> BatchedDataDict | ShardedBatch:
+    def _gather(self, batch: Batch) -> Batch:
         """Return the sequences that the model reads: all of them on every rank if it has another layout."""
-        if not (self._own_layout and isinstance(data, ShardedBatch)):
-            return data
-        whole = data.on_rank_0([key for key in _READ if key in data])
-        return self.model.topology.ranks.share(lambda: whole)
+        if batch.is_whole or not self._own_layout:
+            return batch
+        values = batch.on_rank_0([key for key in _READ if key in batch])
+        return Batch.whole(self.model.topology.ranks.share(lambda: values))
 
-    def _of_own(self, data: BatchedDataDict | ShardedBatch, values: Tensor) -> Tensor:
-        """Return the values of the sequences of `data` from those of `_whole`."""
-        if not (self._own_layout and isinstance(data, ShardedBatch)):
-            return values
-        return values[torch.from_numpy(data.numbers)]
+    def _keep_own(self, batch: Batch, values: Tensor) -> Tensor:
+        """Return the values of this rank's sequences from those of `_gather`."""
+        return values if batch.is_whole or not self._own_layout else batch.own_facts(values)
 
     @contextmanager
     def _ready(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.algorithms.desync import DesyncCheck, RanksDiffer
+from rl_megatron.batching.batch import Batch
 from rl_megatron.losses import NLLLoss
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, EXPERTS, MODEL, build_policy
 from tests.parallel.test_layouts import random_batch
@@ -32,7 +33,7 @@ def flip_a_bit(policy, name: str) -> None:
 def refusal(check: DesyncCheck, step: int, batch, policy) -> str:
     """Return the message of the check, or "" if the ranks agree."""
     try:
-        check.check(step, batch, {"policy": policy})
+        check.check(step, Batch.whole(batch), {"policy": policy})
     except RanksDiffer as error:
         return str(error)
     return ""

@@ -11,6 +11,7 @@ import torch
 
 from rl_megatron import log
 from rl_megatron.algorithms.step_meter import StepMeter
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -183,7 +184,7 @@ def costs_of_a_step() -> tuple[dict[str, float], int]:
     meter = StepMeter(policy.topology, "fp32")
     with meter.timer.phase("train"):
         policy.train(batch, NLLLoss(), gbs=6)
-        meter.learned_from(policy, batch, is_policy=True)
+        meter.learned_from(policy, Batch.whole(batch), is_policy=True)
     return meter.metrics(), int(batch["input_lengths"].sum())
 
 

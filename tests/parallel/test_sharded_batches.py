@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.exchange import is_first_of_replica
 from rl_megatron.batching.host_memory import TensorStore
-from rl_megatron.batching.produced import produced
-from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -44,20 +43,20 @@ def whole_batch() -> BatchedDataDict:
     return batch
 
 
-def as_produced(batch: BatchedDataDict, policy: MegatronPolicy, everywhere: bool, store=None) -> ShardedBatch:
+def as_produced(batch: BatchedDataDict, policy: MegatronPolicy, everywhere: bool, store=None) -> Batch:
     """Return the batch as rank 0 has produced it, or uneven parts of it as every replica has."""
     topology = policy.topology
     if not is_first_of_replica(topology):
-        return produced(None, topology, store)
+        return Batch.gather_facts(None, topology, store)
     if not everywhere:
-        return produced(batch if dist.get_rank() == 0 else None, topology, store)
+        return Batch.gather_facts(batch if dist.get_rank() == 0 else None, topology, store)
     starts = [0, *np.flatnonzero(np.diff(batch["trajectory"].numpy())) + 1, batch.size]  # trajectories stay whole
     cuts = [starts[len(starts) * rank // (2 * topology.data)] for rank in range(topology.data)] + [batch.size]
     cuts[0] = 0
-    return produced(batch.slice(cuts[topology.data_rank], cuts[topology.data_rank + 1]), topology, store)
+    return Batch.gather_facts(batch.slice(cuts[topology.data_rank], cuts[topology.data_rank + 1]), topology, store)
 
 
-def gathered(batch: ShardedBatch, keys) -> dict:
+def gathered(batch: Batch, keys) -> dict:
     """Return these keys of the global batch, and check that every sequence is on one replica and equal on its ranks."""
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (batch.numbers, {key: batch[key] for key in keys}))
@@ -89,7 +88,7 @@ def learn(parallel, batching, sharded, everywhere=False, units=False, sizes=None
     policy.freeze_reference()
     batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
     batch["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
-    found = gathered(batch, ["prev_logprobs"]) if isinstance(batch, ShardedBatch) else batch
+    found = gathered(batch, ["prev_logprobs"]) if sharded else batch
     assert found["prev_logprobs"].shape[1] == width
     loss = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.05})
     policy.accumulate_gradients(batch, loss)
@@ -275,7 +274,7 @@ def largest_difference_of_logprobs() -> float:
     wanted = policy.get_logprobs(batch)["logprobs"]
     owned = policy.distribute(as_produced(batch, policy, False))
     found = policy.get_logprobs(owned)["logprobs"]
-    return (found - wanted[torch.from_numpy(owned.numbers)]).abs().max().item()
+    return (found - wanted[owned.numbers]).abs().max().item()
 
 
 def test_all_stages_of_a_pipeline_get_the_logprobs_of_their_sequences(ranks):
@@ -289,7 +288,7 @@ def numbers_of_trajectories() -> list[int]:
     own = BatchedDataDict(
         input_ids=torch.ones(size, 4).long(), input_lengths=torch.full((size,), 4), trajectory=torch.zeros(size).long()
     )
-    batch = produced(own, topology)
+    batch = Batch.gather_facts(own, topology)
     assert batch["trajectory"].tolist() == [topology.data_rank] * size
     return batch.facts["trajectory"].tolist()
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
 
 from rl_megatron.algorithms.teachers import Teachers
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.ownership import Ownership
-from rl_megatron.batching.produced import produced
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.config.teachers import TeacherConfig
@@ -46,9 +44,9 @@ def learned(parallel: dict, packed: bool, loss: str, settings: dict):
     """Return (metrics, gradients on rank 0, logprobs of the teacher) of one global batch."""
     policy = build_policy(parallel, batching=PACKED if packed else PADDED)
     teacher, batch = teacher_of(policy), random_batch(6, 14, 2)
-    logprobs = teacher.logprobs(batch, policy.batching)
+    logprobs = teacher.logprobs(Batch.whole(batch), policy.batching)
     if loss == "distillation":
-        logits, ids = teacher.topk_logits(batch, VOCAB_SIZE, policy.batching)
+        logits, ids = teacher.topk_logits(Batch.whole(batch), VOCAB_SIZE, policy.batching)
         batch["teacher_topk_logits"], batch["teacher_topk_indices"] = logits, ids
         metrics = policy.accumulate_gradients(batch, build_loss(loss, settings))
     else:
@@ -63,7 +61,7 @@ def by_definition(settings: dict):
     whole = []
     for values in (
         policy.get_topk_logits(batch, VOCAB_SIZE).values(),
-        teacher_of(policy).topk_logits(batch, VOCAB_SIZE, policy.batching),
+        teacher_of(policy).topk_logits(Batch.whole(batch), VOCAB_SIZE, policy.batching),
     ):
         logits, ids = values
         whole.append(torch.zeros(*ids.shape).scatter(-1, ids, logits).double() / 0.8)
@@ -135,13 +133,10 @@ def learned_by_data(student: dict, teacher: dict | None, packed: bool, directory
     teachers = Teachers([first, second], [0.5, 0.5], policy.batching, VOCAB_SIZE, [(0,), (1,)])
     whole = random_batch(6, 14, 2)
     whole["data_set"] = torch.tensor([0, 1, 0, 0, 0, 0] if alone else [0, 1, 0, 1, 1, 0])
-    batch = produced(whole if policy.topology.rank == 0 else None, policy.topology)
-    if policy.topology.world_size == 1:
-        batch = batch.moved_to(Ownership(np.zeros(6, dtype=np.int64), []))
-    else:
-        batch = policy.distribute(batch, [6])
+    batch = Batch.gather_facts(whole if policy.topology.rank == 0 else None, policy.topology)
+    batch = policy.distribute(batch, [6])
     logprobs = torch.zeros(6, batch.width)
-    logprobs[torch.from_numpy(batch.numbers)] = teachers.logprobs(batch)
+    logprobs[batch.numbers] = teachers.logprobs(batch)
     loss = build_loss("distillation", FULL)
     metrics = policy.accumulate_gradients(teachers.with_topk(batch, loss), loss)
     has_some = bool((batch.own_facts(batch.facts["data_set"]) == 1).any())
@@ -188,8 +183,8 @@ def learned_across_layouts(student: dict, teacher: dict, directory: str):
     assert torch.equal(torch.get_rng_state(), generator)
     assert beside.model.topology.tensor == teacher.get("tensor", 1)
     batch = random_batch(6, 14, 2)
-    logprobs = beside.logprobs(batch, policy.batching)
-    logits, ids = beside.topk_logits(batch, VOCAB_SIZE, policy.batching)
+    logprobs = beside.logprobs(Batch.whole(batch), policy.batching)
+    logits, ids = beside.topk_logits(Batch.whole(batch), VOCAB_SIZE, policy.batching)
     # megatron-core's own groups are the student's, as if there were no teacher.
     assert parallel_state.get_tensor_model_parallel_world_size() == student.get("tensor", 1)
     assert parallel_state.get_pipeline_model_parallel_world_size() == 1
@@ -224,7 +219,7 @@ def logprobs_of_an_adapter(directory: str) -> tuple[torch.Tensor, torch.Tensor, 
     path = policy.save_checkpoint(f"{directory}/adapter", 1)
     teacher = load_teacher(TeacherConfig(path=str(path)), policy.topology, VOCAB_SIZE, "fp32", None)
     want, of_base = (each.get_logprobs(batch)["logprobs"] for each in (policy, base))
-    return want, teacher.logprobs(batch, policy.batching), of_base
+    return want, teacher.logprobs(Batch.whole(batch), policy.batching), of_base
 
 
 def test_an_adapters_checkpoint_is_a_teacher_together_with_its_base(ranks, tmp_path):
@@ -241,7 +236,7 @@ def logprobs_of_a_teacher_with_dropout() -> list[torch.Tensor]:
         policy.train(batch, build_loss("nll"), gbs=6)
     policy.prepare_for_training()
     teacher = Teacher(policy.model)
-    return [teacher.logprobs(batch, PADDED) for _ in range(2)]
+    return [teacher.logprobs(Batch.whole(batch), PADDED) for _ in range(2)]
 
 
 def test_a_teacher_answers_without_dropout(ranks):
@@ -254,7 +249,8 @@ def answers_of_an_endpoint() -> tuple[torch.Tensor, torch.Tensor]:
     topology = build_policy({}).topology
     faults = {} if topology.rank == 0 else {"no logprobs": True}
     with served(**faults) as (teacher, _):
-        return teacher.logprobs(endpoint_batch(), PADDED), teacher.topk_logits(endpoint_batch(), 3, PADDED)[0]
+        batch = Batch.whole(endpoint_batch())
+        return teacher.logprobs(batch, PADDED), teacher.topk_logits(batch, 3, PADDED)[0]
 
 
 def test_all_ranks_get_the_answers_of_an_endpoint(ranks):

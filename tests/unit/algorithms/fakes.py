@@ -1,11 +1,14 @@
 """Fakes of the objects that an algorithm works with: a tokenizer of characters, a task, an engine, a policy."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from rl_megatron.batching.batch import Batch
 from rl_megatron.config.load import load_config
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks import Problem
@@ -143,3 +146,9 @@ def decoded(rollouts, tokenizer):
     """Return the text of each sequence behind its prompt."""
     columns = (rollouts[key].tolist() for key in ("input_ids", "prompt_lengths", "input_lengths"))
     return [tokenizer.decode(ids[start:end]) for ids, start, end in zip(*columns, strict=True)]
+
+
+def whole(values: Mapping[str, Any]) -> Batch:
+    """Return sequences as a whole batch. Those without tokens get some, if it does not matter which."""
+    tokens = {} if "input_ids" in values else {"input_ids": torch.zeros(values["token_mask"].shape, dtype=torch.long)}
+    return Batch.whole({**tokens, **values})

@@ -10,13 +10,14 @@ from rl_megatron.algorithms.advantages import informative_groups
 from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.algorithms.rollout import keep_informative
 from rl_megatron.algorithms.rollout_statistics import statistics
-from rl_megatron.batching.produced import whole
+from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import GRPOConfig, OnlineDPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
 from rl_megatron.rollouts.batch import TRAJECTORY, TURN, TURN_REWARDS
+from tests.unit.algorithms.fakes import whole
 
 SIZE, WIDTH, VOCABULARY = 4, 9, 11
 FAILED = (2, 4, 11)  # one sample of each group of four, at other places
@@ -92,9 +93,8 @@ def loss_of(batch, advantages, settings, logits):
     return loss.item(), logits.grad
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["batch", "sharded batch"])
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_a_group_with_a_failed_sample_equals_a_smaller_group(name, options, sharded):
+def test_a_group_with_a_failed_sample_equals_a_smaller_group(name, options):
     every = rollouts()
     logits = torch.randn(every.size, WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(5))
     kept = [number for number in range(every.size) if number not in FAILED]
@@ -109,8 +109,7 @@ def test_a_group_with_a_failed_sample_equals_a_smaller_group(name, options, shar
             (without(every), SIZE - 1, logits[kept]),
         ):
             algorithm = GRPOConfig(samples_per_prompt=size, advantage_estimator=name, **options)
-            given = whole(batch) if sharded else batch
-            advantages = estimated_advantages(given, algorithm, build_loss("clipped_pg", settings))
+            advantages = estimated_advantages(Batch.whole(batch), algorithm, build_loss("clipped_pg", settings))
             found.append((advantages, *loss_of(batch, advantages, settings, own)))
         (advantages, loss, gradient), (wanted, loss_wanted, gradient_wanted) = found
         assert wanted.count_nonzero() > 10
@@ -127,19 +126,21 @@ def test_a_group_with_a_failed_sample_equals_a_smaller_group(name, options, shar
 def test_groups_of_several_sizes_are_each_compared_alone(failed):
     """The last case leaves the second group without a sample."""
     every = rollouts()
-    found = estimated_advantages(with_failures(every, failed), GRPOConfig(samples_per_prompt=SIZE), None)
+    found = estimated_advantages(whole(with_failures(every, failed)), GRPOConfig(samples_per_prompt=SIZE), None)
     for first in range(0, every.size, SIZE):
         kept = [number for number in range(first, first + SIZE) if number not in failed]
         if kept:
-            alone = estimated_advantages(every.select_indices(kept), GRPOConfig(samples_per_prompt=len(kept)), None)
+            alone = estimated_advantages(
+                whole(every.select_indices(kept)), GRPOConfig(samples_per_prompt=len(kept)), None
+            )
             assert torch.equal(found[kept], alone)
 
 
 def test_ppo_whitens_over_the_samples_that_did_not_fail():
     every, loss = rollouts(), build_loss("clipped_pg")
     kept = [number for number in range(every.size) if number not in FAILED]
-    found = with_advantages(with_failures(every), PPOConfig(), loss)
-    wanted = with_advantages(without(every), PPOConfig(), loss)
+    found = with_advantages(whole(with_failures(every)), PPOConfig(), loss)
+    wanted = with_advantages(whole(without(every)), PPOConfig(), loss)
     for key in ("advantages", "returns"):
         assert torch.equal(found[key][kept], wanted[key]) and not found[key][list(FAILED)].any()
 
@@ -150,8 +151,8 @@ def test_the_zero_of_a_failed_sample_makes_no_group_informative():
     batch = with_failures(every)
     assert informative_groups(batch["rewards"], SIZE).all(), "rewards alone differ"
     assert informative_groups(batch["rewards"], SIZE, batch["sample_mask"]).tolist() == [False, True, True]
-    assert keep_informative(whole(batch), SIZE).num_trajectories == 2 * SIZE
-    found = statistics(batch, SIZE)
+    assert keep_informative(Batch.whole(batch), SIZE).num_trajectories == 2 * SIZE
+    found = statistics(whole(batch), SIZE)
     assert found["informative_groups"] == pytest.approx(2 / 3)
     assert found["reward"] == pytest.approx(without(every)["rewards"].mean().item())
 

@@ -15,6 +15,7 @@ from rl_megatron.losses import MSEValueLoss, build_loss
 from rl_megatron.losses import metrics as losses
 from rl_megatron.rollouts.tools.toolbox import COUNTS
 from rl_megatron.weight_sync.sender import SyncTimings
+from tests.unit.algorithms.fakes import whole
 
 
 def names(declared):
@@ -33,6 +34,7 @@ def test_the_statistics_of_rollouts_are_declared():
         reference_policy_logprobs=-mask, advantages=mask, weight_version=torch.tensor([1, 1]),
         sample_mask=torch.ones(2),
     )  # fmt: skip
+    rollouts = whole(rollouts)
     loss = build_loss("clipped_pg", {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1})
     reported = statistics(rollouts, 2) | logprob_mismatch(rollouts) | reward_kl(rollouts, loss)
     reported |= learned_statistics(rollouts, 1)

@@ -15,7 +15,7 @@ from rl_megatron.algorithms.ppo import CRITIC
 from rl_megatron.algorithms.resumed_state import ResumedState
 from rl_megatron.algorithms.rollout_statistics import statistics
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.batching.produced import whole
+from rl_megatron.batching.batch import Batch
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.load import load_config
@@ -83,7 +83,7 @@ class Rollouts:
             rewards=torch.tensor([0.0, 1.0]), generation_logprobs=-mask, prompt_lengths=torch.tensor([1, 1]),
             input_lengths=torch.tensor([3, 2]), stopped=torch.tensor([True, True]), weight_version=torch.tensor([1, 1]),
         )  # fmt: skip
-        rollouts = whole(batch)
+        rollouts = Batch.whole(batch)
         return rollouts, statistics(rollouts, 2)
 
     def keep(self, step, learned):

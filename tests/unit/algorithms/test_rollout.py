@@ -19,7 +19,7 @@ from rl_megatron.algorithms.rollout import (
     with_logprobs,
 )
 from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
-from rl_megatron.batching.produced import whole
+from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
@@ -35,6 +35,7 @@ from tests.unit.algorithms.fakes import (
     Scripted,
     decoded,
     stage_of_a_sampler,
+    whole,
 )
 
 
@@ -68,7 +69,7 @@ def test_groups_are_contiguous_and_scored(rollouts_of):
 
 def test_advantages_weigh_the_completion_and_not_the_prompt(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "0.5"], "bcd": ["22", "22"]})
-    found = estimated_advantages(rollouts, algorithm(), None)
+    found = estimated_advantages(whole(rollouts), algorithm(), None)
     of_rows = group_relative(rollouts["rewards"], 2)
     assert of_rows[0] > 0 and of_rows[2] == 0
     assert torch.equal(found, of_rows[:, None] * rollouts["token_mask"])
@@ -77,7 +78,7 @@ def test_advantages_weigh_the_completion_and_not_the_prompt(rollouts_of):
 
 def test_the_algorithm_chooses_the_advantages(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["3", "1"]})
-    found = estimated_advantages(rollouts, algorithm(leave_one_out=True, normalize_std=False), None)
+    found = estimated_advantages(whole(rollouts), algorithm(leave_one_out=True, normalize_std=False), None)
     assert found.amax(1).tolist() == [2.0, 0.0] and found.amin(1).tolist() == [0.0, -2.0]
 
 
@@ -94,7 +95,7 @@ def with_policies(rollouts):
 def test_reinforce_plus_plus_weighs_tokens_against_the_whole_batch(rollouts_of):
     rollouts = with_policies(rollouts_of({"a": ["1", "5"], "b": ["2", "22"]})[0])
     loss_fn = build_loss("clipped_pg", KL_IN_REWARD)
-    found = estimated_advantages(rollouts, algorithm(advantage_estimator="reinforce_plus_plus"), loss_fn)
+    found = estimated_advantages(whole(rollouts), algorithm(advantage_estimator="reinforce_plus_plus"), loss_fn)
     penalty = 0.5 * 0.25
     to_go = torch.tensor([[1 - 2 * penalty, 1 - penalty], [5 - 2 * penalty, 5 - penalty]])
     sampled = rollouts["token_mask"].bool()
@@ -109,7 +110,7 @@ def test_ppo_rewards_include_the_kl_if_the_loss_does_not(rollouts_of):
     rollouts["values"] = 0.5 * rollouts["token_mask"]
     config = PPOConfig(gae_lambda=1.0, whiten_advantages=False)
     for cfg, penalty in [(KL_IN_REWARD, 0.125), (KL_IN_REWARD | {"use_kl_in_reward": False}, 0.0)]:
-        found = with_advantages(BatchedDataDict(dict(rollouts)), config, build_loss("clipped_pg", cfg))
+        found = with_advantages(whole(rollouts), config, build_loss("clipped_pg", cfg))
         assert found["returns"][0].tolist() == [0.0, 1 - 2 * penalty, 1 - penalty]
         assert found["advantages"][1].tolist() == [0.0, 4.5 - 2 * penalty, 4.5 - penalty]
 
@@ -125,8 +126,8 @@ def test_the_kl_in_the_reward_is_reported_over_sampled_tokens(rollouts_of):
     rollouts["prev_logprobs"][0, 1] = -1.0 + 0.9  # of nine sampled tokens
     rollouts["reference_policy_logprobs"][:, 0] = torch.nan  # the prompt
     loss_fn = build_loss("clipped_pg", KL_IN_REWARD)
-    assert reward_kl(rollouts, loss_fn) == {"reward_kl": pytest.approx(0.25 + 0.9 / 9)}
-    assert reward_kl(rollouts, build_loss("clipped_pg", KL_IN_REWARD | {"use_kl_in_reward": False})) == {}
+    assert reward_kl(whole(rollouts), loss_fn) == {"reward_kl": pytest.approx(0.25 + 0.9 / 9)}
+    assert reward_kl(whole(rollouts), build_loss("clipped_pg", KL_IN_REWARD | {"use_kl_in_reward": False})) == {}
 
 
 def test_the_reference_is_used_if_the_loss_or_the_reward_needs_it():
@@ -143,30 +144,30 @@ def test_completions_are_only_the_sampled_text(rollouts_of):
 
 def test_only_informative_groups_are_kept(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "1"], "b": ["1", "2"], "c": ["0", "0"], "d": ["5", "4"]})
-    kept = keep_informative(whole(rollouts), 2)
+    kept = keep_informative(Batch.whole(rollouts), 2)
     assert kept.size == 4
     assert kept["rewards"].tolist() == [1.0, 2.0, 5.0, 4.0]
     assert decoded(kept, Characters()) == ["1", "2", "5", "4"]
     assert kept["prompt_lengths"].tolist() == [1] * 4
     none, _ = rollouts_of({"a": ["1", "1"]})
-    assert keep_informative(whole(none), 2).size == 0
+    assert keep_informative(Batch.whole(none), 2).size == 0
 
 
 def test_rounds_are_joined_in_order_up_to_the_limit(rollouts_of):
     narrow, _ = rollouts_of({"a": ["1", "2"]})
     wide, _ = rollouts_of({"bcdefg": ["3", "44"], "h": ["5", "6"]})
-    joined = join([whole(narrow), whole(wide)], 4)
+    joined = join([Batch.whole(narrow), Batch.whole(wide)], 4)
     assert joined["rewards"].tolist() == [1.0, 2.0, 3.0, 44.0]
     assert decoded(joined, Characters()) == ["1", "2", "3", "44"]
     assert joined["token_mask"].sum(1).tolist() == [2.0, 2.0, 2.0, 3.0]
-    assert join([whole(narrow), whole(wide)], 100).size == 6
-    assert torch.equal(join([whole(narrow)], 2)["input_ids"], narrow["input_ids"])
+    assert join([Batch.whole(narrow), Batch.whole(wide)], 100).size == 6
+    assert torch.equal(join([Batch.whole(narrow)], 2)["input_ids"], narrow["input_ids"])
 
 
 def test_statistics_of_rollouts(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "1"], "b": ["10", "20"], "c": ["0", "0"], "d": ["100", "4"]})
     rollouts["stopped"][:2] = False
-    assert statistics(rollouts, 2) == pytest.approx(
+    assert statistics(whole(rollouts), 2) == pytest.approx(
         {
             "reward": (1 + 1 + 10 + 20 + 0 + 0 + 100 + 4) / 8,
             "reward_std": rollouts["rewards"].std(correction=0).item(),
@@ -183,12 +184,12 @@ def test_advantages_count_at_sampled_tokens_and_weights_have_an_age():
         advantages=torch.tensor([[9.0, 1.0, 1.0], [9.0, -3.0, 9.0]]), weight_version=torch.tensor([5, 7]),
         token_mask=torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]),
     )  # fmt: skip
-    found = learned_statistics(rollouts, 7)
+    found = learned_statistics(whole(rollouts), 7)
     assert (found["weight_age_mean"], found["weight_age_max"]) == (1.0, 2.0)
     assert (found["advantage_min"], found["advantage_p50"], found["advantage_max"]) == (-3.0, 1.0, 1.0)
     assert found["advantage_mean"] == pytest.approx(-1 / 3)
     of_sequences = BatchedDataDict(rollouts, advantages=torch.tensor([2.0, 4.0]))
-    assert learned_statistics(of_sequences, 7)["advantage_mean"] == 3.0
+    assert learned_statistics(whole(of_sequences), 7)["advantage_mean"] == 3.0
 
 
 def test_mismatch_counts_sampled_tokens_only():
@@ -197,9 +198,11 @@ def test_mismatch_counts_sampled_tokens_only():
         generation_logprobs=torch.tensor([[9.0, -1.0, -2.0], [9.0, -3.0, 9.0]]),
         prev_logprobs=torch.tensor([[0.0, -1.5, -1.0], [0.0, -3.0, 0.0]]),
     )
-    assert logprob_mismatch(rollouts) == pytest.approx({"mismatch_mean": 0.5, "mismatch_p99": 1.0, "mismatch_max": 1.0})
+    assert logprob_mismatch(whole(rollouts)) == pytest.approx(
+        {"mismatch_mean": 0.5, "mismatch_p99": 1.0, "mismatch_max": 1.0}
+    )
     rollouts["token_mask"] = torch.zeros(2, 3)
-    assert logprob_mismatch(rollouts) == {"mismatch_mean": 0.0, "mismatch_p99": 0.0, "mismatch_max": 0.0}
+    assert logprob_mismatch(whole(rollouts)) == {"mismatch_mean": 0.0, "mismatch_p99": 0.0, "mismatch_max": 0.0}
 
 
 def test_mismatch_is_not_hidden_by_a_masked_nan():
@@ -208,11 +211,11 @@ def test_mismatch_is_not_hidden_by_a_masked_nan():
         generation_logprobs=torch.tensor([[torch.nan, -1.0]]),
         prev_logprobs=torch.tensor([[0.0, -1.25]]),
     )
-    assert logprob_mismatch(rollouts) == {"mismatch_mean": 0.25, "mismatch_p99": 0.25, "mismatch_max": 0.25}
+    assert logprob_mismatch(whole(rollouts)) == {"mismatch_mean": 0.25, "mismatch_p99": 0.25, "mismatch_max": 0.25}
 
 
 def test_nothing_is_compared_here_if_the_logprobs_were_not_recomputed(rollouts_of):
-    assert logprob_mismatch(rollouts_of({"a": ["1", "2"]})[0]) == {}
+    assert logprob_mismatch(whole(rollouts_of({"a": ["1", "2"]})[0])) == {}
 
 
 def test_logprobs_of_the_engine_are_taken_only_if_they_are_asked_for(rollouts_of):

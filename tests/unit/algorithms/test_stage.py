@@ -23,7 +23,7 @@ from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import NLLLoss, build_loss
 from rl_megatron.training.metrics import NonFiniteLoss
-from tests.unit.algorithms.fakes import ONE_RANK, Characters, Echo, ScoredHere, Scripted, rollouts_of
+from tests.unit.algorithms.fakes import ONE_RANK, Characters, Echo, ScoredHere, Scripted, rollouts_of, whole
 
 
 class Policy:
@@ -233,9 +233,9 @@ def test_the_display_ends_when_a_training_loop_fails(make):
 def test_a_nan_names_stage_and_step_and_keeps_the_cause(make):
     log = []
     stage = make(log, steps=3, nan_at=2)
-    stage.train(1, None, None)
+    stage.train(1, whole({"token_mask": torch.ones(1, 2)}), None)
     with pytest.raises(NonFiniteLoss, match=r"^stage sft, step 2: the loss is nan .*microbatch 0.*metrics: loss=nan"):
-        stage.train(2, None, None)
+        stage.train(2, whole({"token_mask": torch.ones(1, 2)}), None)
 
 
 def test_a_policy_learns_that_a_rollout_is_on_policy(make):
@@ -243,7 +243,7 @@ def test_a_policy_learns_that_a_rollout_is_on_policy(make):
     log = []
     stage = make(log, steps=3)
     for loss in (build_loss("clipped_pg"), NLLLoss()):
-        stage.train(1, BatchedDataDict(input_ids=torch.ones(2, 3)), loss)
+        stage.train(1, whole({"token_mask": torch.ones(2, 3)}), loss)
     assert log[-2:] == [("train", {"on_policy": True}), ("train", {})]
 
 
@@ -388,7 +388,7 @@ def test_a_warning_names_the_records_that_its_step_has_learned_from(make, caplog
     batch = BatchedDataDict(
         input_ids=torch.tensor([[97], [98]]), input_lengths=torch.ones(2).long(), rewards=torch.ones(2)
     )
-    stage.record(2, stage.train(2, batch, NLLLoss()))
+    stage.record(2, stage.train(2, whole(batch), NLLLoss()))
     assert "all rewards are 1 in 1 steps in a row" in caplog.text
     assert "sequences 0 (a.jsonl:3): 'a', 1 (a.jsonl:4): 'b'" in caplog.text
 

@@ -16,20 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_megatron.batching.balance import imbalance
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.blocks import Blocks, blocks_of, deal_to_blocks
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.owned_plan import owned_microbatches
 from rl_megatron.batching.ownership import (
     PADDING,
-    OwnedStep,
     OwnershipPlanner,
     Shapes,
+    StepPlan,
     agreed_shapes,
     plan_ownership,
 )
-from rl_megatron.batching.produced import whole
 from rl_megatron.batching.rank_plan import plan_lengths
+from rl_megatron.batching.step_plan import plan_microbatches
 from rl_megatron.topology.reductions import ALONE
 
 LAYOUT: Any = SimpleNamespace(context=1, sequence=False, sequence_multiple=1, data=1)
@@ -139,9 +139,9 @@ def test_one_block_plans_as_a_whole_batch_is_planned(batching):
 
 def test_a_padding_sequence_of_a_packed_microbatch_is_one_token_long():
     lengths = torch.tensor([5, 3, 7])
-    batch = whole({"input_ids": torch.ones(3, 8).long(), "input_lengths": lengths, "sample_mask": torch.ones(3)})
-    shapes = Shapes([[0, 2], [1, PADDING]], [8, 8], 15, 16)
-    plan = owned_microbatches(batch, OwnedStep(0, 3, KINDS[0], 1, shapes, 1.0))
+    batch = Batch.whole({"input_ids": torch.ones(3, 8).long(), "input_lengths": lengths, "sample_mask": torch.ones(3)})
+    shapes = Shapes([[0, 2], [1, PADDING]], [8, 8], tokens=15, slots=16, largest=8)
+    plan = plan_microbatches(batch, StepPlan(0, 3, KINDS[0], 1, [shapes], 1.0))
     assert [microbatch.lengths for microbatch in plan.microbatches] == [(5, 7), (3, 1)]
     assert plan.microbatches[1].batch["sample_mask"].tolist() == [1, 0]
 
@@ -169,7 +169,7 @@ def test_a_block_gives_what_it_has_too_much():
 
 def test_ranks_agree_on_the_number_of_microbatches_and_on_the_efficiency():
     """The other rank has one microbatch more, and computes 32 slots for its 12 tokens."""
-    own = Shapes(sequences=[[0, 1]], widths=[4], tokens=6, slots=8)
+    own = Shapes(sequences=[[0, 1]], widths=[4], tokens=6, slots=8, largest=8)
     others: Any = SimpleNamespace(max=lambda counts: counts + 1, sum=lambda totals: totals + torch.tensor([[12, 32]]))
     ((agreed, efficiency),) = agreed_shapes([own], group_size=1, ranks=others)
     assert agreed.sequences == [[0], [1]]

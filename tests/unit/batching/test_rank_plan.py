@@ -13,8 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.rank_plan import GlobalPlan, RankPlan, plan_global_batch, sequence_lengths
+from rl_megatron.batching.ownership import PADDING, StepPlan
+from rl_megatron.batching.rank_plan import RankPlan, sequence_lengths
+from rl_megatron.batching.step_plan import plan_microbatches, plan_step
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import declare_token_keys
@@ -37,13 +40,16 @@ def batch(lengths=LENGTHS) -> BatchedDataDict:
     )  # fmt: skip
 
 
-def global_plan(batching: Batching, data: int = 1, group_size: int = 1, lengths=LENGTHS, **degrees) -> GlobalPlan:
-    return plan_global_batch(batch(lengths), list(lengths), batching, topology(data, **degrees), group_size)
+def plan_whole(values, batching: Batching, data: int = 1, rank: int = 0, group_size: int = 1, **degrees) -> StepPlan:
+    return plan_step(
+        Batch.whole(values), 0, len(values["input_ids"]), batching, topology(data, **degrees), rank, group_size
+    )
 
 
-def plans(batching: Batching, data: int = 1, **options) -> list[RankPlan]:
-    planned = global_plan(batching, data, **options)
-    return [planned.of_rank(rank) for rank in range(data)]
+def plans(batching: Batching, data: int = 1, lengths=LENGTHS, **options) -> list[RankPlan]:
+    values = batch(lengths)
+    steps = [plan_whole(values, batching, data, rank, **options) for rank in range(data)]
+    return [plan_microbatches(Batch.whole(values), step) for step in steps]
 
 
 KINDS = [Batching("padded", sequences=2), Batching("dynamic", tokens=16), Batching("packed", tokens=16)]
@@ -52,18 +58,18 @@ KINDS = [Batching("padded", sequences=2), Batching("dynamic", tokens=16), Batchi
 @pytest.mark.parametrize("data", [1, 2, 3])
 @pytest.mark.parametrize("batching", KINDS, ids=lambda b: b.kind)
 def test_every_sequence_is_in_one_microbatch_and_every_rank_has_as_many(batching, data):
-    found = global_plan(batching, data)
-    microbatches = [found.microbatches(rank) for rank in range(data)]
+    chosen_by_rank = [shapes.sequences for shapes in plan_whole(batch(), batching, data).ranks]
+    microbatches = [planned.microbatches for planned in plans(batching, data)]
     assert len(set(map(len, microbatches))) == 1
-    sequences = sorted(chain.from_iterable(chain.from_iterable(found.plan.sequences)))
-    assert sequences == list(range(found.batch.size)) and found.num_sequences == len(LENGTHS)
+    sequences = sorted(chain.from_iterable(chain.from_iterable(chosen_by_rank)))
+    assert [number for number in sequences if number != PADDING] == list(range(len(LENGTHS)))
     total_weight = 0
-    for of_rank, chosen in zip(microbatches, found.plan.sequences, strict=True):
+    for of_rank, chosen in zip(microbatches, chosen_by_rank, strict=True):
         for microbatch, numbers in zip(of_rank, chosen, strict=True):
             assert microbatch.batch.size == len(numbers)
             for place, sequence in enumerate(numbers):
                 weight = microbatch.batch["sample_mask"][place].item()
-                assert weight == (sequence < len(LENGTHS))
+                assert weight == (sequence != PADDING)
                 total_weight += weight
                 if weight:
                     length = LENGTHS[sequence]
@@ -112,9 +118,9 @@ OF_PAIRS = [Batching("padded", sequences=2), Batching("dynamic", tokens=48), Bat
 @pytest.mark.parametrize("batching", OF_PAIRS, ids=lambda b: b.kind)
 @pytest.mark.parametrize("data", [1, 2])
 def test_pairs_stay_together_in_order(batching, data):
-    planned = global_plan(batching, data, group_size=2, lengths=LENGTHS + [5])
-    for shard in planned.plan.sequences:
-        for sequences in shard:
+    planned = plan_whole(batch(LENGTHS + [5]), batching, data, group_size=2)
+    for shapes in planned.ranks:
+        for sequences in shapes.sequences:
             assert len(sequences) % 2 == 0
             assert all(first % 2 == 0 for first in sequences[::2])
             assert [first + 1 for first in sequences[::2]] == sequences[1::2]
@@ -127,7 +133,7 @@ def test_only_tensors_with_one_value_per_token_are_cut(batching, features):
     declare_token_keys("weights_of_a_test")
     wide = batch() | {"features": torch.rand(7, features), "weights_of_a_test": torch.rand(7, WIDTH, 2)}
     wide |= {"advantages": torch.ones(7), "names": list("abcdefg")}
-    for microbatch in plan_global_batch(BatchedDataDict(wide), LENGTHS, batching, topology()).microbatches(0):
+    for microbatch in plan_microbatches(Batch.whole(wide), plan_whole(wide, batching)).microbatches:
         found = microbatch.batch
         assert found["features"].size(1) == features and found["advantages"].dim() == 1
         for key in ("token_mask", "weights_of_a_test"):
@@ -138,7 +144,7 @@ def test_only_tensors_with_one_value_per_token_are_cut(batching, features):
 def test_a_tensor_of_tokens_with_another_width_is_refused_by_name(batching):
     wrong = BatchedDataDict(batch() | {"advantages": torch.ones(7, WIDTH - 1)})
     with pytest.raises(ValueError, match=r"'advantages' has a value for each token, and its shape \(7, 11\)"):
-        plan_global_batch(wrong, LENGTHS, batching, topology()).microbatches(0)
+        plan_microbatches(Batch.whole(wrong), plan_whole(wrong, batching))
 
 
 def test_packed_sequences_are_padded_only_if_a_degree_requires_it():

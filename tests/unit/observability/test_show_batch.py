@@ -12,10 +12,11 @@ from rich.console import Console
 
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import padded_lengths
-from rl_megatron.batching.rank_plan import plan_global_batch, sequence_lengths
+from rl_megatron.batching.step_plan import plan_microbatches, plan_step
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data.run_tokenizer import build_tokenizer
@@ -111,10 +112,9 @@ def test_the_microbatches_are_those_of_every_data_parallel_rank(stages, kind):
     shown = iter(view.groups)
     for rank in range(layout.data):
         cost = SequenceCost.of_model(stage.model, tokenizer.vocab_size)
-        plan = plan_global_batch(batch, sequence_lengths(batch), Batching.of(stage.train), layout, 2, cost).of_rank(
-            rank
-        )
-        for microbatch in plan.microbatches:
+        whole = Batch.whole(batch)
+        step = plan_step(whole, 0, whole.size, Batching.of(stage.train), layout, rank, 2, cost)
+        for microbatch in plan_microbatches(whole, step).microbatches:
             group = next(shown)
             assert f"rank {rank}" in group.title and len(group.sequences) == microbatch.batch.size
             widths = [len(sequence.tokens) + sequence.padding for sequence in group.sequences]

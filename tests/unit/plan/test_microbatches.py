@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.rank_plan import plan_global_batch
+from rl_megatron.batching.rank_plan import plan_lengths
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.config.plan import PlanConfig
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.plan.closed_forms import logits_bytes
 from rl_megatron.plan.closed_use import closed_use_of
 from rl_megatron.plan.devices import Cluster
@@ -30,12 +28,9 @@ CLUSTER = Cluster.of(PlanConfig(), "h100", 1, 8)
 
 def planned_by_the_run(sequences: int, data: int, kind, budget: int, group_size: int) -> list[list[int]]:
     """Return the sequences of each microbatch of each data-parallel rank, without those of one token."""
-    batch = BatchedDataDict(
-        input_ids=torch.zeros(sequences, LENGTH, dtype=torch.long), sample_mask=torch.ones(sequences)
-    )
     batching = Batching(kind, sequences=budget // LENGTH, tokens=budget)
     layout = ConfiguredLayout(data, 1, 1)
-    plan = plan_global_batch(batch, [LENGTH] * sequences, batching, layout, group_size)
+    plan = plan_lengths([LENGTH] * sequences, LENGTH, batching, layout, data, group_size)
     if kind == "padded":  # padding sequences are as wide as others
         return [[len(chosen) for chosen in shard] for shard in plan.plan.sequences]
     return [

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.rollout_record import RolloutRecord
-from rl_megatron.batching.produced import whole
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.config.rollout import TrajectoryConfig
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks.task import Problem
 from rl_megatron.generation.completion_batch import rollouts as batch_of_completions
@@ -74,14 +73,14 @@ def test_scores_of_other_reward_functions_than_the_configured_ones_are_refused(t
 
 def test_each_row_of_a_step_of_several_rounds_has_its_own_advantages(tmp_path):
     record = RolloutRecord(TrajectoryConfig(save_every=1, save_prompts=None), tmp_path, Characters(), 1, Ranks())
-    learned = BatchedDataDict(draw_order=[], advantages=[])
+    parts = []
     for round_ in range(2):
         drawn = draw()
-        rollouts = whole(drawn.rollouts)
+        rollouts = Batch.whole(drawn.rollouts)
         record.add(round_, rollouts, drawn.prompts, RewardMetrics())
-        learned["draw_order"].append(rollouts.facts["draw_order"])
-        learned["advantages"].append(drawn.rollouts["token_mask"] * (rollouts.facts["draw_order"][:, None] + 0.5))
-    record.write(7, BatchedDataDict({key: torch.cat(values)[1:] for key, values in learned.items()}), 4)
+        rollouts["advantages"] = drawn.rollouts["token_mask"] * (rollouts.facts["draw_order"][:, None] + 0.5)
+        parts.append(rollouts)
+    record.write(7, Batch.join(parts).select(torch.arange(6) > 0), 4)
     found = read_rows(rollout_file(tmp_path, 7))
     assert [row["round"] for row in found] == [0, 0, 0, 1, 1, 1]
     assert [row["advantages"] and row["advantages"][0] for row in found] == [None, 1.5, 2.5, 3.5, 4.5, 5.5]

@@ -30,4 +30,4 @@ def test_failed_samples_prompts_and_first_tokens_do_not_count():
 
 def test_sequences_of_all_ranks_count():
     two_ranks: Any = SimpleNamespace(sum=lambda own: 2 * own)
-    assert numbers(Denominators.count_over(two_ranks, BATCH)) == (4.0, 10.0, 16.0)
+    assert numbers(Denominators.count(BATCH, two_ranks)) == (4.0, 10.0, 16.0)

@@ -1,0 +1,463 @@
+"""`Batch`: a global batch of which this rank has its own sequences, and a few numbers of all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.batching.exchange import (
+    FILLS,
+    Column,
+    Columns,
+    Exchange,
+    Moved,
+    columns_of,
+    from_first_of_replica,
+    is_first_of_replica,
+)
+from rl_megatron.batching.host_memory import TensorStore
+from rl_megatron.batching.ownership import PADDING, Ownership, StepPlan
+from rl_megatron.batching.rank_plan import sequence_lengths
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.token_keys import is_per_token
+from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.ranks import Ranks
+from rl_megatron.topology.reductions import RankReduction
+from rl_megatron.topology.topology import Topology
+
+LENGTHS, TRAJECTORIES, SAMPLED, DATA_SET = "input_lengths", "trajectory", "sampled_tokens", "data_set"
+"""Facts of sequences: their tokens, the numbers of their trajectories, how many of their tokens count, and the place of
+their data set in `data.mix`, if an algorithm reads it."""
+
+# What every rank knows of every sequence, if the batch has it.
+_FACTS = {
+    LENGTHS: torch.int32,
+    "rewards": torch.float32,
+    "sample_mask": torch.bool,
+    "stopped": torch.bool,
+    TRAJECTORIES: torch.int32,
+    DATA_SET: torch.int32,
+}
+_PADDING_VALUES = {"sample_mask": 0, "token_mask": 0, LENGTHS: 1}  # a padding sequence needs no more than one token
+
+
+@dataclass
+class Batch(MutableMapping[str, Any]):
+    """Sequences of a global batch, numbered from 0. As a mapping it has this rank's own sequences.
+
+    A whole batch has all of its sequences on this rank: in a single process, or if every rank was given the same ones.
+    Otherwise all ranks of a data-parallel replica have the same sequences. Before they were moved to their owners, a
+    rank has those that it has produced; see `gather_facts`.
+
+    Attributes:
+        own: This rank's sequences in the order of their numbers.
+        numbers: [n] int64. Their numbers in the global batch.
+        facts: [B] numbers of all sequences of the global batch, by name, the same on every rank.
+        homes: [B] int16. The data-parallel rank on which each sequence was produced.
+        width: The columns of the tensors of all ranks.
+        columns: The keys that can be moved between ranks.
+        padding: The first token of a sequence with its other values, with a weight of zero, for padding sequences. A
+            batch without it pads each optimizer step with the step's first sequence.
+        topology: The layout whose ranks share the batch; None if the batch is whole.
+        owners: [B] int16. The data-parallel rank that owns each sequence; None before they were moved.
+        steps: The optimizer steps that were planned with the ownership.
+        store: Where tensors are kept.
+        moved: The bytes that this rank has exchanged with others for the batch.
+    """
+
+    own: BatchedDataDict
+    numbers: Tensor
+    facts: dict[str, Tensor]
+    homes: Tensor
+    width: int
+    columns: Columns = field(default_factory=dict)
+    padding: dict[str, Any] = field(default_factory=dict)
+    topology: Topology | None = None
+    owners: Tensor | None = None
+    steps: list[StepPlan] = field(default_factory=list)
+    store: TensorStore = field(default_factory=TensorStore)
+    moved: Moved = field(default_factory=Moved)
+
+    @classmethod
+    def whole(cls, values: Mapping[str, Any]) -> Batch:
+        """Return sequences that this rank has all of, and that every other rank has too.
+
+        Args:
+            values: The sequences on the host: tensors, and lists with an element for each sequence.
+
+        Raises:
+            KeyError, ValueError: See `sequence_lengths`.
+        """
+        own = BatchedDataDict(values)
+        size = own.size
+        lengths = torch.tensor(sequence_lengths(own), dtype=torch.int32)
+        numeric = {key for key, value in own.items() if isinstance(value, Tensor) and value.dim() == 1}
+        facts = _facts_of(own, numeric | {"token_mask"} & own.keys()) | {LENGTHS: lengths}
+        batch = cls(own, torch.arange(size), facts, torch.zeros(size, dtype=torch.int16), own["input_ids"].size(1))
+        return batch._renumber_trajectories(torch.zeros(1, dtype=torch.long))
+
+    @classmethod
+    def gather_facts(
+        cls, own: BatchedDataDict | None, topology: Topology | None, store: TensorStore | None = None
+    ) -> Batch:
+        """Return the sequences that ranks have produced as one batch. Collective. Nothing but numbers is moved.
+
+        The global batch has those of the first data-parallel rank first, and then those of the next.
+
+        Args:
+            own: The sequences of this rank, with `input_ids` and `input_lengths`; None if it has produced none. Only
+                the first rank of a data-parallel replica may have produced any. All batches have the same keys.
+            topology: The layout; None in a single process.
+            store: Where tensors are kept once they were moved. None: in host memory.
+
+        Raises:
+            ValueError: No rank has produced a sequence, or a rank has that is not the first of its replica.
+            TypeError: A value of the batch is not a tensor.
+        """
+        moved = Moved()
+        if topology is not None and topology.world_size == 1:
+            topology = None
+        own = None if own is None or own.size == 0 else own
+        if own is not None and topology is not None and not is_first_of_replica(topology):
+            raise ValueError("only the first rank of a data-parallel replica can produce sequences")
+        counts, widths = _count_sequences(own, topology, moved)
+        producers = counts.nonzero().flatten()
+        if not len(producers):
+            raise ValueError("no rank has produced a sequence")
+        columns, padding = _describe(own, topology, int(producers[0]))
+        facts = _gather(own, columns, counts, topology, moved)
+        starts = counts.cumsum(0) - counts
+        first, size = int(starts[0 if topology is None else topology.data_rank]), 0 if own is None else own.size
+        batch = cls(
+            own if own is not None else BatchedDataDict(), torch.arange(first, first + size), facts,
+            torch.arange(len(counts), dtype=torch.int16).repeat_interleave(counts), int(widths.max()), columns, padding,
+            topology, store=store or TensorStore(), moved=moved,
+        )  # fmt: skip
+        return batch._renumber_trajectories(starts[producers])
+
+    def _renumber_trajectories(self, starts: Tensor) -> Batch:
+        """Return the batch with trajectories numbered from 0 without a gap.
+
+        Trajectories end where their number changes, and before the sequences `starts`.
+        """
+        if TRAJECTORIES not in self.facts:
+            return self
+        numbers = self.facts[TRAJECTORIES]
+        changes = torch.ones_like(numbers)
+        changes[1:] = (numbers.diff() != 0).to(numbers)
+        changes[starts[starts < len(numbers)]] = 1
+        numbers = changes.cumsum(0).to(numbers) - 1
+        own = self.own
+        if TRAJECTORIES in own:
+            own = BatchedDataDict(own)
+            own[TRAJECTORIES] = numbers[self.numbers].to(own[TRAJECTORIES])
+        return replace(self, own=own, facts=self.facts | {TRAJECTORIES: numbers})
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the values of this rank's sequences."""
+        return self.own[key]
+
+    def __setitem__(self, key: str, values: Tensor) -> None:
+        """Add values of this rank's sequences, [n, …]."""
+        if len(values) != len(self.numbers):
+            raise ValueError(f"key {key!r} has {len(values)} sequences, and this rank has {len(self.numbers)}")
+        self.own[key] = self.store.kept(values)
+
+    def __delitem__(self, key: str) -> None:
+        del self.own[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.own)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.own
+
+    @property
+    def size(self) -> int:
+        """Return the number of sequences of the global batch."""
+        return len(self.facts[LENGTHS])
+
+    @property
+    def lengths(self) -> Tensor:
+        """Return the tokens of each sequence of the global batch, int32."""
+        return self.facts[LENGTHS]
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of the global batch, without padding."""
+        return int(self.facts[LENGTHS].sum(dtype=torch.int64))
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether this rank has all sequences."""
+        return self.topology is None
+
+    @property
+    def ranks(self) -> RankReduction:
+        """Return the data-parallel ranks that share the batch: this one alone if it is whole."""
+        return RankReduction() if self.topology is None else reduction_over(self.topology)
+
+    @property
+    def all_ranks(self) -> Ranks:
+        """Return all ranks that share the batch: this one alone if it is whole."""
+        return Ranks() if self.topology is None else self.topology.ranks
+
+    def trajectories(self) -> Tensor:
+        """Return the number of the trajectory of each sequence of the global batch, [B] int64, from 0 without a gap."""
+        if TRAJECTORIES in self.facts:
+            return self.facts[TRAJECTORIES].long()
+        return torch.arange(self.size)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Return the number of trajectories of the global batch."""
+        return int(self.trajectories()[-1]) + 1 if self.size else 0
+
+    def own_facts(self, values: Tensor) -> Tensor:
+        """Return this rank's part [n, …] of values [B, …] of the global batch."""
+        return values[self.numbers]
+
+    def part(self, start: int, stop: int) -> BatchedDataDict:
+        """Return this rank's sequences among those from `start` to `stop - 1`, as views."""
+        first, last = torch.searchsorted(self.numbers, torch.tensor([start, stop])).tolist()
+        return self.own.slice(first, last)
+
+    def select(self, chosen: Tensor) -> Batch:
+        """Return the batch with the chosen sequences of the global batch only; `chosen` is [B] bool on every rank.
+
+        Those that have owners keep them. A rank may be left with none.
+        """
+        is_own = chosen[self.numbers]
+        numbers = (chosen.cumsum(0) - 1)[self.numbers[is_own]]
+        own = self.own.select_indices(is_own) if len(self.own) else self.own
+        facts = {name: values[chosen] for name, values in self.facts.items()}
+        owners, moved = (None, Moved()) if self.owners is None else (self.owners[chosen], self.moved)
+        selected = replace(
+            self, own=own, numbers=numbers, facts=facts, homes=self.homes[chosen], owners=owners, steps=[], moved=moved
+        )
+        return selected._renumber_trajectories(numbers[:0])
+
+    @classmethod
+    def join(cls, parts: Sequence[Batch]) -> Batch:
+        """Return the sequences of several batches, one batch after the other. None of them was moved yet."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        sizes = torch.tensor([part.size for part in parts])
+        starts = sizes.cumsum(0) - sizes
+        there = [part.own for part in parts if len(part.numbers)]
+        joined = replace(
+            first,
+            own=BatchedDataDict.from_batches(there, FILLS) if there else first.own,
+            numbers=torch.cat([part.numbers + start for part, start in zip(parts, starts, strict=True)]),
+            facts={name: torch.cat([part.facts[name] for part in parts]) for name in first.facts},
+            homes=torch.cat([part.homes for part in parts]),
+            width=max(part.width for part in parts),
+            steps=[],
+            moved=Moved(),
+        )
+        return joined._renumber_trajectories(starts)
+
+    def keep_all(self) -> Batch:
+        """Return a whole batch whose sequences this rank owns, kept in the batch's store."""
+        own = self.own.map_values(self.store.kept, list)
+        return replace(self, own=own, owners=torch.zeros(self.size, dtype=torch.int16))
+
+    def move_to_owners(self, ownership: Ownership) -> Batch:
+        """Return the batch with every sequence on its owner. Collective. Every sequence is moved at most once."""
+        assert self.topology is not None  # this rank has all sequences of a whole batch
+        owners = torch.from_numpy(ownership.owners.astype("int16"))
+        own = self._exchange(self.homes, owners, self.own, self.numbers, self.columns, self.store)
+        numbers = (owners == self.topology.data_rank).nonzero().flatten()
+        return replace(self, own=own, numbers=numbers, owners=owners, steps=ownership.steps)
+
+    def at_homes(self, keys: Sequence[str]) -> BatchedDataDict:
+        """Return these keys of the sequences that this rank has produced, in the order of their numbers. Collective.
+
+        Only the first rank of a data-parallel replica gets any; a single process has produced all of them.
+        """
+        return self._send_own(keys, self.homes)
+
+    def on_rank_0(self, keys: Sequence[str]) -> BatchedDataDict:
+        """Return these keys of all sequences on the ranks of the first replica, and of none on others. Collective.
+
+        Every rank has all sequences of a whole batch already.
+        """
+        return self._send_own(keys, torch.zeros_like(self.homes))
+
+    def from_rank_0(self, key: str, made: BatchedDataDict) -> Tensor:
+        """Return a value of each token, [n, width] fp32, of this rank's sequences. Collective.
+
+        Args:
+            key: The key.
+            made: The values of all sequences on the ranks of the first replica; it may be empty on others.
+        """
+        if self.owners is None or self.topology is None:
+            return made[key]
+        columns = {key: Column(torch.float32, (), per_token=True)}
+        numbers = torch.arange(len(made.get(key, ())))
+        return self._exchange(torch.zeros_like(self.homes), self.owners, made, numbers, columns, TensorStore())[key]
+
+    def _send_own(self, keys: Sequence[str], targets: Tensor) -> BatchedDataDict:
+        """Return these keys of the sequences of which this rank is the target, from their owners. Collective."""
+        values = BatchedDataDict({key: self.own[key] for key in keys})
+        if self.owners is None or self.topology is None:
+            return values
+        every = columns_of(self.own)
+        columns = {key: every[key] for key in keys}
+        return self._exchange(self.owners, targets, values, self.numbers, columns, TensorStore())
+
+    def _exchange(
+        self, sources: Tensor, targets: Tensor, own: BatchedDataDict, numbers: Tensor, columns: Columns,
+        store: TensorStore,
+    ) -> BatchedDataDict:  # fmt: skip
+        lengths = self.lengths.numpy()
+        exchange = Exchange(lengths, sources.numpy(), targets.numpy(), self.topology, moved=self.moved)
+        return exchange.run(own, numbers.numpy(), columns, self.width, store)
+
+    def sequences(self, chosen: Sequence[int], width: int | None, first: int = 0) -> BatchedDataDict:
+        """Return copies of some of this rank's sequences.
+
+        Args:
+            chosen: Their numbers in the global batch, and `PADDING` for each padding sequence of zero loss weight.
+            width: The columns to return of tensors that have a value for each token. None: all.
+            first: The number of the sequence that padding sequences repeat if the batch has no `padding`.
+        """
+        numbers = torch.tensor(chosen)
+        is_real = numbers != PADDING
+        places = torch.searchsorted(self.numbers, numbers)
+        found = BatchedDataDict()
+        for key, values in self.own.items():
+            if isinstance(values, list):
+                found[key] = [values[place if real else first] for place, real in zip(places, is_real, strict=True)]
+                continue
+            cut = values if width is None or not is_per_token(key, values, self.width) else values[:, :width]
+            found[key] = cut[places[is_real]]
+            if len(found[key]) < len(chosen):
+                found[key] = self._insert_padding(key, found[key], is_real, cut[first : first + 1])
+        return found
+
+    def _insert_padding(self, key: str, real: Tensor, is_real: Tensor, first: Tensor) -> Tensor:
+        """Return the values of sequences with those of padding sequences between them."""
+        values = real.new_full((len(is_real), *real.shape[1:]), FILLS.get(key, 0))
+        values[is_real] = real
+        padding = self.padding.get(key)
+        if self.padding and padding is None:
+            return values
+        if padding is None:
+            padding = torch.full_like(first, _PADDING_VALUES[key]) if key in _PADDING_VALUES else first
+        if padding.dim() > 1 and padding.size(1) == 1:
+            values[~is_real, :1] = padding
+        else:
+            values[~is_real] = padding
+        return values
+
+
+def reduction_over(topology: Topology | None) -> RankReduction:
+    """Return the data-parallel ranks of a layout."""
+    return RankReduction() if topology is None else RankReduction(topology.groups.dp, topology.device)
+
+
+def _count_sequences(own: BatchedDataDict | None, topology: Topology | None, moved: Moved) -> tuple[Tensor, Tensor]:
+    """Return how many sequences each data-parallel rank has produced, and their columns."""
+    here = torch.tensor([0, 0] if own is None else [own.size, own["input_ids"].size(1)])
+    if topology is None:
+        return here[:1], here[1:]
+    counts = _gather_from_replicas(here.to(topology.device), topology)
+    moved.received += counts.nbytes
+    return counts[:, 0], counts[:, 1]
+
+
+def _gather_from_replicas(values: Tensor, topology: Topology) -> Tensor:
+    """Return the values [ranks, …] of the first ranks of all replicas, on the host."""
+    if is_first_of_replica(topology):
+        every = from_all_ranks(values, topology.groups.dp).contiguous()
+    else:
+        every = values.new_empty(topology.data, *values.shape)
+    return from_first_of_replica(every, topology).cpu()
+
+
+def _describe(
+    own: BatchedDataDict | None, topology: Topology | None, producer: int
+) -> tuple[Columns, dict[str, Tensor]]:
+    """Return the columns and the values of padding sequences, as the first producer has them."""
+    described: list[Any] = [None]
+    if own is not None and (topology is None or topology.data_rank == producer):
+        columns = columns_of(own)
+        first = {key: value[:1, :1] if columns[key].per_token else value[:1] for key, value in own.items()}
+        padding = {key: value.clone() for key, value in first.items()}
+        for key in _PADDING_VALUES.keys() & padding.keys():
+            padding[key].fill_(_PADDING_VALUES[key])
+        described = [(columns, padding)]
+    if topology is not None:
+        groups = topology.groups
+        if is_first_of_replica(topology) and topology.data > 1:
+            dist.broadcast_object_list(described, dist.get_global_rank(groups.dp, producer), groups.dp, topology.device)
+        for group in (groups.pp, groups.cp, groups.tp):
+            if group.size() > 1:
+                dist.broadcast_object_list(described, dist.get_global_rank(group, 0), group, topology.device)
+    return described[0]
+
+
+def _gather(
+    own: BatchedDataDict | None, columns: Columns, counts: Tensor, topology: Topology | None, moved: Moved
+) -> dict[str, Tensor]:
+    """Return the facts of all sequences on every rank."""
+    if topology is None:
+        assert own is not None  # a single process has produced all sequences
+        return _facts_of(own, columns)
+    dtypes, most = _fact_types(columns), int(counts.max())
+    packed = torch.zeros(
+        most * sum(dtype.itemsize for dtype in dtypes.values()), dtype=torch.uint8, device=topology.device
+    )
+    if own is not None:
+        here = torch.cat([values.view(torch.uint8) for values in _facts_of(own, columns).values()])
+        packed[: len(here)] = here.to(topology.device)
+    producers = counts.nonzero().flatten()
+    if len(producers) == 1:
+        if topology.data > 1 and is_first_of_replica(topology):
+            producer = dist.get_global_rank(topology.groups.dp, int(producers[0]))
+            dist.broadcast(packed, producer, topology.groups.dp)
+        parts = from_first_of_replica(packed, topology).cpu()[None]
+    else:
+        parts = _gather_from_replicas(packed, topology)
+        parts = parts if len(producers) == len(parts) else parts[producers]
+    moved.received += parts.numel()
+    return _unpack(parts, counts[producers].tolist(), dtypes)
+
+
+def _unpack(parts: Tensor, counts: list[int], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    """Return the facts of all sequences, from the bytes [ranks, …] that each of some ranks has packed."""
+    facts, starts = {}, [0] * len(counts)
+    for name, dtype in dtypes.items():
+        ends = [start + count * dtype.itemsize for start, count in zip(starts, counts, strict=True)]
+        if len(set(counts)) == 1:
+            part = parts[:, starts[0] : ends[0]].contiguous()
+        else:
+            part = torch.cat([packed[a:b] for packed, a, b in zip(parts, starts, ends, strict=True)])
+        facts[name], starts = part.view(-1).view(dtype), ends
+    return facts
+
+
+def _fact_types(keys: Collection[str]) -> dict[str, torch.dtype]:
+    """Return the dtypes of the facts of batches with these keys, the largest first, so each begins at its multiple."""
+    dtypes = {name: dtype for name, dtype in _FACTS.items() if name in keys}
+    if "token_mask" in keys:
+        dtypes[SAMPLED] = torch.int32
+    return dict(sorted(dtypes.items(), key=lambda fact: -fact[1].itemsize))
+
+
+def _facts_of(own: BatchedDataDict, keys: Collection[str]) -> dict[str, Tensor]:
+    """Return the facts of this rank's sequences that follow from some of its keys."""
+    return {
+        name: ((own["token_mask"] != 0).sum(1) if name == SAMPLED else own[name]).to(dtype).contiguous()
+        for name, dtype in _fact_types(keys).items()
+    }
