@@ -6,13 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from rl_megatron.algorithms.logprob_check import LogprobCheck
-from rl_megatron.generation.interfaces import (
-    Completion,
-    EngineFailed,
-    Request,
-    RolloutEngine,
-    Served,
-)
+from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, RolloutEngine, Served
 from rl_megatron.timing import count_tokens, phase
 from rl_megatron.topology.ranks import Ranks
 

@@ -37,7 +37,6 @@ class EmbeddedEngine:
     ):
         self.policy, self.batch_size, self.records_routing = policy, batch_size, records_routing
         self.cuda_graphs: CudaGraphs = cuda_graphs
-        self._leads = policy.topology.rank == 0
         self._ranks = policy.topology.ranks
 
     def sync(self) -> dict[str, float]:
@@ -51,9 +50,6 @@ class EmbeddedEngine:
         """Complete the requests of rank 0 together; see `RolloutEngine.complete`.
 
         Each replica gets its requests, and rank 0 gets their completions.
-
-        Raises:
-            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
         """
         self.policy.model.require_head("lm", "generate")
         longest = self.policy.model_config.max_sequence_length
@@ -78,9 +74,11 @@ class EmbeddedEngine:
             return requests, len(requests)
         share: list[Any] = [None]
         if topology.tensor_rank == topology.pipeline_rank == 0:
-            replicas = groups.dp_cp.size()
-            shares = [(requests[place::replicas], len(requests)) for place in range(replicas)] if self._leads else None
-            dist.scatter_object_list(share, shares, dist.get_global_rank(groups.dp_cp, 0), groups.dp_cp)
+            count = groups.dp_cp.size()
+            shares = [(requests[replica::count], len(requests)) for replica in range(count)]
+            dist.scatter_object_list(
+                share, shares if self._ranks.leads else None, dist.get_global_rank(groups.dp_cp, 0), groups.dp_cp
+            )
         for group, takes_part in ((groups.pp, topology.tensor_rank == 0), (groups.tp, True)):
             if takes_part and group.size() > 1:
                 dist.broadcast_object_list(share, dist.get_global_rank(group, 0), group, topology.device)
@@ -91,7 +89,7 @@ class EmbeddedEngine:
         topology, group = self.policy.topology, self.policy.topology.groups.dp_cp
         if topology.world_size == 1:
             return completions
-        parts: list[list[Completion]] = [[] for _ in range(group.size())] if self._leads else []
+        parts: list[list[Completion]] = [[] for _ in range(group.size())] if self._ranks.leads else []
         if topology.tensor_rank == topology.pipeline_rank == 0:
             dist.gather_object(completions, parts or None, dist.get_global_rank(group, 0), group)
         return [completion for part in parts for completion in part]

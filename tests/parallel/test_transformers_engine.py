@@ -3,6 +3,7 @@ and the run survives its failures."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import os
@@ -19,11 +20,11 @@ from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, Logprob
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
-from rl_megatron.generation.interfaces import EngineFailed, Sampling
+from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling
 from rl_megatron.generation.transformers import engine as transformers_engine
 from rl_megatron.generation.transformers import process as worker_process
 from rl_megatron.generation.transformers.engine import TransformersEngine
-from rl_megatron.generation.transformers.process import EngineWorkers
+from rl_megatron.generation.transformers.process import EngineRequests, EngineWorkers
 from rl_megatron.losses import build_loss
 from rl_megatron.training.metrics import NonFiniteLoss
 from rl_megatron.weight_sync.exporter import WeightExporter
@@ -334,6 +335,30 @@ def test_a_taken_port_is_replaced_and_an_error_of_the_engine_ends_the_refit(rank
         assert found["seconds to fail"] < 20, "a rank waited for the timeout"
     (line,) = first["log"]  # of the taken port: an error that the engine raises is not retried
     assert "starting the engines again (1 of at most 3 times)" in line
+
+
+def cancelled() -> list[str]:
+    """Cancel a task that awaits a request; return the requests that the engine's process was told to end."""
+    aborted, abort = [], EngineRequests.abort
+
+    def recorded(self, request_id):
+        aborted.append(request_id)
+        abort(self, request_id)
+
+    async def cancel(engine) -> None:
+        task = asyncio.ensure_future(engine.submit(Request("a", (1, 2), SAMPLING, 1)))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        await engine.submit(Request("b", (1, 2), SAMPLING, 1))
+
+    with serving({}) as (_, engine), patched(EngineRequests, "abort", recorded):
+        asyncio.run(cancel(engine))
+    return aborted
+
+
+def test_a_request_that_nobody_awaits_any_more_is_ended(ranks):
+    assert ranks.run(1, cancelled) == [["a"]]
 
 
 # --- the logprob check ---

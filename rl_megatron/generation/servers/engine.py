@@ -118,13 +118,7 @@ class ServerEngine:
         return metrics
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete the requests of rank 0 together; see `RolloutEngine.complete`.
-
-        Raises:
-            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
-            EngineFailed: On every rank, if an answer cannot be used, or servers die more often than
-                `generation.max_engine_restarts`.
-        """
+        """Complete the requests of rank 0 together; see `RolloutEngine.complete`."""
         self.policy.model.require_head("lm", "generate")
         self._ranks.run_on_rank0(lambda: self._check_lengths(requests), (ConfigError,))
         if self._served is None:
@@ -156,8 +150,8 @@ class ServerEngine:
     def sleep(self) -> None:
         """Let the servers release their memory, so that the policy can train on the same GPUs.
 
-        The next `sync` wakes them. Every rank calls it. It does nothing if no server runs, if they sleep
-        already, or if they are of a kind that does not sleep.
+        The next `sync` wakes them. Every rank calls it. It does nothing if no server runs, if they sleep already, or if
+        they are of a kind that does not sleep.
         """
         if self._kind.sleeps and self._sync is not None and not self._asleep:
             self._served, self._asleep = None, True

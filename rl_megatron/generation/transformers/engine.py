@@ -72,13 +72,7 @@ class TransformersEngine:
         return metrics
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete the requests of rank 0 together; see `RolloutEngine.complete`.
-
-        Raises:
-            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
-            EngineFailed: On every rank, if the engine generated with other weights than the policy's, or engines die
-                more often than `generation.max_engine_restarts`.
-        """
+        """Complete the requests of rank 0 together; see `RolloutEngine.complete`."""
         self.policy.model.require_head("lm", "generate")
         longest = self.policy.model_config.max_sequence_length
         self._ranks.run_on_rank0(lambda: check_requests(requests, longest, self.policy.vocab_size), (ConfigError,))
