@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,9 @@ from rl_megatron.data.token_keys import is_per_token
 from rl_megatron.topology.collectives import from_all_ranks
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.reductions import RankReduction
-from rl_megatron.topology.topology import Topology
+
+if TYPE_CHECKING:  # the topology imports megatron-core, which showing a batch does without
+    from rl_megatron.topology.topology import Topology
 
 LENGTHS, TRAJECTORIES, SAMPLED, DATA_SET = "input_lengths", "trajectory", "sampled_tokens", "data_set"
 """Facts of sequences: their tokens, the numbers of their trajectories, how many of their tokens count, and the place of

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from rl_megatron.batching.host_memory import TensorStore
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import is_per_token
-from rl_megatron.topology.topology import Topology
+
+if TYPE_CHECKING:  # the topology imports megatron-core, which showing a batch does without
+    from rl_megatron.topology.topology import Topology
 
 ROUND_BYTES = 1 << 26
 """The bytes that a rank sends in one round, at most, unless one sequence alone is larger."""
