@@ -27,7 +27,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import is_per_token
 from rl_megatron.topology.collectives import from_all_ranks
 from rl_megatron.topology.ranks import Ranks
-from rl_megatron.topology.reductions import RankReduction
+from rl_megatron.topology.reductions import ALONE, RankReduction
 
 if TYPE_CHECKING:  # the topology imports megatron-core, which showing a batch does without
     from rl_megatron.topology.topology import Topology
@@ -205,7 +205,7 @@ class Batch(MutableMapping[str, Any]):
     @property
     def ranks(self) -> RankReduction:
         """Return the data-parallel ranks that share the batch: this one alone if it is whole."""
-        return RankReduction() if self.topology is None else reduction_over(self.topology)
+        return ALONE if self.topology is None else RankReduction(self.topology.groups.dp, self.topology.device)
 
     @property
     def all_ranks(self) -> Ranks:
@@ -335,15 +335,15 @@ class Batch(MutableMapping[str, Any]):
         """
         numbers = torch.tensor(chosen)
         is_real = numbers != PADDING
-        places = torch.searchsorted(self.numbers, numbers)
+        places = torch.searchsorted(self.numbers, numbers[is_real])
         found = BatchedDataDict()
         for key, values in self.own.items():
-            if isinstance(values, list):
-                found[key] = [values[place if real else first] for place, real in zip(places, is_real, strict=True)]
+            if isinstance(values, list):  # only whole batches have some
+                found[key] = [values[first if number == PADDING else number] for number in chosen]
                 continue
             cut = values if width is None or not is_per_token(key, values, self.width) else values[:, :width]
-            found[key] = cut[places[is_real]]
-            if len(found[key]) < len(chosen):
+            found[key] = cut[places]
+            if len(places) < len(chosen):
                 found[key] = self._insert_padding(key, found[key], is_real, cut[first : first + 1])
         return found
 
@@ -361,11 +361,6 @@ class Batch(MutableMapping[str, Any]):
         else:
             values[~is_real] = padding
         return values
-
-
-def reduction_over(topology: Topology | None) -> RankReduction:
-    """Return the data-parallel ranks of a layout."""
-    return RankReduction() if topology is None else RankReduction(topology.groups.dp, topology.device)
 
 
 def _count_sequences(own: BatchedDataDict | None, topology: Topology | None, moved: Moved) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from rl_megatron.batching.batch import Batch, reduction_over
+from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching, require_count
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.ownership import OwnershipPlanner, default_blocks, plan_ownership
@@ -101,8 +101,8 @@ class StepPlanner:
         planner = OwnershipPlanner(
             batch.lengths.numpy(), batch.width, batching, topology, self.cost, blocks, group_size=1, groups=of_groups
         )
-        ranks = reduction_over(topology)
-        return batch.move_to_owners(plan_ownership(planner, sizes, batch.homes.numpy(), topology.data_rank, ranks))
+        ownership = plan_ownership(planner, sizes, batch.homes.numpy(), topology.data_rank, batch.ranks)
+        return batch.move_to_owners(ownership)
 
 
 def _require_logprobs(batch: Batch, loss: Loss, on_policy: bool, steps: int) -> None:

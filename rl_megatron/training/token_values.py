@@ -51,7 +51,12 @@ class TokenValues:
                 `first_column` and those beyond a sequence's end.
         """
         batch, topology, place = self.batch, self.topology, self.step.place
-        counts = [[list(map(self._count, chosen)) for chosen in shapes.sequences] for shapes in self.step.ranks]
+        lengths = batch.lengths.tolist()
+
+        def count(number: int) -> int:  # a padding sequence has no values
+            return 0 if number == PADDING else max(lengths[number] - self.first_column, 0)
+
+        counts = [[list(map(count, chosen)) for chosen in shapes.sequences] for shapes in self.step.ranks]
         totals = [sum(map(sum, of_rank)) for of_rank in counts]
         mine = torch.zeros(max(totals), *entry.shape, dtype=entry.dtype, device=topology.device)
         if topology.is_last_stage:
@@ -63,13 +68,9 @@ class TokenValues:
         for shapes, total, values in zip(self.step.ranks, totals, of_ranks, strict=True):
             chosen = [number for number in chain.from_iterable(shapes.sequences) if number != PADDING]
             indices = torch.searchsorted(batch.numbers, torch.tensor(chosen, dtype=torch.long)).tolist()
-            places = _places(list(map(self._count, chosen)), indices, batch.width, self.first_column)
+            places = _places(list(map(count, chosen)), indices, batch.width, self.first_column)
             found.flatten(0, 1)[places] = values[:total]
         return found
-
-    def _count(self, number: int) -> int:
-        """Return how many values a sequence has: a padding sequence has none."""
-        return 0 if number == PADDING else max(int(self.batch.lengths[number]) - self.first_column, 0)
 
     def _of_all_ranks(self, mine: Tensor) -> Tensor:
         """Return the values [ranks, n, …] of all data-parallel ranks on the host, from this rank's [n, …].
