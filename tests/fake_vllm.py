@@ -6,8 +6,10 @@ It counts up from the prompt's last token: after 5 come 6, 7, 8. Every logprob i
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlparse
+
+from tests.http_server import HttpServer
 
 VOCAB_SIZE = 50
 SETTINGS = {
@@ -52,8 +54,7 @@ class FakeVllm:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 fake.post(self, json.loads(body) if body else {})
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.server.daemon_threads = True
+        self.server = HttpServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 

@@ -7,7 +7,7 @@ import json
 import random
 import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from rl_megatron.losses import PreferenceLoss
 from rl_megatron.rewards.calling import RewardFunction
 from rl_megatron.rewards.functions import RewardModelServer
 from rl_megatron.rewards.reward_models import RewardModels
+from tests.http_server import HttpServer
 from tests.parallel.layouts import MODEL, build_policy
 from tests.unit.data.chat_families import assistant, template_of, user, write_tokenizer
 from tests.unit.rollouts.engines import samples_of
@@ -154,7 +155,7 @@ def server(scored, home):
         def log_message(self, format, *arguments):
             pass
 
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Scoring)
+    running = HttpServer(("127.0.0.1", 0), Scoring)
     threading.Thread(target=running.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{running.server_port}/pooling"
     running.shutdown()

@@ -229,8 +229,8 @@ def parsed(arguments=None):
 def main():
     args = parsed()
     torch.set_num_threads(1)
+    ThreadingHTTPServer.request_queue_size = 512  # of Python's five, the system would drop what many clients add
     http = ThreadingHTTPServer((args.host, args.port), handler_of(Server(args)))
-    http.daemon_threads = True
     print(f"stand-in for SGLang at {http.server_address}", flush=True)
     threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}).start()
 

@@ -3,7 +3,7 @@
 import json
 import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
 from rl_megatron.topology.ranks import Ranks
+from tests.http_server import HttpServer
 
 VOCAB = 12
 # Row i has the logprobs of the token after token i.
@@ -77,8 +78,8 @@ class Answering(BaseHTTPRequestHandler):
 @contextmanager
 def served(**faults):
     """Run the server; yield a teacher behind it, with two further attempts for each request."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    server.daemon_threads, server.faults = True, faults
+    server = HttpServer(("127.0.0.1", 0), Answering)
+    server.faults = faults
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}/v1"

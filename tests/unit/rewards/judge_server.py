@@ -5,7 +5,9 @@ import re
 import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.http_server import HttpServer
 
 LATE_SECONDS = 1.5
 
@@ -66,8 +68,7 @@ class Judging(BaseHTTPRequestHandler):
 @contextmanager
 def judging():
     """Run the server; yield it with its `url`, the `requests` that it got, and how often it has `seen` each."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judging)
-    server.daemon_threads = True
+    server = HttpServer(("127.0.0.1", 0), Judging)
     server.lock, server.requests, server.seen = threading.Lock(), [], {}
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import statistics
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -13,6 +13,7 @@ from rl_megatron.rewards.calling import RewardFunction
 from rl_megatron.rewards.functions import RewardModelServer
 from rl_megatron.rewards.running_statistics import RunningStatistics
 from rl_megatron.rewards.samples import Sample
+from tests.http_server import HttpServer
 
 # Path → what the server makes of a request: the number of characters of the text, in the form of vLLM's endpoint.
 REPLIES = {
@@ -38,7 +39,7 @@ class Scoring(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def server():
-    running = HTTPServer(("127.0.0.1", 0), Scoring)
+    running = HttpServer(("127.0.0.1", 0), Scoring)
     threading.Thread(target=running.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{running.server_port}"
     running.shutdown()
