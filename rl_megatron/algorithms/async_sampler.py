@@ -189,7 +189,7 @@ class AsyncSampler:
         for group in silent:
             metrics.add(replace(group.scores.metrics, scores={}))
         others = self._ranks.share(lambda: metrics.values() | self._queue_metrics(groups, idle))
-        prompts = [prompt for group in (() if groups is None else groups.used) for prompt in group.prompts]
+        prompts = [result.task.prompt for group in (() if groups is None else groups.used) for result in group.results]
         self._record.add(0, rollouts, prompts, RewardMetrics() if used is None else used.metrics)
         return rollouts, statistics(seen, self._group_size) | others
 
@@ -203,14 +203,13 @@ class AsyncSampler:
 
     def _counts(self, group: Group) -> bool:
         """Return whether a sample of a group may be learned from."""
-        return bool(self._stage.rollouts.samples_that_count(group.results, self._group_size).any())
+        return bool(self._stage.rollouts.on_failure.samples_that_count(group.scores.made, self._group_size).any())
 
     def _assembled_here(self, groups: Sequence[Group]) -> Scored:
-        prompts = [prompt for group in groups for prompt in group.prompts]
         results = [result for group in groups for result in group.results]
         scores = Scores.joined([group.scores for group in groups])
-        scored = self._stage.rollouts.assembled(prompts, results, scores, self._sampling, self._group_size)
-        add_data_sets(scored.batch, prompts, self._mixture)
+        scored = self._stage.rollouts.assemble(results, scores, self._sampling, self._group_size)
+        add_data_sets(scored.batch, [result.task.prompt for result in results], self._mixture)
         return scored
 
     def _queue_metrics(self, groups: StepGroups | None, idle: float | None) -> dict[str, float]:
@@ -271,6 +270,6 @@ def _logged(step: int, groups: StepGroups, outcome: Mapping[str, float]) -> Logg
     used = []
     for group in groups.used:
         versions = sorted(group.versions)
-        location = group.prompts[0].problem.location or ""
+        location = group.results[0].task.prompt.problem.location or ""
         used.append(LoggedGroup(group.number, location, list(group.ages), [*versions[:1], *versions[-1:]]))
     return LoggedStep(step, used, dict(groups.dropped), dict(outcome))

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.generation.interfaces import Completion, EngineLost, Request, Sampling
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.group_queue import GroupQueue, QueueRules, Taken
@@ -25,14 +24,12 @@ class Group:
 
     Attributes:
         number: Its place in the stream of prompts.
-        prompts: The prompt of each trajectory.
-        results: What became of each.
+        results: What became of each trajectory.
         scores: Their scores.
         ages: The age of each trajectory, in steps: that of its oldest token.
     """
 
     number: int
-    prompts: Sequence[EncodedPrompt]
     results: Sequence[TaskResult]
     scores: Scores
     ages: Sequence[int]
@@ -112,7 +109,7 @@ class AsyncRollouts:
         self._ready: dict[int, Group] = {}
         self._equal: list[Group] = []
         self._taken: StepGroups | None = None
-        self._to_score: list[tuple[int, list[RolloutTask], list[TaskResult]]] = []
+        self._to_score: list[tuple[int, list[TaskResult]]] = []
         self._scoring: asyncio.Task[None] | None = None
         self._places = asyncio.Semaphore(rollouts.runner.rules.concurrency)
         self._step_of_version: dict[int, int] = {}
@@ -239,10 +236,9 @@ class AsyncRollouts:
     async def _run(self, number: int) -> None:
         """Make the trajectories of a group, and hand them to the scorer."""
         try:
-            tasks = self._tasks_at(number)
             async with asyncio.TaskGroup() as together:
-                work = [together.create_task(self._attempts(task)) for task in tasks]
-            self._to_score.append((number, tasks, [each.result() for each in work]))
+                work = [together.create_task(self._attempts(task)) for task in self._tasks_at(number)]
+            self._to_score.append((number, [attempts.result() for attempts in work]))
             if self._scoring is None:
                 self._scoring = asyncio.get_running_loop().create_task(self._score())
         except BaseExceptionGroup as errors:
@@ -276,8 +272,8 @@ class AsyncRollouts:
             while self._to_score:
                 waiting, self._to_score = self._to_score, []
                 scores = await asyncio.get_running_loop().run_in_executor(self._thread, self._scores, waiting)
-                for (number, tasks, results), of_group in zip(waiting, scores, strict=True):
-                    self._complete_group(number, tasks, results, of_group)
+                for (number, results), of_group in zip(waiting, scores, strict=True):
+                    self._complete_group(number, results, of_group)
                 self._start_groups()
                 self._changed.set()
         except Exception as error:
@@ -285,18 +281,16 @@ class AsyncRollouts:
         finally:
             self._scoring = None
 
-    def _scores(self, groups: Sequence[tuple[int, list[RolloutTask], list[TaskResult]]]) -> list[Scores]:
-        return [
-            self._rollouts.score([task.prompt for task in tasks], results, self._scorer) for _, tasks, results in groups
-        ]
+    def _scores(self, groups: Sequence[tuple[int, list[TaskResult]]]) -> list[Scores]:
+        return [self._rollouts.score(results, self._scorer) for _, results in groups]
 
-    def _complete_group(self, number: int, tasks: list[RolloutTask], results: list[TaskResult], scores: Scores) -> None:
+    def _complete_group(self, number: int, results: list[TaskResult], scores: Scores) -> None:
         if self._running.pop(number, None) is None:
             return  # it was dropped while it was scored
-        group = Group(number, [task.prompt for task in tasks], results, replace(scores, samples=()), ())
+        group = Group(number, results, replace(scores, samples=()), ())
         steps = [self._step_of_version[version] for result in results for version in _versions(result)]
         # Masked trajectories are not compared, because nothing would be learned from the difference to their 0.
-        rewards = scores.rewards[self._rollouts.samples_that_count(results, len(results))].tolist()
+        rewards = scores.rewards[self._rollouts.on_failure.samples_that_count(scores.made, len(results))].tolist()
         differs = any(reward != rewards[0] for reward in rewards)
         # A group whose trajectories all failed has no token.
         if self.queue.complete(number, min(steps, default=self.queue.next_step), differs):
@@ -341,9 +335,5 @@ class _Idle:
 
 def _versions(result: TaskResult) -> set[int]:
     """Return the versions of the weights that sampled a trajectory."""
-    return {
-        span.version
-        for trajectory in result.trajectories
-        for turn in trajectory.turns
-        for span in turn.completion.versions
-    }
+    turns = () if result.trajectory is None else result.trajectory.turns
+    return {span.version for turn in turns for span in turn.completion.versions}

@@ -39,12 +39,14 @@ class TaskResult:
     """What became of a task.
 
     Attributes:
-        trajectories: What the worker returned; empty if it failed.
+        task: The task.
+        trajectory: What the worker returned, or None if it failed.
         failure: Why it failed, or None.
         attempts: How often it was tried.
     """
 
-    trajectories: Sequence[Trajectory]
+    task: RolloutTask
+    trajectory: Trajectory | None
     failure: str | None = None
     attempts: int = 1
 

@@ -194,10 +194,10 @@ class RolloutRunner:
             )  # fmt: skip
             tries += 1
             try:
-                made = await within_limit(
-                    self._trajectories(client, sampling), seconds, client, seconds_to_end=rules.seconds_to_end
+                trajectory = await within_limit(
+                    self._trajectory(client, sampling), seconds, client, seconds_to_end=rules.seconds_to_end
                 )
-                return TaskResult(made, attempts=tries)
+                return TaskResult(task, trajectory, attempts=tries)
             except (EngineFailed, NonFiniteLoss, ConfigError, asyncio.CancelledError):
                 raise
             except Exception as error:  # whatever the worker, an environment or a tool raises
@@ -210,9 +210,9 @@ class RolloutRunner:
                 log.LOGGER.warning("%s; attempt %d of %d", failure, failed, rules.retries + 1)
         if rules.fails_run:
             raise RolloutFailed(failure)
-        return TaskResult((), failure, tries)
+        return TaskResult(task, None, failure, tries)
 
-    async def _trajectories(self, client: RolloutClient, sampling: Sampling) -> list[Trajectory]:
+    async def _trajectory(self, client: RolloutClient, sampling: Sampling) -> Trajectory:
         """Return what the worker makes with a client, whose tokens are those of the engine."""
         try:
             made = list(await self._worker(client, client.prompt.record.values, sampling))
@@ -229,7 +229,7 @@ class RolloutRunner:
             kinds = ", ".join(type(each).__name__ for each in made)
             raise ValueError(f"it returned [{kinds}], and a list with one Trajectory that has a completion is wanted")
         client.check(made[0])
-        return [checked_values(made[0])]
+        return checked_values(made[0])
 
 
 async def within_limit(

@@ -22,7 +22,6 @@ from rl_megatron.rollouts.batch import component_keys, trajectory_batch
 from rl_megatron.rollouts.rounds import RolloutTask, TaskResult
 from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, RolloutFailed, RolloutRunner
 from rl_megatron.rollouts.tools.toolbox import COUNTS
-from rl_megatron.rollouts.trajectory import Trajectory
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.timing import phase
 
@@ -33,11 +32,13 @@ class Scores:
 
     Attributes:
         samples: The last turn of each trajectory, as reward functions get it.
+        made: Which trajectories did not fail, [N] bool.
         rewards: The reward of each trajectory; 0 for one that failed.
         metrics: The metrics of the reward functions.
     """
 
     samples: Sequence[Sample]
+    made: torch.Tensor
     rewards: torch.Tensor
     metrics: RewardMetrics
 
@@ -51,7 +52,8 @@ class Scores:
             of_parts = [part.metrics.scores.get(name) or [None] * len(part.rewards) for part in parts]
             metrics.scores[name] = [score for of_part in of_parts for score in of_part]
         samples = [sample for part in parts for sample in part.samples]
-        return cls(samples, torch.cat([part.rewards for part in parts]), metrics)
+        made, rewards = (torch.cat([getattr(part, name) for part in parts]) for name in ("made", "rewards"))
+        return cls(samples, made, rewards, metrics)
 
 
 @dataclass(frozen=True)
@@ -155,71 +157,59 @@ class ScoredRollouts:
             EngineFailed: The engine cannot go on.
             NonFiniteLoss: Logits are NaN or infinite.
         """
-        prompts = prompts if self.runner.ranks.leads else ()
-        results = self.runner.run(tasks_of(prompts, seed), engine, sampling)
-        batch = self.runner.ranks.run_on_rank0(lambda: self._batch(prompts, results, sampling), ROLLOUT_ERRORS)
+        ranks = self.runner.ranks
+        results = self.runner.run(tasks_of(prompts, seed) if ranks.leads else (), engine, sampling)
+        batch = ranks.run_on_rank0(lambda: self._batch(results, sampling), ROLLOUT_ERRORS)
         with phase("reward"):
-            scores = self.score(prompts, results, self.scorer)
-        return self.runner.ranks.run_on_rank0(
+            scores = self.score(results, self.scorer)
+        return ranks.run_on_rank0(
             lambda: self._with_rewards(cast(BatchedDataDict, batch), results, scores, group_size), ROLLOUT_ERRORS
         )
 
-    def score(self, prompts: Sequence[EncodedPrompt], results: Sequence[TaskResult], scorer: Scorer) -> Scores:
-        """Return the scores of the trajectories of prompts. Collective, unless the scorer is alone.
+    def score(self, results: Sequence[TaskResult], scorer: Scorer) -> Scores:
+        """Return the scores of trajectories. Collective, unless the scorer is alone.
 
         Ranks other than 0 give no trajectories, and get no scores.
         """
-        trajectories = [_trajectory(result) for result in results]
         with_ids = scorer.reads_sequences
-        samples = [self._sample(*pair, with_ids) for pair in zip(prompts, trajectories, strict=True)]
-        rewards, metrics = _scored(scorer, samples, _made(results))
+        samples = [self._sample(result, with_ids) for result in results]
+        made = torch.tensor([result.trajectory is not None for result in results], dtype=torch.bool)
+        rewards, metrics = _scored(scorer, samples, made)
         if self.runner.makes_turns:
-            _observe(metrics, results, trajectories)
-        return Scores(samples, rewards, metrics)
+            _observe(metrics, results)
+        return Scores(samples, made, rewards, metrics)
 
-    def assembled(
-        self,
-        prompts: Sequence[EncodedPrompt],
-        results: Sequence[TaskResult],
-        scores: Scores,
-        sampling: Sampling,
-        group_size: int,
-    ) -> Scored:
+    def assemble(self, results: Sequence[TaskResult], scores: Scores, sampling: Sampling, group_size: int) -> Scored:
         """Return trajectories that have been made and scored, as `make` returns them. It is not collective.
 
         Raises:
             RolloutFailed: All trajectories failed.
             NonFiniteLoss: Logits were NaN or infinite.
         """
-        return self._with_rewards(self._batch(prompts, results, sampling), results, scores, group_size)
+        return self._with_rewards(self._batch(results, sampling), results, scores, group_size)
 
-    def samples_that_count(self, results: Sequence[TaskResult], group_size: int) -> torch.Tensor:
-        """Return which of the trajectories are learned from, [N] bool."""
-        return self.on_failure.samples_that_count(_made(results), group_size)
-
-    def _batch(
-        self, prompts: Sequence[EncodedPrompt], results: Sequence[TaskResult], sampling: Sampling
-    ) -> BatchedDataDict:
-        trajectories = [_trajectory(result) for result in results]
-        if all(each is None for each in trajectories):
+    def _batch(self, results: Sequence[TaskResult], sampling: Sampling) -> BatchedDataDict:
+        trajectories = [result.trajectory for result in results]
+        if all(trajectory is None for trajectory in trajectories):
             raise RolloutFailed(f"all {len(results)} trajectories failed; the first one: {results[0].failure}")
+        prompts = [result.task.prompt for result in results]
         return trajectory_batch(trajectories, prompts, sampling, self.runner.makes_turns)
 
-    def _sample(self, prompt: EncodedPrompt, trajectory: Trajectory | None, with_ids: bool) -> Sample:
+    def _sample(self, result: TaskResult, with_ids: bool) -> Sample:
         """Return a trajectory as reward functions get it: the completion is the last turn.
 
         Args:
-            prompt: The prompt.
-            trajectory: The trajectory, or None if it failed.
+            result: The trajectory, which may have failed.
             with_ids: Whether a reward model reads the tokens of the whole sequence.
         """
+        problem, trajectory = result.task.prompt.problem, result.trajectory
         if trajectory is None:
-            return Sample(prompt.problem, "", [], True)
+            return Sample(problem, "", [], True)
         turns = trajectory.turns
         ids = list(turns[-1].completion.ids)
         texts = [self.tokenizer.decode(turn.completion.ids) for turn in turns]
         sample = Sample(
-            prompt.problem, texts[-1], ids, trajectory.truncated, trajectory.messages,
+            problem, texts[-1], ids, trajectory.truncated, trajectory.messages,
             texts if len(texts) > 1 else (), trajectory.metadata, trajectory.environment_reward,
         )  # fmt: skip
         if not with_ids:
@@ -234,10 +224,9 @@ class ScoredRollouts:
         self, batch: BatchedDataDict, results: Sequence[TaskResult], scores: Scores, group_size: int
     ) -> Scored:
         """Return a batch with rewards, in which nothing is learned from trajectories that do not count."""
-        trajectories = [_trajectory(result) for result in results]
-        made, counts = _made(results), self.samples_that_count(results, group_size)
+        made, counts = scores.made, self.on_failure.samples_that_count(scores.made, group_size)
         if not counts.any():
-            first = next(result.failure for result in results if not result.trajectories)
+            first = next(result.failure for result in results if result.trajectory is None)
             if self.on_failure.masks_group:
                 raise RolloutFailed(
                     f"every group has a trajectory that failed, so nothing is left to learn from: {first}"
@@ -258,10 +247,9 @@ class ScoredRollouts:
         if self._with_components:
             components = component_keys(scores.metrics.scores, counts, self.runner.makes_turns)
             batch |= {key: index.spread(values) for key, values in components.items()}
-        num_sampled = [
-            0 if each is None else sum(len(turn.completion.ids) for turn in each.turns) for each in trajectories
-        ]
-        num_failed = len(trajectories) - int(made.sum())
+        turns = [() if result.trajectory is None else result.trajectory.turns for result in results]
+        num_sampled = [sum(len(turn.completion.ids) for turn in of_trajectory) for of_trajectory in turns]
+        num_failed = len(results) - int(made.sum())
         return Scored(batch, scores.samples, scores.rewards, num_sampled, scores.metrics, num_failed)
 
     def _say_masked(self, results: Sequence[TaskResult], left: torch.Tensor, masked: torch.Tensor) -> None:
@@ -274,7 +262,7 @@ class ScoredRollouts:
         """
         size = len(results) // len(left)
         for number in (masked & (left > 0)).nonzero()[:, 0].tolist():
-            failure = next(r.failure for r in results[number * size :] if not r.trajectories)
+            failure = next(r.failure for r in results[number * size :] if r.trajectory is None)
             log.LOGGER.warning(
                 "%d of the %d samples of a prompt did not fail, and at least %d are compared; nothing is learned from "
                 "them. The first failure: %s",
@@ -296,15 +284,6 @@ def tasks_of(prompts: Sequence[EncodedPrompt], seed: int, first: int = 0) -> lis
     ]
 
 
-def _made(results: Sequence[TaskResult]) -> torch.Tensor:
-    """Return which trajectories did not fail, [N] bool."""
-    return torch.tensor([bool(result.trajectories) for result in results], dtype=torch.bool)
-
-
-def _trajectory(result: TaskResult) -> Trajectory | None:
-    return result.trajectories[0] if result.trajectories else None
-
-
 def _scored(scorer: Scorer, samples: Sequence[Sample], made: torch.Tensor) -> tuple[torch.Tensor, RewardMetrics]:
     """Return the rewards of samples, 0 of those that were not made, and the metrics of reward functions."""
     there = [sample for sample, is_made in zip(samples, made.tolist(), strict=True) if is_made]
@@ -321,9 +300,10 @@ def _scored(scorer: Scorer, samples: Sequence[Sample], made: torch.Tensor) -> tu
     return torch.zeros(len(samples)).masked_scatter_(made, scored), metrics
 
 
-def _observe(metrics: RewardMetrics, results: Sequence[TaskResult], trajectories: Sequence[Trajectory | None]) -> None:
+def _observe(metrics: RewardMetrics, results: Sequence[TaskResult]) -> None:
     """Add metrics of trajectories with several turns."""
-    metrics.count("failed_trajectories", sum(each is None for each in trajectories))
+    trajectories = [result.trajectory for result in results]
+    metrics.count("failed_trajectories", sum(trajectory is None for trajectory in trajectories))
     metrics.count("retried_trajectories", sum(result.attempts > 1 for result in results))
     for trajectory in trajectories:
         if trajectory is not None:

@@ -76,4 +76,4 @@ def samples_of(written, prompts, tokenizer, sampling):
     scorer: Any = SimpleNamespace(score_samples=score, reads_sequences=True)
     runner: Any = SimpleNamespace(makes_turns=False)
     made = ScoredRollouts(runner, scorer, tokenizer)
-    return made.score(prompts, results, scorer).samples
+    return made.score(results, scorer).samples

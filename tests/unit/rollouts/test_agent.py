@@ -81,7 +81,7 @@ result({"reward": 0.5, "metadata": {"number": record["number"], "text": text}})
     engine = RandomTokens(range(48, 58))
     results = run(tmp_path, program, number=2, engine=engine)
     for number, result in enumerate(results):
-        (trajectory,) = result.trajectories
+        trajectory = result.trajectory
         assert trajectory.reward == 0.5 and trajectory.metadata["number"] == number
         (segment,) = trajectory.segments
         turns = [CHARACTERS.decode(turn.completion.ids) for turn in segment.turns]
@@ -105,7 +105,7 @@ result({"reward": 0.5, "metadata": {"number": record["number"], "text": text}})
 def test_a_program_that_fails_is_a_failed_attempt(tmp_path, program, message):
     began = time.monotonic()
     (result,) = run(tmp_path, program, timeout_seconds=3.0)
-    assert result.trajectories == ()
+    assert result.trajectory is None
     assert re.search(message, result.failure), result.failure
     assert "trajectory 7-0 (x:0)" in result.failure and time.monotonic() - began < 15
 
@@ -159,7 +159,7 @@ if record["number"]:
     time.sleep(600)
 """
     results = run(tmp_path, program, number=2, timeout_seconds=2.0)
-    assert [bool(result.trajectories) for result in results] == [True, False]
+    assert [bool(result.trajectory) for result in results] == [True, False]
     pids = [int((tmp_path / f"pid{number}").read_text()) for number in range(2)]
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
@@ -175,7 +175,7 @@ ask("a")
 result({"metadata": dict(os.environ)})
 """
     (result,) = run(tmp_path, program, environment={"SEARCH_API_KEY": None, "MINE": "5"})
-    seen = result.trajectories[0].metadata
+    seen = result.trajectory.metadata
     assert "OTHER_TOKEN" not in seen and "RANK" not in seen
     assert (seen["SEARCH_API_KEY"], seen["MINE"], seen["ORDINARY"]) == ("secret-2", "5", "kept")
     assert seen["OPENAI_BASE_URL"].startswith("http://127.0.0.1:")
@@ -200,7 +200,7 @@ def test_a_worker_of_the_users_own_can_use_the_gateway(tmp_path):
         return [trajectory]
 
     results = run(tmp_path, "", worker=worker, fails_run=True)
-    assert len(results[0].trajectories[0].segments) == 3 and len(keys[0]) > 30
+    assert len(results[0].trajectory.segments) == 3 and len(keys[0]) > 30
 
 
 def test_a_client_that_is_gone_delays_nobody(tmp_path):
@@ -219,7 +219,7 @@ def test_a_client_that_is_gone_delays_nobody(tmp_path):
             return [session.trajectory()]
 
     results = run(tmp_path, "", number=2, worker=worker, fails_run=True)
-    first, second = (result.trajectories[0] for result in results)
+    first, second = (result.trajectory for result in results)
     assert first.metadata == {"unheard_completions": 1} and second.metadata == {}
     assert len(first.turns) == len(second.turns) == 1
 

@@ -213,7 +213,7 @@ def test_dynamic_sampling_drops_a_group_that_differs_only_by_a_failure(made):
     sync(rollouts, engine, 0)
     groups = rollouts.take(restore=lambda: None)
     assert len(groups.used) == 3 and not failures
-    assert all(result.trajectories for group in groups.used for result in group.results)
+    assert all(result.trajectory for group in groups.used for result in group.results)
 
 
 @pytest.mark.parametrize(("group", "stays"), [(2, False), (3, True)])
@@ -233,7 +233,7 @@ def test_dynamic_sampling_compares_the_samples_that_did_not_fail(made, monkeypat
     rollouts.begin()
     sync(rollouts, engine, 0)
     groups = rollouts.take(restore=lambda: None)
-    failed = [result for of_group in groups.used for result in of_group.results if not result.trajectories]
+    failed = [result for of_group in groups.used for result in of_group.results if not result.trajectory]
     assert len(groups.used) == 3 and not failures and bool(failed) == stays
     assert len(groups.equal) == (not stays)
 

@@ -64,7 +64,7 @@ def talk(engine, prompts, name, kwargs=None, turns=(), max_turns=8, limits=NO_LI
 def test_only_the_turns_of_the_policy_are_learned_from():
     asked = [prompt()]
     (result,) = talk(Says("5", "42", "3"), asked, "Guess")
-    (trajectory,) = result.trajectories
+    trajectory = result.trajectory
     batch = trajectory_batch([trajectory], asked, SAMPLING, has_turns=True)
     table = [  # token, mask, turn, reward
         ("n", 0, -1, 0), ("?", 0, -1, 0),
@@ -86,15 +86,15 @@ def test_only_the_turns_of_the_policy_are_learned_from():
 def test_a_conversation_is_truncated_at_a_limit():
     engine = Says(*"0123")
     (result,) = talk(engine, [prompt()], "Greets", {"how": "forever"}, max_turns=3)
-    (trajectory,) = result.trajectories
+    trajectory = result.trajectory
     assert trajectory.truncated and len(trajectory.turns) == 3
     (result,) = talk(Says(*"0123"), [prompt()], "Greets", {"how": "forever"}, limits=TokenLimits(8, 100))
-    (trajectory,) = result.trajectories
+    trajectory = result.trajectory
     assert trajectory.truncated and len(trajectory.turns) == 2, "hi 0. s 1. s: nothing fits behind them"
     (result,) = talk(Says("0"), [prompt()], "Greets", {"how": "cut"})
-    assert result.trajectories[0].truncated and len(result.trajectories[0].turns) == 1
+    assert result.trajectory.truncated and len(result.trajectory.turns) == 1
     (result,) = talk(Says("0"), [prompt()], "Greets")
-    assert not result.trajectories[0].truncated
+    assert not result.trajectory.truncated
     with pytest.raises(RolloutFailed, match="raised HistoryFull: trajectory 7-0 has 2 tokens"):
         talk(Says("0"), [prompt()], "Greets", limits=TokenLimits(2, 100))
 
@@ -106,7 +106,7 @@ def test_what_reset_returns_takes_the_place_of_the_prompt(tmp_path):
     engine = Says("0")
     (result,) = talk(engine, [prompt("old")], "Gym", max_turns=1)
     assert engine.requests[0].prompt == tuple(map(ord, "go"))
-    assert result.trajectories[0].metadata == {"began": True, "answer": "0"}
+    assert result.trajectory.metadata == {"began": True, "answer": "0"}
     tokenizer = load_tokenizer(write_tokenizer("qwen3", tmp_path))
     renderer = Renderer(PromptsConfig(format="chat", system_prompt="Be kind."), tokenizer)
     asked = renderer.prompt(Problem("", "", {"messages": [user("old")]}, "chats:1"))
@@ -114,7 +114,7 @@ def test_what_reset_returns_takes_the_place_of_the_prompt(tmp_path):
     engine, made = RandomTokens([50, 51], stop_id=end), environments("Greets")
     sampling = Sampling(4, stop_ids=(end,))
     (result,) = run(Conversation(made).rollout, [asked], engine, tokenizer, sampling=sampling, owned=[made])
-    said = [(each["role"], each["content"]) for each in result.trajectories[0].messages]
+    said = [(each["role"], each["content"]) for each in result.trajectory.messages]
     assert said[:2] == [("system", "Be kind."), ("user", "hi")] and said[-1] == ("user", "bye")
     assert "old" not in tokenizer.decode(engine.rounds[0][0].prompt)
 
@@ -158,7 +158,7 @@ def test_tools_answer_calls_and_the_environment_all_other_turns():
     made = environments("Guess")
     worker = Conversation(made, Doubles).rollout
     (result,) = run(worker, [prompt(number=8)], Says("[4]", "7", "8"), AnyText(), owned=[made])
-    (trajectory,) = result.trajectories
+    trajectory = result.trajectory
     assert [(each["role"], each["content"]) for each in trajectory.messages[1:]] == [
         ("assistant", "[4]"), ("tool", "8"), ("assistant", "7"), ("user", "?"), ("assistant", "8"), ("user", "right")
     ]  # fmt: skip
@@ -168,14 +168,14 @@ def test_tools_answer_calls_and_the_environment_all_other_turns():
 def test_without_an_environment_a_turn_without_a_call_is_the_last():
     for texts, number, ends in ((("[4]", "[3]", "7"), 3, False), (("7",), 1, False), (("[4]", "[0]"), 2, True)):
         (result,) = run(Conversation(None, Doubles).rollout, [prompt()], Says(*texts), AnyText())
-        assert (len(result.trajectories[0].turns), result.trajectories[0].truncated) == (number, ends)
+        assert (len(result.trajectory.turns), result.trajectory.truncated) == (number, ends)
 
 
 def test_an_environment_of_nemo_rl_gets_its_metadata_back_and_stops_turns():
     engine = Says(*"abc")
     state = {"goal": 3, "turns": 0}
     (result,) = talk(engine, [prompt(extra_env_info=state)], "OfNemo", {"cfg": {"sign": "!"}})
-    (trajectory,) = result.trajectories
+    trajectory = result.trajectory
     assert [turn.reward for turn in trajectory.turns] == [0.0, 0.0, 1.0] and not trajectory.truncated
     assert [message["content"] for message in trajectory.messages] == ["n?", "a", "1!", "b", "2!", "c", "3!"]
     assert trajectory.metadata == {"answer": "c"}
@@ -186,11 +186,11 @@ def test_an_environment_of_nemo_rl_gets_its_metadata_back_and_stops_turns():
 def test_a_process_that_ends_costs_only_the_attempt_of_the_guilty_one(caplog):
     asked = [prompt(number=number) for number in range(6)]
     results = talk(Says(*"x" * 100), asked, "Dies", retries=1, fails_run=False)
-    assert [bool(result.trajectories) for result in results] == [True, False] + [True] * 4
+    assert [bool(result.trajectory) for result in results] == [True, False] + [True] * 4
     assert "trajectory 7-1r1 (file:1): the rollout worker raised HostedCallFailed: environment " in results[1].failure
     assert "ended its process, which exited with status 3" in results[1].failure
     assert results[1].attempts == 2 and all(result.attempts <= 3 for result in results)
-    assert any(result.attempts > 1 for result in results if result.trajectories)
+    assert any(result.attempts > 1 for result in results if result.trajectory)
     assert "it begins again, which does not count as an attempt" in caplog.text
 
 
@@ -208,7 +208,7 @@ def test_a_process_that_ends_for_no_reason_again_and_again_fails_the_task():
 
 def test_a_reward_that_is_not_a_number_is_named_with_its_trajectory():
     (result,) = talk(Says("0"), [prompt()], "Greets", {"how": "nan"}, fails_run=False)
-    assert not result.trajectories
+    assert not result.trajectory
     assert result.failure.startswith("trajectory 7-0 (file:3): the rollout worker raised HostedCallFailed: environment")
     assert "Greets.step() in a worker process returned the reward nan; a reward is a finite number" in result.failure
 

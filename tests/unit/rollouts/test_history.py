@@ -56,7 +56,7 @@ def test_sampled_ids_are_learned_from_bitwise(chat):
     engine = RandomTokens(ordinary(tokenizer), stop_id=end)
     prompts = [prompt(f"What is {number} + 3?") for number in range(HISTORIES)]
     results = run(talk, prompts, engine, tokenizer, sampling=Sampling(8, stop_ids=(end,)))
-    trajectories = [result.trajectories[0] for result in results]
+    trajectories = [result.trajectory for result in results]
     batch = trajectory_batch(trajectories, prompts, Sampling(8), has_turns=True)
     sampled = [(r.prompt, engine.completion(r)) for requests in engine.rounds for r in requests]
     learned = {}
@@ -136,7 +136,7 @@ def test_a_template_that_drops_thinking_makes_two_segments(thinking):
     engine = Thinks(tokenizer.encode_special("<think>5</think>Five<|im_end|>").ids)
     sampling = Sampling(20, stop_ids=(tokenizer.eos_id,))
     (result,) = run(ask_twice, [prompt], engine, tokenizer, sampling=sampling)
-    (trajectory,) = result.trajectories
+    trajectory = result.trajectory
     answer = "<|im_start|>assistant\n<think>5</think>Five<|im_end|>"
     first, second = texts(tokenizer, trajectory)
     assert first == f"<|im_start|>user\n2 + 3?<|im_end|>\n{answer}"
@@ -154,7 +154,7 @@ def test_a_history_is_kept_if_the_configuration_says_so(thinking):
     engine = Thinks(tokenizer.encode_special("<think>5</think>Five<|im_end|>").ids)
     sampling = Sampling(20, stop_ids=(tokenizer.eos_id,))
     (result,) = run(ask_twice, [prompt], engine, tokenizer, sampling=sampling, on_rewrite="keep")
-    (text,) = texts(tokenizer, result.trajectories[0])
+    (text,) = texts(tokenizer, result.trajectory)
     answer = "<|im_start|>assistant\n<think>5</think>Five<|im_end|>"
     assert text == (f"<|im_start|>user\n2 + 3?<|im_end|>\n{answer}\n<|im_start|>user\nAnd 4 + 4?<|im_end|>\n{answer}")
     with pytest.raises(RolloutFailed, match=r"writes 'Five.*' where the conversation has '<think>5</think>Five"):
@@ -174,7 +174,7 @@ def test_plain_text_is_appended_as_it_is():
     prompt = EncodedPrompt(tokenizer.encode("2+3="), problem, Record({}, "x:1"))
     engine = RandomTokens([ord("4")], stops=1.0)
     (result,) = run(worker, [prompt], engine, tokenizer)
-    (segment,) = result.trajectories[0].segments
+    (segment,) = result.trajectory.segments
     assert segment.ids == [*map(ord, "2+3="), 0, *map(ord, "no\n"), 0]
     assert [turn.start for turn in segment.turns] == [4, 8]
 
@@ -190,7 +190,7 @@ def test_tokens_that_are_appended_are_a_message():
     tokenizer = Characters()
     prompt = EncodedPrompt(tokenizer.encode("2+3="), Problem("2+3=", "5"), Record({}, "x:1"))
     (result,) = run(worker, [prompt], RandomTokens([ord("4")], stops=1.0), tokenizer)
-    (trajectory,) = result.trajectories
+    trajectory = result.trajectory
     assert trajectory.segments[0].ids == [*map(ord, "2+3="), 0, *map(ord, "no"), 0]
     said = [(message["role"], message["content"]) for message in trajectory.messages]
     assert said == [("user", "2+3="), ("assistant", ""), ("user", "no"), ("assistant", "")]

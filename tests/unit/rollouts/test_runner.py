@@ -63,7 +63,7 @@ def test_so_many_tasks_run_at_the_same_time_as_are_allowed():
     engine = RandomTokens(range(1, 9))
     results = run(two_turns, prompts(7), engine, TOKENIZER, concurrency=3)
     assert len(results) == 7 and max(map(len, engine.rounds)) == 3
-    assert all(result.trajectories for result in results)
+    assert all(result.trajectory for result in results)
 
 
 def test_a_worker_that_fails_is_tried_again_and_its_failure_names_the_task():
@@ -77,7 +77,7 @@ def test_a_worker_that_fails_is_tried_again_and_its_failure_names_the_task():
     with pytest.raises(RolloutFailed, match=r"trajectory 7-2 \(x:2\): the rollout worker raised OSError: the environ"):
         run(fails_once, prompts(4), RandomTokens(range(1, 9)), TOKENIZER)
     masked = run(fails_once, prompts(4), RandomTokens(range(1, 9)), TOKENIZER, fails_run=False)
-    assert [bool(result.trajectories) for result in masked] == [True, True, False, True]
+    assert [bool(result.trajectory) for result in masked] == [True, True, False, True]
 
 
 async def _leaves(client, record, sampling):
@@ -213,7 +213,7 @@ def test_a_limit_of_time_does_not_count_the_engine():
         return [history.trajectory()]
 
     results = run(hangs, prompts(3), Slow(range(1, 9)), TOKENIZER, timeout_seconds=0.2, fails_run=False)
-    assert [bool(result.trajectories) for result in results] == [True, False, True]
+    assert [bool(result.trajectory) for result in results] == [True, False, True]
     assert "took longer than rollout.timeout_seconds=0.2" in results[1].failure
 
 
@@ -259,7 +259,7 @@ def test_a_segment_is_refused_whose_turns_overlap():
 
 def test_a_segment_is_refused_whose_tokens_are_not_the_sampled_ones():
     (result,) = run(two_turns, prompts(1), RandomTokens(range(1, 9)), TOKENIZER)
-    segment = result.trajectories[0].segments[0]
+    segment = result.trajectory.segments[0]
     start = segment.turns[1].start
     other = [*segment.ids[:start], segment.ids[start] + 1, *segment.ids[start + 1 :]]
     with pytest.raises(TokensDiffer, match=f"turn 2: token {start + 1} of the segment is {other[start]}"):
@@ -298,10 +298,10 @@ def test_limits_of_tokens_shorten_completions_and_end_trajectories():
 
     engine = RandomTokens(range(1, 9), stops=0.0)
     (result,) = run(long, prompts(1), engine, TOKENIZER, limits=TokenLimits(25, 10**6))
-    lengths = [turn.end - turn.start for turn in result.trajectories[0].turns]
-    assert lengths == [8, 8, 3] and len(result.trajectories[0].segments[0].ids) == 25
+    lengths = [turn.end - turn.start for turn in result.trajectory.turns]
+    assert lengths == [8, 8, 3] and len(result.trajectory.segments[0].ids) == 25
     (result,) = run(long, prompts(1), engine, TOKENIZER, limits=TokenLimits(10**6, 10))
-    assert [turn.end - turn.start for turn in result.trajectories[0].turns] == [8, 2]
+    assert [turn.end - turn.start for turn in result.trajectory.turns] == [8, 2]
 
 
 @pytest.mark.change
@@ -340,7 +340,7 @@ def test_a_thousand_trajectories_with_faults_are_all_accounted_for():
 
 def test_nothing_is_learned_from_the_group_of_a_failed_trajectory():
     results = run(completion, tasks := prompts(4), RandomTokens(range(1, 9)), TOKENIZER)
-    results[1] = replace(results[1], trajectories=(), failure="it broke")
+    results[1] = replace(results[1], trajectory=None, failure="it broke")
     runner = SimpleNamespace(makes_turns=True, ranks=Ranks(), run=lambda *arguments: results)
     scorer = SimpleNamespace(
         score_samples=lambda samples: (torch.arange(1.0, 1.0 + len(samples)), RewardMetrics()), reads_sequences=False
@@ -356,7 +356,7 @@ def scored_with_failures(failed, rule, group_size=4, number=8):
     """Return `number` samples with the rewards 1, 2, …, of which some failed."""
     results = run(completion, tasks := prompts(number), RandomTokens(range(1, 9)), TOKENIZER)
     for place in failed:
-        results[place] = replace(results[place], trajectories=(), failure=f"sample {place} broke")
+        results[place] = replace(results[place], trajectory=None, failure=f"sample {place} broke")
     runner = SimpleNamespace(makes_turns=True, ranks=Ranks(), run=lambda *arguments: results)
     scorer = SimpleNamespace(
         score_samples=lambda samples: (torch.arange(1.0, 1.0 + len(samples)), RewardMetrics()), reads_sequences=False
@@ -396,7 +396,7 @@ def test_a_run_ends_if_too_few_samples_of_every_group_are_left():
 
 def test_the_reward_of_an_environment_is_added_if_one_trajectory_has_it():
     results = run(completion, tasks := prompts(2), RandomTokens(range(1, 9)), TOKENIZER)
-    results[1] = replace(results[1], trajectories=[replace(results[1].trajectories[0], reward=0.5)])
+    results[1] = replace(results[1], trajectory=replace(results[1].trajectory, reward=0.5))
     runner = SimpleNamespace(makes_turns=True, ranks=Ranks(), run=lambda *arguments: results)
     scorer = SimpleNamespace(score_samples=lambda samples: (torch.ones(2), RewardMetrics()), reads_sequences=False)
     made = ScoredRollouts(runner, scorer, TOKENIZER).make(None, tasks, SAMPLING, 0, group_size=2)
@@ -418,8 +418,15 @@ def test_batches_have_the_score_of_each_reward_function_if_they_are_asked_for():
 
 def test_scores_of_an_environment_stay_with_their_trajectories_if_only_some_parts_have_them():
     parts = [
-        Scores([], torch.zeros(2), RewardMetrics({"exact": [1.0, 2.0]})),  # asynchronous runs keep no samples
-        Scores([], torch.zeros(2), RewardMetrics({"exact": [3.0, 4.0], "environment": [0.5, 0.0]})),
+        Scores(
+            [], torch.ones(2, dtype=torch.bool), torch.zeros(2), RewardMetrics({"exact": [1.0, 2.0]})
+        ),  # asynchronous runs keep no samples
+        Scores(
+            [],
+            torch.ones(2, dtype=torch.bool),
+            torch.zeros(2),
+            RewardMetrics({"exact": [3.0, 4.0], "environment": [0.5, 0.0]}),
+        ),
     ]
     joined = Scores.joined(parts).metrics.scores
     assert joined == {"exact": [1.0, 2.0, 3.0, 4.0], "environment": [None, None, 0.5, 0.0]}

@@ -31,7 +31,7 @@ def test_rewards_and_metrics_go_through(tmp_path, monkeypatch):
     scored = 'assert input["example_id"] == 0; return found | {"reward": ord(input["prompt"][0]["content"][0]) - 0.5}'
     results = rollouts(tmp_path, monkeypatch, scored, number=2)
     for number, result in enumerate(results):
-        (trajectory,) = result.trajectories
+        trajectory = result.trajectory
         (turn,) = trajectory.turns
         assert trajectory.reward == number + 0.5
         letters = len(turn.completion.ids) - (turn.completion.reason == "stop")
@@ -42,13 +42,13 @@ def test_rewards_and_metrics_go_through(tmp_path, monkeypatch):
 def test_an_environment_can_say_that_a_rollout_was_cut(tmp_path, monkeypatch):
     scored = 'return found | {"reward": 1, "is_truncated": True}'
     (result,) = rollouts(tmp_path, monkeypatch, scored, engine=RandomTokens(range(48, 58), stops=1.0))
-    assert result.trajectories[0].truncated
+    assert result.trajectory.truncated
 
 
 def test_many_rollouts_share_one_environment_and_one_round(tmp_path, monkeypatch):
     engine = RandomTokens(range(48, 58))
     results = rollouts(tmp_path, monkeypatch, number=300, engine=engine)
-    assert all(result.trajectories for result in results)
+    assert all(result.trajectory for result in results)
     assert [len(requests) for requests in engine.rounds] == [300]
     assert (tmp_path / "loads").read_text() == "x"
 
@@ -73,7 +73,7 @@ def test_many_rollouts_share_one_environment_and_one_round(tmp_path, monkeypatch
 def test_a_rollout_that_fails_is_a_failed_attempt(tmp_path, monkeypatch, scored, message):
     began = time.monotonic()
     (result,) = rollouts(tmp_path, monkeypatch, scored, seconds=3.0 if "sleep" in scored else 20.0)
-    assert result.trajectories == () and re.search(message, result.failure), result.failure
+    assert result.trajectory is None and re.search(message, result.failure), result.failure
     assert "trajectory 7-0 (x:0)" in result.failure and time.monotonic() - began < 20
 
 

@@ -95,7 +95,7 @@ def talk(family, directory, on_rewrite="error", before=()):
     engine = Says(tokenizer, turns)
     sampling = Sampling(200, stop_ids=(tokenizer.eos_id,))
     (result,) = run(asks, [prompt], engine, tokenizer, sampling=sampling, on_rewrite=on_rewrite)
-    return result.trajectories[0], tokenizer, engine.said
+    return result.trajectory, tokenizer, engine.said
 
 
 @pytest.mark.parametrize("family", TALKS)
