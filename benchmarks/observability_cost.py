@@ -18,10 +18,11 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.paired_steps import Switch, compare, parser, when_on
-from rl_megatron.algorithms import rollout_statistics, run_output
+from rl_megatron.algorithms import run_output
 from rl_megatron.algorithms.step_meter import StepMeter
 from rl_megatron.observability.queued_sink import QueuedSink
 from rl_megatron.observability.sinks import MetricLine
+from rl_megatron.rollouts import statistics
 from rl_megatron.timing import PhaseTimer
 
 
@@ -31,7 +32,7 @@ def measure_metrics(switch: Switch) -> None:
     when_on(switch, PhaseTimer, "end", lambda timer, outer: None)
     when_on(switch, StepMeter, "learned_from", lambda *args, **named: None)
     when_on(switch, StepMeter, "metrics", lambda meter: {})
-    when_on(switch, rollout_statistics, "describe_distribution", lambda *arguments: {})
+    when_on(switch, statistics, "describe_distribution", lambda *arguments: {})
 
 
 class BlockedSink:

@@ -17,7 +17,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray, config, install_import_hook
 
-CHECKED = ("rl_megatron.logprobs", "rl_megatron.losses", "rl_megatron.algorithms.advantages")
+CHECKED = (
+    "rl_megatron.logprobs", "rl_megatron.losses", "rl_megatron.algorithms.advantages",
+    "rl_megatron.rollouts.statistics",
+)  # fmt: skip
 
 
 @cache

@@ -23,7 +23,7 @@ from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import LEFTOVERS, complete_checkpoints, read_manifest
 from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.metrics import METRICS_FILE, is_cost
-from rl_megatron.rollouts.rollout_log import RolloutLog
+from rl_megatron.rollouts.record import RolloutLog
 
 RECOVERED = "recovered by itself"
 CONTINUED = "saved, ended and continued"

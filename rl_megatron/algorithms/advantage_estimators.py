@@ -44,7 +44,6 @@ from rl_megatron.algorithms.advantages import (
     reinforce_plus_plus_baseline,
 )
 from rl_megatron.algorithms.rollout import rewards_per_token, whole_trajectories
-from rl_megatron.algorithms.rollout_statistics import sample_mask
 from rl_megatron.algorithms.turn_advantages import group_relative_steps, group_relative_turns
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.advantages import (
@@ -64,6 +63,7 @@ from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.rollouts.batch import COMPONENT, TURN
+from rl_megatron.rollouts.statistics import sample_mask
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.reductions import ALONE, RankReduction
 

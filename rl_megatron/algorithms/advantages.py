@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Real, Shaped
+from jaxtyping import Float, Real, Shaped
 from torch import Tensor
 
-from rl_megatron.batching.config import require_count
+from rl_megatron.batching.config import check_groups
 from rl_megatron.topology.reductions import ALONE, RankReduction
 
 _EPSILON = 1e-6  # prevents division by zero in a group of nearly equal rewards
@@ -62,21 +62,6 @@ def group_relative(
     return _compare_groups(compare, group_size, sample_mask, rewards.float())
 
 
-def check_groups(group_size: int, **values: Tensor) -> None:
-    """Check that values of samples, [B] or [B, …], form groups of `group_size`, and that they are of the same samples.
-
-    Raises:
-        ValueError: They do not, or the group size is not a whole number above 0. The message has their names.
-    """
-    require_count("group_size", group_size)
-    sizes = {name: len(value) for name, value in values.items()}
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"{sizes} must have the same number of samples")
-    for name, size in sizes.items():
-        if size % group_size:
-            raise ValueError(f"{size} {name} do not form groups of {group_size}")
-
-
 def _compare_groups(
     compare: Callable[..., Tensor],
     group_size: int,
@@ -109,24 +94,6 @@ def _compare_groups(
             chosen = (kept & (sizes == size)[:, None]).view(-1)
             result[chosen] = compare(*(each[chosen].view(-1, size) for each in values)).reshape(-1)
     return result
-
-
-def informative_groups(
-    rewards: Real[Tensor, " samples"], group_size: int, sample_mask: Shaped[Tensor, " samples"] | None = None
-) -> Bool[Tensor, " samples//{group_size}"]:
-    """Return which groups have rewards that differ; DAPO's dynamic sampling drops the others, which have no gradient.
-
-    Samples whose `sample_mask` is 0 are not compared.
-
-    Shapes: rewards and sample_mask are [num_groups · group_size]; the result is [num_groups].
-    """
-    check_groups(group_size, rewards=rewards, **({} if sample_mask is None else {"sample_mask": sample_mask}))
-    groups = rewards.float().view(-1, group_size)
-    if sample_mask is None:
-        return (groups != groups[:, :1]).any(1)
-    kept = (sample_mask != 0).view(-1, group_size)
-    least, most = torch.where(kept, groups, torch.inf).amin(1), torch.where(kept, groups, -torch.inf).amax(1)
-    return most > least
 
 
 def generalized_advantages(

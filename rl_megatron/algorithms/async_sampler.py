@@ -10,11 +10,7 @@ from typing import Any
 import torch
 
 from rl_megatron import log
-from rl_megatron.algorithms.async_pace import AsyncPace
-from rl_megatron.algorithms.device_balance import DeviceBalance, engine_devices, num_training_nodes
 from rl_megatron.algorithms.rollout import Sampler, add_data_sets, mixture_to_tell_apart, seed_of_batch
-from rl_megatron.algorithms.rollout_record import RolloutRecord
-from rl_megatron.algorithms.rollout_statistics import statistics
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.host_memory import TensorStore
@@ -29,10 +25,12 @@ from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts, Group, StepGroups
 from rl_megatron.rollouts.group_queue import NOT_IN_TIME, TOO_OLD, QueueRules
-from rl_megatron.rollouts.rollout_log import LoggedGroup, LoggedStep, RolloutLog
+from rl_megatron.rollouts.pace import AsyncPace, DeviceBalance, engine_devices, num_training_nodes
+from rl_megatron.rollouts.record import LoggedGroup, LoggedStep, RolloutLog, RolloutRecord
 from rl_megatron.rollouts.rounds import RolloutTask
 from rl_megatron.rollouts.runner import ROLLOUT_ERRORS
 from rl_megatron.rollouts.scored import Scored, Scores, tasks_of
+from rl_megatron.rollouts.statistics import statistics
 from rl_megatron.topology.ranks import Ranks
 
 

@@ -15,9 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rl_megatron import log
 from rl_megatron.algorithms.failures import FAILURES
-from rl_megatron.algorithms.logprob_check import LIMITS, LogprobCheck
 from rl_megatron.algorithms.run import leave_together
-from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.checkpoint.hf_load import open_hugging_face
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import MANIFEST
@@ -32,7 +30,9 @@ from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK, CompletionsFile
 from rl_megatron.generation.engines import build_engine, check_engine
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
+from rl_megatron.generation.logprob_check import LIMITS, LogprobCheck
 from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.topology import degrees
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.topology import Topology, start_topology

@@ -19,12 +19,6 @@ from rl_megatron.algorithms.rollout import (
     uses_reference,
     with_logprobs,
 )
-from rl_megatron.algorithms.rollout_statistics import (
-    correction_statistics,
-    learned_statistics,
-    logprob_mismatch,
-    mean_over_tokens,
-)
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
 from rl_megatron.config.algorithms import OnPolicyDistillationConfig
@@ -32,6 +26,12 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.contract import LossFunction
+from rl_megatron.rollouts.statistics import (
+    correction_statistics,
+    learned_statistics,
+    logprob_mismatch,
+    mean_over_tokens,
+)
 
 
 def _uses_advantages(loss_fn: LossFunction) -> bool:

@@ -27,16 +27,16 @@ from rl_megatron.algorithms.rollout import (
     whole_trajectories,
     with_logprobs,
 )
-from rl_megatron.algorithms.rollout_statistics import (
-    correction_statistics,
-    learned_statistics,
-    logprob_mismatch,
-)
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import PPOConfig
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.rollouts.statistics import (
+    correction_statistics,
+    learned_statistics,
+    logprob_mismatch,
+)
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 
 

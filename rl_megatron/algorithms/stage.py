@@ -17,7 +17,6 @@ from rl_megatron.algorithms.resumed_state import MustBe, Resumable, ResumedState
 from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.step_meter import StepMeter
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
-from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.batching.batch import TRAJECTORIES, Batch
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.user_files import file_digests
@@ -29,6 +28,7 @@ from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.stage_loader import in_memory_loader
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position

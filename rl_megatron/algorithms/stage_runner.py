@@ -12,13 +12,11 @@ from typing import Any
 from rl_megatron.algorithms.eval_sets import EvalSets
 from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.failures import FAILURES
-from rl_megatron.algorithms.logprob_check import LIMITS, LogprobCheck
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.step_meter import StepMeter
 from rl_megatron.algorithms.stopping import Stopping
-from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.directory import check_head, complete_checkpoints, read_manifest
 from rl_megatron.config.algorithm_kinds import RolloutConfig
@@ -28,7 +26,9 @@ from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.engines import build_engine
+from rl_megatron.generation.logprob_check import LIMITS, LogprobCheck
 from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.model.build import Head
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rl_megatron.algorithms.advantages import check_groups
+from rl_megatron.batching.config import check_groups
 
 _EPSILON = 1e-6  # prevents division by zero among nearly equal rewards
 

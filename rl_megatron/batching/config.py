@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Literal, Self, get_args
@@ -24,6 +25,21 @@ def require_count(name: str, value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be at least 1 and a whole number, got {value!r}.")
+
+
+def check_groups(group_size: int, **values: Sized) -> None:
+    """Check that values of samples, [B] or [B, …], form groups of `group_size`, and that they are of the same samples.
+
+    Raises:
+        ValueError: They do not, or the group size is not a whole number above 0. The message has their names.
+    """
+    require_count("group_size", group_size)
+    sizes = {name: len(value) for name, value in values.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"{sizes} must have the same number of samples")
+    for name, size in sizes.items():
+        if size % group_size:
+            raise ValueError(f"{size} {name} do not form groups of {group_size}")
 
 
 @dataclass(frozen=True)

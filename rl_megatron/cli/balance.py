@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 
 from rl_megatron import log
-from rl_megatron.algorithms.device_balance import DeviceBalance, Division, devices_per_server
 from rl_megatron.cli.serve import servers_of, stages_with_servers
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.observability.recorded_metrics import readable_lines
+from rl_megatron.rollouts.pace import DeviceBalance, Division, devices_per_server
 from rl_megatron.topology.degrees import validate
 
 

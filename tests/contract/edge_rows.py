@@ -40,6 +40,7 @@ from rl_megatron.logprobs import (
 )
 from rl_megatron.losses import PPOLoss, build_loss
 from rl_megatron.losses import functional as F
+from rl_megatron.rollouts.statistics import informative_groups
 
 T, nan, inf = torch.tensor, math.nan, math.inf
 NONE, FLAT = torch.zeros(0), torch.zeros(2, 0)  # no sample, and two sequences without a token
@@ -109,7 +110,7 @@ def estimator_rows() -> list[Row]:
     turns = torch.zeros(2, 3, dtype=torch.long)
     estimators: dict[str, Callable[[Any], Any]] = {
         "group_relative": lambda size: A.group_relative(TWO, size),
-        "informative_groups": lambda size: A.informative_groups(TWO, size),
+        "informative_groups": lambda size: informative_groups(TWO, size),
         "optimal_baseline": lambda size: A.optimal_baseline(TWO, size, MASK),
         "reinforce_plus_plus_baseline": lambda size: A.reinforce_plus_plus_baseline(TWO, size, MASK),
         "group_decoupled": lambda size: A.group_decoupled(MASK, torch.ones(3), size),
@@ -145,8 +146,8 @@ ADVANTAGES = [
         refused("must have the same number of samples")),
     Row("group_relative", "rewards of tokens", lambda: A.group_relative(MASK, 2),
         refused("must be one reward per sample")),
-    Row("informative_groups", "empty", lambda: A.informative_groups(NONE, 2), NONE.bool()),
-    Row("informative_groups", "all masked", lambda: A.informative_groups(TWO, 2, torch.zeros(2)), T([False])),
+    Row("informative_groups", "empty", lambda: informative_groups(NONE, 2), NONE.bool()),
+    Row("informative_groups", "all masked", lambda: informative_groups(TWO, 2, torch.zeros(2)), T([False])),
     Row("optimal_baseline", "empty", lambda: A.optimal_baseline(NONE, 2, torch.zeros(0, 3)), NONE),
     Row("optimal_baseline", "all masked", lambda: A.optimal_baseline(TWO, 2, ALL_MASKED), torch.zeros(2)),
     Row("optimal_baseline", "mask of other samples", lambda: A.optimal_baseline(TWO, 2, torch.ones(3, 3)),

@@ -14,10 +14,10 @@ from rl_megatron.algorithms.covariances import with_covariance_mask
 from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.algorithms.rollout import join, keep_informative, reward_kl, whole_trajectories, with_logprobs
-from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.losses import build_loss
+from rl_megatron.rollouts.statistics import learned_statistics, logprob_mismatch, statistics
 from tests.parallel.layouts import build_policy, gradients, weights, worst_relative_error
 from tests.parallel.test_sharded_batches import PACKED, as_produced, gathered, whole_batch
 

@@ -9,13 +9,13 @@ from rl_megatron.algorithms.advantages import (
     generalized_advantages,
     group_decoupled,
     group_relative,
-    informative_groups,
     optimal_baseline,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     token_rewards,
     whiten,
 )
+from rl_megatron.rollouts.statistics import informative_groups
 
 REWARDS = [1.0, 0.0, 0.0, 0.0, 3.0, 5.0, 1.0, 3.0]  # two groups of four
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.advantage_estimators import ADVANTAGES, estimated_advantages
-from rl_megatron.algorithms.advantages import informative_groups
 from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.algorithms.rollout import keep_informative
-from rl_megatron.algorithms.rollout_statistics import statistics
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import GRPOConfig, OnlineDPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
@@ -17,6 +15,7 @@ from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
 from rl_megatron.rollouts.batch import TRAJECTORY, TURN, TURN_REWARDS
+from rl_megatron.rollouts.statistics import informative_groups, statistics
 from tests.unit.algorithms.fakes import whole
 
 SIZE, WIDTH, VOCABULARY = 4, 9, 11

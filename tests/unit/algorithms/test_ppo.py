@@ -13,7 +13,6 @@ from rl_megatron.algorithms import ppo as training_loop
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.ppo import CRITIC
 from rl_megatron.algorithms.resumed_state import ResumedState
-from rl_megatron.algorithms.rollout_statistics import statistics
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
 from rl_megatron.checkpoint.retention import delete_older
@@ -21,6 +20,7 @@ from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
+from rl_megatron.rollouts.statistics import statistics
 from tests.unit.algorithms.fakes import ONE_RANK, Scripted
 
 OVERRIDES = (

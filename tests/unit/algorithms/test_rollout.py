@@ -18,7 +18,6 @@ from rl_megatron.algorithms.rollout import (
     rewards_per_token,
     with_logprobs,
 )
-from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
@@ -27,6 +26,7 @@ from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.losses import build_loss
+from rl_megatron.rollouts.statistics import learned_statistics, logprob_mismatch, statistics
 from tests.unit.algorithms.fakes import (
     Characters,
     Echo,

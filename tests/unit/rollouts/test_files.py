@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 
-from rl_megatron.algorithms.rollout_record import RolloutRecord
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.config.errors import ConfigError
@@ -17,6 +16,7 @@ from rl_megatron.generation.completion_batch import SampledSequence, sequence_ba
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.files import Draw, batch_of, read_rows, rollout_file, rows, write_rows
+from rl_megatron.rollouts.record import RolloutRecord
 from rl_megatron.topology.ranks import Ranks
 from tests.synced_files import note_syncs
 from tests.unit.algorithms.fakes import Characters

@@ -1,8 +1,16 @@
-"""`RolloutRecord`: write the rollouts of steps to files, and learn from such files instead of generating."""
+"""Keep the rollouts of steps: files that a run can learn from again, and the log of an asynchronous run.
+
+The log is the file `log.jsonl` beside the files, one JSON object per step: which groups the step has learned from, in
+what order, and how old they were. A step is written to it after its file of rollouts and before it is learned from, and
+both are on the disk by then.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -10,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.errors import ConfigError
@@ -22,13 +30,97 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.batch import COMPONENT, data_set_places
 from rl_megatron.rollouts.files import KEPT, Draw, batch_of, read_rows, rollout_file, rows, write_rows
-from rl_megatron.rollouts.rollout_log import LoggedStep, RolloutLog
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.ranks import Ranks
 
 # The place of a sequence among all of its step, in the order in which they were drawn: a fact of sharded batches, and a
 # key of others.
 ORDER = "draw_order"
+
+
+@dataclass(frozen=True)
+class LoggedGroup:
+    """A group that a step learned from.
+
+    Attributes:
+        number: Its place in the stream of prompts.
+        location: The place of its record in the data.
+        ages: The age of each trajectory, in steps.
+        versions: The oldest and the newest version of the weights that sampled its tokens; none if all failed.
+    """
+
+    number: int
+    location: str
+    ages: Sequence[int]
+    versions: Sequence[int]
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """What is known of a step.
+
+    Attributes:
+        step: The step.
+        used: The groups that it learned from, in the order of the batch.
+        dropped: The groups that were dropped since the step before, with the reason.
+        metrics: The metrics of its rollouts, which cannot be computed again.
+    """
+
+    step: int
+    used: Sequence[LoggedGroup]
+    dropped: Mapping[int, str]
+    metrics: Mapping[str, float]
+
+    @property
+    def ended(self) -> list[int]:
+        """Return the groups that will not be made again."""
+        return [*(group.number for group in self.used), *self.dropped]
+
+
+class RolloutLog:
+    """The log of a stage. All ranks may read it, and rank 0 writes it."""
+
+    def __init__(self, directory: Path):
+        """Use the directory of the stage's files of rollouts; nothing is read or written yet."""
+        self._path = directory / "log.jsonl"
+
+    def read(self) -> dict[int, LoggedStep]:
+        """Return the steps of the log. A last line without an end is that of a write that was cut off."""
+        if not self._path.exists():
+            return {}
+        steps = {}
+        for line in self._path.read_bytes().split(b"\n")[:-1]:
+            found = json.loads(line)
+            used = [LoggedGroup(**group) for group in found["used"]]
+            dropped = {int(number): reason for number, reason in found["dropped"].items()}
+            steps[found["step"]] = LoggedStep(found["step"], used, dropped, found["metrics"])
+        return steps
+
+    def append(self, step: LoggedStep) -> None:
+        """Write a step.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        whole = self._path.read_bytes().rpartition(b"\n") if self._path.exists() else (b"", b"", b"")
+        with self._path.open("r+b" if self._path.exists() else "w+b") as file:
+            file.truncate(len(whole[0]) + len(whole[1]))
+            file.seek(0, os.SEEK_END)
+            file.write(json.dumps(asdict(step)).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def forget(self, after: int) -> None:
+        """Remove the steps after a step, to which the run has gone back. The file is replaced as a whole.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        kept = [step for number, step in self.read().items() if number <= after]
+        if not self._path.exists():
+            return
+        disk.replace_file(self._path, "".join(json.dumps(asdict(step)) + "\n" for step in kept), is_synced=True)
 
 
 class RolloutRecord:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from rl_megatron.algorithms.logprob_check import LogprobCheck
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, RolloutEngine, Served
+from rl_megatron.generation.logprob_check import LogprobCheck
 from rl_megatron.timing import count_tokens, phase
 from rl_megatron.topology.ranks import Ranks
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rl_megatron.rollouts.rollout_log import LoggedGroup, LoggedStep, RolloutLog
+from rl_megatron.rollouts.record import LoggedGroup, LoggedStep, RolloutLog
 from tests.synced_files import note_syncs
 
 

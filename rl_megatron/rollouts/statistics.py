@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from jaxtyping import Bool, Real, Shaped
 from torch import Tensor
 
-from rl_megatron.algorithms.advantages import informative_groups
 from rl_megatron.batching.batch import SAMPLED, Batch
+from rl_megatron.batching.config import check_groups
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.reductions import ALONE, Moments, RankReduction
 
@@ -23,6 +24,24 @@ def sample_mask(numbers: Mapping[str, Tensor]) -> Tensor:
     """Return 1 for each sequence of a sample, and 0 for those of samples that failed, [B] fp32."""
     rewards = numbers["rewards"]
     return numbers["sample_mask"].float() if "sample_mask" in numbers else torch.ones(len(rewards))
+
+
+def informative_groups(
+    rewards: Real[Tensor, " samples"], group_size: int, sample_mask: Shaped[Tensor, " samples"] | None = None
+) -> Bool[Tensor, " samples//{group_size}"]:
+    """Return which groups have rewards that differ; DAPO's dynamic sampling drops the others, which have no gradient.
+
+    Samples whose `sample_mask` is 0 are not compared.
+
+    Shapes: rewards and sample_mask are [num_groups · group_size]; the result is [num_groups].
+    """
+    check_groups(group_size, rewards=rewards, **({} if sample_mask is None else {"sample_mask": sample_mask}))
+    groups = rewards.float().view(-1, group_size)
+    if sample_mask is None:
+        return (groups != groups[:, :1]).any(1)
+    kept = (sample_mask != 0).view(-1, group_size)
+    least, most = torch.where(kept, groups, torch.inf).amin(1), torch.where(kept, groups, -torch.inf).amax(1)
+    return most > least
 
 
 def statistics(rollouts: Batch, group_size: int) -> dict[str, float]:

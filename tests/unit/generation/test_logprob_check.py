@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from rl_megatron.algorithms.logprob_check import EngineMismatch, LogprobCheck
-from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling, Served
+from rl_megatron.generation.logprob_check import EngineMismatch, LogprobCheck
+from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms.fakes import Characters, Scripted, completed
 
