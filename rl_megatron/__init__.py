@@ -38,7 +38,7 @@ _HOME = {
     "Reduction": "losses",
     "HistoryFull": "rollouts.limits",
     "RolloutConfig": "config.algorithm_kinds",
-    "Sampler": "algorithms.rollout",
+    "Sampler": "rollouts.sampler",
     "Sampling": "generation.interfaces",
     "Segment": "rollouts.trajectory",
     "Stage": "algorithms.stage",

@@ -3,7 +3,6 @@
 from rl_megatron.algorithms import LossNeeds as LossNeeds
 from rl_megatron.algorithms import register_algorithm as register_algorithm
 from rl_megatron.algorithms.advantage_estimators import register_advantage as register_advantage
-from rl_megatron.algorithms.rollout import Sampler as Sampler
 from rl_megatron.algorithms.rollout import check_problems as check_problems
 from rl_megatron.algorithms.run import run as run
 from rl_megatron.algorithms.stage import Stage as Stage
@@ -53,6 +52,7 @@ from rl_megatron.observability.sinks import register_sink as register_sink
 from rl_megatron.rewards import register_reward as register_reward
 from rl_megatron.rollouts.environment import EnvironmentStep as EnvironmentStep
 from rl_megatron.rollouts.limits import HistoryFull as HistoryFull
+from rl_megatron.rollouts.sampler import Sampler as Sampler
 from rl_megatron.rollouts.tools import register_tool as register_tool
 from rl_megatron.rollouts.trajectory import Segment as Segment
 from rl_megatron.rollouts.trajectory import Trajectory as Trajectory

@@ -7,7 +7,6 @@ batch from REINFORCE++, arXiv:2501.03262.
 from __future__ import annotations
 
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages, owned_together
-from rl_megatron.algorithms.async_sampler import sampler_of
 from rl_megatron.algorithms.covariances import with_covariance_mask
 from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import register_algorithm
@@ -18,12 +17,12 @@ from rl_megatron.algorithms.rollout import (
     recomputes_logprobs,
     reward_kl,
     rollout_loss,
-    seed_of_batch,
     uses_reference,
     with_logprobs,
 )
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import GRPOConfig
+from rl_megatron.rollouts.sampler import Sampler, seed_of_batch
 from rl_megatron.rollouts.statistics import correction_statistics, learned_statistics, logprob_mismatch
 
 
@@ -41,7 +40,7 @@ def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
     if reference:
         stage.policy.freeze_reference()
     from_engine = stage.config.rollout.correction == "engine"
-    sampler = sampler_of(stage, algorithm)
+    sampler = Sampler(stage, algorithm)
 
     for step in stage.steps():
         rollouts, outcome = sampler.collect(step)

@@ -6,7 +6,6 @@ Thinking Machines Lab.
 
 from __future__ import annotations
 
-from rl_megatron.algorithms.async_sampler import sampler_of
 from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
@@ -26,6 +25,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.contract import LossFunction
+from rl_megatron.rollouts.sampler import Sampler
 from rl_megatron.rollouts.statistics import (
     correction_statistics,
     learned_statistics,
@@ -79,7 +79,7 @@ def on_policy_distillation(stage: Stage, algorithm: OnPolicyDistillationConfig) 
     from_engine = stage.config.rollout.correction == "engine"
     teachers = Teachers.of(stage, algorithm.teachers, algorithm.top_k)
     whole = teachers.reads_whole(loss_fn)
-    sampler = sampler_of(stage, algorithm)
+    sampler = Sampler(stage, algorithm)
 
     for step in stage.steps():
         rollouts, outcome = sampler.collect(step)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from rl_megatron.algorithms.advantages import generalized_advantages, whiten
-from rl_megatron.algorithms.async_sampler import sampler_of
 from rl_megatron.algorithms.covariances import with_covariance_mask
 from rl_megatron.algorithms.metrics import CRITIC_PREFIX
 from rl_megatron.algorithms.owned import owned
@@ -22,7 +21,6 @@ from rl_megatron.algorithms.rollout import (
     reward_kl,
     rewards_per_token,
     rollout_loss,
-    seed_of_batch,
     uses_reference,
     whole_trajectories,
     with_logprobs,
@@ -32,6 +30,7 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import PPOConfig
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.rollouts.sampler import Sampler, seed_of_batch
 from rl_megatron.rollouts.statistics import (
     correction_statistics,
     learned_statistics,
@@ -69,7 +68,7 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
     if reference:
         stage.policy.freeze_reference()
     from_engine = stage.config.rollout.correction == "engine"
-    sampler = sampler_of(stage, algorithm)
+    sampler = Sampler(stage, algorithm)
 
     for step in stage.steps():
         rollouts, report = sampler.collect(step)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from rl_megatron.generation.interfaces import Completion, EngineLost, Request, Sampling
+from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.rewards.scorer import Scorer
-from rl_megatron.rollouts.group_queue import GroupQueue, QueueRules, Taken
+from rl_megatron.rollouts.group_queue import NOT_IN_TIME, TOO_OLD, GroupQueue, QueueRules
+from rl_megatron.rollouts.record import LoggedGroup, LoggedStep
 from rl_megatron.rollouts.rounds import RolloutTask, TaskResult
 from rl_megatron.rollouts.scored import ScoredRollouts, Scores
 from rl_megatron.timing import phase
-from rl_megatron.topology.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Group:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """What a step gets.
+    """The groups that a step gets, with what has happened since the step before. Ranks other than 0 get no groups.
 
     Attributes:
         used: The groups that it learns from, in the order of the stream.
@@ -57,15 +60,44 @@ class StepGroups:
         num_running: How many groups run on.
         num_ready: How many complete groups wait for later steps.
         engine_idle: The share of the time since the step before in which the engine had no request.
+        trainer_idle: The share in which training has waited for groups; None for the first step.
     """
 
-    used: Sequence[Group]
-    equal: Sequence[Group]
-    dropped: Mapping[int, str]
-    num_refilled: int
-    num_running: int
-    num_ready: int
-    engine_idle: float
+    used: Sequence[Group] = ()
+    equal: Sequence[Group] = ()
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    num_refilled: int = 0
+    num_running: int = 0
+    num_ready: int = 0
+    engine_idle: float = 0.0
+    trainer_idle: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the queue, which rank 0 has."""
+        ages = torch.tensor([age for group in self.used for age in group.ages], dtype=torch.float32)
+        reasons = list(self.dropped.values())
+        return {
+            "trajectory_age_mean": ages.mean().item(),
+            "trajectory_age_max": ages.max().item(),
+            "partial_trajectories": float(sum(group.num_partial for group in self.used)),
+            "dropped_groups": float(len(reasons)),
+            "dropped_groups_too_old": float(reasons.count(TOO_OLD)),
+            "dropped_groups_not_in_time": float(reasons.count(NOT_IN_TIME)),
+            "refilled_groups": float(self.num_refilled),
+            "running_groups": float(self.num_running),
+            "ready_groups": float(self.num_ready),
+            "engine_idle": self.engine_idle,
+            **({} if self.trainer_idle is None else {"trainer_idle": self.trainer_idle}),
+        }
+
+    def logged(self, step: int, metrics: Mapping[str, float]) -> LoggedStep:
+        """Return the step's line of the log, with the metrics of its rollouts."""
+        used = []
+        for group in self.used:
+            versions = sorted(group.versions)
+            location = group.results[0].task.prompt.problem.location or ""
+            used.append(LoggedGroup(group.number, location, list(group.ages), [*versions[:1], *versions[-1:]]))
+        return LoggedStep(step, used, dict(self.dropped), dict(metrics))
 
 
 class AsyncRollouts:
@@ -80,35 +112,37 @@ class AsyncRollouts:
         scorer: Scorer,
         rules: QueueRules,
         tasks_at: Callable[[int], list[RolloutTask]],
-        complete: Callable[[Request], Awaitable[Completion]],
+        engine: SyncedEngine,
+        weight_version: Callable[[], int],
         sampling: Sampling,
-        ranks: Ranks,
         waits_for_requests: bool,
     ):
-        """Start nothing before `begin`.
+        """Start nothing before the first `take`.
 
         Args:
             rollouts: What makes and scores trajectories. Its runner has the loop.
             scorer: A scorer that is alone, which belongs to this object.
             rules: How many groups run.
             tasks_at: Returns the tasks of the group at a place of the stream of prompts.
-            complete: Completes a request on the engine; called on rank 0's loop.
+            engine: The engine, whose syncs this object observes.
+            weight_version: Returns the version of the policy's weights.
             sampling: How completions are sampled if the worker does not say so.
-            ranks: The exchange among the policy's ranks.
             waits_for_requests: Whether new weights wait until the engine has no request.
         """
-        self._rollouts, self._scorer, self._tasks_at, self._complete = rollouts, scorer, tasks_at, complete
-        self._rules, self._sampling, self._ranks, self._waits = rules, sampling, ranks, waits_for_requests
-        self._loop = rollouts.runner.loop
+        self._rollouts, self._scorer, self._tasks_at, self._engine = rollouts, scorer, tasks_at, engine
+        self._weight_version, self._sampling, self._waits = weight_version, sampling, waits_for_requests
+        self._ranks, self._loop = rollouts.runner.ranks, rollouts.runner.loop
         self.queue = GroupQueue(rules)
-        self._has_begun = False
+        self._newest: tuple[int, int] | None = None  # the newest step, and the version of the weights it began with
+        self._taken_at: float | None = None
+        engine.observe_syncs(self._before_sync, self._after_sync)
         # All below is used on rank 0's loop only.
         self._is_open = asyncio.Event()  # whether requests may be sent
         self._changed = asyncio.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ready: dict[int, Group] = {}
         self._equal: list[Group] = []
-        self._taken: StepGroups | None = None
+        self._taken = StepGroups()
         self._to_score: list[tuple[int, list[TaskResult]]] = []
         self._scoring: asyncio.Task[None] | None = None
         self._places = asyncio.Semaphore(rollouts.runner.rules.concurrency)
@@ -116,58 +150,34 @@ class AsyncRollouts:
         self._failure: BaseException | None = None
         self._num_requests, self._is_lost = 0, False
         self._idle = _Idle()
-        self._thread = ThreadPoolExecutor(1, "rewards") if ranks.leads else None
+        self._thread = ThreadPoolExecutor(1, "rewards") if self._ranks.leads else None
 
-    # --- weights ---
-
-    def begin(self) -> None:
-        """Start groups as soon as the engine has weights. Before that, weight syncs have no effect on this object."""
-        self._has_begun = True
-
-    def before_sync(self, version: int, step: int) -> None:
-        """Send no further request, and let the running ones end if new weights wait for them.
+    def take(self, step: int, prompts: list[list[int]]) -> StepGroups:
+        """Wait for the groups of a step, and return them. The first call starts groups.
 
         Args:
-            version: The policy's weight version, with which running requests go on before the sync has returned.
-            step: The step that begins with these weights.
-        """
-        if self._has_begun:
-            self._loop.on_all_ranks(lambda: self._close(version, step))
-
-    def after_sync(self, version: int, step: int) -> None:
-        """Continue with weights that the engine has got.
-
-        Args:
-            version: The policy's weight version.
-            step: The step that begins with these weights.
-        """
-        if self._has_begun:
-            self._loop.on_all_ranks(lambda: self._open(version, step))
-
-    # --- groups ---
-
-    def take(self, restore: Callable[[], object]) -> StepGroups | None:
-        """Wait for the groups of the next step, and return them on rank 0, and None on other ranks.
-
-        Args:
-            restore: Starts an engine that was lost again, and lets it serve the policy's weights. Collective.
+            step: The step.
+            prompts: The prompts that the engine's logprobs are checked on.
 
         Raises:
             RolloutFailed: A trajectory failed in all attempts, and the run is to end then.
             RewardFailed: A reward function gave no score, and the run is to end then.
             EngineFailed: The engine cannot go on.
+            EngineMismatch: The engine's logprobs differ from the trainer's.
         """
-        while True:
-            with phase("wait"):
-                is_ready = self._loop.on_all_ranks(self._next)
-            if is_ready:
-                taken, self._taken = self._taken, None
-                return taken
-            restore()
+        self._newest = step, self._weight_version()
+        self._engine.ready(prompts)
+        began = time.monotonic()
+        while not self._has_taken():
+            self._engine.ready(prompts)  # it was lost, and starts again
+        since, self._taken_at = self._taken_at, time.monotonic()
+        idle = None if since is None else (self._taken_at - began) / max(self._taken_at - since, 1e-9)
+        taken, self._taken = self._taken, StepGroups()
+        return replace(taken, trainer_idle=idle)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the queue, the same on all ranks."""
-        if not self._has_begun:
+        if self._newest is None:
             return self.queue.state_dict()
         return self._loop.on_all_ranks(self._state)
 
@@ -179,10 +189,32 @@ class AsyncRollouts:
             self._thread.shutdown(wait=False, cancel_futures=True)
         self._scorer.close()
 
+    def _has_taken(self) -> bool:
+        with phase("wait"):
+            return self._loop.on_all_ranks(self._next)
+
+    def _before_sync(self) -> None:
+        """Send no further request, and let the running ones end if new weights wait for them."""
+        served, version = self._engine.served, self._weight_version()
+        if self._newest is not None and (served is None or served.version != version):
+            self._loop.on_all_ranks(lambda: self._close(version, self._find_step(version)))
+
+    def _after_sync(self) -> None:
+        """Continue with weights that the engine has got."""
+        if self._newest is not None:
+            version = self._weight_version()
+            self._loop.on_all_ranks(lambda: self._open(version, self._find_step(version)))
+
+    def _find_step(self, version: int) -> int:
+        """Return the step that begins with the policy's weights, which have a version."""
+        assert self._newest is not None  # nothing starts before the first step
+        step, its_version = self._newest
+        return step if version == its_version else step + 1
+
     # --- on rank 0's loop ---
 
     async def _close(self, version: int, step: int) -> None:
-        self._step_of_version[version] = step
+        self._step_of_version[version] = step  # running requests go on with these weights before the sync has returned
         self._is_open.clear()
         while self._waits and self._num_requests:
             await self._wait_for_a_change()
@@ -206,7 +238,7 @@ class AsyncRollouts:
                 return False
             await self._wait_for_a_change()
         taken = self.queue.take()
-        used = [self._with_ages(self._ready.pop(number), taken) for number in taken.used]
+        used = [self._with_ages(self._ready.pop(number)) for number in taken.used]
         for number in taken.dropped:
             self._ready.pop(number, None)
         for number in taken.running:
@@ -257,7 +289,7 @@ class AsyncRollouts:
             self._idle.note(self._num_requests)
             self._num_requests += 1
             try:
-                return await self._complete(request)
+                return await self._engine.submit(request)
             except EngineLost:
                 self._is_open.clear()
                 self._is_lost = True
@@ -298,7 +330,7 @@ class AsyncRollouts:
         else:
             self._equal.append(group)
 
-    def _with_ages(self, group: Group, taken: Taken) -> Group:
+    def _with_ages(self, group: Group) -> Group:
         step = self.queue.next_step - 1
         ages = [
             step - min((self._step_of_version[version] for version in _versions(result)), default=step)

@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from rl_megatron import log
 from rl_megatron.config.generation import GenerationConfig
+from rl_megatron.config.schema import StageConfig
 
 _STEPS = 5  # how many steps a warning is about
 _MOST_WAITING = 0.5  # the share of time in which training may wait
@@ -173,6 +175,39 @@ class DeviceBalance:
             return f"{self.said()}; this division of the devices is balanced"
         assert best is not None
         return f"{self.said()}; {best.trainer} for training and {best.engine} for the engine would be balanced"
+
+
+class StagePace:
+    """What an asynchronous stage reports of its pace.
+
+    Attributes:
+        devices: The metrics of how many devices train, and how many the rollout engine has.
+    """
+
+    def __init__(self, name: str, stage: StageConfig, per_step: int, num_ranks: int):
+        """Start without steps.
+
+        Args:
+            name: The stage's name.
+            stage: Its configuration.
+            per_step: The number of groups that a step learns from.
+            num_ranks: The number of ranks that train.
+        """
+        self._name, self._last_step = name, stage.train.steps
+        self._pace, self._balance = AsyncPace(stage.rollout.max_trajectory_age_steps, per_step), DeviceBalance()
+        engine = engine_devices(stage.generation, num_training_nodes(num_ranks))
+        self.devices = {"trainer_devices": float(num_ranks), "engine_devices": float(engine)}
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a step, and log on rank 0 what is to be said after it."""
+        self._balance.note(metrics)
+        warnings = self._pace.note(metrics)
+        if not log.is_main_rank():
+            return
+        for warning in warnings:
+            log.LOGGER.warning("stage %s: %s", self._name, warning)
+        if step == self._last_step and (report := self._balance.report()) is not None:
+            log.LOGGER.info("stage %s: %s", self._name, report)
 
 
 def engine_devices(generation: GenerationConfig, num_nodes: int) -> int:

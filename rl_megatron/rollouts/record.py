@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -127,6 +127,9 @@ class RolloutRecord:
     """The rollouts of the current step on rank 0, which produces, writes and replays them.
 
     Other ranks know their order.
+
+    Attributes:
+        log: The log of an asynchronous run.
     """
 
     def __init__(
@@ -154,6 +157,7 @@ class RolloutRecord:
         self._reward, self._mixture = reward, mixture
         self._config, self._directory, self._tokenizer = config, directory, tokenizer
         self._samples_per_prompt, self._ranks = samples_per_prompt, ranks
+        self.log = RolloutLog(directory)
         self._draws: list[Draw] = []
         self._num_drawn = 0
         self._replayed: tuple[int, dict[int, BatchedDataDict]] = (0, {})
@@ -228,18 +232,13 @@ class RolloutRecord:
         logged = self._replayed_log.get(step)
         return {} if logged is None else dict(logged.metrics)
 
-    def of_step(self, step: int, round_: int) -> BatchedDataDict | None:
-        """Return a round of a step that this run has written on rank 0, and None on other ranks. Collective.
+    def of_step(self, step: int) -> BatchedDataDict | None:
+        """Return the rollouts of an asynchronous step of this run on rank 0, and None on other ranks. Collective.
 
         Raises:
             ConfigError: The file is missing, or is not a file of rollouts. It is raised on every rank.
         """
-
-        def read() -> BatchedDataDict:
-            rows_of_step = read_rows(rollout_file(self._directory, step))
-            return self._batch_of([row for row in rows_of_step if row["round"] == round_])
-
-        return self._ranks.run_on_rank0(read)
+        return self._ranks.run_on_rank0(lambda: self._batch_of(read_rows(rollout_file(self._directory, step))))
 
     def add(self, round_: int, rollouts: Batch, prompts: Sequence[EncodedPrompt], metrics: RewardMetrics) -> None:
         """Add the rollouts of a round, which get the fact `draw_order` if any are written."""
@@ -255,17 +254,18 @@ class RolloutRecord:
         if len(rollouts.numbers):
             self._draws.append(Draw(round_, rollouts.own, prompts, metrics.scores))
 
-    def write(self, step: int, learned: Batch, newest_version: int) -> None:
-        """Write the rollouts of a step, if they are due. Collective.
+    def write(self, step: int, learned: Batch, newest_version: int, line: LoggedStep | None = None) -> None:
+        """Write the rollouts of a step, if they are due, and then its line of the log, if it has one. Collective.
 
         Args:
             step: The step.
             learned: The rollouts that it learns from, with `draw_order` and, if the loss reads them, `advantages`. Of a
                 sharded batch, only the advantages are brought back to rank 0, which has the rest.
             newest_version: The version of the policy's weights.
+            line: The line of the log of an asynchronous step.
 
         Raises:
-            SaveFailed: The file cannot be written.
+            SaveFailed: They cannot be written.
         """
         if not self._config.save_every or step % self._config.save_every:
             return
@@ -279,6 +279,21 @@ class RolloutRecord:
         failure = self._ranks.try_on_rank0(lambda: write_rows(path, self._rows(step, of_sequences, newest_version)))
         if failure is not None:
             raise SaveFailed(f"{path} cannot be written: {failure}; free space, or set rollout.save_every=0")
+        if line is not None:
+            self._change_log(lambda: self.log.append(line))
+
+    def forget_steps(self, after: int) -> None:
+        """Remove the steps after a step, to which the run has gone back, from the log. Collective.
+
+        Raises:
+            SaveFailed: It cannot be written.
+        """
+        self._change_log(lambda: self.log.forget(after))
+
+    def _change_log(self, change: Callable[[], None]) -> None:
+        failure = self._ranks.try_on_rank0(change)
+        if failure is not None:
+            raise SaveFailed(f"the log of rollouts in {self._directory} cannot be written: {failure}")
 
     def _rows(self, step: int, advantages: Mapping[int, Tensor], newest_version: int) -> list[dict]:
         written: list[dict] = []

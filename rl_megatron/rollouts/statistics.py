@@ -6,7 +6,7 @@ that have the tokens. Either way they are exactly those of all rollouts together
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Real, Shaped
@@ -44,16 +44,18 @@ def informative_groups(
     return most > least
 
 
-def statistics(rollouts: Batch, group_size: int) -> dict[str, float]:
-    """Return metrics of the rollouts: how rewards and completion lengths are distributed, and two shares.
+def statistics(parts: Sequence[Batch], group_size: int) -> dict[str, float]:
+    """Return metrics of rollouts: how rewards and completion lengths are distributed, and two shares.
 
     `stopped` is the share of completions that ended with a stop token. `informative_groups` is the share of groups
     whose rewards differ; it is 0 if a group is one sample.
+
+    Args:
+        parts: The rollouts, each with whole groups.
+        group_size: The number of samples per prompt.
     """
-    numbers = rollouts.facts
-    index = TrajectoryIndex(numbers)
-    rewards, has_ended = index.of_first(numbers["rewards"]), index.of_first(numbers["sample_mask"]) > 0
-    lengths, stopped = index.total(numbers[SAMPLED]).float(), index.of_last(numbers["stopped"]).float()
+    of_parts = zip(*(_describe_trajectories(part.facts) for part in parts), strict=True)
+    rewards, has_ended, lengths, stopped = (torch.cat(values) for values in of_parts)
     groups = informative_groups(rewards, group_size, has_ended).float().mean().item()
     rewards, lengths, stopped = (values[has_ended] for values in (rewards, lengths, stopped))  # others have failed
     return {
@@ -64,6 +66,15 @@ def statistics(rollouts: Batch, group_size: int) -> dict[str, float]:
         "stopped": stopped.mean().item(),
         "informative_groups": groups,
     }
+
+
+def _describe_trajectories(numbers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the reward of each trajectory, whether it has not failed, its sampled tokens, and whether it stopped."""
+    index = TrajectoryIndex(numbers)
+    return (
+        index.of_first(numbers["rewards"]), index.of_first(numbers["sample_mask"]) > 0,
+        index.total(numbers[SAMPLED]).float(), index.of_last(numbers["stopped"]).float(),
+    )  # fmt: skip
 
 
 def learned_statistics(rollouts: Batch, weight_version: int) -> dict[str, float]:

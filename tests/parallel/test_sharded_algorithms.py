@@ -13,10 +13,11 @@ from rl_megatron.algorithms.advantage_estimators import estimated_advantages, ow
 from rl_megatron.algorithms.covariances import with_covariance_mask
 from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.ppo import with_advantages
-from rl_megatron.algorithms.rollout import join, keep_informative, reward_kl, whole_trajectories, with_logprobs
+from rl_megatron.algorithms.rollout import reward_kl, whole_trajectories, with_logprobs
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.losses import build_loss
+from rl_megatron.rollouts.sampler import join, keep_informative
 from rl_megatron.rollouts.statistics import learned_statistics, logprob_mismatch, statistics
 from tests.parallel.layouts import build_policy, gradients, weights, worst_relative_error
 from tests.parallel.test_sharded_batches import PACKED, as_produced, gathered, whole_batch
@@ -47,7 +48,7 @@ def rollouts(policy, everywhere: bool):
     for power in (2, 3):
         batch[f"component_reward.{power}"] = (batch["trajectory"] + 0.7) ** power % 5
     parts = [as_produced(batch, policy, everywhere) for _ in range(2)]
-    return join([keep_informative(part, 2) for part in parts], 8), statistics(join(parts, 16), 2)
+    return join([keep_informative(part, 2) for part in parts], 8), statistics(parts, 2)
 
 
 def stage_of(policy, trajectories: int) -> SimpleNamespace:

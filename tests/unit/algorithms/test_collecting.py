@@ -7,12 +7,12 @@ import pytest
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages
 from rl_megatron.algorithms.grpo import grpo
 from rl_megatron.algorithms.on_policy_distillation import on_policy_distillation
-from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.algorithms.teachers import Teachers
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.order import ShuffledEpochs
+from rl_megatron.rollouts.sampler import Sampler
 from rl_megatron.timing import PhaseTimer, timing
 from tests.unit.algorithms.fakes import (
     ONE_RANK,

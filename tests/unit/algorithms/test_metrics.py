@@ -36,7 +36,7 @@ def test_the_statistics_of_rollouts_are_declared():
     )  # fmt: skip
     rollouts = whole(rollouts)
     loss = build_loss("clipped_pg", {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1})
-    reported = statistics(rollouts, 2) | logprob_mismatch(rollouts) | reward_kl(rollouts, loss)
+    reported = statistics([rollouts], 2) | logprob_mismatch(rollouts) | reward_kl(rollouts, loss)
     reported |= learned_statistics(rollouts, 1)
     elsewhere = {"sampling_rounds", "mismatch_routing", "teacher_kl", *OF_TURNS}
     assert reported.keys() | elsewhere == names(metrics.ROLLOUT) | set(logprob_mismatch(rollouts))

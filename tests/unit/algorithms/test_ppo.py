@@ -84,7 +84,7 @@ class Rollouts:
             input_lengths=torch.tensor([3, 2]), stopped=torch.tensor([True, True]), weight_version=torch.tensor([1, 1]),
         )  # fmt: skip
         rollouts = Batch.whole(batch)
-        return rollouts, statistics(rollouts, 2)
+        return rollouts, statistics([rollouts], 2)
 
     def keep(self, step, learned):
         pass
@@ -106,7 +106,7 @@ def run(monkeypatch):
             finish_writing=lambda: None,
             record=lambda step, report, kind="train": records.setdefault(kind, {}).setdefault(step, report),
         )
-        monkeypatch.setattr(training_loop, "sampler_of", Rollouts)
+        monkeypatch.setattr(training_loop, "Sampler", Rollouts)
         monkeypatch.setattr(stage_module, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(ResumedState, "load", lambda *_: None)  # the checkpoint of the policy here keeps nothing
         monkeypatch.setattr(

@@ -9,9 +9,6 @@ from rl_megatron.algorithms.advantage_estimators import estimated_advantages
 from rl_megatron.algorithms.advantages import group_relative
 from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.algorithms.rollout import (
-    Sampler,
-    join,
-    keep_informative,
     needs_reference,
     recomputes_logprobs,
     reward_kl,
@@ -26,6 +23,7 @@ from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.losses import build_loss
+from rl_megatron.rollouts.sampler import Sampler, join, keep_informative
 from rl_megatron.rollouts.statistics import learned_statistics, logprob_mismatch, statistics
 from tests.unit.algorithms.fakes import (
     Characters,
@@ -167,7 +165,7 @@ def test_rounds_are_joined_in_order_up_to_the_limit(rollouts_of):
 def test_statistics_of_rollouts(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "1"], "b": ["10", "20"], "c": ["0", "0"], "d": ["100", "4"]})
     rollouts["stopped"][:2] = False
-    assert statistics(whole(rollouts), 2) == pytest.approx(
+    assert statistics([whole(rollouts)], 2) == pytest.approx(
         {
             "reward": (1 + 1 + 10 + 20 + 0 + 0 + 100 + 4) / 8,
             "reward_std": rollouts["rewards"].std(correction=0).item(),

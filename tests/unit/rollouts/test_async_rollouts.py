@@ -4,11 +4,13 @@ import asyncio
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rl_megatron.generation.interfaces import Completion, EngineLost, WeightSpan
+from rl_megatron.generation.interfaces import Completion, EngineLost, Served, WeightSpan
+from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts
@@ -27,14 +29,21 @@ GROUP = 2
 class Engine:
     """An engine whose requests take random times, with the versions that it has meanwhile; it can be lost.
 
-    Requests from number `slow` on take half a second.
+    Requests from number `slow` on take half a second. `during_sync` is called when new weights arrive.
     """
 
     def __init__(self, seconds=0.01, slow=1000):
         self.version, self.is_lost, self.seconds, self.slow = 0, False, seconds, slow
-        self.num_running = self.most_running = self.num_repeated = 0
+        self.policy_version, self.served, self.during_sync = 0, None, lambda: None
+        self.num_running = self.num_repeated = 0
 
-    async def complete(self, request):
+    def sync(self):
+        self.version = self.policy_version
+        self.during_sync()
+        self.served = Served(self.version)
+        return {}
+
+    async def submit(self, request):
         self.num_running += 1
         began, chance = self.version, random.Random(request.seed)
         try:
@@ -76,15 +85,14 @@ def made():
     closing = []
 
     def make(engine, worker=completion, scorer=None, waits=False, fails_run=True, on_failure=None, **rules):
-        ranks = Ranks()
-        runner = RolloutRunner(worker, RolloutRules(NO_LIMITS, fails_run=fails_run), Characters(), ranks, 60.0)
+        runner = RolloutRunner(worker, RolloutRules(NO_LIMITS, fails_run=fails_run), Characters(), Ranks(), 60.0)
         scorer = scorer or Scores()
-        all_prompts = prompts(100)
+        all_prompts, check = prompts(100), SimpleNamespace(run=lambda engine, prompts: {})
         found = AsyncRollouts(
             ScoredRollouts(runner, scorer, Characters(), on_failure=on_failure), scorer,
             QueueRules(**{"per_step": 3, "num_steps": 9, **rules}),
-            lambda number: tasks_of([all_prompts[number]] * GROUP, 7, number * GROUP), engine.complete, SAMPLING, ranks,
-            waits,
+            lambda number: tasks_of([all_prompts[number]] * GROUP, 7, number * GROUP),
+            SyncedEngine(engine, check, Ranks(), lambda metrics: None), lambda: engine.policy_version, SAMPLING, waits,
         )  # fmt: skip
         closing.extend([found, runner])
         return found
@@ -94,21 +102,18 @@ def made():
         each.close()
 
 
-def sync(rollouts, engine, version):
-    """Give the engine the weights of a version, with which step `version` + 1 begins."""
-    rollouts.before_sync(version, version + 1)
-    engine.version = version
-    rollouts.after_sync(version, version + 1)
+def take(rollouts, engine, step):
+    """Return the groups of a step, which begins with weights of the version before its number."""
+    engine.policy_version = step - 1
+    return rollouts.take(step, [])
 
 
 def test_steps_get_the_groups_of_the_stream_with_their_ages(made):
     engine = Engine()
     rollouts = made(engine, max_age=2)
-    rollouts.begin()
     numbers, ages = [], []
     for step in range(1, 10):
-        sync(rollouts, engine, step - 1)
-        groups = rollouts.take(restore=lambda: pytest.fail("nothing was lost"))
+        groups = take(rollouts, engine, step)
         numbers += [group.number for group in groups.used]
         ages += [age for group in groups.used for age in group.ages]
         assert all(step - 1 - min(group.versions) == max(group.ages) for group in groups.used)
@@ -118,21 +123,20 @@ def test_steps_get_the_groups_of_the_stream_with_their_ages(made):
 
 
 def run_out_under_new_weights(rollouts, engine):
-    """Let all requests of step 1 end under its weights, and return the groups of step 2."""
-    rollouts.before_sync(1, 2)
-    engine.version = 1
-    while rollouts.queue.num_running:
-        time.sleep(0.01)
-    rollouts.after_sync(1, 2)
-    return rollouts.take(restore=lambda: None)
+    """Let all requests of step 1 end under new weights, and return the groups of step 2."""
+
+    def wait():
+        while rollouts.queue.num_running:
+            time.sleep(0.01)
+
+    engine.during_sync = wait
+    return take(rollouts, engine, 2)
 
 
 def test_a_completion_may_end_with_new_weights_before_the_sync_returns(made):
     engine = Engine(slow=3 * GROUP)
     rollouts = made(engine, max_age=1)
-    rollouts.begin()
-    sync(rollouts, engine, 0)
-    rollouts.take(restore=lambda: None)
+    take(rollouts, engine, 1)
     assert engine.num_running == 3 * GROUP
     groups = run_out_under_new_weights(rollouts, engine)
     assert sum(group.num_partial for group in groups.used) == 3 * GROUP
@@ -143,9 +147,7 @@ def test_a_group_is_as_old_as_its_oldest_token(made):
     """Those that have tokens of steps 1 and 2, and that step 2 does not take, are too old for step 3."""
     engine = Engine(slow=3 * GROUP)
     rollouts = made(engine, max_age=1, over_sampling=2.0)
-    rollouts.begin()
-    sync(rollouts, engine, 0)
-    rollouts.take(restore=lambda: None)
+    take(rollouts, engine, 1)
     groups = run_out_under_new_weights(rollouts, engine)
     assert [group.number for group in groups.used] == [3, 4, 5]
     assert groups.dropped == dict.fromkeys((6, 7, 8), TOO_OLD)
@@ -153,30 +155,27 @@ def test_a_group_is_as_old_as_its_oldest_token(made):
 
 def test_new_weights_wait_for_requests_if_they_are_told_to(made):
     engine = Engine(seconds=0.2)
-    rollouts = made(engine, max_age=2, waits=True)
-    rollouts.begin()
+    rollouts, running = made(engine, max_age=2, waits=True), []
+    engine.during_sync = lambda: running.append((engine.version, engine.num_running))
     for step in range(1, 5):
-        rollouts.before_sync(step - 1, step)
-        assert engine.num_running == 0
-        engine.version = step - 1
-        rollouts.after_sync(step - 1, step)
-        groups = rollouts.take(restore=lambda: None)
+        groups = take(rollouts, engine, step)
         assert not any(group.num_partial for group in groups.used)
+    new = dict(reversed(running))  # the first sync of each version
+    assert new == dict.fromkeys(range(4), 0)
 
 
 def test_requests_of_an_engine_that_was_lost_are_repeated(made):
     engine = Engine(seconds=0.05)
-    rollouts = made(engine, max_age=1)
-    rollouts.begin()
-    sync(rollouts, engine, 0)
-    engine.is_lost, restored = True, []
+    rollouts, restored = made(engine, max_age=1), []
+    engine.is_lost = True
 
     def restore():
-        restored.append(engine.num_repeated)
-        engine.is_lost = False
-        sync(rollouts, engine, 0)
+        if engine.num_repeated:
+            restored.append(engine.num_repeated)
+            engine.is_lost = False
 
-    groups = rollouts.take(restore)
+    engine.during_sync = restore
+    groups = take(rollouts, engine, 1)
     assert len(groups.used) == 3 and restored and restored[0] >= 1
 
 
@@ -187,11 +186,9 @@ def test_a_failure_ends_the_wait(made, where):
 
     engine, error = Engine(), RewardFailed("no judge")
     rollouts = made(engine, max_age=1, **({"worker": fails} if where == "worker" else {"scorer": Scores(error)}))
-    rollouts.begin()
-    sync(rollouts, engine, 0)
     kind, message = (RolloutFailed, "the world has ended") if where == "worker" else (RewardFailed, "no judge")
     with pytest.raises(kind, match=message):
-        rollouts.take(restore=lambda: None)
+        take(rollouts, engine, 1)
 
 
 def test_dynamic_sampling_drops_a_group_that_differs_only_by_a_failure(made):
@@ -209,9 +206,7 @@ def test_dynamic_sampling_drops_a_group_that_differs_only_by_a_failure(made):
     engine = Engine()
     rules = {"max_age": 1, "drops_equal": True, "rounds": 2}
     rollouts = made(engine, worker=fails_once, scorer=FromOne(), fails_run=False, **rules)
-    rollouts.begin()
-    sync(rollouts, engine, 0)
-    groups = rollouts.take(restore=lambda: None)
+    groups = take(rollouts, engine, 1)
     assert len(groups.used) == 3 and not failures
     assert all(result.trajectory for group in groups.used for result in group.results)
 
@@ -230,9 +225,7 @@ def test_dynamic_sampling_compares_the_samples_that_did_not_fail(made, monkeypat
     rule = FailureRule(masks_group=False, least_samples=2)
     rules = {"max_age": 1, "drops_equal": True, "rounds": 2}
     rollouts = made(engine := Engine(), worker=fails_once, fails_run=False, on_failure=rule, **rules)
-    rollouts.begin()
-    sync(rollouts, engine, 0)
-    groups = rollouts.take(restore=lambda: None)
+    groups = take(rollouts, engine, 1)
     failed = [result for of_group in groups.used for result in of_group.results if not result.trajectory]
     assert len(groups.used) == 3 and not failures and bool(failed) == stays
     assert len(groups.equal) == (not stays)
@@ -245,11 +238,9 @@ def test_groups_that_are_dropped_are_cancelled(made):
 
     engine, scorer = Engine(), Scores()
     rollouts = made(engine, worker=some_are_slow, scorer=scorer, max_age=0, over_sampling=2.0, keeps_unfinished=False)
-    rollouts.begin()
     dropped = {}
     for step in range(1, 4):
-        sync(rollouts, engine, step - 1)
-        groups = rollouts.take(restore=lambda: None)
+        groups = take(rollouts, engine, step)
         assert len(groups.used) == 3 and all(group.number % 4 != 3 for group in groups.used)
         dropped |= groups.dropped
     assert any(number % 4 == 3 for number in dropped)

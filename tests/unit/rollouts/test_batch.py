@@ -6,7 +6,7 @@ import torch
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages
 from rl_megatron.algorithms.advantages import generalized_advantages, group_relative, reinforce_plus_plus
 from rl_megatron.algorithms.ppo import with_advantages
-from rl_megatron.algorithms.rollout import join, keep_informative, rewards_per_token
+from rl_megatron.algorithms.rollout import rewards_per_token
 from rl_megatron.algorithms.turn_advantages import group_relative_turns
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
@@ -15,6 +15,7 @@ from rl_megatron.data.records import Record
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.rollouts.batch import trajectory_batch
+from rl_megatron.rollouts.sampler import join, keep_informative
 from rl_megatron.rollouts.statistics import statistics
 from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex, sizes_of_steps
@@ -116,7 +117,7 @@ def test_groups_are_of_trajectories(batch):
 
 
 def test_statistics_are_over_trajectories_that_have_not_failed(batch):
-    found = statistics(Batch.whole(batch), 1)
+    found = statistics([Batch.whole(batch)], 1)
     assert found["reward"] == 3.25 and found["completion_tokens"] == 3.0
     assert found["stopped"] == 0.5 and found["reward_min"] == 2.5
 

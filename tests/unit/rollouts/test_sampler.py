@@ -1,4 +1,4 @@
-"""Rollouts that are made while the policy trains: their prompts and seeds, their ages, and what checkpoints keep."""
+"""Steps that wait for their trajectories and steps that do not: prompts and seeds, ages, and what checkpoints keep."""
 
 import time
 from contextlib import ExitStack
@@ -8,16 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_megatron.algorithms import async_sampler
-from rl_megatron.algorithms.async_sampler import AsyncSampler
-from rl_megatron.algorithms.roll_back import RollBack
-from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.generation.interfaces import Completion, Served, WeightSpan
 from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
+from rl_megatron.rollouts.sampler import Sampler
 from rl_megatron.rollouts.worker import completion
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms import fakes
@@ -29,6 +26,7 @@ OPTIONS = (
     "algorithm=grpo", f"algorithm.prompts_per_step={PER_STEP}", f"algorithm.samples_per_prompt={SIZE}", "train.steps=9",
     "generation.engine=transformers", "rollout.async_enabled=true",
 )  # fmt: skip
+AGE_0, AGE_1 = "rollout.max_trajectory_age_steps=0", "rollout.max_trajectory_age_steps=1"  # the first one waits
 
 
 class Policy:
@@ -70,26 +68,27 @@ class Ones:
 
 @pytest.fixture
 def made(monkeypatch, tmp_path):
-    """`made(kind, *overrides)`: a sampler, its stage, and the engine; all are closed after the test."""
+    """`made(*overrides)`: a sampler, its stage, and the engine; all are closed after the test."""
     for module in (training_data, stage_loader):
         monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
     scorer = ScoredHere(Echo())
     monkeypatch.setattr(scorer, "close", lambda: None, raising=False)
-    monkeypatch.setattr(async_sampler, "Scorer", lambda *arguments, **options: scorer)
+    monkeypatch.setattr("rl_megatron.rollouts.sampler.Scorer", lambda *arguments, **options: scorer)
     with ExitStack() as closing:
 
-        def make(kind, *overrides):
-            policy, kept = Policy(), {}
+        def make(*overrides):
+            config, policy, kept = load_config([*OPTIONS, *overrides]).first, Policy(), {}
+            waits = not config.rollout.is_asynchronous or config.rollout.replay is not None
             engine = Ones(policy)
             check = SimpleNamespace(run=lambda engine, prompts: {})
             stage = stage_of_a_sampler(
-                config=load_config([*OPTIONS, *overrides]).first, tokenizer=Characters(), scorer=scorer, policy=policy,
-                engine=SyncedEngine(engine, check, Ranks(), lambda metrics: None) if kind is AsyncSampler else engine,
-                roll_back=RollBack(), kept=kept, close_at_end=lambda part: closing.callback(part.close), name="grpo",
+                config=config, tokenizer=Characters(), scorer=scorer, policy=policy,
+                engine=engine if waits else SyncedEngine(engine, check, Ranks(), lambda metrics: None),
+                kept=kept, close_at_end=lambda part: closing.callback(part.close), name="grpo",
             )  # fmt: skip
             closing.callback(stage.rollouts.runner.close)
             stage.keep, stage.rollout_files = kept.__setitem__, tmp_path
-            return kind(stage, stage.config.algorithm), stage, engine
+            return Sampler(stage, stage.config.algorithm), stage, engine
 
         yield make
 
@@ -97,7 +96,7 @@ def made(monkeypatch, tmp_path):
 def test_groups_have_the_prompts_and_the_seeds_of_a_synchronous_run(made):
     """All rewards are equal, so that a step makes the groups of all its rounds."""
     rounds = ("algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=3")
-    synchronous, _, wanted = made(Sampler, *rounds)
+    synchronous, _, wanted = made(AGE_0, *rounds)
     synchronous.draw(1)
     first_round = set(wanted.asked)
     synchronous.draw(1, 0)
@@ -108,13 +107,13 @@ def test_groups_have_the_prompts_and_the_seeds_of_a_synchronous_run(made):
     for step in (2, 3):
         for round_ in range(3):
             synchronous.draw(step, round_)
-    sampler, _, engine = made(AsyncSampler, *rounds)
+    sampler, _, engine = made(*rounds)
     sampler.collect(1)
     assert first_step <= engine.asked <= wanted.asked and len(first_step) == 3 * PER_STEP * SIZE
 
 
 def test_groups_of_a_later_step_begin_with_the_weights_that_an_evaluation_syncs(made):
-    sampler, stage, engine = made(AsyncSampler, "rollout.max_trajectory_age_steps=1")
+    sampler, stage, engine = made(AGE_1)
     for step in (1, 2, 3):
         _, outcome = sampler.collect(step)
         assert outcome["trajectory_age_max"] <= 1 and outcome["dropped_groups"] == 0
@@ -152,19 +151,19 @@ def of_two_files(monkeypatch, made):
     return made
 
 
-@pytest.mark.parametrize("kind", [Sampler, AsyncSampler])
-def test_completions_have_the_data_sets_of_their_prompts(of_two_files, kind):
-    sampler, stage, _ = of_two_files(kind, *MIXED, "rollout.save_every=1")
+@pytest.mark.parametrize("age", [AGE_0, AGE_1])
+def test_completions_have_the_data_sets_of_their_prompts(of_two_files, age):
+    sampler, stage, _ = of_two_files(age, *MIXED, "rollout.save_every=1")
     for step in (1, 2):
         rollouts, _ = sampler.collect(step)
         assert data_sets_fit(rollouts)
         rollouts["advantages"] = torch.zeros(rollouts["input_ids"].shape)
         sampler.keep(step, rollouts)
     replay = f"rollout.replay={stage.rollout_files}"
-    assert data_sets_fit(of_two_files(Sampler, *MIXED, replay)[0].collect(2)[0])
+    assert data_sets_fit(of_two_files(*MIXED, replay)[0].collect(2)[0])
     renamed = [option.replace("upper]", "capitals]").replace("name: upper", "name: capitals") for option in MIXED]
     with pytest.raises(ConfigError, match="step 2 has samples of the data set 'upper', and data.mix has .'capitals',"):
-        of_two_files(Sampler, *renamed, replay)[0].collect(2)
+        of_two_files(*renamed, replay)[0].collect(2)
 
 
 def test_completions_of_a_failed_group_have_a_data_set(of_two_files, monkeypatch):
@@ -177,7 +176,7 @@ def test_completions_of_a_failed_group_have_a_data_set(of_two_files, monkeypatch
     monkeypatch.setattr(
         fakes, "runner_of_completions", lambda: RolloutRunner(fails_for_a, rules, Characters(), ranks, 60.0)
     )
-    sampler, _, _ = of_two_files(Sampler, *MIXED, "algorithm.prompts_per_step=8", "rollout.on_failure=mask_group")
+    sampler, _, _ = of_two_files(AGE_0, *MIXED, "algorithm.prompts_per_step=8", "rollout.on_failure=mask_group")
     rollouts, _ = sampler.collect(1)
     assert rollouts["sample_mask"].sum() == 6 * SIZE and data_sets_fit(rollouts)
 
@@ -195,7 +194,7 @@ def test_a_group_of_failures_is_replaced_and_counted(made, monkeypatch):
     monkeypatch.setattr(
         fakes, "runner_of_completions", lambda: RolloutRunner(fails_at_first, rules, Characters(), ranks, 60.0)
     )
-    sampler, _, engine = made(AsyncSampler, "algorithm.dynamic_sampling=true", "rollout.on_failure=mask_group")
+    sampler, _, engine = made("algorithm.dynamic_sampling=true", "rollout.on_failure=mask_group")
     engine.answers = cycle("01")
     rollouts, outcome = sampler.collect(1)
     assert rollouts.num_trajectories == PER_STEP * SIZE and rollouts["sample_mask"].all()
@@ -204,15 +203,15 @@ def test_a_group_of_failures_is_replaced_and_counted(made, monkeypatch):
 
 
 def test_a_resumed_sampler_continues_with_the_groups_that_are_left(made):
-    sampler, stage, _ = made(AsyncSampler)
+    sampler, stage, _ = made()
     sampler.collect(1)
     state = stage.kept["sampler"].state_dict()
     wanted, _ = sampler.collect(2)
-    resumed, stage, _ = made(AsyncSampler)
+    resumed, stage, _ = made()
     stage.policy.model.version = 5
     stage.kept["sampler"].load_state_dict(state)
     assert stage.policy.weight_version == 1, "the log continues with the same versions"
     found, _ = resumed.collect(2)
     assert torch.equal(found["input_ids"], wanted["input_ids"])
-    first, _ = made(AsyncSampler)[0].collect(1)
+    first, _ = made()[0].collect(1)
     assert not torch.equal(first["input_ids"], wanted["input_ids"])

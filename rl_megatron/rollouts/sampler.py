@@ -1,0 +1,341 @@
+"""`Sampler`: the scored trajectories that each step of a stage learns from, whether it waits for them or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_megatron.batching.batch import DATA_SET, Batch
+from rl_megatron.batching.host_memory import TensorStore
+from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.encoding import EncodedPrompt
+from rl_megatron.data.loader import DataLoader
+from rl_megatron.data.sources import build_source
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import RolloutPrompts
+from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.synced_engine import SyncedEngine
+from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.scorer import Scorer
+from rl_megatron.rollouts.async_rollouts import AsyncRollouts, Group
+from rl_megatron.rollouts.batch import data_set_places
+from rl_megatron.rollouts.group_queue import GroupQueue, QueueRules
+from rl_megatron.rollouts.pace import StagePace
+from rl_megatron.rollouts.record import ORDER, LoggedStep, RolloutRecord
+from rl_megatron.rollouts.rounds import RolloutTask
+from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, Closes
+from rl_megatron.rollouts.scored import Scored, ScoredRollouts, Scores, tasks_of
+from rl_megatron.rollouts.statistics import informative_groups, statistics
+from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
+from rl_megatron.topology.ranks import Ranks
+from rl_megatron.training.megatron_policy import MegatronPolicy
+
+_ROUNDS_PER_SEED = 1000  # distance between the seeds of two steps, so that their rounds have different seeds
+
+
+class SampledStage(Protocol):
+    """The parts of a stage that its sampler uses."""
+
+    name: str
+    config: StageConfig
+    policy: MegatronPolicy
+    engine: SyncedEngine
+    tokenizer: Tokenizer
+    rollouts: ScoredRollouts
+
+    @property
+    def rollout_files(self) -> Path:
+        """Return the directory of the stage's files of rollouts."""
+        ...
+
+    @property
+    def next_batch_number(self) -> int:
+        """Return the number of the batch after that of the current step."""
+        ...
+
+    def batch_number(self, step: int) -> int:
+        """Return the number of the batch of a step, counted from 1: the step and the batches that are left out."""
+        ...
+
+    def use_loader(self, loader: DataLoader[Any]) -> None:
+        """Read the training data from `loader`, whose position checkpoints keep."""
+        ...
+
+    def keep(self, name: str, part: Any) -> None:
+        """Keep the state of `part` in checkpoints."""
+        ...
+
+    def close_at_end(self, part: Closes) -> None:
+        """Close something with the stage."""
+        ...
+
+
+class Sampler:
+    """The sampler of scored trajectories for the prompts of a step.
+
+    The prompts of a stage form a stream of rounds, each with the groups of a step. The prompts and random numbers of a
+    group depend only on `train.seed` and on its place in the stream. A step makes its own rounds, in which all ranks
+    take part. In asynchronous training, rank 0 makes the groups of coming steps instead while all ranks train, in the
+    order of the same stream.
+
+    A resumed run therefore samples the same as an uninterrupted run. In asynchronous training it learns from the log of
+    its steps as far as that goes, so that it trains on the same tokens, and then makes the groups that were not
+    complete again.
+    """
+
+    def __init__(self, stage: SampledStage, algorithm: RolloutConfig):
+        config, rollout = stage.config, stage.config.rollout
+        is_asynchronous = (
+            isinstance(algorithm, PolicyGradientConfig) and rollout.is_asynchronous and rollout.replay is None
+        )
+        self._stage, self._seed, self._ranks = stage, config.train.seed, stage.policy.topology.ranks
+        self._group_size, self._per_step = algorithm.samples_per_prompt, algorithm.prompts_per_step
+        self._rounds_per_step, self._drops_equal = algorithm.rounds_per_step, algorithm.drops_equal_rewards
+        if not is_asynchronous:
+            stage.rollouts.start()  # workers load the reward functions while the first completions are generated
+        self._prompts = RolloutPrompts(config, algorithm, stage.tokenizer)
+        stage.use_loader(self._prompts.loader)
+        stage.keep("sampler", self)
+        self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
+        self._mixture = [each.shown_name for each in config.data.mix] if algorithm.reads_data_sets else []
+        self._store = TensorStore(rollout.max_host_bytes, rollout.disk_directory)
+        self._record = RolloutRecord(
+            replace(rollout, save_every=1, save_prompts=None) if is_asynchronous else rollout, stage.rollout_files,
+            stage.tokenizer, self._group_size, self._ranks,
+            reward=config.reward if algorithm.reads_components else None, mixture=self._mixture,
+        )  # fmt: skip
+        self._logged: dict[int, LoggedStep] = {}  # steps that an asynchronous run learns from again
+        self._new: LoggedStep | None = None  # the line of the log that `keep` writes
+        self._is_replayed = False
+        self._async: AsyncRollouts | None = None
+        if is_asynchronous:
+            self._logged = self._ranks.share(self._record.log.read)
+            self._async = self._begin_asynchronous()
+
+    def _begin_asynchronous(self) -> AsyncRollouts:
+        stage, config, rollout = self._stage, self._stage.config, self._stage.config.rollout
+        rules = QueueRules(
+            self._per_step, config.train.steps, rollout.max_trajectory_age_steps, rollout.over_sampling,
+            rollout.partial, self._rounds_per_step, self._drops_equal,
+        )  # fmt: skip
+        rollouts = AsyncRollouts(
+            stage.rollouts, Scorer(config.reward, lambda: build_source(config).task(), Ranks()), rules, self._tasks_at,
+            stage.engine, lambda: stage.policy.weight_version, self._sampling,
+            waits_for_requests=not rollout.in_flight_weight_updates,
+        )  # fmt: skip
+        stage.close_at_end(rollouts)
+        self._pace = StagePace(stage.name, config, self._per_step, self._ranks.size)
+        return rollouts
+
+    def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
+        """Return (the rollouts that the step learns from, statistics of all rollouts since the step before).
+
+        With dynamic sampling, groups whose rewards are all equal are dropped, and other prompts are sampled until the
+        step is full or has used all its rounds.
+
+        Raises:
+            RolloutFailed, RewardFailed, EngineFailed, EngineMismatch: See `ScoredRollouts.make` and `SyncedEngine`.
+        """
+        logged = self._logged.pop(step, None)
+        self._is_replayed = logged is not None
+        if self._async is None:
+            return self._make_rounds(step)
+        return self._take_groups(self._async, step) if logged is None else self._replay(self._async.queue, logged)
+
+    def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
+        """Return `samples_per_prompt` scored completions for each of the round's prompts, on every rank.
+
+        The batch is the one that `generate` returns, with `rewards` [B]. Samples of a prompt are
+        contiguous.
+        """
+        rollouts, _ = self._make_round(step, round_)
+        whole = on_every_rank(rollouts)
+        if ORDER in rollouts.facts:
+            whole[ORDER] = rollouts.facts[ORDER]
+        return whole
+
+    def keep(self, step: int, learned: Batch) -> None:
+        """Write the rollouts of a step to a file, and to the log if they are asynchronous. Collective.
+
+        Args:
+            step: The step.
+            learned: The rollouts that the step learns from, with `advantages`.
+
+        Raises:
+            SaveFailed: They cannot be written.
+        """
+        if not self._is_replayed:
+            self._record.write(step, learned, self._stage.policy.weight_version, self._new)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what checkpoints keep: the seed of the next round, or the groups that are left. Collective."""
+        if self._async is None:
+            return {"next_seed": seed_of_batch(self._seed, self._stage.next_batch_number)}
+        return {
+            "queue": self._async.state_dict(),
+            "batches_skipped": self._stage.batch_number(0),
+            "weight_version": self._stage.policy.weight_version,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint. After a roll-back, the log ends there, and the groups since are left out.
+
+        Raises:
+            ConfigError: The next round has another seed than the checkpoint says.
+        """
+        if self._async is None:
+            if state != (own := self.state_dict()):
+                raise ConfigError(
+                    f"next_seed is {state.get('next_seed')} in the checkpoint, and {own['next_seed']} now"
+                )
+            return
+        self._stage.policy.model.version = state["weight_version"]  # the log continues with the same numbers
+        queue = self._async.queue
+        queue.load_state_dict(state["queue"])
+        skipped = self._stage.batch_number(0) - state["batches_skipped"]
+        if skipped:
+            self._logged = {}
+            self._record.forget_steps(after=queue.next_step - 1)
+            queue.leave_out(skipped)
+
+    # --- synchronous steps ---
+
+    def _make_rounds(self, step: int) -> tuple[Batch, dict[str, float]]:
+        """Make the rounds that a step needs; see `collect`."""
+        wanted, used, made, metrics = self._per_step * self._group_size, [], [], RewardMetrics()
+        for round_ in range(self._rounds_per_step):
+            rollouts, of_round = self._make_round(step, round_)
+            metrics.add(of_round)
+            made.append(rollouts)
+            used.append(keep_informative(rollouts, self._group_size) if self._drops_equal else rollouts)
+            if sum(part.num_trajectories for part in used) >= wanted:
+                break
+        outcome = statistics(made, self._group_size) | self._ranks.share(metrics.values)
+        outcome |= self._record.logged_metrics(step)
+        if self._drops_equal:
+            outcome["sampling_rounds"] = float(len(made))
+            used = [part for part in used if part.size] or made[-1:]  # if no group differs, the step has no gradient
+        return join(used, wanted), outcome
+
+    def _make_round(self, step: int, round_: int) -> tuple[Batch, RewardMetrics]:
+        """Return a round of trajectories that rank 0 has, and the metrics of their rewards there. Collective."""
+        number = (self._stage.batch_number(step) - 1) * self._rounds_per_step + round_
+        prompts, seed = self._round_of_stream(number)
+        prompts = [prompt for prompt in prompts for _ in range(self._group_size)]
+        if self._record.replays:
+            own, metrics = self._record.replayed(step, round_, len(prompts)), RewardMetrics()
+        else:
+            rollouts, engine = self._stage.rollouts, self._stage.engine
+            scored = rollouts.make(engine, prompts, self._sampling, seed, self._group_size)
+            own, metrics = (None, RewardMetrics()) if scored is None else (scored.batch, scored.metrics)
+            add_data_sets(own, prompts, self._mixture)
+        batch = self._gather(own)
+        self._record.add(round_, batch, prompts, metrics)
+        return batch, metrics
+
+    # --- asynchronous steps ---
+
+    def _take_groups(self, rollouts: AsyncRollouts, step: int) -> tuple[Batch, dict[str, float]]:
+        """Return the rollouts of the groups that the queue has for a step; see `collect`."""
+        prompts, _ = self._round_of_stream((step - 1) * self._rounds_per_step)
+        groups = rollouts.take(step, [prompt.ids for prompt in prompts])
+        used, of_used = self._gather_groups(groups.used)
+        # Groups without a sample that counts have no rewards to compare with others, and nothing but metrics.
+        silent = [group for group in groups.equal if not self._has_samples(group)]
+        equal, of_equal = self._gather_groups([group for group in groups.equal if self._has_samples(group)])
+        self._record.add(0, used[0], [result.task.prompt for group in groups.used for result in group.results], of_used)
+        metrics = RewardMetrics()
+        for part in (of_used, of_equal, *(replace(group.scores.metrics, scores={}) for group in silent)):
+            metrics.add(part)
+        others = self._ranks.share(lambda: metrics.values() | groups.metrics() | self._pace.devices)
+        others["old_logprobs_of_engine"] = float(self._stage.config.rollout.correction == "engine")
+        outcome = statistics([*used, *equal], self._group_size) | others
+        self._new = groups.logged(step, outcome)
+        self._pace.report(step, outcome)
+        return used[0], outcome
+
+    def _replay(self, queue: GroupQueue, logged: LoggedStep) -> tuple[Batch, dict[str, float]]:
+        """Return the rollouts of a step that the run has logged before it was ended; see `collect`."""
+        rollouts = self._gather(self._record.of_step(logged.step))
+        queue.replay(logged.ended)
+        return rollouts, dict(logged.metrics)
+
+    def _gather_groups(self, groups: Sequence[Group]) -> tuple[list[Batch], RewardMetrics]:
+        """Return the groups of rank 0 as a batch of all ranks, or nothing without groups, and their metrics there."""
+        scored = self._ranks.run_on_rank0(lambda: self._assemble(groups), ROLLOUT_ERRORS)
+        if not self._ranks.share(lambda: scored is not None):
+            return [], RewardMetrics()
+        batch, metrics = (None, RewardMetrics()) if scored is None else (scored.batch, scored.metrics)
+        return [self._gather(batch)], metrics
+
+    def _assemble(self, groups: Sequence[Group]) -> Scored | None:
+        if not groups:
+            return None
+        results = [result for group in groups for result in group.results]
+        scores = Scores.joined([group.scores for group in groups])
+        scored = self._stage.rollouts.assemble(results, scores, self._sampling, self._group_size)
+        add_data_sets(scored.batch, [result.task.prompt for result in results], self._mixture)
+        return scored
+
+    def _has_samples(self, group: Group) -> bool:
+        """Return whether a sample of a group may be learned from."""
+        return bool(self._stage.rollouts.on_failure.samples_that_count(group.scores.made, self._group_size).any())
+
+    # --- both ---
+
+    def _tasks_at(self, number: int) -> list[RolloutTask]:
+        """Return the tasks of the group at a place of the stream."""
+        round_, place = divmod(number, self._per_step)
+        prompts, seed = self._round_of_stream(round_)
+        return tasks_of([prompts[place]] * self._group_size, seed, place * self._group_size)
+
+    def _round_of_stream(self, number: int) -> tuple[list[EncodedPrompt], int]:
+        """Return the prompts of a round of the stream, and its seed."""
+        batch, round_ = divmod(number, self._rounds_per_step)
+        return self._prompts.loader.batch(number), seed_of_batch(self._seed, batch + 1) + round_
+
+    def _gather(self, own: BatchedDataDict | None) -> Batch:
+        """Return a batch that rank 0 has as one of all ranks. Collective."""
+        return Batch.gather_facts(own, self._stage.policy.topology, self._store)
+
+
+def seed_of_batch(seed: int, batch_number: int) -> int:
+    """Return the seed of the first round of a batch; those of further rounds follow it.
+
+    Args:
+        seed: `train.seed`.
+        batch_number: The number of the batch, from 1 on.
+    """
+    return (seed * 1_000_003 + batch_number) * _ROUNDS_PER_SEED
+
+
+def add_data_sets(rollouts: BatchedDataDict | None, prompts: Sequence[EncodedPrompt], mixture: Sequence[str]) -> None:
+    """Add the key `data_set` to rollouts of these prompts, if there are any, and data sets to tell apart."""
+    if rollouts is not None and mixture:
+        places = data_set_places([prompt.data_set for prompt in prompts], mixture)
+        rollouts[DATA_SET] = TrajectoryIndex(rollouts).spread(places)
+
+
+def on_every_rank(rollouts: Batch) -> BatchedDataDict:
+    """Return the rollouts that rank 0 has produced, on every rank. Collective."""
+    return rollouts.all_ranks.share(lambda: rollouts.own)
+
+
+def keep_informative(rollouts: Batch, group_size: int) -> Batch:
+    """Return the trajectories of groups whose rewards differ."""
+    numbers = rollouts.facts
+    index = TrajectoryIndex(numbers)
+    rewards, counts = (index.of_first(numbers[key]) for key in ("rewards", "sample_mask"))
+    kept = informative_groups(rewards, group_size, counts).repeat_interleave(group_size)
+    return rollouts.select(index.spread(kept))
+
+
+def join(parts: Sequence[Batch], limit: int) -> Batch:
+    """Return several rounds of rollouts as one batch of at most `limit` trajectories."""
+    joined = Batch.join(parts)
+    return joined if joined.num_trajectories <= limit else joined.select(joined.trajectories() < limit)
