@@ -46,6 +46,7 @@ from rl_megatron.algorithms.advantages import (
 from rl_megatron.algorithms.rollout import rewards_per_token, whole_trajectories
 from rl_megatron.algorithms.turn_advantages import group_relative_steps, group_relative_turns
 from rl_megatron.batching.batch import Batch
+from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.advantages import (
     ESTIMATORS,
     OPTIONS,
@@ -64,7 +65,6 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.rollouts.batch import COMPONENT, TURN
 from rl_megatron.rollouts.statistics import sample_mask
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.reductions import ALONE, RankReduction
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
@@ -167,7 +167,7 @@ def owned_together(rollouts: Batch, algorithm: GRPOConfig) -> Tensor | None:
     if takes_all_samples(parameters):
         return None
     if takes_whole_groups(parameters):
-        return rollouts.trajectories() // algorithm.samples_per_prompt
+        return rollouts.trajectories.owner // algorithm.samples_per_prompt
     return whole_trajectories(rollouts)
 
 
@@ -214,7 +214,7 @@ def _of_sequences(
         "group_size": lambda: algorithm.samples_per_prompt,
         "sample_mask": lambda: index.of_first(sample_mask(own)),
         "token_mask": lambda: mask,
-        "token_rewards": lambda: index.joined(rewards_per_token(own, loss_fn)),
+        "token_rewards": lambda: index.joined(rewards_per_token(own, index, loss_fn)),
         "turns": lambda: _turns(own, index, mask),
         "rollouts": lambda: own,
         "ranks": lambda: ranks,
@@ -258,8 +258,7 @@ def _of_all_samples(
     rollouts: Batch, algorithm: GRPOConfig, parameters: frozenset[str], where: str
 ) -> Float[Tensor, "batch sequence"]:
     """Return the advantages of this rank's sequences, from the rewards of all samples."""
-    numbers = rollouts.facts
-    index = TrajectoryIndex(numbers)
+    numbers, index = rollouts.facts, rollouts.trajectories
     values = {
         "rewards": index.of_first(numbers["rewards"]),
         "group_size": algorithm.samples_per_prompt,

@@ -12,7 +12,6 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.exchange import is_first_of_replica
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.loader import DataLoader
-from rl_megatron.rollouts.trajectory_index import sizes_of_steps
 from rl_megatron.timing import phase
 
 
@@ -45,6 +44,6 @@ def owned(batch: Batch, stage: Stage, together: Tensor | None) -> Batch:
     """
     if batch.is_whole:
         return batch.keep_all()
-    sizes = sizes_of_steps(batch.facts, stage.config.train.global_batch_size)
+    sizes = batch.trajectories.step_sizes(stage.config.train.global_batch_size)
     with phase("exchange"):
         return stage.policy.distribute(batch, sizes, together)

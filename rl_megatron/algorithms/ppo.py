@@ -27,6 +27,7 @@ from rl_megatron.algorithms.rollout import (
 )
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
+from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.algorithms import PPOConfig
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
@@ -36,7 +37,6 @@ from rl_megatron.rollouts.statistics import (
     learned_statistics,
     logprob_mismatch,
 )
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 
 
 def _value_loss(algorithm: PPOConfig) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
 def with_advantages(rollouts: Batch, algorithm: PPOConfig, policy_loss: LossFunction) -> Batch:
     """Return the rollouts with GAE's `advantages` and the `returns` that the critic learns, both [B, S]. Collective."""
     index = TrajectoryIndex(rollouts.own)
-    per_token = (rewards_per_token(rollouts.own, policy_loss), rollouts["values"], rollouts["token_mask"])
+    per_token = (rewards_per_token(rollouts.own, index, policy_loss), rollouts["values"], rollouts["token_mask"])
     rewards, values, mask = map(index.joined, per_token)
     advantages, returns = generalized_advantages(
         rewards, values, mask, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda

@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_megatron.algorithms.advantages import token_rewards
 from rl_megatron.algorithms.registry import LossNeeds
 from rl_megatron.batching.batch import Batch
+from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.config.errors import ConfigError
@@ -23,7 +24,6 @@ from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.rollouts.batch import TURN_REWARDS
 from rl_megatron.rollouts.statistics import mean_over_tokens
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.timing import count_tokens, phase
 
 # The keys of rollouts when they reach the loss.
@@ -99,8 +99,7 @@ def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, los
 
 def whole_trajectories(rollouts: Batch) -> Tensor | None:
     """Return the number of the trajectory of each sequence, or None if each trajectory is one sequence."""
-    trajectories = rollouts.trajectories()
-    return None if len(trajectories) == int(trajectories[-1]) + 1 else trajectories
+    return None if rollouts.trajectories.all_alone else rollouts.trajectories.owner
 
 
 def with_logprobs(
@@ -140,13 +139,13 @@ def needs_reference(loss_fn: LossFunction) -> bool:
     return "reference_policy_logprobs" in getattr(loss_fn, "required_keys", ()) or kl_in_reward(loss_fn) > 0
 
 
-def rewards_per_token(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor:
+def rewards_per_token(rollouts: BatchedDataDict, index: TrajectoryIndex, loss_fn: LossFunction) -> Tensor:
     """Return token rewards [B, S]: the reward of each trajectory at its last sampled token, and the KL penalty.
 
     Rewards that an environment gave for turns are at the last tokens of these turns instead. If the KL penalty is part
     of the reward, β·KL(π_prev‖π_ref) is subtracted at every sampled token.
     """
-    kl, index = _kl_of_tokens(rollouts, loss_fn), TrajectoryIndex(rollouts)
+    kl = _kl_of_tokens(rollouts, loss_fn)
     at_end, of_turns = rollouts["rewards"].float(), rollouts.get(TURN_REWARDS)
     if of_turns is not None:  # they have their own places, and what is left belongs to the end
         at_end = torch.where(index.is_last(), at_end - index.spread(index.total(of_turns.sum(1))), 0.0)

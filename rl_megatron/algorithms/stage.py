@@ -17,7 +17,7 @@ from rl_megatron.algorithms.resumed_state import MustBe, Resumable, ResumedState
 from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.step_meter import StepMeter
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
-from rl_megatron.batching.batch import TRAJECTORIES, Batch
+from rl_megatron.batching.batch import Batch
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.user_files import file_digests
 from rl_megatron.config.eval_metrics import goal_reached
@@ -36,7 +36,6 @@ from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rollouts.runner import Closes
 from rl_megatron.rollouts.scored import ScoredRollouts
-from rl_megatron.rollouts.trajectory_index import sizes_of_steps
 from rl_megatron.timing import PhaseTimer
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.metrics import NonFiniteLoss
@@ -252,8 +251,8 @@ class Stage:
                 options: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
                 if getattr(loss_fn, "on_policy_keys", ()):
                     options["on_policy"] = True  # `recomputes_logprobs` says when the batch needs them
-                if TRAJECTORIES in batch.facts:
-                    options["sizes"] = sizes_of_steps(batch.facts, self.config.train.global_batch_size)
+                if (sizes := batch.trajectories.step_sizes(self.config.train.global_batch_size)) is not None:
+                    options["sizes"] = sizes
                 return (model or self.policy).train(batch, loss_fn, **options)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"stage {self.name}, step {step}: {error}") from error

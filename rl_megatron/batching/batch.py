@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from rl_megatron.batching.exchange import (
 from rl_megatron.batching.host_memory import TensorStore
 from rl_megatron.batching.ownership import PADDING, Ownership, StepPlan
 from rl_megatron.batching.rank_plan import sequence_lengths
+from rl_megatron.batching.trajectory_index import TRAJECTORY, TrajectoryIndex
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import is_per_token
 from rl_megatron.topology.collectives import from_all_ranks
@@ -32,9 +34,9 @@ from rl_megatron.topology.reductions import ALONE, RankReduction
 if TYPE_CHECKING:  # the topology imports megatron-core, which showing a batch does without
     from rl_megatron.topology.topology import Topology
 
-LENGTHS, TRAJECTORIES, SAMPLED, DATA_SET = "input_lengths", "trajectory", "sampled_tokens", "data_set"
-"""Facts of sequences: their tokens, the numbers of their trajectories, how many of their tokens count, and the place of
-their data set in `data.mix`, if an algorithm reads it."""
+LENGTHS, SAMPLED, DATA_SET = "input_lengths", "sampled_tokens", "data_set"
+"""Facts of sequences: their tokens, how many of these count, and the place of their data set in `data.mix`, if an
+algorithm reads it."""
 
 # What every rank knows of every sequence, if the batch has it.
 _FACTS = {
@@ -42,7 +44,7 @@ _FACTS = {
     "rewards": torch.float32,
     "sample_mask": torch.bool,
     "stopped": torch.bool,
-    TRAJECTORIES: torch.int32,
+    TRAJECTORY: torch.int32,
     DATA_SET: torch.int32,
 }
 _PADDING_VALUES = {"sample_mask": 0, "token_mask": 0, LENGTHS: 1}  # a padding sequence needs no more than one token
@@ -147,18 +149,18 @@ class Batch(MutableMapping[str, Any]):
 
         Trajectories end where their number changes, and before the sequences `starts`.
         """
-        if TRAJECTORIES not in self.facts:
+        if TRAJECTORY not in self.facts:
             return self
-        numbers = self.facts[TRAJECTORIES]
+        numbers = self.facts[TRAJECTORY]
         changes = torch.ones_like(numbers)
         changes[1:] = (numbers.diff() != 0).to(numbers)
         changes[starts[starts < len(numbers)]] = 1
         numbers = changes.cumsum(0).to(numbers) - 1
         own = self.own
-        if TRAJECTORIES in own:
+        if TRAJECTORY in own:
             own = BatchedDataDict(own)
-            own[TRAJECTORIES] = numbers[self.numbers].to(own[TRAJECTORIES])
-        return replace(self, own=own, facts=self.facts | {TRAJECTORIES: numbers})
+            own[TRAJECTORY] = numbers[self.numbers].to(own[TRAJECTORY])
+        return replace(self, own=own, facts=self.facts | {TRAJECTORY: numbers})
 
     def __getitem__(self, key: str) -> Any:
         """Return the values of this rank's sequences."""
@@ -212,16 +214,10 @@ class Batch(MutableMapping[str, Any]):
         """Return all ranks that share the batch: this one alone if it is whole."""
         return Ranks() if self.topology is None else self.topology.ranks
 
-    def trajectories(self) -> Tensor:
-        """Return the number of the trajectory of each sequence of the global batch, [B] int64, from 0 without a gap."""
-        if TRAJECTORIES in self.facts:
-            return self.facts[TRAJECTORIES].long()
-        return torch.arange(self.size)
-
-    @property
-    def num_trajectories(self) -> int:
-        """Return the number of trajectories of the global batch."""
-        return int(self.trajectories()[-1]) + 1 if self.size else 0
+    @cached_property
+    def trajectories(self) -> TrajectoryIndex:
+        """Return which sequences of the global batch belong to one trajectory."""
+        return TrajectoryIndex(self.facts)
 
     def own_facts(self, values: Tensor) -> Tensor:
         """Return this rank's part [n, …] of values [B, …] of the global batch."""

@@ -7,6 +7,7 @@ from itertools import groupby
 
 import torch
 
+from rl_megatron.batching.trajectory_index import TRAJECTORY
 from rl_megatron.config.rewards import ENVIRONMENT
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
@@ -15,10 +16,10 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
 
 # Keys of batches that only workers other than `completion` need:
-# trajectory [B] int64, the number of the trajectory that a sequence belongs to;
+# trajectory [B] int64 (`TRAJECTORY`);
 # turn [B, S] int64, the number of the turn within its trajectory at sampled tokens and -1 elsewhere, and
 # turn_rewards [B, S] fp32, the reward of the environment for a turn at its last token.
-TRAJECTORY, TURN, TURN_REWARDS = "trajectory", "turn", "turn_rewards"
+TURN, TURN_REWARDS = "turn", "turn_rewards"
 
 # Keys with this beginning and the name of a reward function, [B] fp32, are its scores; NaN where it gave none. The
 # rewards of an environment have the name `environment`. Batches have these keys if an advantage estimator reads them.

@@ -20,12 +20,12 @@ from torch import Tensor
 from rl_megatron import disk
 from rl_megatron.batching.batch import DATA_SET
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
+from rl_megatron.batching.trajectory_index import TRAJECTORY, TrajectoryIndex
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.rollouts.batch import TRAJECTORY, TURN, TURN_REWARDS, component_keys
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
+from rl_megatron.rollouts.batch import TURN, TURN_REWARDS, component_keys
 
 # Columns that are a number of each trajectory: (the column, the key of the batch, the type of both).
 _NUMBERS = (

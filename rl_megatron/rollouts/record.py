@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rl_megatron import disk, log
 from rl_megatron.batching.batch import DATA_SET, Batch
+from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import ENVIRONMENT, RewardConfig
@@ -30,7 +31,6 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.batch import COMPONENT, data_set_places
 from rl_megatron.rollouts.files import KEPT, Draw, batch_of, read_rows, rollout_file, rows, write_rows
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.ranks import Ranks
 
 # The place of a sequence among all of its step, in the order in which they were drawn: a fact of sharded batches, and a

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.batching.host_memory import TensorStore
+from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
@@ -31,7 +32,6 @@ from rl_megatron.rollouts.rounds import RolloutTask
 from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, Closes
 from rl_megatron.rollouts.scored import Scored, ScoredRollouts, Scores, tasks_of
 from rl_megatron.rollouts.statistics import informative_groups, statistics
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
@@ -213,7 +213,7 @@ class Sampler:
             metrics.add(of_round)
             made.append(rollouts)
             used.append(keep_informative(rollouts, self._group_size) if self._drops_equal else rollouts)
-            if sum(part.num_trajectories for part in used) >= wanted:
+            if sum(part.trajectories.num_trajectories for part in used) >= wanted:
                 break
         outcome = statistics(made, self._group_size) | self._ranks.share(metrics.values)
         outcome |= self._record.logged_metrics(step)
@@ -328,9 +328,8 @@ def on_every_rank(rollouts: Batch) -> BatchedDataDict:
 
 def keep_informative(rollouts: Batch, group_size: int) -> Batch:
     """Return the trajectories of groups whose rewards differ."""
-    numbers = rollouts.facts
-    index = TrajectoryIndex(numbers)
-    rewards, counts = (index.of_first(numbers[key]) for key in ("rewards", "sample_mask"))
+    index = rollouts.trajectories
+    rewards, counts = (index.of_first(rollouts.facts[key]) for key in ("rewards", "sample_mask"))
     kept = informative_groups(rewards, group_size, counts).repeat_interleave(group_size)
     return rollouts.select(index.spread(kept))
 
@@ -338,4 +337,5 @@ def keep_informative(rollouts: Batch, group_size: int) -> Batch:
 def join(parts: Sequence[Batch], limit: int) -> Batch:
     """Return several rounds of rollouts as one batch of at most `limit` trajectories."""
     joined = Batch.join(parts)
-    return joined if joined.num_trajectories <= limit else joined.select(joined.trajectories() < limit)
+    index = joined.trajectories
+    return joined if index.num_trajectories <= limit else joined.select(index.owner < limit)

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from rl_megatron import log
+from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.rewards import ENVIRONMENT
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
@@ -22,7 +23,6 @@ from rl_megatron.rollouts.batch import component_keys, trajectory_batch
 from rl_megatron.rollouts.rounds import RolloutTask, TaskResult
 from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, RolloutFailed, RolloutRunner
 from rl_megatron.rollouts.tools.toolbox import COUNTS
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.timing import phase
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rl_megatron.batching.batch import SAMPLED, Batch
 from rl_megatron.batching.config import check_groups
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.reductions import ALONE, Moments, RankReduction
 
 QUANTILES = (0.1, 0.5, 0.9)
@@ -54,7 +53,7 @@ def statistics(parts: Sequence[Batch], group_size: int) -> dict[str, float]:
         parts: The rollouts, each with whole groups.
         group_size: The number of samples per prompt.
     """
-    of_parts = zip(*(_describe_trajectories(part.facts) for part in parts), strict=True)
+    of_parts = zip(*(_describe_trajectories(part) for part in parts), strict=True)
     rewards, has_ended, lengths, stopped = (torch.cat(values) for values in of_parts)
     groups = informative_groups(rewards, group_size, has_ended).float().mean().item()
     rewards, lengths, stopped = (values[has_ended] for values in (rewards, lengths, stopped))  # others have failed
@@ -68,9 +67,9 @@ def statistics(parts: Sequence[Batch], group_size: int) -> dict[str, float]:
     }
 
 
-def _describe_trajectories(numbers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _describe_trajectories(rollouts: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the reward of each trajectory, whether it has not failed, its sampled tokens, and whether it stopped."""
-    index = TrajectoryIndex(numbers)
+    numbers, index = rollouts.facts, rollouts.trajectories
     return (
         index.of_first(numbers["rewards"]), index.of_first(numbers["sample_mask"]) > 0,
         index.total(numbers[SAMPLED]).float(), index.of_last(numbers["stopped"]).float(),

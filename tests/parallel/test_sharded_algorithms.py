@@ -83,7 +83,7 @@ def grpo_step(parallel, batching, estimator, everywhere=False, covariances="none
     found = outcome | learned_statistics(batch, 7) | logprob_mismatch(batch) | reward_kl(batch, loss)
     policy.accumulate_gradients(batch, loss)
     of_whole = gradients(policy)
-    sizes = torch.bincount(batch.trajectories() // 3).tolist()
+    sizes = torch.bincount(batch.trajectories.owner // 3).tolist()
     report = policy.train(batch, loss, sizes=sizes)
     keys = ["advantages"] + ["covariance_mask"] * (covariances in COVARIANCES)
     return report | found, of_all(batch, keys), weights(policy), of_whole
@@ -104,7 +104,7 @@ def ppo_step(parallel, batching, everywhere=False):
     value_loss = build_loss("mse_value", {"cliprange": 0.2})
     critic.accumulate_gradients(batch, value_loss)
     of_whole = gradients(critic)
-    report = critic.train(batch, value_loss, sizes=torch.bincount(batch.trajectories() // 3).tolist())
+    report = critic.train(batch, value_loss, sizes=torch.bincount(batch.trajectories.owner // 3).tolist())
     return report | found, of_all(batch, ["advantages", "returns", "values"]), weights(critic), of_whole
 
 

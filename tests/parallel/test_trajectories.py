@@ -10,6 +10,7 @@ import torch
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
+from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
@@ -19,7 +20,6 @@ from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.losses import build_loss
 from rl_megatron.rollouts.batch import trajectory_batch
 from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex, sizes_of_steps
 from tests.parallel.layouts import VOCAB_SIZE, build_policy, gradients, worst_relative_error
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
@@ -96,7 +96,7 @@ def learn(parallel: dict, batching: Batching, alone: bool = False) -> tuple[dict
     """
     draw = random.Random(3)
     batch = batch_of([trajectory(draw) for _ in range(6)])
-    sizes = sizes_of_steps(batch, 3)
+    sizes = TrajectoryIndex(batch).step_sizes(3)
     assert sizes is not None and sum(sizes) == batch.size > 6  # trajectories have several sequences
     policy = build_policy(parallel, batching=batching)
     report = policy.accumulate_gradients(by_turn(batch) if alone else batch, loss())

@@ -8,12 +8,13 @@ import torch
 from rl_megatron.algorithms.advantage_estimators import ADVANTAGES, estimated_advantages
 from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.batching.batch import Batch
+from rl_megatron.batching.trajectory_index import TRAJECTORY
 from rl_megatron.config.algorithms import GRPOConfig, OnlineDPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
-from rl_megatron.rollouts.batch import TRAJECTORY, TURN, TURN_REWARDS
+from rl_megatron.rollouts.batch import TURN, TURN_REWARDS
 from rl_megatron.rollouts.sampler import keep_informative
 from rl_megatron.rollouts.statistics import informative_groups, statistics
 from tests.unit.algorithms.fakes import whole
@@ -150,7 +151,7 @@ def test_the_zero_of_a_failed_sample_makes_no_group_informative():
     batch = with_failures(every)
     assert informative_groups(batch["rewards"], SIZE).all(), "rewards alone differ"
     assert informative_groups(batch["rewards"], SIZE, batch["sample_mask"]).tolist() == [False, True, True]
-    assert keep_informative(Batch.whole(batch), SIZE).num_trajectories == 2 * SIZE
+    assert keep_informative(Batch.whole(batch), SIZE).trajectories.num_trajectories == 2 * SIZE
     found = statistics([whole(batch)], SIZE)
     assert found["informative_groups"] == pytest.approx(2 / 3)
     assert found["reward"] == pytest.approx(without(every)["rewards"].mean().item())

@@ -16,6 +16,7 @@ from rl_megatron.algorithms.rollout import (
     with_logprobs,
 )
 from rl_megatron.batching.batch import Batch
+from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
@@ -116,7 +117,12 @@ def test_ppo_rewards_include_the_kl_if_the_loss_does_not(rollouts_of):
 def test_the_clamps_of_the_kl_apply_in_the_reward_too(rollouts_of):
     rollouts = with_policies(rollouts_of({"a": ["1", "5"]})[0])
     clamped = build_loss("clipped_pg", KL_IN_REWARD | {"kl_output_clamp_value": 0.125})
-    assert rewards_per_token(rollouts, clamped)[0].tolist() == [0.0, -0.5 * 0.125, 1 - 0.5 * 0.125]
+    found = rewards_per_token(rollouts, TrajectoryIndex(rollouts), clamped)
+    assert found[0].tolist() == [
+        0.0,
+        -0.5 * 0.125,
+        1 - 0.5 * 0.125,
+    ]
 
 
 def test_the_kl_in_the_reward_is_reported_over_sampled_tokens(rollouts_of):

@@ -9,6 +9,7 @@ from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.algorithms.rollout import rewards_per_token
 from rl_megatron.algorithms.turn_advantages import group_relative_turns
 from rl_megatron.batching.batch import Batch
+from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.records import Record
@@ -18,7 +19,6 @@ from rl_megatron.rollouts.batch import trajectory_batch
 from rl_megatron.rollouts.sampler import join, keep_informative
 from rl_megatron.rollouts.statistics import statistics
 from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex, sizes_of_steps
 
 SAMPLING = Sampling(8)
 WARM = Sampling(8, temperature=0.5)
@@ -80,7 +80,7 @@ def test_turns_of_another_temperature_are_sequences_of_their_own():
 
 
 def test_rewards_of_turns_have_their_places_and_the_rest_is_at_the_end(batch):
-    found = rewards_per_token(batch, None)
+    found = rewards_per_token(batch, TrajectoryIndex(batch), None)
     assert found.tolist() == [
         [0, 0, 0, 0.5, 0, 0, 2.0], [0] * 7, [0, 0, 0, 4.0, 0, 0, 0], [0] * 7,
     ]  # fmt: skip
@@ -91,7 +91,7 @@ def test_advantages_of_segments_are_those_of_one_long_sequence(batch):
     """Sequences of a trajectory follow each other without a gap for the discount."""
     rows = TrajectoryIndex(batch)
     batch["values"] = torch.rand(4, 7, generator=torch.Generator().manual_seed(0))
-    rewards, values, mask = rewards_per_token(batch, None), batch["values"], batch["token_mask"]
+    rewards, values, mask = rewards_per_token(batch, rows, None), batch["values"], batch["token_mask"]
     settings = {"discount": 0.9, "gae_lambda": 0.8}
     made = with_advantages(Batch.whole(batch), PPOConfig(**settings, whiten_advantages=False), None)
     whole = [torch.cat([x[1], x[2]])[None] for x in (rewards, values, mask)]
@@ -110,7 +110,8 @@ def test_groups_are_of_trajectories(batch):
     found = estimated_advantages(Batch.whole(batch), GRPOConfig(samples_per_prompt=2), None)
     first, second = group_relative(torch.tensor([2.5, 4.0]), 2).tolist()  # the sibling of the last one has failed
     assert found.sum(1).tolist() == pytest.approx([3 * first, second, 2 * second, 0.0, 0.0])
-    assert sizes_of_steps(batch, 2) == [3, 2] and sizes_of_steps(batch, 4) == [5]
+    index = TrajectoryIndex(batch)
+    assert index.step_sizes(2) == [3, 2] and index.step_sizes(4) == [5]
     batch["rewards"][:3], batch["sample_mask"][:] = 1.0, 1.0
     kept = keep_informative(Batch.whole(batch), 2)
     assert kept["rewards"].tolist() == [0.0, 2.5] and kept["trajectory"].tolist() == [0, 1]  # numbered anew
@@ -125,7 +126,7 @@ def test_statistics_are_over_trajectories_that_have_not_failed(batch):
 def test_estimators_of_turns_see_the_turns_of_whole_trajectories(batch):
     batch = join([Batch.whole(batch), Batch.whole(batch)], 4).own
     index = TrajectoryIndex(batch)
-    rewards, turns = index.joined(rewards_per_token(batch, None)), index.joined(batch["turn"])
+    rewards, turns = index.joined(rewards_per_token(batch, index, None)), index.joined(batch["turn"])
     wanted = group_relative_turns(rewards, torch.where(index.joined(batch["token_mask"]) > 0, turns, -1), 2)
     settings = GRPOConfig(samples_per_prompt=2, advantage_estimator="group_relative_turns")
     found = estimated_advantages(Batch.whole(batch), settings, None)

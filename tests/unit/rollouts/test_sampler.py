@@ -197,7 +197,7 @@ def test_a_group_of_failures_is_replaced_and_counted(made, monkeypatch):
     sampler, _, engine = made("algorithm.dynamic_sampling=true", "rollout.on_failure=mask_group")
     engine.answers = cycle("01")
     rollouts, outcome = sampler.collect(1)
-    assert rollouts.num_trajectories == PER_STEP * SIZE and rollouts["sample_mask"].all()
+    assert rollouts.trajectories.num_trajectories == PER_STEP * SIZE and rollouts["sample_mask"].all()
     assert outcome["failed_trajectories"] == SIZE and outcome["dropped_groups"] == 1
     assert outcome["reward"] == 0.5 and not failures
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rl_megatron.data.batch import common_size
-from rl_megatron.rollouts.batch import TRAJECTORY
+
+TRAJECTORY = "trajectory"  # the key of batches with the number of the trajectory that a sequence belongs to
 
 
 class TrajectoryIndex:
@@ -78,14 +79,10 @@ class TrajectoryIndex:
             return values
         return values.view(self.num_trajectories, self._most, -1)[self.owner, self._place()]
 
+    def step_sizes(self, num_trajectories: int) -> list[int] | None:
+        """Return how many sequences each optimizer step of that many trajectories has; None if each is one sequence."""
+        return None if self.all_alone else torch.bincount(self.owner // num_trajectories).tolist()
+
     def _place(self) -> Tensor:
         """Return the number of each sequence within its trajectory, [B]."""
         return torch.arange(len(self.owner)) - self._first[self.owner]
-
-
-def sizes_of_steps(rollouts: Mapping[str, Any], trajectories: int) -> list[int] | None:
-    """Return the numbers of sequences of optimizer steps of so many trajectories; None if each is one sequence."""
-    index = TrajectoryIndex(rollouts)
-    if index.all_alone:
-        return None
-    return torch.bincount(index.owner // trajectories).tolist()
