@@ -13,6 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from benchmarks.paired_steps import Switch, compare, parser, when_on
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.generation.completion_batch import generate
@@ -50,7 +52,8 @@ def directly(
     if not leads:
         return None
     batch["rewards"] = rewards
-    return Scored(batch, samples, rewards, [len(each) for each in ids], metrics)
+    made = torch.ones(len(samples), dtype=torch.bool)
+    return Scored(samples, made, rewards, metrics, batch, [len(each) for each in ids])
 
 
 def without_workers(switch: Switch) -> None:

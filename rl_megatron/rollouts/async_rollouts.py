@@ -16,7 +16,7 @@ from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.group_queue import NOT_IN_TIME, TOO_OLD, GroupQueue, QueueRules
 from rl_megatron.rollouts.record import LoggedGroup, LoggedStep
-from rl_megatron.rollouts.rounds import RolloutTask, TaskResult
+from rl_megatron.rollouts.runner import RolloutTask, TaskResult
 from rl_megatron.rollouts.scored import ScoredRollouts, Scores
 from rl_megatron.timing import phase
 

@@ -21,43 +21,55 @@ _LEAST_GAIN = 0.05
 
 
 class AsyncPace:
-    """What the last steps of an asynchronous stage measured. It says each of two things once.
+    """What the last steps of an asynchronous stage measured. It warns of each of two things once.
 
     The bound always holds, because groups wait for it and training waits for groups. A bound that does not suit the
     engine's speed therefore costs time, or with over-sampling the groups that take longest.
+
+    Attributes:
+        devices: The metrics of how many devices train, and how many the rollout engine has.
     """
 
-    def __init__(self, max_age: int, per_step: int):
-        """Start without steps.
-
-        Args:
-            max_age: `rollout.max_trajectory_age_steps`.
-            per_step: The number of groups that a step learns from.
-        """
-        self._max_age, self._per_step = max_age, per_step
+    def __init__(self, name: str, stage: StageConfig, per_step: int, num_ranks: int):
+        """Start without steps of the stage, each of which learns from `per_step` groups."""
+        self._name, self._last_step = name, stage.train.steps
+        self._max_age, self._per_step = stage.rollout.max_trajectory_age_steps, per_step
+        self._balance = DeviceBalance()
         self._steps: deque[Mapping[str, float]] = deque(maxlen=_STEPS)
         self._has_said_slow = self._has_said_dropped = False
+        engine = engine_devices(stage.generation, num_training_nodes(num_ranks))
+        self.devices = {"trainer_devices": float(num_ranks), "engine_devices": float(engine)}
 
-    def note(self, metrics: Mapping[str, float]) -> list[str]:
-        """Record a step, and return what is to be said now.
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a step, and log on rank 0 what is to be said after it.
 
         Args:
+            step: The step.
             metrics: `trainer_idle`, `engine_idle` and `dropped_groups_too_old`. A step without the first, such as the
                 first one of a stage, does not count.
         """
+        self._balance.note(metrics)
+        if not log.is_main_rank():
+            return
+        for warning in self._find_warnings(metrics):
+            log.LOGGER.warning("stage %s: %s", self._name, warning)
+        if step == self._last_step and (report := self._balance.report()) is not None:
+            log.LOGGER.info("stage %s: %s", self._name, report)
+
+    def _find_warnings(self, metrics: Mapping[str, float]) -> list[str]:
+        warnings = []
         if "trainer_idle" not in metrics:
-            return []
+            return warnings
         self._steps.append(metrics)
         if len(self._steps) < _STEPS:
-            return []
-        said = []
+            return warnings
         if not self._has_said_slow and (slow := self._slow()) is not None:
             self._has_said_slow = True
-            said.append(slow)
+            warnings.append(slow)
         if not self._has_said_dropped and (dropped := self._dropped()) is not None:
             self._has_said_dropped = True
-            said.append(dropped)
-        return said
+            warnings.append(dropped)
+        return warnings
 
     def _slow(self) -> str | None:
         waits, idle = (self._median(name) for name in ("trainer_idle", "engine_idle"))
@@ -175,39 +187,6 @@ class DeviceBalance:
             return f"{self.said()}; this division of the devices is balanced"
         assert best is not None
         return f"{self.said()}; {best.trainer} for training and {best.engine} for the engine would be balanced"
-
-
-class StagePace:
-    """What an asynchronous stage reports of its pace.
-
-    Attributes:
-        devices: The metrics of how many devices train, and how many the rollout engine has.
-    """
-
-    def __init__(self, name: str, stage: StageConfig, per_step: int, num_ranks: int):
-        """Start without steps.
-
-        Args:
-            name: The stage's name.
-            stage: Its configuration.
-            per_step: The number of groups that a step learns from.
-            num_ranks: The number of ranks that train.
-        """
-        self._name, self._last_step = name, stage.train.steps
-        self._pace, self._balance = AsyncPace(stage.rollout.max_trajectory_age_steps, per_step), DeviceBalance()
-        engine = engine_devices(stage.generation, num_training_nodes(num_ranks))
-        self.devices = {"trainer_devices": float(num_ranks), "engine_devices": float(engine)}
-
-    def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step, and log on rank 0 what is to be said after it."""
-        self._balance.note(metrics)
-        warnings = self._pace.note(metrics)
-        if not log.is_main_rank():
-            return
-        for warning in warnings:
-            log.LOGGER.warning("stage %s: %s", self._name, warning)
-        if step == self._last_step and (report := self._balance.report()) is not None:
-            log.LOGGER.info("stage %s: %s", self._name, report)
 
 
 def engine_devices(generation: GenerationConfig, num_nodes: int) -> int:

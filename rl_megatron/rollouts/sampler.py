@@ -26,10 +26,9 @@ from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts, Group
 from rl_megatron.rollouts.batch import data_set_places
 from rl_megatron.rollouts.group_queue import GroupQueue, QueueRules
-from rl_megatron.rollouts.pace import StagePace
+from rl_megatron.rollouts.pace import AsyncPace
 from rl_megatron.rollouts.record import ORDER, LoggedStep, RolloutRecord
-from rl_megatron.rollouts.rounds import RolloutTask
-from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, Closes
+from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, Closes, RolloutTask
 from rl_megatron.rollouts.scored import Scored, ScoredRollouts, Scores, tasks_of
 from rl_megatron.rollouts.statistics import informative_groups, statistics
 from rl_megatron.topology.ranks import Ranks
@@ -129,7 +128,7 @@ class Sampler:
             waits_for_requests=not rollout.in_flight_weight_updates,
         )  # fmt: skip
         stage.close_at_end(rollouts)
-        self._pace = StagePace(stage.name, config, self._per_step, self._ranks.size)
+        self._pace = AsyncPace(stage.name, config, self._per_step, self._ranks.size)
         return rollouts
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
@@ -256,7 +255,7 @@ class Sampler:
         others["old_logprobs_of_engine"] = float(self._stage.config.rollout.correction == "engine")
         outcome = statistics([*used, *equal], self._group_size) | others
         self._new = groups.logged(step, outcome)
-        self._pace.report(step, outcome)
+        self._pace.note(step, outcome)
         return used[0], outcome
 
     def _replay(self, queue: GroupQueue, logged: LoggedStep) -> tuple[Batch, dict[str, float]]:
@@ -277,7 +276,7 @@ class Sampler:
         if not groups:
             return None
         results = [result for group in groups for result in group.results]
-        scores = Scores.joined([group.scores for group in groups])
+        scores = Scores.join([group.scores for group in groups])
         scored = self._stage.rollouts.assemble(results, scores, self._sampling, self._group_size)
         add_data_sets(scored.batch, [result.task.prompt for result in results], self._mixture)
         return scored

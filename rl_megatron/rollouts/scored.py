@@ -20,8 +20,7 @@ from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.samples import Sample
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.batch import component_keys, trajectory_batch
-from rl_megatron.rollouts.rounds import RolloutTask, TaskResult
-from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, RolloutFailed, RolloutRunner
+from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, RolloutFailed, RolloutRunner, RolloutTask, TaskResult
 from rl_megatron.rollouts.tools.toolbox import COUNTS
 from rl_megatron.timing import phase
 
@@ -43,7 +42,7 @@ class Scores:
     metrics: RewardMetrics
 
     @classmethod
-    def joined(cls, parts: Sequence[Scores]) -> Scores:
+    def join(cls, parts: Sequence[Scores]) -> Scores:
         """Return the scores of several lists of trajectories as those of one."""
         metrics = RewardMetrics()
         for part in parts:
@@ -76,24 +75,21 @@ class FailureRule:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Trajectories with their rewards.
+class Scored(Scores):
+    """Trajectories with their scores.
 
     Attributes:
         batch: The batch that `trajectory_batch` returns, with `rewards` [B]: that of its trajectory for each sequence.
-        samples: The last turn of each trajectory, as reward functions get it.
-        rewards: The reward of each trajectory.
         num_sampled: The number of tokens that the policy sampled in each trajectory.
-        metrics: The metrics of the reward functions.
-        num_failed: How many trajectories failed; their rewards are 0.
     """
 
     batch: BatchedDataDict
-    samples: Sequence[Sample]
-    rewards: torch.Tensor
     num_sampled: Sequence[int]
-    metrics: RewardMetrics
-    num_failed: int = 0
+
+    @property
+    def num_failed(self) -> int:
+        """Return how many trajectories failed."""
+        return len(self.made) - int(self.made.sum())
 
 
 class ScoredRollouts:
@@ -249,8 +245,7 @@ class ScoredRollouts:
             batch |= {key: index.spread(values) for key, values in components.items()}
         turns = [() if result.trajectory is None else result.trajectory.turns for result in results]
         num_sampled = [sum(len(turn.completion.ids) for turn in of_trajectory) for of_trajectory in turns]
-        num_failed = len(results) - int(made.sum())
-        return Scored(batch, scores.samples, scores.rewards, num_sampled, scores.metrics, num_failed)
+        return Scored(**vars(scores), batch=batch, num_sampled=num_sampled)
 
     def _say_masked(self, results: Sequence[TaskResult], left: torch.Tensor, masked: torch.Tensor) -> None:
         """Log the groups that are not learned from, although some of their samples did not fail.

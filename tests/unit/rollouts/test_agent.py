@@ -21,8 +21,7 @@ from rl_megatron.rollouts.agent import AgentFailed, AgentWorker, read_result
 from rl_megatron.rollouts.build import rollout_rules
 from rl_megatron.rollouts.gateway.server import Gateway
 from rl_megatron.rollouts.limits import TokenLimits
-from rl_megatron.rollouts.rounds import RolloutTask
-from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
+from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner, RolloutTask
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.rollouts.engines import SAMPLING, RandomTokens
 from tests.unit.rollouts.test_runner import TOKENIZER as CHARACTERS

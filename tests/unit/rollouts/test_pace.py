@@ -3,17 +3,30 @@
 import pytest
 
 from rl_megatron.config.generation import GenerationConfig
+from rl_megatron.config.load import load_config
 from rl_megatron.rollouts.pace import AsyncPace, DeviceBalance, Division, engine_devices, num_training_nodes
 
-
-def said(steps, max_age=1, per_step=4):
-    """Return what is said at each step that has (trainer_idle, engine_idle, dropped_groups_too_old)."""
-    pace = AsyncPace(max_age, per_step)
-    names = ("trainer_idle", "engine_idle", "dropped_groups_too_old")
-    return [pace.note(dict(zip(names, step, strict=True))) for step in steps]
+NAMES = ("trainer_idle", "engine_idle", "dropped_groups_too_old")
 
 
-def test_training_that_waits_for_a_busy_engine_is_told_to_use_more_engines():
+@pytest.fixture
+def said(logged):
+    """`said(steps)`: what is said at each step that has the metrics `NAMES`; a step may lack the first ones."""
+
+    def report(steps, max_age=1, per_step=4):
+        age = f"rollout.max_trajectory_age_steps={max_age}"
+        options = ["algorithm=grpo", "train.steps=99", "generation.engine=transformers", "rollout.async_enabled=true"]
+        pace, found = AsyncPace("grpo", load_config([*options, age]).first, per_step, num_ranks=1), []
+        for number, step in enumerate(steps, 1):
+            logged.clear()
+            pace.note(number, dict(zip(NAMES[-len(step) :], step, strict=True)))
+            found.append([message.removeprefix("stage grpo: ") for message in logged])
+        return found
+
+    return report
+
+
+def test_training_that_waits_for_a_busy_engine_is_told_to_use_more_engines(said):
     *before, (warning,) = said([(0.75, 0.0, 0)] * 5)
     assert before == [[]] * 4
     assert warning == (
@@ -23,26 +36,34 @@ def test_training_that_waits_for_a_busy_engine_is_told_to_use_more_engines():
     )
 
 
-def test_an_engine_that_the_bound_holds_back_is_told_to_raise_it():
+def test_an_engine_that_the_bound_holds_back_is_told_to_raise_it(said):
     (warning,) = said([(0.6, 0.4, 0)] * 5)[-1]
     assert "no request for 40% of that time" in warning and warning.endswith("raise the bound")
 
 
-def test_groups_that_are_always_dropped_are_said():
+def test_groups_that_are_always_dropped_are_said(said):
     (warning,) = said([(0.0, 0.0, 2)] * 5, max_age=2)[-1]
     assert "max_trajectory_age_steps=2: 10 of 30 groups" in warning and "rollout.over_sampling=1" in warning
 
 
 @pytest.mark.parametrize("step", [(0.5, 0.0, 0), (0.1, 0.9, 0), (0.0, 0.0, 1)])
-def test_a_bound_that_suits_the_engine_is_not_said(step):
+def test_a_bound_that_suits_the_engine_is_not_said(said, step):
     assert said([step] * 20) == [[]] * 20
 
 
-def test_a_warning_is_said_once_and_a_step_without_time_before_it_does_not_count():
-    pace = AsyncPace(1, 4)
-    assert pace.note({"engine_idle": 0.0, "dropped_groups_too_old": 9}) == []
-    slow = {"trainer_idle": 0.9, "engine_idle": 0.0, "dropped_groups_too_old": 9.0}
-    assert [len(pace.note(slow)) for _ in range(9)] == [0, 0, 0, 0, 2, 0, 0, 0, 0]
+def test_a_warning_is_said_once_and_a_step_without_time_before_it_does_not_count(said):
+    found = said([(0.0, 9), *[(0.9, 0.0, 9)] * 9])
+    assert [len(messages) for messages in found] == [0, 0, 0, 0, 0, 2, 0, 0, 0, 0]
+
+
+def test_the_last_step_says_how_busy_both_were(logged):
+    stage = load_config(["algorithm=grpo", "train.steps=2"]).first
+    pace = AsyncPace("grpo", stage, 4, num_ranks=1)
+    for step in (1, 2):
+        pace.note(step, {"trainer_idle": 0.5, "engine_idle": 0.0, **pace.devices})
+    assert logged == [
+        "stage grpo: training was busy for 50% of the time on 1 device(s), and the rollout engine for 100% on 1"
+    ]
 
 
 def metrics(trainer_devices, engine_devices, trainer_idle, engine_idle):

@@ -428,7 +428,7 @@ def test_scores_of_an_environment_stay_with_their_trajectories_if_only_some_part
             RewardMetrics({"exact": [3.0, 4.0], "environment": [0.5, 0.0]}),
         ),
     ]
-    joined = Scores.joined(parts).metrics.scores
+    joined = Scores.join(parts).metrics.scores
     assert joined == {"exact": [1.0, 2.0, 3.0, 4.0], "environment": [None, None, 0.5, 0.0]}
     keys = component_keys(joined, torch.tensor([True, True, True, False]), has_turns=True)
     assert keys["component_reward.environment"].nan_to_num(-1.0).tolist() == [0.0, 0.0, 0.5, -1.0]
