@@ -27,8 +27,6 @@ class Group:
 
     Attributes:
         number: Its place in the stream of prompts.
-        results: What became of each trajectory.
-        scores: Their scores.
         ages: The age of each trajectory, in steps: that of its oldest token.
     """
 
@@ -126,7 +124,7 @@ class AsyncRollouts:
             tasks_at: Returns the tasks of the group at a place of the stream of prompts.
             engine: The engine, whose syncs this object observes.
             weight_version: Returns the version of the policy's weights.
-            sampling: How completions are sampled if the worker does not say so.
+            sampling: How completions are sampled if the worker does not choose.
             waits_for_requests: Whether new weights wait until the engine has no request.
         """
         self._rollouts, self._scorer, self._tasks_at, self._engine = rollouts, scorer, tasks_at, engine
@@ -155,15 +153,7 @@ class AsyncRollouts:
     def take(self, step: int, prompts: list[list[int]]) -> StepGroups:
         """Wait for the groups of a step, and return them. The first call starts groups.
 
-        Args:
-            step: The step.
-            prompts: The prompts that the engine's logprobs are checked on.
-
-        Raises:
-            RolloutFailed: A trajectory failed in all attempts, and the run is to end then.
-            RewardFailed: A reward function gave no score, and the run is to end then.
-            EngineFailed: The engine cannot go on.
-            EngineMismatch: The engine's logprobs differ from the trainer's.
+        The engine's logprobs are checked on the prompts.
         """
         self._newest = step, self._weight_version()
         self._engine.ready(prompts)

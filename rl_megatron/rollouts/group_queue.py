@@ -125,13 +125,7 @@ class GroupQueue:
         return number
 
     def complete(self, number: int, oldest: int, differs: bool = True) -> bool:
-        """Record that a group is complete; return whether it stays.
-
-        Args:
-            number: The group.
-            oldest: The step of the weights of its oldest token.
-            differs: Whether its rewards differ.
-        """
+        """Record that a group is complete, whose oldest token is of the weights of a step; return whether it stays."""
         self._groups[number].oldest = oldest
         rules = self._rules
         if differs or not rules.drops_equal:

@@ -60,7 +60,6 @@ class LoggedStep:
     """What is known of a step.
 
     Attributes:
-        step: The step.
         used: The groups that it learned from, in the order of the batch.
         dropped: The groups that were dropped since the step before, with the reason.
         metrics: The metrics of its rollouts, which cannot be computed again.
@@ -97,11 +96,7 @@ class RolloutLog:
         return steps
 
     def append(self, step: LoggedStep) -> None:
-        """Write a step.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Write a step, behind which a line that was cut off is removed."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         whole = self._path.read_bytes().rpartition(b"\n") if self._path.exists() else (b"", b"", b"")
         with self._path.open("r+b" if self._path.exists() else "w+b") as file:
@@ -112,11 +107,7 @@ class RolloutLog:
             os.fsync(file.fileno())
 
     def forget(self, after: int) -> None:
-        """Remove the steps after a step, to which the run has gone back. The file is replaced as a whole.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Remove the steps after a step, to which the run has gone back. The file is replaced as a whole."""
         kept = [step for number, step in self.read().items() if number <= after]
         if not self._path.exists():
             return
@@ -151,7 +142,7 @@ class RolloutRecord:
             tokenizer: What decodes tokens.
             samples_per_prompt: How many trajectories in a row belong to one prompt.
             ranks: The policy's ranks.
-            reward: The section `reward`, if rollouts have the scores of each reward function. None: they have not.
+            reward: The section `reward`, if rollouts have the scores of each reward function.
             mixture: The names of the data sets of the mixture, if rollouts have the key `data_set`.
         """
         self._reward, self._mixture = reward, mixture
@@ -169,12 +160,7 @@ class RolloutRecord:
         return self._config.replay is not None
 
     def replayed(self, step: int, round_: int, num_trajectories: int) -> BatchedDataDict | None:
-        """Return the recorded rollouts of a round on rank 0, and None on other ranks. Collective.
-
-        Raises:
-            ConfigError: There is no such round in the files, or it has another number of trajectories. It is raised on
-                every rank.
-        """
+        """Return the recorded rollouts of a round on rank 0, and None on other ranks. Collective."""
         return self._ranks.run_on_rank0(lambda: self._read(step, round_, num_trajectories))
 
     def _read(self, step: int, round_: int, num_trajectories: int) -> BatchedDataDict:
@@ -233,11 +219,7 @@ class RolloutRecord:
         return {} if logged is None else dict(logged.metrics)
 
     def of_step(self, step: int) -> BatchedDataDict | None:
-        """Return the rollouts of an asynchronous step of this run on rank 0, and None on other ranks. Collective.
-
-        Raises:
-            ConfigError: The file is missing, or is not a file of rollouts. It is raised on every rank.
-        """
+        """Return the rollouts of an asynchronous step of this run on rank 0, and None on other ranks. Collective."""
         return self._ranks.run_on_rank0(lambda: self._batch_of(read_rows(rollout_file(self._directory, step))))
 
     def add(self, round_: int, rollouts: Batch, prompts: Sequence[EncodedPrompt], metrics: RewardMetrics) -> None:
@@ -283,11 +265,7 @@ class RolloutRecord:
             self._change_log(lambda: self.log.append(line))
 
     def forget_steps(self, after: int) -> None:
-        """Remove the steps after a step, to which the run has gone back, from the log. Collective.
-
-        Raises:
-            SaveFailed: It cannot be written.
-        """
+        """Remove the steps after a step, to which the run has gone back, from the log. Collective."""
         self._change_log(lambda: self.log.forget(after))
 
     def _change_log(self, change: Callable[[], None]) -> None:

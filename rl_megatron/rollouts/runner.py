@@ -108,9 +108,7 @@ class RolloutRunner:
     Every rank calls `run`, and takes part in the rounds of completions.
 
     Attributes:
-        rules: How tasks run.
-        loop: The loop.
-        ranks: The policy's ranks.
+        makes_turns: Whether trajectories may have several turns or sequences, or rewards of an environment.
     """
 
     def __init__(
@@ -129,32 +127,18 @@ class RolloutRunner:
             worker: The worker.
             rules: How tasks run.
             tokenizer: The run's tokenizer.
-            ranks: The exchange among the policy's ranks.
+            ranks: The policy's ranks.
             collective_timeout: Seconds after which a collective fails.
             owned: What the worker needs and nobody else, such as processes. It is closed with the runner.
-            gateway: What agents send requests to; `close` ends it. None if there is none.
+            gateway: What agents send requests to. It is closed with the runner.
         """
         self._gateway, self._owned = gateway, owned
         self._worker, self.rules, self._tokenizer, self.ranks = worker, rules, tokenizer, ranks
+        self.makes_turns = worker is not completion
         self.loop = RankZeroLoop(ranks, collective_timeout, "rollout workers", ROLLOUT_ERRORS)
 
-    @property
-    def makes_turns(self) -> bool:
-        """Return whether trajectories may have several turns or sequences, or rewards of an environment."""
-        return self._worker is not completion
-
     def run(self, tasks: Sequence[RolloutTask], engine: RolloutEngine, sampling: Sampling) -> list[TaskResult]:
-        """Return the result of each task, in order, on rank 0, and none on other ranks. Collective.
-
-        Args:
-            tasks: The tasks; only rank 0 needs them.
-            engine: The engine.
-            sampling: How completions are sampled if the worker does not say so.
-
-        Raises:
-            RolloutFailed: A task failed in all its attempts, and the rules say that the run ends then.
-            EngineFailed: The engine cannot go on.
-        """
+        """Return the result of each task of rank 0, in order, on rank 0, and none on other ranks. Collective."""
         rounds = Rounds(partial(self.attempts, sampling), self.rules.concurrency)
         requests: list[Request] = []  # of a round, on rank 0
         results: list[TaskResult] = []
@@ -198,13 +182,8 @@ class RolloutRunner:
 
         An attempt whose process was lost does not count.
 
-        Args:
-            sampling: How completions are sampled if the worker does not say so.
-            task: The task.
-            answer: Returns the completion of a request.
-
         Raises:
-            RolloutFailed: All attempts failed, and the rules say that the run ends then.
+            RolloutFailed: All attempts failed, and the rules let the run end then.
         """
         rules, failed, failure = self.rules, 0, ""
         losses = {True: _MOST_LOSSES, False: _MOST_UNEXPLAINED_LOSSES}
@@ -267,8 +246,7 @@ async def within_limit(
 
     Args:
         work: The coroutine.
-        seconds: The longest time that it may take, without the time in which the client waits for the engine. None for
-            no limit.
+        seconds: The longest time that it may take, without the time in which the client waits for the engine.
         client: The client.
         key: The configuration key of this time, for the message.
         seconds_to_end: How long it may take to end when it is cancelled.

@@ -93,13 +93,7 @@ class Scored(Scores):
 
 
 class ScoredRollouts:
-    """Trajectories of a rollout worker, with the rewards of reward functions.
-
-    Attributes:
-        runner: Runs the worker.
-        scorer: Scores what the worker makes.
-        tokenizer: The run's tokenizer.
-    """
+    """Trajectories of a rollout worker, with the rewards of reward functions."""
 
     def __init__(
         self,
@@ -176,12 +170,7 @@ class ScoredRollouts:
         return Scores(samples, made, rewards, metrics)
 
     def assemble(self, results: Sequence[TaskResult], scores: Scores, sampling: Sampling, group_size: int) -> Scored:
-        """Return trajectories that have been made and scored, as `make` returns them. It is not collective.
-
-        Raises:
-            RolloutFailed: All trajectories failed.
-            NonFiniteLoss: Logits were NaN or infinite.
-        """
+        """Return trajectories that have been made and scored, as `make` returns them. It is not collective."""
         return self._with_rewards(self._batch(results, sampling), results, scores, group_size)
 
     def _batch(self, results: Sequence[TaskResult], sampling: Sampling) -> BatchedDataDict:
@@ -194,9 +183,7 @@ class ScoredRollouts:
     def _sample(self, result: TaskResult, with_ids: bool) -> Sample:
         """Return a trajectory as reward functions get it: the completion is the last turn.
 
-        Args:
-            result: The trajectory, which may have failed.
-            with_ids: Whether a reward model reads the tokens of the whole sequence.
+        A reward model reads the tokens of the whole sequence, which are added `with_ids`.
         """
         problem, trajectory = result.task.prompt.problem, result.trajectory
         if trajectory is None:
@@ -248,13 +235,7 @@ class ScoredRollouts:
         return Scored(**vars(scores), batch=batch, num_sampled=num_sampled)
 
     def _say_masked(self, results: Sequence[TaskResult], left: torch.Tensor, masked: torch.Tensor) -> None:
-        """Log the groups that are not learned from, although some of their samples did not fail.
-
-        Args:
-            results: The result of each trajectory.
-            left: [groups] How many trajectories of each group did not fail.
-            masked: [groups] Which groups are not learned from.
-        """
+        """Log the groups that are `masked`, [groups], although some of their samples are `left`, [groups]."""
         size = len(results) // len(left)
         for number in (masked & (left > 0)).nonzero()[:, 0].tolist():
             failure = next(r.failure for r in results[number * size :] if r.trajectory is None)
@@ -266,13 +247,7 @@ class ScoredRollouts:
 
 
 def tasks_of(prompts: Sequence[EncodedPrompt], seed: int, first: int = 0) -> list[RolloutTask]:
-    """Return the tasks of prompts.
-
-    Args:
-        prompts: The prompts.
-        seed: The seed of all random numbers.
-        first: The number of the first of these prompts among those with the same seed.
-    """
+    """Return the tasks of prompts, the first of which is number `first` of those with the same seed."""
     return [
         RolloutTask(f"{seed}-{number}", prompt, request_seed(seed, number))
         for number, prompt in enumerate(prompts, first)
