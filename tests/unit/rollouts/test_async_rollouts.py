@@ -88,11 +88,12 @@ def made():
         runner = RolloutRunner(worker, RolloutRules(NO_LIMITS, fails_run=fails_run), Characters(), Ranks(), 60.0)
         scorer = scorer or Scores()
         all_prompts, check = prompts(100), SimpleNamespace(run=lambda engine, prompts: {})
+        engine.synced = SyncedEngine(engine, check, Ranks(), lambda metrics: None)
         found = AsyncRollouts(
             ScoredRollouts(runner, scorer, Characters(), on_failure=on_failure), scorer,
             QueueRules(**{"per_step": 3, "num_steps": 9, **rules}),
             lambda number: tasks_of([all_prompts[number]] * GROUP, 7, number * GROUP),
-            SyncedEngine(engine, check, Ranks(), lambda metrics: None), lambda: engine.policy_version, SAMPLING, waits,
+            engine.synced, lambda: engine.policy_version, SAMPLING, waits,
         )  # fmt: skip
         closing.extend([found, runner])
         return found
@@ -162,6 +163,13 @@ def test_new_weights_wait_for_requests_if_they_are_told_to(made):
         assert not any(group.num_partial for group in groups.used)
     new = dict(reversed(running))  # the first sync of each version
     assert new == dict.fromkeys(range(4), 0)
+
+
+def test_a_sync_of_the_same_weights_waits_for_no_request(made):
+    engine = Engine(slow=3 * GROUP)
+    take(made(engine, max_age=1, waits=True), engine, 1)
+    engine.synced.sync()
+    assert engine.num_running == 3 * GROUP
 
 
 def test_requests_of_an_engine_that_was_lost_are_repeated(made):

@@ -84,7 +84,7 @@ def made(monkeypatch, tmp_path):
             stage = stage_of_a_sampler(
                 config=config, tokenizer=Characters(), scorer=scorer, policy=policy,
                 engine=engine if waits else SyncedEngine(engine, check, Ranks(), lambda metrics: None),
-                kept=kept, close_at_end=lambda part: closing.callback(part.close), name="grpo",
+                kept=kept, next_batch_number=2, close_at_end=lambda part: closing.callback(part.close), name="grpo",
             )  # fmt: skip
             closing.callback(stage.rollouts.runner.close)
             stage.keep, stage.rollout_files = kept.__setitem__, tmp_path
@@ -215,3 +215,25 @@ def test_a_resumed_sampler_continues_with_the_groups_that_are_left(made):
     assert torch.equal(found["input_ids"], wanted["input_ids"])
     first, _ = made()[0].collect(1)
     assert not torch.equal(first["input_ids"], wanted["input_ids"])
+
+
+def test_a_step_of_the_log_is_learned_from_again_and_not_written_again(made):
+    sampler, stage, _ = made()
+    wanted, metrics = sampler.collect(1)
+    wanted["advantages"] = torch.zeros(wanted["input_ids"].shape)
+    sampler.keep(1, wanted)
+    files = {path: path.read_bytes() for path in stage.rollout_files.iterdir()}
+    assert {path.name for path in files} == {"log.jsonl", "step-000001.parquet"}
+    resumed, _, engine = made()
+    found, again = resumed.collect(1)
+    assert torch.equal(found["input_ids"], wanted["input_ids"]) and again == metrics and not engine.asked
+    resumed.keep(1, found)
+    assert files == {path: path.read_bytes() for path in stage.rollout_files.iterdir()}
+
+
+def test_a_step_that_makes_its_own_rounds_continues_with_the_seed_of_the_checkpoint(made):
+    sampler, _, _ = made(AGE_0)
+    state = sampler.state_dict()
+    sampler.load_state_dict(state)
+    with pytest.raises(ConfigError, match=f"next_seed is 7 in the checkpoint, and {state['next_seed']} now"):
+        sampler.load_state_dict({"next_seed": 7})
