@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rollouts.runner import Closes
 from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.timing import PhaseTimer
+from rl_megatron.training.inference import enter_whole
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.metrics import NonFiniteLoss
 from rl_megatron.training.teacher import Teacher
@@ -223,7 +224,7 @@ class Stage:
     def train(
         self,
         step: int,
-        batch: Batch,
+        batch: Mapping[str, Any],
         loss_fn: LossFunction,
         model: MegatronPolicy | None = None,
         teacher: Teacher | None = None,
@@ -232,7 +233,7 @@ class Stage:
 
         Args:
             step: The step number, for messages.
-            batch: The global batch.
+            batch: The global batch: a `Batch`, or the same values of all its sequences on every rank.
             loss_fn: The loss.
             model: Another model to train instead of the policy: the critic.
             teacher: The model whose logits the loss reads as `teacher_logits`, or None.
@@ -241,6 +242,8 @@ class Stage:
             NonFiniteLoss: The loss is NaN or infinite; the message names the stage and step. Checkpoints stay.
             RanksDiffer: A desync check was due, and ranks have different batches or weights.
         """
+        if not isinstance(batch, Batch):
+            batch = enter_whole((model or self.policy).model, batch)
         self._desync.check(step, batch, self.models)
         if model is None:
             self._batch = batch

@@ -238,6 +238,16 @@ def test_a_nan_names_stage_and_step_and_keeps_the_cause(make):
         stage.train(2, whole({"token_mask": torch.ones(1, 2)}), None)
 
 
+def test_a_dictionary_becomes_a_batch_before_it_is_trained_on(make):
+    log = []
+    stage = make(log, steps=1)
+    stage.policy.model = SimpleNamespace(config=stage.config.model, vocab_size=128)
+    ids = torch.ones(2, 3, dtype=torch.long)
+    values = {"input_ids": ids, "token_mask": ids.float(), "trajectory": torch.tensor([0, 0])}
+    stage.train(1, values, NLLLoss())
+    assert log[-1] == ("train", {"sizes": [2]})
+
+
 def test_a_policy_learns_that_a_rollout_is_on_policy(make):
     """Then a loss may take the logprobs of before the step from the step itself, if a batch does not have them."""
     log = []
