@@ -20,10 +20,10 @@ from rl_megatron.algorithms.rollout import (
     uses_reference,
     with_logprobs,
 )
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.rollouts.sampler import Sampler, seed_of_batch
 from rl_megatron.rollouts.statistics import correction_statistics, learned_statistics, logprob_mismatch
+from rl_megatron.runs.stage import Stage
 
 
 @register_algorithm(

@@ -18,7 +18,6 @@ from rl_megatron.algorithms.rollout import (
     uses_reference,
     with_logprobs,
 )
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
 from rl_megatron.config.algorithms import OnPolicyDistillationConfig
 from rl_megatron.config.errors import ConfigError
@@ -32,6 +31,7 @@ from rl_megatron.rollouts.statistics import (
     logprob_mismatch,
     mean_over_tokens,
 )
+from rl_megatron.runs.stage import Stage
 
 
 def _uses_advantages(loss_fn: LossFunction) -> bool:

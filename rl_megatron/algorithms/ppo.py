@@ -25,7 +25,6 @@ from rl_megatron.algorithms.rollout import (
     whole_trajectories,
     with_logprobs,
 )
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.algorithms import PPOConfig
@@ -37,6 +36,7 @@ from rl_megatron.rollouts.statistics import (
     learned_statistics,
     logprob_mismatch,
 )
+from rl_megatron.runs.stage import Stage
 
 
 def _value_loss(algorithm: PPOConfig) -> dict[str, Any]:

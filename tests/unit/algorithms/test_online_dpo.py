@@ -8,7 +8,7 @@ import torch
 from rl_megatron.algorithms.online_dpo import pairs_by_reward
 from rl_megatron.batching.trajectory_index import TRAJECTORY
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 
 REWARDS = [1.0, 3.0, 0.0, 2.0, 2.0, 2.0]  # two groups of three

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_megatron.config.generation import GenerationConfig
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.rollouts.pace import AsyncPace, DeviceBalance, Division, engine_devices, num_training_nodes
 
 NAMES = ("trainer_idle", "engine_idle", "dropped_groups_too_old")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.generation.interfaces import Completion, Served, WeightSpan
 from rl_megatron.generation.synced_engine import SyncedEngine
