@@ -116,19 +116,37 @@ def test_the_fused_adam_of_other_tests_keeps_what_the_real_one_keeps(fresh_proce
         assert {adam["known_states"] for adam in theirs["adam"]} == {"exp_avg exp_avg_sq master_param"}
 
 
-@pytest.mark.change
-def test_the_record_is_what_transformer_engine_gives():
+def beside_transformer_engine(*program: str) -> Any:
+    """Return the JSON that a program prints with Transformer Engine's Python in the directory `sys.argv[1]`."""
     directory = os.environ.get(VARIABLE)
     if not directory:
         pytest.skip(
             f"set {VARIABLE} to a directory with Transformer Engine's Python; see tests/transformer_engine/record.py"
         )
-    program = "import json, pathlib, sys; from tests.transformer_engine.record import record, text_of\n"
-    program += "print(text_of(record(pathlib.Path(sys.argv[1]))))"
-    command = [sys.executable, "-W", "ignore", "-c", program, directory]
+    command = [sys.executable, "-W", "ignore", "-c", "\n".join(program), directory]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout[done.stdout.index("{") :])
+    return json.loads(done.stdout[done.stdout.index("{") :])
+
+
+@pytest.mark.change
+def test_a_plan_works_beside_transformer_engine():
+    plan = "plan algorithm=grpo data=arithmetic model=nano model.vocab_size=512 precision=bf16 --gpus-per-node 1 --json"
+    found = beside_transformer_engine(
+        "import pathlib, sys; from tests.transformer_engine.without_extension import provide",
+        "provide(pathlib.Path(sys.argv[1]))",
+        f"from rl_megatron.cli import main; sys.exit(main({plan.split()}))",
+    )
+    assert found["fits"] and "run on fake GPUs as rank(s) 0" in found["source"]
+    assert found["source"].endswith("torch's Adam: Transformer Engine runs only on a GPU.")
+
+
+@pytest.mark.change
+def test_the_record_is_what_transformer_engine_gives():
+    found = beside_transformer_engine(
+        "import pathlib, sys; from tests.transformer_engine.record import record, text_of",
+        "print(text_of(record(pathlib.Path(sys.argv[1]))))",
+    )
     for family, layouts in FAMILIES.items():
         for layout, recorded in layouts.items():
             assert found["families"][family][layout] == recorded, (family, layout, found["versions"])
