@@ -15,6 +15,7 @@ from rl_megatron.log import silence_libraries as _silence_libraries
 __version__ = "0.1.0"
 
 _HOME = {
+    "AdvantageInputs": "algorithms.advantage_estimators",
     "AlgorithmConfig": "config.schema",
     "BatchedDataDict": "data.batch",
     "ConfigError": "config.errors",

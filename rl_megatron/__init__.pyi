@@ -2,6 +2,7 @@
 
 from rl_megatron.algorithms import LossNeeds as LossNeeds
 from rl_megatron.algorithms import register_algorithm as register_algorithm
+from rl_megatron.algorithms.advantage_estimators import AdvantageInputs as AdvantageInputs
 from rl_megatron.algorithms.advantage_estimators import register_advantage as register_advantage
 from rl_megatron.algorithms.rollout import Sampler as Sampler
 from rl_megatron.algorithms.rollout import check_problems as check_problems

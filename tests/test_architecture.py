@@ -17,7 +17,7 @@ PACKAGES = (
 FOR_ALL = {"log", "disk", "timing", "rl_megatron"}  # rl_megatron: the package root, which holds the version
 IMPORT_ANYTHING = {"__main__"}
 KNOWN = {*PACKAGES, *FOR_ALL, *IMPORT_ANYTHING}
-MEGATRON_PACKAGES = {"topology", "model", "checkpoint", "training", "generation"}
+MEGATRON_PACKAGES = {"topology", "model", "checkpoint", "training", "generation", "plan"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -42,6 +42,7 @@ VERBS = frozenset(
 # Words that once had several meanings → the identifiers that may hold them: (path in the package, pattern, meaning).
 _ROWS = (
     ("logprobs/", r".*", "rows of a matrix of logits or hidden states"),
+    ("plan/fake_cuda/stand_ins.py", r".*", "rows of a matrix of logits"),
     ("weight_sync/", r".*", "rows of a weight matrix"),
     ("model/families/", r".*", "rows of a weight matrix"),
     ("data/readers/tables.py", r".*", "rows of a table"),
@@ -74,7 +75,8 @@ AMBIGUOUS = {
     "platform": (("checkpoint/save.py", r"platform", "Python's module"), ("generation/", r"platform", "sys.platform"),
                  ("workers/linux.py", r"\.?platform", "sys.platform"),
                  ("workers/confined.py", r"\.platform", "sys.platform")),
-    "inputs": (("compat/", r".*", "NeMo RL's names"),),
+    "inputs": (("compat/", r".*", "NeMo RL's names"), ("config/advantages.py", r".*", "what an estimator gets"),
+               ("algorithms/advantage_estimators.py", r".*", "what an estimator gets")),
     "contents": (),
     "origin": (("config/hints.py", r"get_origin", "typing's"), ("compat/", r"origin", "importlib's attribute"),
                ("doctor/installed.py", r"origin", "importlib's attribute")),

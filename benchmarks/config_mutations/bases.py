@@ -56,8 +56,8 @@ def loss(data, global_valid_seqs, global_valid_toks, next_token_logprobs):
     return value, {"loss": value.detach()}
 
 
-def advantages(rewards, group_size):
-    return rewards - rewards.mean()
+def advantages(inputs):
+    return inputs.rewards - inputs.ranks.moments(inputs.rewards).mean
 
 
 def length(prompt, completion, **fields):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import rl_megatron
 from rl_megatron import logprobs
-from rl_megatron.algorithms import advantages, eval_statistics, turn_advantages
+from rl_megatron.algorithms import advantages, eval_statistics
 from rl_megatron.algorithms.advantages import group_relative
 from rl_megatron.batching import packing, plan, rank_plan
 from rl_megatron.batching.packing import pack_sequences
@@ -31,7 +31,7 @@ from tests.contract.test_losses import valid_counts
 
 # Every public function and class of these modules has a row, by its name.
 MODULES = (
-    advantages, turn_advantages, eval_statistics, functional, packing, plan, rank_plan, logprobs, core_batch, collate,
+    advantages, eval_statistics, functional, packing, plan, rank_plan, logprobs, core_batch, collate,
     score_position, generation_sampling,
 )  # fmt: skip
 # Name → why it has no row.
