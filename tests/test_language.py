@@ -45,7 +45,7 @@ _ROWS = (
     ("plan/fake_cuda/stand_ins.py", r".*", "rows of a matrix of logits"),
     ("weight_sync/", r".*", "rows of a weight matrix"),
     ("model/families/", r".*", "rows of a weight matrix"),
-    ("data/readers/tables.py", r".*", "rows of a table"),
+    ("data/readers.py", r".*", "rows of a table"),
     ("model/lora/", r".*", "rows of a weight matrix"),
     ("model/shards.py", r"rows|row|hf_row|Rows|_INIT_ROWS", "rows of a weight matrix"),
     ("checkpoint/", r"(hf_|embedding_|read_|\.with_first_)?rows?|row_bytes|Rows", "rows of a weight matrix"),

@@ -22,9 +22,8 @@ from rl_megatron.batching.config import Batching, DynamicPlanArgs, PackingPlanAr
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.compat.nemo_rl.batched_data_dict import BatchedDataDict as NemoBatch
 from rl_megatron.compat.nemo_rl.errors import RangeError, RuleError
-from rl_megatron.data.batch import BatchedDataDict, common_size
+from rl_megatron.data.batch import BatchedDataDict, common_size, score_positions
 from rl_megatron.data.collate import Padding, span_mask
-from rl_megatron.data.score_position import score_positions
 from rl_megatron.generation.completion_batch import check_requests, sequence_batch
 from rl_megatron.generation.interfaces import Request, Sampling
 from rl_megatron.generation.sampling import sample

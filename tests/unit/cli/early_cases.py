@@ -15,7 +15,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from rl_megatron.cli import main
-from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.data.run_tokenizer import train_bpe
 
 _SFT = ("train", "algorithm=sft", "data=gsm8k")
 _GRPO = ("train", "algorithm=grpo", "data=arithmetic")
