@@ -44,10 +44,10 @@ class GenerationConfig:
     engine_device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     engine_timeout_minutes: PositiveFloat = 30.0  # an engine that takes longer over an answer counts as dead
     max_engine_restarts: NonNegative = 3  # engine deaths that a stage survives by a restart; one more ends the run
-    # How weights reach the engines. collective: one all-reduce per bucket; shared_memory: on one machine only; disk,
-    # nccl, ipc: vLLM's own ways, for servers without our plugin. adapter: vLLM or transformers gets the base once and
-    # then the adapter that peft trains, which it applies itself.
-    refit: Literal["collective", "shared_memory", "disk", "nccl", "ipc", "adapter"] = "collective"
+    # How weights reach the engines. collective: one all-reduce per bucket; shared_memory: on one machine only; disk:
+    # in files, for vLLM servers without our plugin. adapter: vLLM or transformers gets the base once and then the
+    # adapter that peft trains, which it applies itself.
+    refit: Literal["collective", "shared_memory", "disk", "adapter"] = "collective"
     # Directory that rank 0 and the servers reach under the same path, for refit=disk and adapter. null: the run's own.
     refit_directory: str | None = None
     refit_bucket_mb: PositiveFloat = 256.0  # MiB of weights sent together; each side holds two such buckets

@@ -131,8 +131,7 @@ class VllmConfig(ServersConfig):
     # prompt with a seed must not be divided.
     max_num_batched_tokens: Positive | None = None
     enforce_eager: bool | None = None  # no CUDA graphs and no compilation: slower, but ready sooner. null: on a CPU
-    # Let servers unpickle what comes to their port, which generation.refit=ipc needs. Whoever reaches the port can then
-    # run code on the server's machine.
+    # Let servers unpickle what comes to their port. It must be false, because no way to send weights needs it.
     allow_insecure_serialization: bool = False
     # Release the GPUs' memory while the policy trains. null: if servers compute on the policy's GPUs, which
     # generation.refit decides.
