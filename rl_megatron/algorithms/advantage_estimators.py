@@ -7,6 +7,7 @@ samples, [B]. Every data-parallel rank calls it with the samples that it owns: a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -67,7 +68,8 @@ class AdvantageInputs:
         self.group_size, self.ranks = group_size, ranks
         self.leave_one_out, self.normalize_std = leave_one_out, normalize_std
         self.index = TrajectoryIndex(rollouts)
-        self._rollouts, self._loss_fn, self._reward = rollouts, loss_fn, reward
+        self._rollouts, self._reward = rollouts, reward
+        self._loss_fn: Any = loss_fn
 
     @property
     def rewards(self) -> Float[Tensor, " batch"]:
@@ -248,7 +250,7 @@ def _estimate(
     name, of_all = algorithm.advantage_estimator, estimator_of(algorithm.advantage_estimator).together == "sequence"
     where, mask = f"algorithm.advantage_estimator={name}", rollouts["token_mask"]
     inputs = AdvantageInputs(
-        rollouts.facts if of_all else rollouts.own, algorithm.samples_per_prompt,
+        BatchedDataDict(rollouts.facts) if of_all else rollouts.own, algorithm.samples_per_prompt,
         ranks=ALONE if of_all else rollouts.ranks, loss_fn=loss_fn, reward=reward,
         leave_one_out=algorithm.leave_one_out, normalize_std=algorithm.normalize_std,
     )  # fmt: skip
