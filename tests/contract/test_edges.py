@@ -20,7 +20,7 @@ from rl_megatron.algorithms.advantages import group_relative
 from rl_megatron.batching import packing, plan, rank_plan
 from rl_megatron.batching.packing import pack_sequences
 from rl_megatron.data import batch as core_batch
-from rl_megatron.data import collate, score_position
+from rl_megatron.data import collate
 from rl_megatron.generation import sampling as generation_sampling
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.sampling import sample
@@ -32,7 +32,7 @@ from tests.contract.test_losses import valid_counts
 # Every public function and class of these modules has a row, by its name.
 MODULES = (
     advantages, eval_statistics, functional, packing, plan, rank_plan, logprobs, core_batch, collate,
-    score_position, generation_sampling,
+    generation_sampling,
 )  # fmt: skip
 # Name → why it has no row.
 WITHOUT_ROW = {
