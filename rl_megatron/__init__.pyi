@@ -6,8 +6,6 @@ from rl_megatron.algorithms.advantage_estimators import AdvantageInputs as Advan
 from rl_megatron.algorithms.advantage_estimators import register_advantage as register_advantage
 from rl_megatron.algorithms.rollout import Sampler as Sampler
 from rl_megatron.algorithms.rollout import check_problems as check_problems
-from rl_megatron.algorithms.run import run as run
-from rl_megatron.algorithms.stage import Stage as Stage
 from rl_megatron.api.train import TrainingResult as TrainingResult
 from rl_megatron.api.train import dpo as dpo
 from rl_megatron.api.train import grpo as grpo
@@ -15,8 +13,9 @@ from rl_megatron.api.train import sft as sft
 from rl_megatron.api.train import train as train
 from rl_megatron.config.algorithm_kinds import RolloutConfig as RolloutConfig
 from rl_megatron.config.errors import ConfigError as ConfigError
-from rl_megatron.config.field_types import section as section
-from rl_megatron.config.load import load_config as load_config
+from rl_megatron.config.loading.load import load_config as load_config
+from rl_megatron.config.loading.settings import parse_settings as parse_settings
+from rl_megatron.config.loading.settings import section as section
 from rl_megatron.config.metrics import Metric as Metric
 from rl_megatron.config.metrics import declare_metrics as declare_metrics
 from rl_megatron.config.model import ModelConfig as ModelConfig
@@ -25,7 +24,6 @@ from rl_megatron.config.parallel import ParallelConfig as ParallelConfig
 from rl_megatron.config.peft import LoraConfig as LoraConfig
 from rl_megatron.config.schema import AlgorithmConfig as AlgorithmConfig
 from rl_megatron.config.schema import DataConfig as DataConfig
-from rl_megatron.config.settings import parse_settings as parse_settings
 from rl_megatron.data.batch import BatchedDataDict as BatchedDataDict
 from rl_megatron.data.sources import DataSource as DataSource
 from rl_megatron.data.sources import register_source as register_source
@@ -59,6 +57,8 @@ from rl_megatron.rollouts.trajectory import Segment as Segment
 from rl_megatron.rollouts.trajectory import Trajectory as Trajectory
 from rl_megatron.rollouts.trajectory import Turn as Turn
 from rl_megatron.rollouts.worker import register_rollout_worker as register_rollout_worker
+from rl_megatron.runs.run import run as run
+from rl_megatron.runs.stage import Stage as Stage
 from rl_megatron.topology.topology import start_topology as start_topology
 from rl_megatron.training.megatron_policy import MegatronPolicy as MegatronPolicy
 

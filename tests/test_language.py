@@ -78,7 +78,7 @@ AMBIGUOUS = {
     "inputs": (("compat/", r".*", "NeMo RL's names"), ("config/advantages.py", r".*", "what an estimator gets"),
                ("algorithms/advantage_estimators.py", r".*", "what an estimator gets")),
     "contents": (),
-    "origin": (("config/hints.py", r"get_origin", "typing's"), ("compat/", r"origin", "importlib's attribute"),
+    "origin": (("config/loading/hints.py", r"get_origin", "typing's"), ("compat/", r"origin", "importlib's attribute"),
                ("doctor/installed.py", r"origin", "importlib's attribute")),
 }  # fmt: skip
 

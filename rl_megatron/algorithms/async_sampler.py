@@ -15,7 +15,6 @@ from rl_megatron.algorithms.device_balance import DeviceBalance, engine_devices,
 from rl_megatron.algorithms.rollout import Sampler, add_data_sets, mixture_to_tell_apart, seed_of_batch
 from rl_megatron.algorithms.rollout_record import RolloutRecord
 from rl_megatron.algorithms.rollout_statistics import statistics
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.host_memory import TensorStore
 from rl_megatron.checkpoint.save import SaveFailed
@@ -33,6 +32,7 @@ from rl_megatron.rollouts.rollout_log import LoggedGroup, LoggedStep, RolloutLog
 from rl_megatron.rollouts.rounds import RolloutTask
 from rl_megatron.rollouts.runner import ROLLOUT_ERRORS
 from rl_megatron.rollouts.scored import Scored, Scores, tasks_of
+from rl_megatron.runs.stage import Stage
 from rl_megatron.topology.ranks import Ranks
 
 

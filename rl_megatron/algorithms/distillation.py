@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
 from rl_megatron.batching.batch import DATA_SET
 from rl_megatron.config.algorithms import DistillationConfig
@@ -18,6 +17,7 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.rollouts.batch import data_set_places
+from rl_megatron.runs.stage import Stage
 
 _KEYS = frozenset("input_ids input_lengths token_mask sample_mask".split()) | TOPK_KEYS | WHOLE_KEYS
 _LOSS = LossNeeds("a teacher's logits", uses_teacher, _KEYS, "full_distillation or distillation")

@@ -13,7 +13,6 @@ from itertools import chain
 from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
 from rl_megatron.algorithms.registry import register_algorithm
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import DPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
@@ -22,6 +21,7 @@ from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.runs.stage import Stage
 
 
 def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:

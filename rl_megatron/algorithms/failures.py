@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from rl_megatron.algorithms.advantage_estimators import AdvantagesFailed
-from rl_megatron.algorithms.desync import RanksDiffer
 from rl_megatron.algorithms.endpoint_teacher import TeacherFailed
-from rl_megatron.algorithms.logprob_check import EngineMismatch
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.generation.logprob_check import EngineMismatch
 from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.runner import RolloutFailed
+from rl_megatron.runs.desync import RanksDiffer
 from rl_megatron.training.metrics import NonFiniteLoss
 from rl_megatron.weight_sync.plan import WeightsRefused
 

@@ -23,8 +23,8 @@ from rl_megatron.algorithms.rollout import (
     with_logprobs,
 )
 from rl_megatron.algorithms.rollout_statistics import correction_statistics, learned_statistics, logprob_mismatch
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import GRPOConfig
+from rl_megatron.runs.stage import Stage
 
 
 @register_algorithm(

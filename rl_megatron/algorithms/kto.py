@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from rl_megatron import log
-from rl_megatron.algorithms.evaluate import EvalResult, Evaluation, register_evaluation
 from rl_megatron.algorithms.pairs import PAIR_KEYS, uses_reference
 from rl_megatron.algorithms.registry import LossNeeds, algorithm_of, register_algorithm
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import KTOConfig
-from rl_megatron.config.data_kinds import LABELLED
+from rl_megatron.config.data import LABELLED
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.losses import KTOLossConfig
 from rl_megatron.config.schema import StageConfig
@@ -29,12 +27,14 @@ from rl_megatron.data.sources import build_source
 from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
+from rl_megatron.evaluation.heldout import EvalResult, Evaluation, register_evaluation
 from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.contract import LossFunction, LossInputType
 from rl_megatron.losses.functional import masked_sum
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
+from rl_megatron.runs.stage import Stage
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.megatron_policy import MegatronPolicy
 

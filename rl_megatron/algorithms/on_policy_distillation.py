@@ -25,13 +25,13 @@ from rl_megatron.algorithms.rollout_statistics import (
     logprob_mismatch,
     mean_over_tokens,
 )
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
 from rl_megatron.config.algorithms import OnPolicyDistillationConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.contract import LossFunction
+from rl_megatron.runs.stage import Stage
 
 
 def _uses_advantages(loss_fn: LossFunction) -> bool:

@@ -10,13 +10,13 @@ import torch
 from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import Sampler, check_problems, on_every_rank
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import OnlineDPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
+from rl_megatron.runs.stage import Stage
 
 _KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "temperature", "rewards")
 

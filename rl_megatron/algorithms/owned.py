@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.exchange import is_first_of_replica
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.loader import DataLoader
 from rl_megatron.rollouts.trajectory_index import sizes_of_steps
+from rl_megatron.runs.stage import Stage
 from rl_megatron.timing import phase
 
 

@@ -32,12 +32,12 @@ from rl_megatron.algorithms.rollout_statistics import (
     learned_statistics,
     logprob_mismatch,
 )
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import PPOConfig
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
+from rl_megatron.runs.stage import Stage
 
 
 def _value_loss(algorithm: PPOConfig) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.registry import register_algorithm
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import PretrainConfig
 from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.losses import NLLLoss
+from rl_megatron.runs.stage import Stage
 
 
 @register_algorithm(PretrainConfig, fixed_loss="nll")

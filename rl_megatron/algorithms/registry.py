@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithm_kinds import register_algorithm_config
+from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.optimizer import OptimizerConfig
-from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import AlgorithmConfig, StageConfig
 from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.model.build import Head
+from rl_megatron.runs.stage import Stage
 
 ConfigT = TypeVar("ConfigT", bound=AlgorithmConfig)
 TrainingLoop = Callable[[Stage, ConfigT], None]

@@ -8,11 +8,11 @@ from __future__ import annotations
 from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.pairs import pair_loss
 from rl_megatron.algorithms.registry import register_algorithm
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import RewardModelConfig
 from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.losses.contract import LossInputType
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.runs.stage import Stage
 
 _LOSS = pair_loss(LossInputType.LOGIT, "scores of pairs", "preference")
 

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups, token_rewards
 from rl_megatron.algorithms.registry import LossNeeds
-from rl_megatron.algorithms.resumed_state import MustBe
 from rl_megatron.algorithms.rollout_record import ORDER, RolloutRecord
 from rl_megatron.algorithms.rollout_statistics import mean_over_tokens, statistics
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.batching.host_memory import TensorStore
+from rl_megatron.checkpoint.resumed_state import MustBe
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.config.errors import ConfigError
@@ -31,6 +30,7 @@ from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.batch import TURN_REWARDS, data_set_places
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
+from rl_megatron.runs.stage import Stage
 from rl_megatron.timing import count_tokens, phase
 
 # The keys of rollouts when they reach the loss.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.endpoint_teacher import EndpointTeacher
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.errors import ConfigError
@@ -18,6 +17,7 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.contract import LossFunction
+from rl_megatron.runs.stage import Stage
 from rl_megatron.timing import phase
 from rl_megatron.topology.degrees import validate_model
 from rl_megatron.topology.ranks import Ranks

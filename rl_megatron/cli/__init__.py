@@ -59,7 +59,7 @@ def _without_configuration(parsed: argparse.Namespace) -> int:
         from rl_megatron.cli.report import compare, report
 
         return report(parsed.path) if parsed.command == "report" else compare(parsed.paths, parsed.output)
-    from rl_megatron.config.plugins import import_plugins
+    from rl_megatron.config.loading.registry import import_plugins
 
     import_plugins(parsed.plugin, Path(parsed.config_dir) if parsed.config_dir else None)
     if parsed.command == "convert":
@@ -78,7 +78,7 @@ def _without_configuration(parsed: argparse.Namespace) -> int:
 
 def _with_configuration(parsed: argparse.Namespace) -> int:
     """Run a command that composes a configuration."""
-    from rl_megatron.config.load import load_config, to_yaml
+    from rl_megatron.config.loading.load import load_config, to_yaml
 
     section = None
     if parsed.command == "plan":
@@ -143,7 +143,7 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
         from rl_megatron.cli.show_batch import show_batch
 
         return show_batch(config, parsed)
-    from rl_megatron.algorithms.run import run
+    from rl_megatron.runs.run import run
 
     disk.keep_printing()
     return run(config)
@@ -156,7 +156,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     config = None
     if parsed.overrides or parsed.config_dir or parsed.print_config or parsed.cfg:
         from rl_megatron.cli.serve import with_server_nodes
-        from rl_megatron.config.load import load_config, to_yaml
+        from rl_megatron.config.loading.load import load_config, to_yaml
 
         config = with_server_nodes(
             load_config(parsed.overrides, parsed.config_dir, parsed.config_name), parsed.server_nodes
@@ -172,8 +172,8 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 def _check_early(config: RunConfig, command: str) -> None:
     """Check what needs no torch. Only `train` writes to the output directory, which may hold a run already."""
-    from rl_megatron.checkpoint.rerun import refuse_changes
     from rl_megatron.cli.early_checks import check_data, check_early, check_losses
+    from rl_megatron.runs.rerun import refuse_changes
 
     if command == "train":
         refuse_changes(config)

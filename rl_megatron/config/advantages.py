@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.import_strings import is_import_string, load_object
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.loading.import_strings import is_import_string, load_object
+from rl_megatron.config.loading.registry import Registry
 
 OPTIONS = {"leave_one_out": False, "normalize_std": True}  # keys of the algorithm section, with their defaults
 _OPTIONAL = frozenset({"token_rewards", "component_rewards", "rollouts", *OPTIONS})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rl_megatron import log
-from rl_megatron.config.data_rules import require_place
+from rl_megatron.config.data_sources import require_place
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.schema import DataConfig
 from rl_megatron.data.order import epoch_order

@@ -10,15 +10,15 @@ import torch
 
 from rl_megatron.algorithms import async_sampler
 from rl_megatron.algorithms.async_sampler import AsyncSampler
-from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.rollout import Sampler
-from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.generation.interfaces import Completion, Served, WeightSpan
+from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.worker import completion
+from rl_megatron.runs.roll_back import RollBack
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms import fakes
 from tests.unit.algorithms.fakes import EOS, ONE_RANK, Characters, Echo, Problems, ScoredHere, stage_of_a_sampler

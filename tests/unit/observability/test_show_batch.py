@@ -11,20 +11,20 @@ import pytest
 from rich.console import Console
 
 from rl_megatron.algorithms.rollout import Sampler
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import padded_lengths
 from rl_megatron.batching.step_plan import plan_microbatches, plan_step
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.training_data import training_dataset
 from rl_megatron.observability.batch_html import batch_page
 from rl_megatron.observability.batch_text import marked, pack_bar, print_batch, visible_text
 from rl_megatron.observability.batch_view import ShownSequence, Token
 from rl_megatron.observability.step_view import view_heldout, view_step
+from rl_megatron.runs.stage import Stage
 from rl_megatron.topology.degrees import ConfiguredLayout
 from tests.unit.algorithms.fakes import stage_of_a_sampler
 

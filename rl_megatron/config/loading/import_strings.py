@@ -1,0 +1,335 @@
+"""Import strings: `file.py:name` or `package.module:name` stands for a user's class or function.
+
+A configuration may use one where it selects a loss, a task, an advantage estimator, a reward function, a rollout worker
+or an environment, so that users need no plugin module. A file is imported once, under a name that follows from its
+absolute path; its directory is added at the end of `sys.path`, so that the file can import its neighbours and none of
+them hides an installed module.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from rl_megatron.config.errors import ConfigError, nearest
+
+_T = TypeVar("_T")
+
+
+def imported(where: str, name: str, load: Callable[[], Any], missing: str) -> Any:
+    """Return `load()`, which imports users' code.
+
+    Args:
+        where: The key or the file that names the code, for messages.
+        name: The module or file, for messages.
+        load: The import.
+        missing: What to say if the module `name` itself does not exist.
+
+    Raises:
+        ConfigError: There is no such module, or importing it raises.
+    """
+    try:
+        return load()
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and a script may exit
+        if isinstance(error, ModuleNotFoundError) and error.name is not None and _is_within(name, error.name):
+            raise ConfigError(f"{where}: there is no module {error.name!r}; {missing}") from error
+        raise ConfigError(f"{where}: importing {name!r} {raised(error, name)}") from error
+
+
+def user_code(where: str, call: Callable[[], _T]) -> _T:
+    """Return `call()`, which runs users' code.
+
+    Args:
+        where: The key that names the code, with its value, for the message.
+        call: The call.
+
+    Raises:
+        ConfigError: The code raised an error.
+    """
+    try:
+        return call()
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError(f"{where} {raised(error)}") from error
+
+
+def raised(error: BaseException, file: str | None = None) -> str:
+    """Return "raised TypeError: message (file:line)" for an error of users' code.
+
+    Args:
+        error: The error.
+        file: The user's file, to give the line where the error passed it. By default, the last line is given.
+    """
+    said = " ".join(str(error).split())
+    return f"raised {type(error).__name__}: {said} ({_place(error, file)})"
+
+
+def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
+    """Refuse an installed module that hides a module of the same name in the user's directory.
+
+    Args:
+        where: The key or the file that names the module, for the message.
+        module: What the name stands for.
+        directory: The user's directory.
+
+    Raises:
+        ConfigError: The directory has a module of this name, and `module` is another.
+    """
+    top = module.__name__.partition(".")[0]
+    if not (directory / f"{top}.py").is_file() and not (directory / top / "__init__.py").is_file():
+        return
+    places = [module.__file__] if module.__file__ else list(getattr(module, "__path__", ()))
+    if not any(Path(place).resolve().is_relative_to(directory) for place in places):
+        raise ConfigError(
+            f"{where}: {module.__name__!r} is {', '.join(places)}, and not the module of this name in {directory}, "
+            "which it hides; rename the one in the directory"
+        )
+
+
+def _place(error: BaseException, name: str | None) -> str:
+    """Return file:line where an error was raised: in the file `name` if it passed there, otherwise in the last file."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((frame for frame in reversed(frames) if frame.filename == name), frames[-1])
+    return f"{last.filename}:{last.lineno}"
+
+
+def _is_within(name: str, missing: str) -> bool:
+    """Return whether `missing` is the module `name` or one of its parents."""
+    return name == missing or name.startswith(f"{missing}.")
+
+
+_KEYS = (
+    "loss.name",
+    "data.task.name",
+    "data.task.environment",
+    "data.mix_weights",
+    "algorithm.advantage_estimator",
+    "rollout.worker",
+    "rollout.environment.name",
+    "rollout.tools.functions",
+    "rollout.agent.tool_format",
+)  # the keys that take one, or a list of them
+_files: dict[str, str] = {}  # the name of each module that was imported from a file, and the file
+_FORM = "write file.py:name or package.module:name"
+
+
+def is_import_string(text: object) -> bool:
+    """Return whether `text` is meant as an import string and not as a registered name."""
+    return isinstance(text, str) and (":" in text or text.endswith(".py"))
+
+
+def load_object(text: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> Any:
+    """Return the class or function that an import string names.
+
+    Args:
+        text: "file.py:name" or "package.module:name". The name may have dots, as in "file.py:Rewards.length". A file is
+            relative to the working directory or, if it is not there, to `config_dir`.
+        where: The configuration key, for messages.
+        config_dir: The user's config directory, whose modules can be imported too.
+
+    Raises:
+        ConfigError: The string has another form, the file, the module or the name does not exist, importing it raises,
+            or the object cannot be called. The message names `where`.
+    """
+    place, name = _split(text, where)
+    if place.endswith(".py"):
+        module = _module_of_file(find_file(place, where, config_dir), where)
+    else:
+        module = _module_of_name(place, where, config_dir)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
+            raise ConfigError(f"{where}={text!r}: {place} has no {part!r}{nearest(part, known)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{where}={text!r} is the {type(found).__name__} {found!r}; name a function or a class")
+    return found
+
+
+def imported_files() -> dict[str, str]:
+    """Return the files that import strings named so far, by the names of their modules."""
+    return dict(_files)
+
+
+def find_files(files: Mapping[str, str]) -> None:
+    """Let `import` find the modules of another process's `imported_files`, which pickled objects refer to."""
+    sys.meta_path.append(_FileFinder(files))
+
+
+class _FileFinder(MetaPathFinder):
+    """A finder of modules that import strings named in another process."""
+
+    def __init__(self, files: Mapping[str, str]):
+        self._files = dict(files)
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return where the module is, or None if it is another one."""
+        file = self._files.get(fullname)
+        return None if file is None else importlib.util.spec_from_file_location(fullname, file)
+
+
+def absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> str:
+    """Return an import string that means the same in any working directory: its file has an absolute path.
+
+    Raises:
+        ConfigError: The string has another form, or there is no such file.
+    """
+    place, name = _split(text, where)
+    if config_dir is not None:
+        add_to_path(Path(config_dir).resolve())  # a module of this directory may be imported later
+    return f"{find_file(place, where, config_dir)}:{name}" if place.endswith(".py") else text
+
+
+def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | None) -> None:
+    """Replace the import strings of a composed configuration, and of its stages, by those that `absolute` returns.
+
+    Raises:
+        ConfigError: A string has another form, or there is no such file.
+    """
+    stages = tree.get("stages")
+    stages = stages if isinstance(stages, Mapping) else {}
+    sections = {"": tree, **{f"stages.{name}.": stage for name, stage in stages.items()}}
+    for prefix, section in sections.items():
+        for path in _KEYS:
+            *above, key = path.split(".")
+            holder: Any = section
+            for part in above:
+                holder = holder.get(part) if isinstance(holder, dict) else None
+            if isinstance(holder, dict) and is_import_string(holder.get(key)):
+                holder[key] = absolute(holder[key], f"{prefix}{path}", config_dir)
+            elif isinstance(holder, dict) and isinstance(holder.get(key), list):
+                holder[key] = [
+                    absolute(each, f"{prefix}{path}[{index}]", config_dir) if is_import_string(each) else each
+                    for index, each in enumerate(holder[key])
+                ]
+
+
+def find_file(place: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Return the absolute path of a user's file, which is relative to the working directory or to `config_dir`.
+
+    Raises:
+        ConfigError: The file does not exist.
+    """
+    given = Path(place).expanduser()
+    directories = [Path.cwd(), *([] if config_dir is None else [Path(config_dir)])]
+    candidates = [Path(os.path.abspath(directory / given)) for directory in directories]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    looked = " nor ".join(dict.fromkeys(str(candidate) for candidate in candidates))
+    raise ConfigError(
+        f"{where}: there is no file {looked}; a file is relative to the working directory or --config-dir"
+    )
+
+
+def _split(text: str, where: str) -> tuple[str, str]:
+    """Return (file or module, name)."""
+    place, colon, name = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    if not colon and text.endswith(".py"):
+        raise ConfigError(f"{where}={text!r} has no name; write {text}:NAME, a class or function of the file")
+    if not place or not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{where}={text!r} is not an import string; {_FORM}")
+    if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
+        raise ConfigError(f"{where}={text!r}: {place!r} is neither a .py file nor a module path; {_FORM}")
+    return place, name
+
+
+def _module_of_name(name: str, where: str, config_dir: str | os.PathLike[str] | None) -> ModuleType:
+    if config_dir is not None:
+        add_to_path(Path(config_dir).resolve())
+    file = Path(f"{name.replace('.', '/')}.py")
+    missing = f"a module is installed, or in the directory of --config-dir; a file is written as in {file}:NAME"
+    module = imported(where, name, lambda: importlib.import_module(name), missing)
+    if config_dir is not None:
+        refuse_another(where, module, Path(config_dir).resolve())
+    return module
+
+
+def _module_of_file(file: Path, where: str) -> ModuleType:
+    """Import a file, unless it has been imported."""
+    file = file.resolve()
+    digest = hashlib.sha256(str(file).encode()).hexdigest()[:12]
+    name = f"{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}_{digest}"  # no installed module has such a name
+    if name in sys.modules:
+        return sys.modules[name]
+    add_to_path(file.parent)
+    module = imported(where, str(file), lambda: _execute(name, file), "")
+    for sibling in _imports(file):
+        if sibling in sys.modules:
+            refuse_another(f"{where}: {file}", sys.modules[sibling], file.parent)
+    return module
+
+
+def _execute(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _files[name] = str(file)
+    return module
+
+
+def _imports(file: Path) -> Iterator[str]:
+    """Yield the top-level names that a file imports."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def add_to_path(directory: str | os.PathLike[str]) -> None:
+    """Add a directory at the end of `sys.path`, unless it is there."""
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
+        importlib.invalidate_caches()
+
+
+_digests: dict[str, str] = {}
+
+
+def record_function(name: str, function: Callable[..., Any]) -> None:
+    """Record the code of a function under the name that the configuration has for it."""
+    _digests[name] = hashlib.sha256(_code(function).encode()).hexdigest()[:32]
+
+
+def function_digest(name: str) -> str | None:
+    """Return a digest of the code of a recorded function, or None if no function of this name is recorded."""
+    return _digests.get(name)
+
+
+def _code(function: Any) -> str:
+    """Return the source of a function, or of the class of an object that is called; its bytecode without a source."""
+    if isinstance(function, functools.partial):
+        return f"{_code(function.func)} {function.args} {function.keywords}"
+    is_code = inspect.isroutine(function) or inspect.isclass(function)
+    try:
+        return inspect.getsource(function if is_code else type(function))
+    except (OSError, TypeError):  # it was typed into an interpreter, for example
+        code = getattr(function, "__code__", None)
+        return "" if code is None else f"{code.co_code.hex()} {code.co_consts} {code.co_names}"

@@ -1,0 +1,128 @@
+"""Load the configuration of a run: compose it with Hydra, import its plugins, build its dataclasses and check them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from rl_megatron.config import checkpoint_metadata, schema
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.line_breaks import with_line_breaks
+from rl_megatron.config.loading.compose import PRIMARY, composed
+from rl_megatron.config.loading.import_strings import make_absolute
+from rl_megatron.config.loading.registry import import_plugins, listed_plugins
+from rl_megatron.config.loading.sections import mapping, refuse_missing, refuse_unknown, validated
+from rl_megatron.config.secrets import without_secrets
+from rl_megatron.config.stages import STAGE_KEYS, build_stage, check_stages, refuse_shadowed
+
+_RUN_KEYS = {field.name for field in fields(schema.RunConfig)}
+
+
+def load_config(
+    overrides: list[str],
+    config_dir: str | None = None,
+    config_name: str = PRIMARY,
+    settings: Mapping[str, Any] | None = None,
+    read_model: checkpoint_metadata.ReadModel | None = None,
+) -> schema.RunConfig:
+    """Return the run that `overrides` describe, after importing its plugins.
+
+    Args:
+        overrides: Overrides in Hydra's syntax, as in `experiment=quickstart train.seed=1`.
+        config_dir: The user's own directory. Its YAML files are found like the shipped ones (`experiment=mine` selects
+            `experiment/mine.yaml`), and its Python modules can be plugins.
+        config_name: The primary configuration, which may be a file of `config_dir`.
+        settings: Values of keys as nested mappings, which replace those that the overrides give.
+        read_model: Reads the model section of a Hugging Face directory for `model=init_from`; None: it is refused.
+
+    Raises:
+        ConfigError: A key or value is wrong. The message names the key, the value, the rule and, for a mistyped key,
+            the nearest one.
+    """
+    overrides = with_line_breaks(overrides)
+    found = composed(overrides, config_dir, config_name, read_model)
+    tree = merged(found.tree, settings or {})
+    tree.pop("experiment", None)
+    import_plugins(listed_plugins(tree.get("plugins")), None if config_dir is None else Path(config_dir))
+    make_absolute(tree, config_dir)
+    _take_tokenizer(tree)
+    refuse_unknown(tree, STAGE_KEYS | _RUN_KEYS, "")
+    refuse_missing(tree, STAGE_KEYS)
+    alone = str(mapping(tree["algorithm"], "algorithm").get("name"))
+    if tree.get("output_dir") is None:
+        tree["output_dir"] = f"outputs/{found.experiment or (alone if config_name == PRIMARY else config_name)}"
+    named = mapping(tree.pop("stages", None), "stages")
+    stages = {name: mapping(changes, f"stages.{name}") for name, changes in (named or {alone: {}}).items()}
+    run = {key: tree.pop(key) for key in list(tree) if key in _RUN_KEYS}
+    refuse_shadowed(overrides, stages)
+    built = {name: _with_found_files(build_stage(name, tree, changes), config_dir) for name, changes in stages.items()}
+    config = replace(validated(schema.RunConfig, {"stages": {}, **run}, ""), stages=built)
+    check_stages(built, is_named=bool(named))
+    return config
+
+
+def _with_found_files(stage: schema.StageConfig, config_dir: str | None) -> schema.StageConfig:
+    """Return the stage with absolute paths of the users' files that import strings name."""
+    return replace(stage, reward=stage.reward.found(config_dir), eval=stage.eval.found(config_dir))
+
+
+def merged(tree: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `tree` with the values of `settings`; mappings are merged, and everything else is replaced."""
+    result = dict(tree)
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            below = result.get(key)
+            value = merged(below if isinstance(below, Mapping) else {}, value)
+        result[key] = value
+    return result
+
+
+def _take_tokenizer(tree: dict[str, Any]) -> None:
+    """Use the tokenizer that the checkpoint `init_from` brings from Hugging Face, unless `tokenizer.path` is set."""
+    begun, tokenizer = tree.get("init_from"), tree.get("tokenizer")
+    if isinstance(begun, str) and isinstance(tokenizer, dict) and tokenizer.get("path") is None:
+        try:
+            carried = checkpoint_metadata.carried_tokenizer(Path(begun))
+        except OSError as error:  # for example, the name is too long
+            raise ConfigError(f"init_from={begun} cannot be read: {error.strerror}") from error
+        tokenizer["path"] = None if carried is None else str(carried)
+
+
+def to_yaml(config: schema.RunConfig) -> str:
+    """Return the effective configuration, with every default filled in, as YAML that `from_yaml` reads.
+
+    Secrets are left out (config/secrets.py).
+    """
+    tree = without_secrets(TypeAdapter(schema.RunConfig).dump_python(config, mode="json"))
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def from_yaml(text: str, where: str) -> schema.RunConfig:
+    """Return the configuration that `to_yaml` wrote, after importing its plugins.
+
+    Keys that the text does not have, because they were added later, take their default.
+
+    Args:
+        text: The YAML.
+        where: The name of its file, for messages.
+
+    Raises:
+        ConfigError: The text is not a configuration, or a plugin cannot be imported; the message names `where`.
+    """
+    try:
+        tree = yaml.safe_load(text)
+        if isinstance(tree, Mapping):
+            import_plugins(listed_plugins(tree.get("plugins")))
+        return TypeAdapter(schema.RunConfig).validate_python(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except (ValidationError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{where} is not a configuration that this version can read: {error}; restore it, for example from the "
+            "config.yaml of a checkpoint, or set another output_dir"
+        ) from error

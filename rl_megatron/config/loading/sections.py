@@ -1,0 +1,124 @@
+"""Build the dataclasses of sections from plain mappings, and name the key of a value that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from rl_megatron.config import algorithms, data_sources  # noqa: F401  # they register their classes
+from rl_megatron.config.errors import ConfigError, shown
+from rl_megatron.config.loading.hints import nearest_key, schema_paths
+from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS
+
+# Sections whose dataclass is chosen by one of their keys.
+_CHOOSING_KEYS = {
+    "algorithm": ("name", ALGORITHM_CONFIGS),
+    "data": ("source", SOURCE_CONFIGS),
+}
+_MOST = 8  # mistakes that one message names
+
+
+def chosen_class(section: str, values: Any) -> type | None:
+    """Return the registered dataclass that a section's name chooses, or None if the section has no such name."""
+    if section not in _CHOOSING_KEYS or not isinstance(values, Mapping):
+        return None
+    key, registry = _CHOOSING_KEYS[section]
+    name = values.get(key)
+    return registry[name] if isinstance(name, str) and name in registry else None
+
+
+def validated(section: type, values: Mapping[str, Any], where: str) -> Any:
+    """Return an instance of the dataclass `section`.
+
+    Args:
+        section: The dataclass.
+        values: The values of its fields, as plain mappings and lists.
+        where: The beginning of the key path, such as "stages.sft.", for messages.
+
+    Raises:
+        ConfigError: A key is unknown, or a value is wrong; the message names all such keys.
+    """
+    try:
+        return TypeAdapter(section).validate_python(values)
+    except ValidationError as error:
+        described = [_describe(detail, section, values, where) for detail in error.errors()[:_MOST]]
+        more = error.error_count() - len(described)
+        raise ConfigError("; ".join(described) + (f"; and {more} more mistakes" if more else "")) from error
+
+
+def refuse_unknown(tree: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    """Refuse keys of a mapping that are not among the `known` ones.
+
+    Raises:
+        ConfigError: There is such a key; the message names it and the nearest known one.
+    """
+    known = set(known)
+    for key in tree:
+        if key not in known:
+            raise ConfigError(f"unknown key {f'{where}{key}'!r}{nearest_key(str(key), known)}")
+
+
+def refuse_missing(tree: Mapping[str, Any], needed: Iterable[str]) -> None:
+    """Refuse a configuration without one of the `needed` keys.
+
+    Raises:
+        ConfigError: One is missing; the message names it.
+    """
+    missing = sorted(set(needed) - tree.keys())
+    if missing:
+        raise ConfigError(f"the configuration has no {missing[0]!r}: an override or an experiment deleted it; keep it")
+
+
+def mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """Return `value`, or an empty mapping for null.
+
+    Raises:
+        ConfigError: The value is something else; the message names the key `where`.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{where}={shown(value)}: must be a mapping of keys to values")
+    return value or {}
+
+
+def _describe(detail: Mapping[str, Any], section: type, values: Mapping[str, Any], where: str) -> str:
+    location = _with_elements(detail["loc"])
+    if location[:2] == ["model", "rope_scaling"] and len(location) > 3:
+        location.pop(2)  # pydantic adds the name of the union's member, which the key path does not have
+    path = ".".join(location)
+    if detail["type"] == "unexpected_keyword_argument":
+        chosen = chosen_class(location[0], values.get(location[0]))
+        known = set(schema_paths(section, elements=True))
+        if chosen is not None:
+            others = {key for key in known if key.partition(".")[0] != location[0]}
+            known = others | set(schema_paths(chosen, f"{location[0]}.", elements=True))
+        owners = "" if chosen is None or ".".join(location[:2]) in known else _owners(*location[:2])
+        return f"unknown key {where + path!r}" + (f"; only {owners} has it" if owners else nearest_key(path, known))
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "string_type" and isinstance(detail["input"], Mapping | list):
+        message += f"; quote a text with braces or brackets for Hydra and for the shell, as in '{path}=\"{{x}}\"'"
+    value = "" if detail["type"] == "missing" else f"={shown(detail['input'])}"  # the input is what lacks the key
+    return f"{where}{path}{value}: {message[0].lower()}{message[1:]}"
+
+
+def _with_elements(location: Iterable[str | int]) -> list[str]:
+    """Return the parts of a key path; the number of an element of a list belongs to the key of the list."""
+    parts: list[str] = []
+    for part in location:
+        if isinstance(part, int) and parts:
+            parts[-1] += f"[{part}]"
+        else:
+            parts.append(str(part))
+    return parts
+
+
+def _owners(section: str, key: str = "") -> str:
+    """Return the choices of a section whose classes have the key, such as "algorithm=grpo or ppo"."""
+    if section not in _CHOOSING_KEYS:
+        return ""
+    name, registry = _CHOOSING_KEYS[section]
+    owners = [choice for choice, cls in registry.items() if key in {field.name for field in fields(cls)}]
+    listed = " or ".join(filter(None, (", ".join(owners[:-1]), *owners[-1:])))
+    return f"{section if name == 'name' else f'{section}.{name}'}={listed}" if owners else ""
