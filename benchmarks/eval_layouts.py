@@ -66,7 +66,7 @@ def evaluate(checkpoint: Path, layout: tuple[str, ...], arguments: argparse.Name
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[int, int, float]]:
     """Return (completion, token, distance) of the first difference of every completion that differs."""
-    from rl_megatron.algorithms.eval_sets import SEED
+    from rl_megatron.evaluation.sets import SEED
     from rl_megatron.generation.completions import request_seed, request_uniforms, requests_of
     from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK
     from rl_megatron.generation.interfaces import Sampling

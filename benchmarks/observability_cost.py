@@ -18,10 +18,11 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.paired_steps import Switch, compare, parser, when_on
-from rl_megatron.algorithms import rollout_statistics, run_output
-from rl_megatron.algorithms.step_meter import StepMeter
+from rl_megatron.algorithms import rollout_statistics
 from rl_megatron.observability.queued_sink import QueuedSink
 from rl_megatron.observability.sinks import MetricLine
+from rl_megatron.runs import output as run_output
+from rl_megatron.runs.step_meter import StepMeter
 from rl_megatron.timing import PhaseTimer
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_megatron import log
-from rl_megatron.algorithms.stage import Stage
+from rl_megatron.runs.stage import Stage
 
 STEPS, WARMUP = 82, 2
 RUN = (

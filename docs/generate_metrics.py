@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from rl_megatron.algorithms import metrics  # noqa: E402
-from rl_megatron.algorithms.evaluate import metric_names  # noqa: E402
+from rl_megatron.algorithms.registry import eval_metric_names  # noqa: E402
 from rl_megatron.config.eval_metrics import EVAL_METRICS, SET_METRICS  # noqa: E402
 from rl_megatron.config.load import load_config  # noqa: E402
 from rl_megatron.config.metrics import METRICS, Metric  # noqa: E402
@@ -167,7 +167,7 @@ def _evaluations() -> Iterator[str]:
     yield "| held-out data | metrics |"
     yield "|---|---|"
     for what, overrides in EVALUATIONS.items():
-        names = ", ".join(f"`{name}`" for name in metric_names(load_config(overrides).first))
+        names = ", ".join(f"`{name}`" for name in eval_metric_names(load_config(overrides).first))
         yield f"| {what} | {names} |"
 
 

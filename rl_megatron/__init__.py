@@ -4,8 +4,8 @@ The names in `__all__` can be imported from here. Each is loaded on first use, s
 import torch; `rl_megatron/__init__.pyi` declares them for type checkers. A subpackage imports only those before it:
 
     config → topology → workers → data → batching → logprobs → losses → model → checkpoint → weight_sync → policy →
-    training → generation → rewards → rollouts → observability → algorithms → certify → plan → doctor → compat → cli →
-    api
+    training → generation → rewards → rollouts → observability → evaluation → algorithms → runs → certify → plan →
+    doctor → compat → cli → api
 """
 
 import importlib
@@ -27,6 +27,7 @@ _HOME = {
     "LoraConfig": "config.peft",
     "Loss": "losses",
     "LossInputType": "losses",
+    "Loop": "algorithms.loop",
     "LossNeeds": "algorithms",
     "LossType": "losses",
     "MegatronPolicy": "training.megatron_policy",
@@ -41,7 +42,6 @@ _HOME = {
     "Sampler": "algorithms.rollout",
     "Sampling": "generation.interfaces",
     "Segment": "rollouts.trajectory",
-    "Stage": "algorithms.stage",
     "Trajectory": "rollouts.trajectory",
     "Turn": "rollouts.trajectory",
     "TrainingResult": "api.train",
@@ -69,7 +69,7 @@ _HOME = {
     "register_source": "data.sources",
     "register_task": "data.tasks",
     "register_tool": "rollouts.tools",
-    "run": "algorithms.run",
+    "run": "runs.run",
     "section": "config.field_types",
     "sft": "api.train",
     "start_topology": "topology.topology",

@@ -11,9 +11,6 @@ from tests import forked_engines, shape_checks
 
 shape_checks.install()  # before the imports below, because it checks their modules; every fork inherits it
 
-import rl_megatron.algorithms.run  # noqa: E402
-import rl_megatron.certify.command  # noqa: E402
-import rl_megatron.generation.transformers.worker  # noqa: E402, F401
 
 forked_engines.install()
 gc.freeze()  # A collection in a fork then skips a million objects that are never freed.

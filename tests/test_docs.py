@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from docs import generate_losses
-from rl_megatron.algorithms import preflight
-from rl_megatron.algorithms.logprob_check import LIMITS
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.load import load_config
+from rl_megatron.generation.logprob_check import LIMITS
 from rl_megatron.losses import LOSSES, NLLLoss, build_loss
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.families import family_of_model
+from rl_megatron.runs import preflight
 
 PAGE = generate_losses.PAGE.read_text()
 REWRITE = "run `python docs/generate_losses.py`"

@@ -51,9 +51,9 @@ OTHER_MEANINGS = {
     },
     ("rl_megatron.observability.step_view", "prompts"): "what a page shows",
     ("rl_megatron.cli.generate", "prompts"): "a key of the settings of a file of completions",
-    ("rl_megatron.algorithms.generate", "text"): "a field of a completion",
-    ("rl_megatron.algorithms.evaluate_weights", "text"): "a field of a completion",
-    ("rl_megatron.algorithms.eval_sets", "task"): "a key of a set",
+    ("rl_megatron.evaluation.generate", "text"): "a field of a completion",
+    ("rl_megatron.evaluation.evaluate_weights", "text"): "a field of a completion",
+    ("rl_megatron.evaluation.sets", "task"): "a key of a set",
     ("rl_megatron.data.tasks.multiple_choice", "text"): "a key of a record's choices",
     ("rl_megatron.data.readers.lines", "text"): "the field of a record",
     ("rl_megatron.data.sources.prompts", "reward_model"): "the field of a record for verl",
@@ -149,15 +149,15 @@ def test_no_other_file_uses_the_name_of_an_algorithm_or_a_data_source():
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("if stage.algorithm.name == 'ppo': pass", "rl_megatron.algorithms.run"),
+        ("if stage.algorithm.name == 'ppo': pass", "rl_megatron.runs.run"),
         ("TABLE = {'grpo': 1}", "rl_megatron.config.load"),
-        ("critic = stage.algorithm.name in CRITICS", "rl_megatron.algorithms.verify"),
-        ("text = data.source != other", "rl_megatron.algorithms.evaluate"),
+        ("critic = stage.algorithm.name in CRITICS", "rl_megatron.runs.verify"),
+        ("text = data.source != other", "rl_megatron.evaluation.heldout"),
         ("raise ValueError(f'{x}: use data.source=text')", "rl_megatron.data.sources.task"),
         ("isinstance(stage.algorithm, PPOConfig)", "rl_megatron.algorithms.ppo"),
-        ("isinstance(stage.data, (int, data_sources.TextConfig))", "rl_megatron.algorithms.run"),
-        ("type(stage.algorithm) is GRPOConfig", "rl_megatron.algorithms.run"),
-        ("match settings:\n    case DPOConfig():\n        pass", "rl_megatron.algorithms.run"),
+        ("isinstance(stage.data, (int, data_sources.TextConfig))", "rl_megatron.runs.run"),
+        ("type(stage.algorithm) is GRPOConfig", "rl_megatron.runs.run"),
+        ("match settings:\n    case DPOConfig():\n        pass", "rl_megatron.runs.run"),
     ],
 )
 def test_a_violation_is_found(source, module):
@@ -167,10 +167,10 @@ def test_a_violation_is_found(source, module):
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ('"""For algorithm=ppo, or "grpo"."""', "rl_megatron.algorithms.run"),
+        ('"""For algorithm=ppo, or "grpo"."""', "rl_megatron.runs.run"),
         ("name = 'ppo'", "rl_megatron.algorithms.ppo"),
-        ("algorithm = ALGORITHMS[stage.algorithm.name]", "rl_megatron.algorithms.run"),
-        ("raise ValueError('the text of a task')", "rl_megatron.algorithms.run"),
+        ("algorithm = ALGORITHMS[stage.algorithm.name]", "rl_megatron.runs.run"),
+        ("raise ValueError('the text of a task')", "rl_megatron.runs.run"),
     ],
 )
 def test_allowed_code_is_not_a_violation(source, module):

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-import rl_megatron.algorithms.run  # before the first fork
+import rl_megatron.runs.run  # before the first fork
 from benchmarks.config_mutations.bases import BASES, TINY, write_files
 from benchmarks.config_mutations.mutate import mutation
 from rl_megatron.cli import main as rl_megatron

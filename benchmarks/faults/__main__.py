@@ -29,7 +29,7 @@ from typing import Any
 import hydra._internal.hydra  # noqa: F401  # these before the first fork, because each takes a second
 import matplotlib.pyplot  # noqa: F401
 
-import rl_megatron.algorithms.run  # noqa: F401
+import rl_megatron.runs.run  # noqa: F401
 from benchmarks.faults.cases import ASYNCHRONOUS_COUNTS, COUNTS, DISK_COUNTS, RUNS, faults
 from benchmarks.faults.full_disk import enter_namespace
 from benchmarks.faults.judge import CONTINUED, GOOD, NAMED, RECOVERED, Wrong, outcome_of, undisturbed

@@ -13,11 +13,11 @@ import psutil
 
 from benchmarks.faults.cases import FULL_FOR_A_WHILE, Fault
 from benchmarks.faults.full_disk import fill_disk, free_disk
-from rl_megatron.algorithms.checkpointer import Checkpointer
-from rl_megatron.algorithms.synced_engine import SyncedEngine
+from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts
+from rl_megatron.runs.checkpointer import Checkpointer
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
 STRUCK = "struck"  # the file that says that the fault has come, so that it does not come again after a restart

@@ -14,7 +14,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_ava
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 MODULES = (
     "torch", "megatron.core", "transformers", "torch.distributed.checkpoint",
-    "torch.utils.tensorboard", "rl_megatron.algorithms.run", "rl_megatron.certify.command", "rl_megatron.cli",
+    "torch.utils.tensorboard", "rl_megatron.runs.run", "rl_megatron.certify.command", "rl_megatron.cli",
     "rl_megatron.generation.transformers.worker",
 )  # fmt: skip
 SECONDS: dict[str, float] = {}  # module → how long its import took, without those before it

@@ -57,7 +57,7 @@ from rl_megatron.config.advantages import (
     takes_whole_groups,
 )
 from rl_megatron.config.algorithms import GRPOConfig
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, RunFailed
 from rl_megatron.config.importing import raised
 from rl_megatron.config.registry import Registry
 from rl_megatron.config.rewards import RewardConfig
@@ -134,7 +134,7 @@ def _group_decoupled(
     return group_decoupled(torch.stack(list(component_rewards.values()), 1), weights, group_size, ranks)
 
 
-class AdvantagesFailed(RuntimeError):
+class AdvantagesFailed(RunFailed):
     """A user's advantage estimator failed in a step."""
 
 

@@ -6,9 +6,9 @@ arXiv:2306.13649.
 
 from __future__ import annotations
 
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
 from rl_megatron.batching.batch import DATA_SET
 from rl_megatron.config.algorithms import DistillationConfig
@@ -31,7 +31,7 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...
 
 
 @register_algorithm(DistillationConfig, loss=_LOSS, check_data=_check_data)
-def distillation(stage: Stage, algorithm: DistillationConfig) -> None:
+def distillation(stage: Loop, algorithm: DistillationConfig) -> None:
     """Train the stage's policy, the student, to predict as its teachers do."""
     loss_fn = configured_loss(stage.config.loss)
     teachers = Teachers.of(stage, algorithm.teachers, algorithm.top_k)

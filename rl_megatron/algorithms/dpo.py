@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
 from rl_megatron.algorithms.registry import register_algorithm
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import DPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
@@ -40,7 +40,7 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int,
 
 
 @register_algorithm(DPOConfig, loss=LOGPROB_PAIRS, uses_reference=uses_reference, check_data=_check_data)
-def dpo(stage: Stage, algorithm: DPOConfig) -> None:
+def dpo(stage: Loop, algorithm: DPOConfig) -> None:
     """Train the stage's policy by DPO, or by another loss that compares the answers of pairs."""
     loss_fn, reference = configured_loss(stage.config.loss), uses_reference(stage.config)
     loader = dataset_loader(stage.config, stage.tokenizer)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_megatron.algorithms.cost_metrics import COSTS
 from rl_megatron.config.metrics import Metric, declare_metrics
 from rl_megatron.generation.metrics import WEIGHT_SYNC
 from rl_megatron.losses import metrics as losses
+from rl_megatron.observability.cost_metrics import COSTS
 
 LAYER_GROUPS = {
     "embedding": "the embedding",

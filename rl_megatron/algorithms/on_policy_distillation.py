@@ -7,6 +7,7 @@ Thinking Machines Lab.
 from __future__ import annotations
 
 from rl_megatron.algorithms.async_sampler import sampler_of
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
@@ -25,7 +26,6 @@ from rl_megatron.algorithms.rollout_statistics import (
     logprob_mismatch,
     mean_over_tokens,
 )
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
 from rl_megatron.config.algorithms import OnPolicyDistillationConfig
 from rl_megatron.config.errors import ConfigError
@@ -64,7 +64,7 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...
     OnPolicyDistillationConfig, loss=_LOSS, uses_reference=uses_reference, check_data=_check_data,
     progress_metric="reward",
 )  # fmt: skip
-def on_policy_distillation(stage: Stage, algorithm: OnPolicyDistillationConfig) -> None:
+def on_policy_distillation(stage: Loop, algorithm: OnPolicyDistillationConfig) -> None:
     """Train the stage's policy, the student, on its own samples to predict as its teachers do.
 
     With a loss over a teacher's logits, this is the loss of `distillation` on the student's samples. With a loss over

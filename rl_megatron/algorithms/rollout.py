@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups, token_rewards
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.registry import LossNeeds
-from rl_megatron.algorithms.resumed_state import MustBe
 from rl_megatron.algorithms.rollout_record import ORDER, RolloutRecord
 from rl_megatron.algorithms.rollout_statistics import mean_over_tokens, statistics
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.batching.host_memory import TensorStore
+from rl_megatron.checkpoint.resumed_state import MustBe
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.config.errors import ConfigError
@@ -97,7 +97,7 @@ class Sampler:
     run therefore samples the same as an uninterrupted run.
     """
 
-    def __init__(self, stage: Stage, algorithm: RolloutConfig):
+    def __init__(self, stage: Loop, algorithm: RolloutConfig):
         config, self._stage, self._algorithm = stage.config, stage, algorithm
         self._engine, self._seed = stage.engine, config.train.seed
         self._per_prompt = algorithm.samples_per_prompt

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.endpoint_teacher import EndpointTeacher
-from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.errors import ConfigError
@@ -98,7 +98,7 @@ class Teachers:
     data_sets: list[tuple[int, ...]]
 
     @classmethod
-    def of(cls, stage: Stage, teachers: Sequence[TeacherConfig], top_k: int) -> Teachers:
+    def of(cls, stage: Loop, teachers: Sequence[TeacherConfig], top_k: int) -> Teachers:
         """Load the teachers of a stage. Collective.
 
         Raises:

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron import disk, log
-from rl_megatron.algorithms.preflight import check_loss
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Difference, Measurement, compare, fails, run_workload
@@ -31,6 +30,7 @@ from rl_megatron.certify.workload import (
 )
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
+from rl_megatron.runs.preflight import check_loss
 from rl_megatron.topology import degrees, topology
 from rl_megatron.topology.device import start_device
 

@@ -143,7 +143,7 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
         from rl_megatron.cli.show_batch import show_batch
 
         return show_batch(config, parsed)
-    from rl_megatron.algorithms.run import run
+    from rl_megatron.runs.run import run
 
     disk.keep_printing()
     return run(config)
@@ -172,8 +172,8 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 def _check_early(config: RunConfig, command: str) -> None:
     """Check what needs no torch. Only `train` writes to the output directory, which may hold a run already."""
-    from rl_megatron.checkpoint.rerun import refuse_changes
     from rl_megatron.cli.early_checks import check_data, check_early, check_losses
+    from rl_megatron.runs.rerun import refuse_changes
 
     if command == "train":
         refuse_changes(config)

@@ -14,7 +14,6 @@ import os
 from pathlib import Path
 
 from rl_megatron.checkpoint.directory import check_checkpoint, check_output_dir
-from rl_megatron.checkpoint.rerun import earlier_run
 from rl_megatron.config.data_rules import require_place
 from rl_megatron.config.errors import bad_input_named
 from rl_megatron.config.loggers import check_loggers
@@ -25,6 +24,7 @@ from rl_megatron.data.run_tokenizer import known_tokenizer
 from rl_megatron.data.sources import build_source
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.rewards.loading import check_rewards
+from rl_megatron.runs.rerun import earlier_run
 
 
 def check_early(config: RunConfig) -> None:

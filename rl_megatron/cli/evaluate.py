@@ -81,7 +81,7 @@ def evaluate(config: RunConfig, options: argparse.Namespace) -> int:
         ConfigError: An option, a path or a file is wrong.
     """
     ready = prepare(config, options)
-    from rl_megatron.algorithms.evaluate_weights import EvalJob, evaluate_weights
+    from rl_megatron.evaluation.evaluate_weights import EvalJob, evaluate_weights
 
     weights, output = Path(str(config.init_from)), Path(options.output)
     return evaluate_weights(EvalJob(config.first, weights, ready.tokenizer, output, ready.identity, ready.baseline))

@@ -143,7 +143,7 @@ def generate(config: RunConfig, options: argparse.Namespace) -> int:
         ConfigError: An option, a path or a prompt is wrong.
     """
     prepared = prepare(config, options)
-    from rl_megatron.algorithms.generate import CompletionJob, complete_prompts
+    from rl_megatron.evaluation.generate import CompletionJob, complete_prompts
 
     job = CompletionJob(
         prepared.stage, prepared.weights, prepared.tokenizer, prepared.prompts, prepared.output,

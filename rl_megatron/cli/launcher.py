@@ -46,8 +46,8 @@ from torch.distributed.run import get_args_parser, run
 
 from rl_megatron import disk
 from rl_megatron.config.errors import STOPPED
-from rl_megatron.topology.step_times import FILE, read_step_times
-from rl_megatron.topology.stop_signals import SAME_SIGNAL_SECONDS, SIGNALS
+from rl_megatron.runs.step_times import FILE, read_step_times
+from rl_megatron.runs.stop_signals import SAME_SIGNAL_SECONDS, SIGNALS
 
 _NOT_STARTED_AGAIN = (2, STOPPED)  # exit statuses: bad input, and ended as asked
 _ONE_NODE, _LOOPBACK = "one_node", "127.0.0.1"  # a rendezvous of this module, and its address

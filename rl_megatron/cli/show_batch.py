@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rl_megatron.checkpoint.rerun import earlier_run
 from rl_megatron.config.errors import ConfigError, bad_input_named, nearest
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
@@ -16,6 +15,7 @@ from rl_megatron.observability.batch_html import batch_page
 from rl_megatron.observability.batch_text import print_batch
 from rl_megatron.observability.batch_view import BatchView
 from rl_megatron.observability.step_view import view_heldout, view_step
+from rl_megatron.runs.rerun import earlier_run
 
 _SEQUENCES_SHOWN = 4  # in a terminal
 

@@ -34,8 +34,8 @@ from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.hints import explain, key_of
 from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import RunConfig
+from rl_megatron.runs.stop_signals import SIGNALS
 from rl_megatron.topology.job_store import JOB, TIMEOUT_MINUTES, store_of_attempt
-from rl_megatron.topology.stop_signals import SIGNALS
 
 _LONGEST_NAME = 120  # characters of a directory's name
 _LONGEST_WORDS = 30  # of them, the words of a value that is no name
@@ -154,7 +154,7 @@ def _short_digest(text: str) -> str:
 
 def _start(run: Callable[[list[str]], int], arguments: list[str], number: int) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rl_megatron.algorithms.run"])
+    context.set_forkserver_preload(["rl_megatron.runs.run"])
     environment = {**os.environ, JOB: f"job-{number}"}
     if "RANK" in environment:
         environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store exists already: see _shared_store

@@ -49,7 +49,7 @@ class AlgorithmConfig:
         learns_from: The kind of training data, one of config/data_kinds.py or a data source's own.
         leaves_language_model: Whether a stage after this one can start from its weights.
         has_critic: Whether the algorithm trains a critic as well, which doubles a checkpoint.
-        may_change_on_resume: Keys that may have other values when a run is resumed (checkpoint/rerun.py).
+        may_change_on_resume: Keys that may have other values when a run is resumed (runs/rerun.py).
         usual_loss: The loss that a training function of the Python API chooses if its caller names none.
         usual_batching: What `train.batching=null` stands for.
     """

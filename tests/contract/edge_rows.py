@@ -16,7 +16,6 @@ import torch
 
 import rl_megatron
 from rl_megatron.algorithms import advantages as A
-from rl_megatron.algorithms import eval_statistics as E
 from rl_megatron.algorithms import turn_advantages as TA
 from rl_megatron.batching import packing, plan, rank_plan
 from rl_megatron.batching.config import Batching, DynamicPlanArgs, PackingPlanArgs
@@ -26,6 +25,7 @@ from rl_megatron.compat.nemo_rl.errors import RangeError, RuleError
 from rl_megatron.data.batch import BatchedDataDict, common_size
 from rl_megatron.data.collate import Padding, span_mask
 from rl_megatron.data.score_position import score_positions
+from rl_megatron.evaluation import statistics as E
 from rl_megatron.generation.completion_batch import check_requests, sequence_batch
 from rl_megatron.generation.interfaces import Request, Sampling
 from rl_megatron.generation.sampling import sample

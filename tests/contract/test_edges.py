@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 import rl_megatron
 from rl_megatron import logprobs
-from rl_megatron.algorithms import advantages, eval_statistics, turn_advantages
+from rl_megatron.algorithms import advantages, turn_advantages
 from rl_megatron.algorithms.advantages import group_relative
 from rl_megatron.batching import packing, plan, rank_plan
 from rl_megatron.batching.packing import pack_sequences
 from rl_megatron.data import batch as core_batch
 from rl_megatron.data import collate, score_position
+from rl_megatron.evaluation import statistics as eval_statistics
 from rl_megatron.generation import sampling as generation_sampling
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.sampling import sample

@@ -77,12 +77,12 @@ def failures_before_the_first_step(found: list[Command], directory: Path, files:
 
 def _check(command: Command) -> None:
     """Do what the command does up to the first step, but for the start of ranks and the reading of weights."""
-    from rl_megatron.algorithms import preflight
     from rl_megatron.cli import evaluate, generate, main
     from rl_megatron.cli.parser import COMPOSED, command_parser
     from rl_megatron.cli.show_batch import show_batch
     from rl_megatron.cli.sweep import jobs_of
     from rl_megatron.config.load import load_config
+    from rl_megatron.runs import preflight
     from rl_megatron.topology import degrees
 
     assert command.arguments is not None

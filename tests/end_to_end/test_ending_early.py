@@ -109,7 +109,7 @@ def _in_a_job_that_ends_soon() -> None:
 
 def _in_a_job_that_ends_after_three_steps() -> None:
     """Let the clock of this process jump to the end of its job in the third step."""
-    from rl_megatron.algorithms import run
+    from rl_megatron.runs import run
 
     os.environ["SLURM_JOB_END_TIME"], calls = str(int(time.time()) + 100_000), []
 

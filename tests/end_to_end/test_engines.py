@@ -110,9 +110,9 @@ def run_with_a_dropped_tensor(tensor: str, directory: Path) -> tuple[int, str, i
     Returns:
         The exit status, the standard error, and how often the engine was asked for completions.
     """
-    from rl_megatron.algorithms.run import run
     from rl_megatron.config.load import load_config
     from rl_megatron.generation.transformers.engine import TransformersEngine
+    from rl_megatron.runs.run import run
     from rl_megatron.weight_sync.exporter import WeightExporter
 
     fill, complete, calls, stderr = WeightExporter.fill, TransformersEngine.complete, [], io.StringIO()

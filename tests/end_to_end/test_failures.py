@@ -24,7 +24,7 @@ def tiny_for(overrides):
 
 def let_another_run_come_first():
     """Let another run take the output directory while this one makes it."""
-    from rl_megatron.algorithms import run_output
+    from rl_megatron.runs import output as run_output
 
     def refuse(config):
         raise ConfigError(f"output_dir={config.output_dir} is in use by another run (process 1 on node)")

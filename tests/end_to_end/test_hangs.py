@@ -23,8 +23,8 @@ GENERATES_IN_STEP_2 = 4
 
 def _stop_in_three_phases() -> None:
     """Let this rank stop itself in the phase and the step of `STOPPED` that are its own."""
-    from rl_megatron.algorithms.checkpointer import Checkpointer
     from rl_megatron.generation.embedded import EmbeddedEngine
+    from rl_megatron.runs.checkpointer import Checkpointer
     from rl_megatron.training.megatron_policy import MegatronPolicy
 
     for owner, method, phase in (
@@ -110,7 +110,7 @@ def _named(report):
 
 def _fail_on_rank_1() -> None:
     """Let rank 1 fail in its first step. Ranks that wait for each other are ended after a time that is longer here."""
-    from rl_megatron.algorithms import run
+    from rl_megatron.runs import run
     from rl_megatron.training.megatron_policy import MegatronPolicy
 
     run.RunWatch = partial(run.RunWatch, seconds_to_end=SECONDS_TO_END)

@@ -10,7 +10,7 @@ RUN = ("train", "algorithm=sft", *TINY, "train.steps=6", "train.save_every=2", "
        "train.keep_checkpoints=9", "--config-dir", ".", "plugins=[bad_batches]")  # fmt: skip
 # The loss of chosen batches is NaN on the ranks that have their first sequence.
 BAD_BATCHES = """
-from rl_megatron.algorithms.stage import Stage
+from rl_megatron.runs.stage import Stage
 from rl_megatron.losses import NLLLoss
 
 class Bad(NLLLoss):
@@ -26,7 +26,7 @@ Stage.train = train
 """
 # The batches of a run that never fails, and leaves out batches 3 and 4.
 WITHOUT_THEM = """
-from rl_megatron.algorithms.stage import Stage
+from rl_megatron.runs.stage import Stage
 
 Stage.batch_number = lambda self, step: step + 2 * (step > 2)
 """

@@ -24,7 +24,7 @@ RUN = (
 
 def _record_rollouts() -> None:
     """Let rank 0 write the seed, the prompts and the completions of each rollout to a file."""
-    from rl_megatron.algorithms.synced_engine import SyncedEngine
+    from rl_megatron.generation.synced_engine import SyncedEngine
 
     complete = SyncedEngine.complete
 

@@ -34,7 +34,7 @@ NOISE = ("refit_", "gate_", "mismatch")  # what depends on a server's rounding
 
 def train(directory: Path, *keys: str) -> tuple[int, str]:
     """Run GRPO on this rank, and return the exit status and the standard error."""
-    from rl_megatron.algorithms.run import run
+    from rl_megatron.runs.run import run
 
     with redirect_stderr(io.StringIO()) as stderr:
         status = run(load_config([*GRPO, *keys, f"output_dir={directory}"]))

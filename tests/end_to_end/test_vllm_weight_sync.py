@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.generation.completion_batch import SampledSequence, generate, sequence_batch
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
+from rl_megatron.generation.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
 from rl_megatron.topology.rank_zero_loop import RankZeroLoop

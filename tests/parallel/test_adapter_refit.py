@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from rl_megatron.algorithms.logprob_check import EngineMismatch
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.logprob_check import EngineMismatch
 from rl_megatron.generation.transformers import process as worker_process
 from rl_megatron.losses import NLLLoss
 from rl_megatron.weight_sync.exporter import WeightExporter

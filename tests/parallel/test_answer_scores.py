@@ -16,7 +16,6 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl.chat_template_utils import get_training_chat_template
 
-from rl_megatron.algorithms.evaluate import HeldoutPairs
 from rl_megatron.checkpoint.hf_convert import export_weights
 from rl_megatron.config.data_sources import PreferenceConfig
 from rl_megatron.config.load import load_config
@@ -26,6 +25,7 @@ from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tasks import Problem
 from rl_megatron.data.tokenizer_files import load_tokenizer
+from rl_megatron.evaluation.heldout import HeldoutPairs
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import PreferenceLoss
 from rl_megatron.rewards.calling import RewardFunction

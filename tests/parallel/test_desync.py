@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.algorithms.desync import DesyncCheck, RanksDiffer
 from rl_megatron.batching.batch import Batch
 from rl_megatron.losses import NLLLoss
+from rl_megatron.runs.desync import DesyncCheck, RanksDiffer
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, EXPERTS, MODEL, build_policy
 from tests.parallel.test_layouts import random_batch
 

@@ -10,11 +10,11 @@ import dataclasses
 import pytest
 import torch
 
-from rl_megatron.algorithms.logprob_check import LIMITS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.embedded import EmbeddedEngine
+from rl_megatron.generation.logprob_check import LIMITS
 from rl_megatron.generation.ongoing import Ongoing
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
 from rl_megatron.generation.transformers.replica import TransformersReplica

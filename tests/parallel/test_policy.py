@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from rl_megatron import log
-from rl_megatron.algorithms.step_meter import StepMeter
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import LogprobLoss, LossInputType, LossType, NLLLoss, Reduction
+from rl_megatron.runs.step_meter import StepMeter
 from rl_megatron.timing import StepTimes
 from rl_megatron.training.metrics import NonFiniteLoss, combine_steps
 from tests.parallel.layouts import (

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_megatron.algorithms.logprob_check import EngineMismatch
 from rl_megatron.config.load import load_config
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling, WeightSpan
+from rl_megatron.generation.logprob_check import EngineMismatch
 from rl_megatron.weight_sync.exporter import WeightExporter
 from rl_megatron.weight_sync.plan import WeightsRefused
 from tests.child_processes import servers

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling
+from rl_megatron.generation.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.generation.transformers import engine as transformers_engine
 from rl_megatron.generation.transformers import process as worker_process
 from rl_megatron.generation.transformers.engine import TransformersEngine

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.setting import Setting
 from benchmarks.train_step import rollouts
-from rl_megatron.algorithms.logprob_check import LIMITS
 from rl_megatron.config.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
+from rl_megatron.generation.logprob_check import LIMITS
 from rl_megatron.generation.transformers.process import WORKER_MODULE
 from rl_megatron.losses import build_loss
 from rl_megatron.topology import topology

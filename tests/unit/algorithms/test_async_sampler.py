@@ -10,13 +10,12 @@ import torch
 
 from rl_megatron.algorithms import async_sampler
 from rl_megatron.algorithms.async_sampler import AsyncSampler
-from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.rollout import Sampler
-from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.generation.interfaces import Completion, Served, WeightSpan
+from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.worker import completion
 from rl_megatron.topology.ranks import Ranks
@@ -85,7 +84,7 @@ def made(monkeypatch, tmp_path):
             stage = stage_of_a_sampler(
                 config=load_config([*OPTIONS, *overrides]).first, tokenizer=Characters(), scorer=scorer, policy=policy,
                 engine=SyncedEngine(engine, check, Ranks(), lambda metrics: None) if kind is AsyncSampler else engine,
-                roll_back=RollBack(), kept=kept, close_at_end=lambda part: closing.callback(part.close), name="grpo",
+                batches_skipped=0, kept=kept, close_at_end=lambda part: closing.callback(part.close), name="grpo",
             )  # fmt: skip
             closing.callback(stage.rollouts.runner.close)
             stage.keep, stage.rollout_files = kept.__setitem__, tmp_path

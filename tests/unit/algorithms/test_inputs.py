@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from rl_megatron.algorithms.evaluate import build_evaluation
-from rl_megatron.algorithms.preflight import check
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.training_data import training_dataset
+from rl_megatron.evaluation.heldout import build_evaluation
+from rl_megatron.runs.preflight import check
 
 
 @pytest.fixture

@@ -8,19 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_megatron.algorithms import checkpointer
 from rl_megatron.algorithms import ppo as training_loop
-from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.ppo import CRITIC
-from rl_megatron.algorithms.resumed_state import ResumedState
 from rl_megatron.algorithms.rollout_statistics import statistics
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
+from rl_megatron.checkpoint.resumed_state import ResumedState
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
+from rl_megatron.runs import checkpointer
+from rl_megatron.runs import stage as stage_module
+from rl_megatron.runs.stage import Stage
 from tests.unit.algorithms.fakes import ONE_RANK, Scripted
 
 OVERRIDES = (

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.checkpoint.rerun import refuse_changes
 from rl_megatron.cli.early_checks import check_early
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config, to_yaml
+from rl_megatron.runs.rerun import refuse_changes
 from tests.unit.cli.early_cases import CASES
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.load import load_config
 from rl_megatron.data.rendering import Renderer
@@ -13,6 +12,7 @@ from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.same_prompts import different_prompts
 from rl_megatron.data.tasks import Problem
 from rl_megatron.data.training_data import RolloutPrompts, encoded_prompts, training_dataset
+from rl_megatron.evaluation.heldout import build_evaluation
 from tests.unit.algorithms.fakes import Echo, ScoredHere, rollouts_of, stage_of_a_sampler
 from tests.unit.data.chat_families import write_tokenizer
 

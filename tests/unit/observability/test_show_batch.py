@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from rl_megatron.algorithms.rollout import Sampler
-from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
@@ -25,6 +24,7 @@ from rl_megatron.observability.batch_html import batch_page
 from rl_megatron.observability.batch_text import marked, pack_bar, print_batch, visible_text
 from rl_megatron.observability.batch_view import ShownSequence, Token
 from rl_megatron.observability.step_view import view_heldout, view_step
+from rl_megatron.runs.stage import Stage
 from rl_megatron.topology.degrees import ConfiguredLayout
 from tests.unit.algorithms.fakes import stage_of_a_sampler
 

@@ -1,0 +1,99 @@
+"""`ResumedState`: everything of a stage that checkpoints keep besides models, as named parts.
+
+Each part saves itself as plain values, and checks those of a checkpoint before it takes them. An algorithm of your own
+adds a part with `Loop.keep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rl_megatron.config.errors import ConfigError
+
+State = Mapping[str, Any]
+
+
+class Resumable(Protocol):
+    """A part of a stage's state that every rank has alike."""
+
+    def state_dict(self) -> State:
+        """Return the state as values that JSON can hold. Every rank calls it when a step is saved."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state.
+
+        Raises:
+            ConfigError: The state is not one that this part can continue from.
+        """
+        ...
+
+
+class ResumedState:
+    """The parts of one stage, by name."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Resumable] = {}
+
+    def add(self, name: str, part: Resumable) -> None:
+        """Add a part.
+
+        Raises:
+            ValueError: There is a part of this name already.
+        """
+        if self._parts.setdefault(name, part) is not part:
+            raise ValueError(f"the stage already keeps a part named {name!r}; choose another name")
+
+    def saved(self) -> dict[str, State]:
+        """Return the state of every part."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def load(self, saved: Mapping[str, State], checkpoint: str) -> None:
+        """Give every part its state.
+
+        Args:
+            saved: What `saved` returned when the checkpoint was written.
+            checkpoint: The checkpoint's path, for messages.
+
+        Raises:
+            ConfigError: The checkpoint has other parts than the stage, or a part refuses its state.
+        """
+        absent, unknown = sorted(self._parts.keys() - saved.keys()), sorted(saved.keys() - self._parts.keys())
+        if absent or unknown:
+            what = (
+                f"has no state of {absent[0]!r}, which this stage keeps"
+                if absent
+                else (f"has the state of {unknown[0]!r}, which this stage does not keep")
+            )
+            raise ConfigError(
+                f"{checkpoint} {what}; go on with the version of the code that wrote it, or choose another output_dir "
+                "and start from the checkpoint with init_from"
+            )
+        for name, part in self._parts.items():
+            try:
+                part.load_state_dict(saved[name])
+            except ConfigError as error:
+                raise ConfigError(f"{checkpoint}: the state of {name!r} does not fit: {error}") from error
+
+
+class MustBe:
+    """A part with values that follow from the settings, such as the seed of the next rollout. It only checks them."""
+
+    def __init__(self, values: State):
+        """Keep `values`, which a resumed stage must have as well."""
+        self._values = dict(values)
+
+    def state_dict(self) -> State:
+        """Return the values."""
+        return self._values
+
+    def load_state_dict(self, state: State) -> None:
+        """Check that a checkpoint has the same values.
+
+        Raises:
+            ConfigError: It does not; the message names the first one that differs.
+        """
+        for key in sorted({*state, *self._values}):
+            if state.get(key) != self._values.get(key):
+                raise ConfigError(f"{key} is {state.get(key)} in the checkpoint, and {self._values.get(key)} now")

@@ -1,0 +1,1 @@
+"""Evaluation: held-out data, named sets of problems, their statistics, and the commands `eval` and `generate`."""

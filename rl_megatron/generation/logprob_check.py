@@ -1,0 +1,105 @@
+"""The logprob check: compare an engine's logprobs with the trainer's for the same tokens, before anything is learned.
+
+A failed weight sync, a wrongly converted model, or a kernel with different rounding makes the two differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rl_megatron.config.errors import RunFailed
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.completion_batch import generate
+from rl_megatron.generation.interfaces import RolloutEngine, Sampling
+from rl_megatron.policy.interfaces import PolicyInterface
+
+# In nats: well above the effect of rounding, and below the effect of a wrong weight. The limit is on the mean, because
+# a few tokens are enough for a reliable mean: in bf16 about one token in a thousand differs by half a nat, and means
+# stay below 0.03.
+LIMITS = {"fp32": 1e-4, "bf16": 0.1}
+_MAX_TOKENS = 16  # the most tokens of a completion
+_SEED = 0x6A7E
+_SHOWN = 3
+
+
+class EngineMismatch(RunFailed):
+    """The error for an engine that samples from a different distribution than the trainer's policy."""
+
+
+@dataclass(frozen=True)
+class LogprobCheck:
+    """The comparison of an engine's logprobs with the trainer's. It has no state.
+
+    Attributes:
+        policy: The trainer's model.
+        tokenizer: The tokenizer, for messages.
+        sampling: The run's sampling settings; the check uses shorter completions.
+        num_prompts: How many different prompts are completed; 0 turns the check off.
+        limit: The largest accepted mean of |trainer's − engine's logprob|, in nats.
+    """
+
+    policy: PolicyInterface
+    tokenizer: Tokenizer
+    sampling: Sampling
+    num_prompts: int
+    limit: float
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Return the most tokens of its completions."""
+        return min(self.sampling.max_new_tokens, _MAX_TOKENS)
+
+    def chosen(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the prompts that are completed: the first `num_prompts` different ones."""
+        return [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))][: self.num_prompts]
+
+    def run(self, engine: RolloutEngine, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Complete the first `num_prompts` different prompts, and compare the logprobs of the sampled tokens.
+
+        Returns:
+            `gate_mean`, `gate_p99` and `gate_max` of |trainer's − engine's logprob|; empty if the check is off.
+
+        Raises:
+            EngineMismatch: The mean exceeds the limit. It is raised on every rank, and names the worst tokens.
+        """
+        chosen = self.chosen(prompts)
+        if not chosen:
+            return {}
+        sampling = replace(self.sampling, max_new_tokens=self.max_new_tokens)
+        rollouts = generate(engine, chosen, sampling, _SEED)
+        trainers = self.policy.get_logprobs(rollouts)["logprobs"]
+        difference = (trainers - rollouts["generation_logprobs"]).abs()
+        difference = difference.nan_to_num(nan=torch.inf).masked_fill(rollouts["token_mask"] == 0, -1.0)
+        values = difference[difference >= 0].double()
+        figures = {
+            "gate_mean": values.mean().item(),
+            "gate_p99": values.quantile(0.99, interpolation="higher").item(),
+            "gate_max": values.max().item(),
+        }
+        if not figures["gate_mean"] <= self.limit:
+            raise EngineMismatch(
+                f"the rollout engine's logprobs differ from the trainer's: by {figures['gate_mean']:.3g} nats on "
+                f"average (generation.gate_limit={self.limit:g}), {figures['gate_p99']:.3g} at the 99th percentile "
+                f"and {figures['gate_max']:.3g} at most, over {len(values)} tokens; worst: "
+                + "; ".join(self._worst(rollouts, trainers, difference))
+            )
+        return figures
+
+    def _worst(self, rollouts: BatchedDataDict, trainers: Tensor, difference: Tensor) -> list[str]:
+        """Describe the sequences with the largest differences, each by its worst token."""
+        largest, positions = difference.max(dim=1)
+        described = []
+        for sequence in largest.argsort(descending=True)[:_SHOWN].tolist():
+            position, start = int(positions[sequence]), int(rollouts["prompt_lengths"][sequence])
+            ids = rollouts["input_ids"][sequence]
+            described.append(
+                f"prompt {self.tokenizer.decode(ids[:start].tolist())!r} (sequence {sequence}), token "
+                f"{position - start + 1} {self.tokenizer.decode(ids[position : position + 1].tolist())!r}: trainer "
+                f"{trainers[sequence, position]:.4f}, engine {rollouts['generation_logprobs'][sequence, position]:.4f}"
+            )
+        return described

@@ -1,0 +1,1 @@
+"""The life of a run: its stages, checkpoints, resuming, and how it ends."""

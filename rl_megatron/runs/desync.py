@@ -1,0 +1,226 @@
+"""The desync check: ranks that should have the same configuration, batch and weights do have them.
+
+Without it, a rank with another seed, another file or a flipped bit trains on, and nothing says that the sums over ranks
+are wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+
+from rl_megatron.batching.batch import Batch
+from rl_megatron.config.errors import ConfigError, RunFailed
+from rl_megatron.config.load import to_yaml
+from rl_megatron.config.schema import RunConfig
+from rl_megatron.model.sharded_model import ShardedModel
+from rl_megatron.model.shards import Piece, pieces
+from rl_megatron.runs.rerun import leaves
+from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.ranks import Ranks
+from rl_megatron.topology.topology import Topology
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.weight_sync.plan import fingerprint
+
+_OF_BATCH = ("input_ids", "input_lengths", "token_mask", "sample_mask", "rewards")
+_MOST_VALUES = 32  # keys of a batch, and facts of a sharded one, that are compared
+_MAY_DIFFER = "data.cache_dir"  # it may be a directory of each node
+_SHOWN = 4  # ranks in messages
+
+
+class RanksDiffer(RunFailed):
+    """Ranks that must hold the same values do not; raised on every rank."""
+
+
+def digest(*parts: bytes) -> int:
+    """Return 63 bits of a digest of `parts`."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        hashed.update(part)
+    return int.from_bytes(hashed.digest(), "big") >> 1
+
+
+def check_configuration(config: RunConfig, device: torch.device) -> None:
+    """Check that all ranks run the same configuration. Collective.
+
+    Raises:
+        ConfigError: They do not. It is raised on every rank, and names the ranks and the first key that differs.
+    """
+    ranks = Ranks.detect()
+    if ranks.size == 1:
+        return
+    settings = {key: value for key, value in leaves(yaml.safe_load(to_yaml(config))) if not key.endswith(_MAY_DIFFER)}
+    found = _gathered([digest(repr(sorted(settings.items())).encode())], device)
+    odd, usual = _odd_ranks({0: list(range(len(found)))}, [numbers[0] for numbers in found])
+    if not odd:
+        return
+    first = usual[odd[0]]
+    usually, other = _from_ranks(settings, [first, odd[0]], ranks)
+    key = min(key for key in {**usually, **other} if usually.get(key) != other.get(key))
+    raise ConfigError(
+        f"{_named(odd)} {'runs' if len(odd) == 1 else 'run'} another configuration than rank {first}: {key} is "
+        f"{other.get(key)!r} on rank {odd[0]} and {usually.get(key)!r} on rank {first}; start all ranks with the same "
+        "arguments and files"
+    )
+
+
+class DesyncCheck:
+    """The comparison of batches and weights over ranks, before the first step and then every so many steps.
+
+    One number of each kind from every rank is compared. Only if some differ do the ranks compare tensor by tensor.
+    """
+
+    def __init__(self, every: int):
+        """Prepare the check; `every` is the number of steps between two checks, and 0 means before the first only."""
+        self._every, self._checked = every, 0
+
+    def check(self, step: int, batch: Batch, models: Mapping[str, MegatronPolicy]) -> None:
+        """Check the batch and the weights before a step, if a check is due. Collective then.
+
+        Args:
+            step: The step that is about to be trained.
+            batch: Its batch, which every rank has whole, or a sharded one, whose own sequences all ranks of a
+                data-parallel replica have.
+            models: The stage's policy and, if there is one, its critic, by name.
+
+        Raises:
+            RanksDiffer: Ranks differ; the message names them, and the batch's key or the first tensor.
+        """
+        if step == self._checked or (self._checked and not (self._every and step % self._every == 0)):
+            return
+        self._checked = step
+        topology = next(iter(models.values())).topology
+        if topology.world_size == 1:
+            return
+        self._check_batch(batch, topology)
+        for name, model in models.items():
+            check_weights(name, model.model)
+
+    def _check_batch(self, batch: Batch, topology: Topology) -> None:
+        keys = [key for key in _OF_BATCH if isinstance(batch.get(key), Tensor)]
+        values = {key: batch[key] for key in keys}
+        values |= {f"{name} of all sequences": fact for name, fact in sorted(batch.facts.items())}
+        numbers = [digest(str(value.shape).encode(), _bytes_of(value)) for value in values.values()]
+        own = numbers + [0] * (_MOST_VALUES - len(numbers))
+        found = _gathered([*own, topology.data_rank], topology.device)
+        everybody = {0: list(range(len(found)))}
+        replicas: dict[int, list[int]] = {}
+        for rank, of_rank in enumerate(found):
+            replicas.setdefault(of_rank[-1], []).append(rank)
+        for column, key in enumerate(values):
+            groups = replicas if key in keys and not batch.is_whole else everybody
+            odd, usual = _odd_ranks(groups, [of_rank[column] for of_rank in found])
+            if odd:
+                raise RanksDiffer(
+                    f"ranks do not have the same batch: {key} of {_named(odd)} differs from that of rank "
+                    f"{usual[odd[0]]}; data files, task files or the rollout engine's answers differ between ranks"
+                )
+
+
+def check_weights(name: str, model: ShardedModel) -> None:
+    """Check that ranks which hold copies of the same weights hold equal ones. Collective.
+
+    Data- and context-parallel ranks hold copies of all weights but experts', tensor-parallel ranks of the weights that
+    are not split, and expert-data-parallel ranks of their experts.
+
+    Raises:
+        RanksDiffer: They do not. It is raised on every rank, and names the ranks and the first tensor that differs.
+    """
+    model.gather_parameters()
+    topology = model.topology
+    kinds = ("dense", "replicated", "expert")
+    totals = {kind: torch.zeros((), dtype=torch.int64, device=topology.device) for kind in kinds}
+    for piece in pieces(model.model_chunks):
+        number = _number_of(piece)
+        for kind in _kinds_of(piece):
+            totals[kind] += number
+    experts = dist.get_process_group_ranks(topology.groups.expt_dp)[0]  # a name of this rank's experts
+    own = [*(totals[kind].item() for kind in kinds), topology.pipeline_rank, topology.tensor_rank, experts]
+    found = _gathered([int(value) for value in own], topology.device)
+    same: dict[str, Callable[[Sequence[int]], Hashable]] = {
+        "dense": lambda numbers: (numbers[3], numbers[4]),  # pipeline stage and place among tensor-parallel ranks
+        "replicated": lambda numbers: numbers[3],
+        "expert": lambda numbers: numbers[5],
+    }
+    for column, kind in enumerate(kinds):
+        groups: dict[Hashable, list[int]] = {}
+        for rank, numbers in enumerate(found):
+            groups.setdefault(same[kind](numbers), []).append(rank)
+        odd, usual = _odd_ranks(groups, [numbers[column] for numbers in found])
+        if odd:
+            tensor = _first_difference(model, kind, [usual[odd[0]], odd[0]])
+            raise RanksDiffer(
+                f"ranks do not have the same weights of the {name}: {tensor} of {_named(odd)} differs from that of "
+                f"rank {usual[odd[0]]}; start again from a checkpoint, and check the memory of the node of rank "
+                f"{odd[0]} if this repeats"
+            )
+
+
+def _kinds_of(piece: Piece) -> Iterator[str]:
+    """Yield the kinds of copies that a piece has."""
+    if ".experts." in piece.name:
+        yield "expert"
+        return
+    yield "dense"
+    if tuple(piece.tensor.shape) == piece.global_shape:
+        yield "replicated"  # on all tensor-parallel ranks, because it is whole
+
+
+def _number_of(piece: Piece) -> Tensor:
+    """Return a number that changes with any bit of the piece, its name or its place, a scalar int64."""
+    factor = digest(piece.name.encode()) | 1  # odd, so that no bit of the fingerprint is lost
+    return factor * fingerprint(piece.tensor, (*piece.offset, 0)[:2])
+
+
+def _first_difference(model: ShardedModel, kind: str, ranks: Sequence[int]) -> str:
+    """Return the name of the first tensor in which two ranks differ. Collective over all ranks."""
+    numbers = {
+        piece.name: int(_number_of(piece).item()) for piece in pieces(model.model_chunks) if kind in _kinds_of(piece)
+    }
+    usual, other = _from_ranks(numbers, ranks, model.topology.ranks)
+    return next((name for name in usual if usual[name] != other.get(name)), "a tensor")
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _gathered(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Return the numbers of every rank. Collective."""
+    own = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    return from_all_ranks(own, dist.group.WORLD).tolist()
+
+
+def _from_ranks(value: Any, senders: Sequence[int], ranks: Ranks) -> list[Any]:
+    """Return the values of some ranks, in their order, on every rank. Collective."""
+    everywhere = ranks.gather(value if ranks.rank in senders else None)
+    return [everywhere[sender] for sender in senders]
+
+
+def _odd_ranks(groups: Mapping[Any, Sequence[int]], values: Sequence[int]) -> tuple[list[int], dict[int, int]]:
+    """Return the ranks whose value is not the usual one of their group, and for each a rank that has the usual one.
+
+    The usual value is the one that most ranks have; of two with equally many, the one of the lowest rank.
+    """
+    odd: list[int] = []
+    usual: dict[int, int] = {}
+    for ranks in groups.values():
+        most, _ = Counter(values[rank] for rank in ranks).most_common(1)[0]  # the first one at a tie
+        have_it = next(rank for rank in ranks if values[rank] == most)
+        others = [rank for rank in ranks if values[rank] != most]
+        odd += others
+        usual |= dict.fromkeys(others, have_it)
+    return sorted(odd), usual
+
+
+def _named(ranks: Sequence[int]) -> str:
+    more = len(ranks) - _SHOWN
+    listed = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -1,0 +1,280 @@
+"""Check a run's input before its first step: settings, data, tokenizer, losses and checkpoints of all stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from rl_megatron import log
+from rl_megatron.algorithms.registry import algorithm_of, eval_metric_names
+from rl_megatron.batching.packing import round_up
+from rl_megatron.checkpoint.adapters import check_same_adapter, holds_adapter, saved_adapters, saved_base
+from rl_megatron.checkpoint.directory import (
+    Damaged,
+    check_checkpoint,
+    check_head,
+    check_output_dir,
+    complete_checkpoints,
+    read_manifest,
+)
+from rl_megatron.checkpoint.exports import check_exports
+from rl_megatron.config.data_rules import require_place
+from rl_megatron.config.errors import ConfigError, bad_input_named
+from rl_megatron.config.eval_sets import EvalSetConfig
+from rl_megatron.config.import_strings import is_import_string
+from rl_megatron.config.loggers import check_loggers
+from rl_megatron.config.model_rules import check_vocabulary
+from rl_megatron.config.peft import LoraConfig, check_together
+from rl_megatron.config.refits import refuse_several
+from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.config.stages import stage_before
+from rl_megatron.data.run_tokenizer import run_tokenizer
+from rl_megatron.data.same_prompts import different_prompts
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.evaluation.heldout import build_evaluation
+from rl_megatron.evaluation.sets import set_metric_names
+from rl_megatron.generation.engines import check_engine
+from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.losses.foreign import as_loss, check_call
+from rl_megatron.losses.registry import configured_loss
+from rl_megatron.model.lora.targets import adapted_linears
+from rl_megatron.observability.sinks import check_sinks
+from rl_megatron.rewards.loading import check_rewards
+from rl_megatron.rewards.reward_models import check_reward_models
+from rl_megatron.rollouts.build import check_worker
+from rl_megatron.runs import verify
+from rl_megatron.runs.checkpointer import critic_checkpoints
+from rl_megatron.runs.rerun import refuse_changes
+from rl_megatron.topology.degrees import sequence_multiple, zigzag_slices
+from rl_megatron.workers.confinement import log_missing_limits
+
+
+def check(config: RunConfig, output_dir: Path) -> Tokenizer:
+    """Check the input of all stages, and return the run's tokenizer.
+
+    It runs before anything is written. Every rank checks the same and gets the same result.
+
+    Args:
+        config: The run.
+        output_dir: The directory of the run that it goes on with, which need not exist (`rerun.earlier_run`).
+
+    Raises:
+        ConfigError: The input of a stage is wrong. The message names the key or file, the value, the rule and the
+            remedy.
+    """
+    check_output_dir(Path(config.output_dir))
+    check_sinks(config.metric_sinks)
+    check_loggers(config.logger)
+    refuse_changes(config)
+    for stage in config.stages.values():
+        require_place(stage.data)
+    tokenizer = bad_input_named(lambda: run_tokenizer(config.first, output_dir))
+    check_vocabulary(config.first.model, tokenizer.vocab_size)
+    for name, stage in config.stages.items():
+        bad_input_named(lambda stage=stage: _check_data_and_tokenizer(stage, tokenizer))
+        saved = complete_checkpoints(output_dir / "checkpoints" / name)
+        if saved:
+            try:
+                check_saved(saved[-1], stage, tokenizer)
+            except Damaged as error:
+                raise verify.with_remedy(error, saved[-1], config, read_manifest) from error
+    _check_adapters(config, tokenizer)
+    for stage in config.stages.values():
+        _check_exports(config, stage, tokenizer)
+    for message in different_prompts(config.stages, tokenizer):
+        log.LOGGER.warning(message)
+    if any(stage.runs_programs for stage in config.stages.values()):
+        log_missing_limits()
+    if config.init_from:
+        path = Path(config.init_from)
+        manifest = check_checkpoint(path, config.first.model, tokenizer.digest)
+        check_head(path, manifest, algorithm_of(config.first).head, weights_only=True)
+    return tokenizer
+
+
+def _check_exports(config: RunConfig, stage: StageConfig, tokenizer: Tokenizer) -> None:
+    """Check that the checkpoints of a stage can be exported, if they shall be.
+
+    Raises:
+        ConfigError: The model has no family of Hugging Face, or the disk has too little space.
+    """
+    check_exports(
+        stage.train, stage.model, head=algorithm_of(stage).head, precision=stage.precision,
+        is_adapter=stage.peft is not None, tokenizer=tokenizer, output_dir=Path(config.output_dir),
+        init_from=Path(config.init_from) if config.init_from else None,
+    )  # fmt: skip
+
+
+def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Check that every stage's adapters fit the model, and that there are weights which they adapt.
+
+    Raises:
+        ConfigError: A name, a rank or a checkpoint does not fit.
+    """
+    size = config.first.model.vocab_size or tokenizer.vocab_size
+    found = _adapters_of(config.init_from, config.first.peft)
+    adapters_after: dict[str, dict[str, LoraConfig]] = {}  # the adapters that each stage leaves, by name
+    for name, stage in config.stages.items():
+        where = f"stages.{name}.peft" if len(config.stages) > 1 else "peft"
+        before = stage_before(config.stages, name)
+        adapters = found if before is None else adapters_after[before]
+        adapters_after[name] = {}
+        if stage.peft is None:
+            continue
+        adapted_linears(stage.peft, stage.model, size)
+        if before is None and not config.init_from:
+            raise ConfigError(
+                f"{where} is set, and the stage has no weights to adapt; set init_from, or train all weights in a "
+                "stage before it"
+            )
+        own = stage.peft.adapter_name
+        if before is not None and adapters.get(own, stage.peft) != stage.peft:
+            raise ConfigError(
+                f"{where} differs from that of an earlier stage, whose adapter {own} it goes on with; use the same "
+                f"keys, or give the new adapter another name with {where}.adapter_name"
+            )
+        adapters_after[name] = adapters | {own: stage.peft}
+        check_together([*adapters_after[name].values()])
+        if stage.generation.refit == "adapter":
+            refuse_several([*adapters_after[name].values()])
+
+
+def _adapters_of(init_from: str | None, peft: LoraConfig | None) -> dict[str, LoraConfig]:
+    """Return the adapters of the checkpoint that a run starts from, by name, after checking them.
+
+    Args:
+        init_from: The checkpoint, or None.
+        peft: The section `peft` of the stage that starts from it.
+
+    Raises:
+        ConfigError: Their base cannot be read, or the stage trains one of them with other keys.
+    """
+    manifest = read_manifest(Path(init_from)) if init_from else {}
+    if not init_from or not holds_adapter(manifest):
+        return {}
+    path = Path(init_from)
+    saved_base(path, manifest)
+    adapters = saved_adapters(path, manifest)
+    if peft is not None and peft.adapter_name in adapters:
+        check_same_adapter(path, adapters[peft.adapter_name], peft)
+    return adapters
+
+
+def check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
+    """Check a stage's newest checkpoint and, if steps are left, its critic's checkpoint."""
+    manifest = check_checkpoint(newest, stage.model, tokenizer.digest)
+    if manifest["step"] < stage.train.steps and algorithm_of(stage).critic is not None:
+        check_checkpoint(critic_checkpoints(newest.parent) / newest.name, stage.model, tokenizer.digest)
+
+
+def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
+    """Check a stage by building its sampling, engine settings, loss, training data and held-out data."""
+    of_sets = set_metric_names(stage, tokenizer)
+    check_keep_best(stage, of_sets)
+    _check_goals(stage, (*eval_metric_names(stage), *of_sets))
+    stage_sampling(stage, tokenizer)
+    check_engine(stage, tokenizer.vocab_size)
+    check_loss(stage)
+    check_worker(stage, tokenizer, loads=int(os.environ.get("RANK", "0")) == 0)  # the rank that runs the worker
+    check_reward_models(stage, tokenizer)
+    check_rewards(stage, loads=int(os.environ.get("LOCAL_RANK", "0")) == 0)  # the rank that runs the functions
+    check_budget(stage, algorithm_of(stage).check_data(stage, tokenizer))
+    check_budget(stage, build_evaluation(stage, tokenizer).item_lengths())
+
+
+def check_keep_best(stage: StageConfig, of_sets: Mapping[str, EvalSetConfig] = MappingProxyType({})) -> None:
+    """Check that `train.keep_best` is an eval metric of the stage, and that every checkpoint is evaluated.
+
+    Args:
+        stage: The stage.
+        of_sets: The metrics of the stage's named sets, with the sets.
+    """
+    train, given = stage.train, (*eval_metric_names(stage), *of_sets)
+    if train.keep_best is None:
+        return
+    if train.keep_best not in given:
+        raise ConfigError(
+            f"train.keep_best={train.keep_best} is not an eval metric of {stage.algorithm.name} on "
+            f"data.source={stage.data.source}; set it to one of {', '.join(given)}, or to null"
+        )
+    own = of_sets[train.keep_best].every if train.keep_best in of_sets else None
+    key, every = ("train.eval_every", train.eval_every) if own is None else ("every of its set", own)
+    if train.save_every and (not every or train.save_every % every):
+        raise ConfigError(
+            f"train.keep_best={train.keep_best} needs an evaluation of every checkpoint, and train.save_every="
+            f"{train.save_every} is not a multiple of {key}={every}; set both to the same value"
+        )
+
+
+def _check_goals(stage: StageConfig, given: Sequence[str]) -> None:
+    """Check that the keys of `train.stop_at` are eval metrics of the stage."""
+    for name in stage.train.stop_at:
+        if name not in given:
+            raise ConfigError(
+                f"train.stop_at has {name}, which is not an eval metric of {stage.algorithm.name} on "
+                f"data.source={stage.data.source}; set it to some of {', '.join(given)}"
+            )
+
+
+def check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:
+    """Check that every item fits a dynamic or packed microbatch.
+
+    Args:
+        stage: The stage.
+        items: For each item, a sequence or a pair, the number of tokens of each of its sequences.
+
+    Raises:
+        ConfigError: The largest item exceeds `train.micro_batch_tokens`.
+    """
+    train, parallel = stage.train, stage.parallel
+    items = list(items)
+    if train.batching == "padded" or not items:
+        return
+    multiple, num_slices = sequence_multiple(parallel), zigzag_slices(parallel.context)
+
+    def needed(item: Sequence[int]) -> int:
+        if train.batching == "packed":
+            return round_up(sum(round_up(length, num_slices) for length in item), multiple)
+        return len(item) * round_up(max(item), multiple)
+
+    largest = max(items, key=needed)
+    if needed(largest) > train.micro_batch_tokens // multiple * multiple:
+        what = "sequence" if len(largest) == 1 else "pair of sequences"
+        padded = f", padded to multiples of {multiple} for the layout" if multiple > 1 else ""
+        raise ConfigError(
+            f"train.micro_batch_tokens={train.micro_batch_tokens} does not hold the largest {what}: "
+            f"{' + '.join(map(str, largest))} tokens{padded}; raise it to at least {needed(largest)}, or shorten the "
+            "sequences"
+        )
+
+
+def check_loss(stage: StageConfig) -> None:
+    """Check that the loss section fits the stage's algorithm.
+
+    Raises:
+        ConfigError: There is no such loss, a key is wrong, or the algorithm cannot learn with it.
+    """
+    algorithm, needs, name = stage.algorithm.name, algorithm_of(stage).loss, stage.loss.get("name")
+    if needs is None:
+        return  # the algorithm has a fixed loss
+    if name is None:
+        raise ConfigError(f"loss.name is not set, and {algorithm} needs a loss; set it to {needs.choices}")
+    try:
+        loss_fn = configured_loss(stage.loss)
+        check_call(as_loss(loss_fn))  # raises if no policy can run the loss
+    except ConfigError:
+        raise
+    except Exception as error:  # an unknown key, a wrong type, a value out of range, or whatever a user's loss raises
+        where = f"loss.name={name}" if is_import_string(name) else "loss"
+        raise ConfigError(f"{where}: {error.args[0] if error.args else error}") from error
+    if not needs.suits(loss_fn):
+        raise ConfigError(
+            f"loss.name={name} does not use {needs.uses}, so {algorithm} cannot learn with it; use {needs.choices}"
+        )
+    missing = sorted(set(getattr(loss_fn, "required_keys", ())) - needs.batch_keys)
+    if missing:
+        raise ConfigError(
+            f"loss.name={name} needs {missing}, which {algorithm}'s batches do not have; use {needs.choices}"
+        )

@@ -1,0 +1,350 @@
+"""`Stage`: the loop of a stage in a run. It evaluates and saves between steps, and resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_megatron import log
+from rl_megatron.algorithms.loop import Loop
+from rl_megatron.batching.batch import TRAJECTORIES, Batch
+from rl_megatron.checkpoint.directory import complete_checkpoints
+from rl_megatron.checkpoint.resumed_state import MustBe, Resumable, ResumedState
+from rl_megatron.config.eval_metrics import goal_reached
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.config.train import TrainConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.datasets import Dataset
+from rl_megatron.data.loader import DataLoader
+from rl_megatron.data.stage_loader import in_memory_loader
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.evaluation.sets import EvalSet, EvalSets, is_multiple
+from rl_megatron.generation.synced_engine import SyncedEngine
+from rl_megatron.losses.contract import LossFunction
+from rl_megatron.observability.metrics_logger import MetricsLogger
+from rl_megatron.observability.position import Position
+from rl_megatron.observability.step_profiler import StepProfiler
+from rl_megatron.rewards.reward_models import RewardModels
+from rl_megatron.rollouts.runner import Closes
+from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.rollouts.trajectory_index import sizes_of_steps
+from rl_megatron.runs.anomalies import Anomalies, described_sequences
+from rl_megatron.runs.checkpointer import Checkpointer, critic_checkpoints
+from rl_megatron.runs.desync import DesyncCheck
+from rl_megatron.runs.roll_back import RollBack
+from rl_megatron.runs.step_meter import StepMeter
+from rl_megatron.runs.stopping import RunStopped, Stopping
+from rl_megatron.runs.user_files import file_digests
+from rl_megatron.timing import PhaseTimer
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.metrics import NonFiniteLoss
+from rl_megatron.training.teacher import Teacher
+
+Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
+
+
+@dataclass
+class Stage(Loop):
+    """The loop of a stage. It owns the stage's checkpointer and results.
+
+    Attributes:
+        metrics_logger: The logger of the run's metrics.
+        checkpoints: The directory of the stage's checkpoints.
+        evaluate: Returns the eval metrics on held-out data, and samples for people to read.
+        weights_from: A description of the initial weights, which checkpoints store: the reference policy has them.
+        run_config: The run's configuration as YAML, which checkpoints store.
+        progress_metric: The training metric that the progress line always shows.
+        results: The newest eval metrics and samples.
+        meter: What a step costs; None if its costs are not reported.
+        profiler: What records chosen steps, or None.
+        loader: The loader of the training data, whose position checkpoints keep.
+        stopping: Decides whether the run ends after a step.
+        roll_back: The step that the stage is in, and the batches that it leaves out.
+        position: Where in the run this process is, for its heartbeat.
+        eval_sets: The named sets of problems, or None if there are none.
+        closing: What is closed with the stage, before its rollout engine.
+        reward_models: The reward models that run on the ranks, or None if no run built them.
+    """
+
+    name: str
+    config: StageConfig
+    policy: MegatronPolicy
+    engine: SyncedEngine
+    tokenizer: Tokenizer
+    metrics_logger: MetricsLogger
+    checkpoints: Path
+    rollouts: ScoredRollouts
+    evaluate: Evaluation
+    weights_from: str
+    critic: MegatronPolicy | None = None
+    run_config: str | None = None
+    progress_metric: str = "loss"
+    results: dict[str, Any] = field(default_factory=dict)
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    meter: StepMeter | None = None
+    profiler: StepProfiler | None = None
+    loader: DataLoader[Any] | None = None
+    stopping: Stopping = field(default_factory=Stopping)
+    roll_back: RollBack = field(default_factory=RollBack)
+    position: Position = field(default_factory=Position)
+    eval_sets: EvalSets | None = None
+    closing: list[Closes] = field(default_factory=list)
+    reward_models: RewardModels | None = None
+
+    def __post_init__(self) -> None:
+        self.checkpointer = Checkpointer(
+            self.checkpoints, self.config.train, self.policy, self.critic, self.stopping.saved,
+            self.metrics_logger.finish_writing,
+        )  # fmt: skip
+        train = self.config.train
+        self._resumed_state = ResumedState()
+        self._resumed_state.add("order", MustBe({"seed": train.seed, "global_batch_size": train.global_batch_size}))
+        self._resumed_state.add("roll_back", self.roll_back)
+        self._resumed_state.add("schedule", _Schedules(self.models))
+        if self.reward_models is not None and self.reward_models.keeps_statistics:
+            self._resumed_state.add("reward_models", self.reward_models)
+        self._anomalies = Anomalies(self.config.train)
+        self._desync = DesyncCheck(self.config.train.desync_check_every)
+        self._batch: Batch | None = None  # that the policy was trained on in the current step
+        self._evaluated_at: int | None = None
+        self._file_digests = file_digests(self.config)  # now, because the files are read now
+        self.timer.observer = self._enter
+
+    @property
+    def models(self) -> dict[str, MegatronPolicy]:
+        """Return the stage's models by name: its policy and, if there is one, its critic."""
+        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+
+    def use_loader(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        loader.ranks = self.policy.topology.ranks
+        self.keep("loader", loader)
+
+    def keep(self, name: str, part: Resumable) -> None:
+        self._resumed_state.add(name, part)
+
+    def close_at_end(self, part: Closes) -> None:
+        self.closing.append(part)
+
+    def steps(self) -> Iterator[int]:
+        train = self.config.train
+        start = self._resume_from_newest()
+        self.metrics_logger.begin_stage(self.name, start, train.steps, self.progress_metric)
+        self.timer.restart()
+        try:
+            self._stop_if_asked(start, is_saved=True)
+            if start == 0:
+                self._evaluate(0)
+            self.stopping.begin_step()
+            for step in range(start + 1, train.steps + 1):
+                self.roll_back.step = step
+                self.position.begin_step(step)
+                if self.profiler is not None:
+                    self.profiler.begin(step)
+                yield step
+                self.checkpointer.poll()
+                last = step == train.steps
+                self._evaluate(step, last)
+                if not last and self._has_reached_goal(step):
+                    last = True
+                    self._evaluate(step, last, done=self._due(step))
+                is_due = last or bool(train.save_every and step % train.save_every == 0)
+                is_saved = False
+                if is_due:
+                    with self.timer.phase("save"):
+                        is_saved = self._save(step, last)
+                if last:
+                    with self.timer.phase("save"):
+                        self.checkpointer.exporter.wait()
+                    return
+                self._stop_if_asked(step, is_saved=is_saved)
+        finally:
+            self.metrics_logger.end_stage()
+
+    def batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, BatchedDataDict]]:
+        loader = _loader_of(data, self.config.train)
+        self.use_loader(loader)
+        for step in self.steps():
+            yield step, loader.batch(self.batch_number(step) - 1)
+
+    def batch_number(self, step: int) -> int:
+        return step + self.roll_back.batches_skipped
+
+    @property
+    def batches_skipped(self) -> int:
+        return self.roll_back.batches_skipped
+
+    @property
+    def next_batch_number(self) -> int:
+        return self.batch_number(self.roll_back.step) + 1
+
+    def distinct_batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[BatchedDataDict]:
+        return _loader_of(data, self.config.train).distinct_batches(self.config.train.steps)
+
+    @property
+    def reference_logprobs(self) -> Path:
+        return self.checkpoints.parent.parent / "reference_logprobs" / f"{self.name}.safetensors"
+
+    @property
+    def rollout_files(self) -> Path:
+        return self.checkpoints.parent.parent / "rollouts" / self.name
+
+    def train(
+        self,
+        step: int,
+        batch: Batch,
+        loss_fn: LossFunction,
+        model: MegatronPolicy | None = None,
+        teacher: Teacher | None = None,
+    ) -> dict[str, float]:
+        self._desync.check(step, batch, self.models)
+        if model is None:
+            self._batch = batch
+        try:
+            with self.timer.phase("train" if model is None else "train_critic"):
+                if self.meter is not None:
+                    self.meter.learned_from(model or self.policy, batch, is_policy=model is None)
+                options: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
+                if getattr(loss_fn, "on_policy_keys", ()):
+                    options["on_policy"] = True  # `recomputes_logprobs` says when the batch needs them
+                if TRAJECTORIES in batch.facts:
+                    options["sizes"] = sizes_of_steps(batch.facts, self.config.train.global_batch_size)
+                return (model or self.policy).train(batch, loss_fn, **options)
+        except NonFiniteLoss as error:
+            raise NonFiniteLoss(f"stage {self.name}, step {step}: {error}") from error
+
+    def record(self, step: int, report: dict[str, float]) -> None:
+        if self.profiler is not None:
+            self.profiler.end()
+        self.metrics_logger.record(step, report | ({} if self.meter is None else self.meter.metrics()))
+        batch, self._batch = self._batch, None
+        rewards = None if batch is None else batch.facts.get("rewards")
+        for anomaly in self._anomalies.of_step(step, report, rewards):
+            if log.is_main_rank() and batch is not None:
+                self._warn_of(step, anomaly, batch)
+
+    def _warn_of(self, step: int, anomaly: str, batch: Batch) -> None:
+        loader = self.loader
+
+        def locations() -> list[str]:
+            return [] if loader is None or loader.is_streamed else loader.locations(self.batch_number(step) - 1)
+
+        window = self.config.train.anomaly_window
+        log.LOGGER.warning(
+            "stage %s, step %d: %s; the step learned from %s; no further warning of this kind before step %d "
+            "(train.anomaly_window=%d; 0 turns these warnings off)",
+            *(self.name, step, anomaly, described_sequences(batch, self.tokenizer, locations), step + window, window),
+        )
+
+    def _enter(self, phase: str | None) -> None:
+        self.position.enter(phase)
+        self.metrics_logger.show_phase(phase)
+
+    def _resume_from_newest(self) -> int:
+        saved = complete_checkpoints(self.checkpoints)
+        if not saved:
+            return 0
+        manifest = self.policy.load_checkpoint(saved[-1], verify=False)  # verified at the start of the run
+        if self.critic is not None:
+            self.critic.load_checkpoint(critic_checkpoints(self.checkpoints) / saved[-1].name, verify=False)
+        self.roll_back.step = manifest["step"]
+        self._resumed_state.load(manifest["stage_state"], str(saved[-1]))
+        self.results = manifest["results"]
+        self._evaluated_at = manifest.get("evaluated_at")
+        step, steps = manifest["step"], self.config.train.steps
+        log.LOGGER.info("stage %s: resuming after step %d of %d, from %s", self.name, step, steps, saved[-1])
+        self.checkpointer.exporter.begin_missing()
+        return manifest["step"]
+
+    def _stop_if_asked(self, step: int, is_saved: bool) -> None:
+        """End the run if a signal asks for it, or if its time is nearly up. Collective.
+
+        Args:
+            step: The last step that was done.
+            is_saved: Whether its checkpoint is complete, or being written, or there is nothing to save.
+        """
+        reason = self.stopping.reason()
+        if reason is None:
+            return
+        with self.timer.phase("save"):
+            if not (self.checkpointer.complete() and is_saved):
+                self._save(step, last=True)
+        raise RunStopped(
+            f"stage {self.name}: stopped after step {step} of {self.config.train.steps}, because {reason}",
+            self.name,
+            step,
+            self.results,
+        )
+
+    def _due(self, step: int, last: bool = False) -> tuple[bool, list[EvalSet]]:
+        """Return whether the held-out data is due after a step, and which sets are."""
+        is_due = last or step == 0 or is_multiple(step, self.config.train.eval_every)
+        return is_due, [] if self.eval_sets is None else self.eval_sets.due(step, last)
+
+    def _evaluate(self, step: int, last: bool = False, done: tuple[bool, list[EvalSet]] = (False, [])) -> None:
+        """Evaluate on the held-out data and on the named sets, whichever are due and were not `done` at this step."""
+        is_due, sets = self._due(step, last)
+        is_due, sets = is_due and not done[0], [each for each in sets if each not in done[1]]
+        if not is_due and not sets:
+            return
+        frozen = nullcontext() if self.reward_models is None else self.reward_models.evaluating()
+        with self.timer.phase("evaluate"), frozen:
+            eval_metrics, samples = self.evaluate() if is_due else ({}, self.results.get("samples", []))
+            if self.eval_sets is not None:
+                eval_metrics = eval_metrics | self.eval_sets.evaluate(step, sets, self.engine)
+            self.engine.sleep()  # a stage without rollouts does not do it before it trains
+        known = self.results["measures"] if self._evaluated_at == step else {}
+        self.results, self._evaluated_at = {"measures": known | eval_metrics, "samples": samples}, step
+        self.metrics_logger.record(step, eval_metrics, kind="eval")
+        self.metrics_logger.record_samples(step, samples)
+
+    def _has_reached_goal(self, step: int) -> bool:
+        """Return whether the evaluation after this step, if there was one, has reached a goal of `train.stop_at`."""
+        goals = self.config.train.stop_at
+        name = goal_reached(goals, self.results["measures"]) if self._evaluated_at == step else None
+        if name is None:
+            return False
+        value = self.results["measures"][name]
+        log.LOGGER.info(
+            "stage %s: ends after step %d, because %s=%g has reached train.stop_at=%g",
+            *(self.name, step, name, value, goals[name]),
+        )
+        return True
+
+    def _save(self, step: int, last: bool) -> bool:
+        return self.checkpointer.save(
+            step,
+            last,
+            config=self.run_config,
+            results=self.results,
+            evaluated_at=self._evaluated_at,
+            stage=self.name,
+            tokenizer=self.tokenizer.digest,
+            weights_from=self.weights_from,
+            user_files=self._file_digests,
+            stage_state=self._resumed_state.saved(),
+        )
+
+
+def _loader_of(data: Dataset | DataLoader[BatchedDataDict], train: TrainConfig) -> DataLoader[BatchedDataDict]:
+    return data if isinstance(data, DataLoader) else in_memory_loader(data, train)
+
+
+class _Schedules:
+    """The part that checks how far the learning-rate schedules of a stage's models are; a model loads its own."""
+
+    def __init__(self, models: Mapping[str, MegatronPolicy]):
+        """Check the schedules of these models, by name."""
+        self._models = models
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many optimizer steps each schedule has counted."""
+        schedules = {name: model.scheduler for name, model in self._models.items()}
+        return {name: 0 if schedule is None else schedule.num_steps for name, schedule in schedules.items()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Check that each schedule has been loaded and goes on from there; see `MustBe.load_state_dict`."""
+        MustBe(self.state_dict()).load_state_dict(state)

@@ -1,0 +1,210 @@
+"""Run one stage: build its models, rollout engine and rewards, run its training loop, and close them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.batching.config import Batching
+from rl_megatron.checkpoint.directory import check_head, complete_checkpoints, read_manifest
+from rl_megatron.config.algorithm_kinds import RolloutConfig
+from rl_megatron.config.errors import ConfigError, RunFailed
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.data.sources import build_source
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.evaluation.heldout import build_evaluation
+from rl_megatron.evaluation.sets import EvalSets
+from rl_megatron.generation.engines import build_engine
+from rl_megatron.generation.logprob_check import LIMITS, LogprobCheck
+from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.synced_engine import SyncedEngine
+from rl_megatron.model.build import Head
+from rl_megatron.observability.metrics_logger import MetricsLogger
+from rl_megatron.observability.position import Position
+from rl_megatron.observability.recorded_metrics import RecordedMetrics
+from rl_megatron.observability.step_profiler import StepProfiler
+from rl_megatron.rewards.reward_models import RewardModels
+from rl_megatron.rewards.scorer import Scorer
+from rl_megatron.rollouts.build import build_runner
+from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts
+from rl_megatron.runs.roll_back import RollBack
+from rl_megatron.runs.stage import Stage
+from rl_megatron.runs.step_meter import StepMeter
+from rl_megatron.runs.stopping import Stopping
+from rl_megatron.timing import timing
+from rl_megatron.topology.topology import Topology
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.metrics import NonFiniteLoss
+from rl_megatron.training.runner import FusedHead
+
+
+@dataclass(frozen=True)
+class StageRunner:
+    """What runs the stages of a run.
+
+    Attributes:
+        config: The configuration of the run.
+        layout: How models are sharded.
+        tokenizer: The tokenizer.
+        metrics_logger: What writes metrics.
+        run_yaml: The configuration as text, which checkpoints have.
+        stopping: What says that the run has to end early.
+        position: Where the run is, for reports of hangs and failures.
+    """
+
+    config: RunConfig
+    layout: Topology
+    tokenizer: Tokenizer
+    metrics_logger: MetricsLogger
+    run_yaml: str
+    stopping: Stopping
+    position: Position
+
+    def run(
+        self, name: str, directory: Path, weights: Path | None, weights_from: str, roll_back: RollBack
+    ) -> dict[str, Any]:
+        """Run a stage and return its results.
+
+        Args:
+            name: The name of the stage.
+            directory: The directory of its checkpoints.
+            weights: The checkpoint that it starts from; None: random weights.
+            weights_from: What these weights are, which its checkpoints record.
+            roll_back: Its roll-backs so far.
+        """
+        config, layout = self.config.stages[name], self.layout
+        tokenizer, logger = self.tokenizer, self.metrics_logger
+        algorithm, settings = algorithm_of(config), config.algorithm
+        self.position.begin_stage(name, config.train.steps)
+        steps = settings.optimizer_steps(config.train)
+        policy = _model(config, layout, tokenizer, weights, config.optimizer, steps, algorithm.head)
+        critic = None
+        if algorithm.critic is not None:
+            steps = algorithm.critic.optimizer_steps(settings, config.train)
+            critic = _model(config, layout, tokenizer, weights, algorithm.critic.optimizer(settings), steps, "score")
+        check, replays = _logprob_check(config, policy, tokenizer), config.generation.router_replay
+        engine = build_engine(policy, config, logger.output_dir)
+        engine = SyncedEngine(engine, check, layout.ranks, logger.note, needs_routing=replays)
+        models = RewardModels(
+            config, layout, tokenizer, lambda other: complete_checkpoints(directory.parent / other)[-1]
+        )
+        scorer = Scorer(
+            config.reward, lambda: build_source(config).task(), layout.ranks, models=models.of(config.reward)
+        )
+        runner = build_runner(config, tokenizer, layout)
+        components = isinstance(settings, RolloutConfig) and settings.reads_components
+        least = settings.least_samples if isinstance(settings, RolloutConfig) else 1
+        on_failure = FailureRule(masks_group=config.rollout.on_failure != "mask_sample", least_samples=least)
+        rollouts = ScoredRollouts(runner, scorer, tokenizer, with_components=components, on_failure=on_failure)
+        evaluation = build_evaluation(config, tokenizer).made_by(rollouts)
+        meter = StepMeter(layout, config.precision)
+        profiles = logger.output_dir / "profiles" / name
+        of_sets = config, name, tokenizer, runner
+        profiler = StepProfiler(config.profile, profiles, meter.timer, layout.rank, layout.is_cuda)
+        stage = Stage(
+            name, config, policy, engine, tokenizer, logger, directory,
+            rollouts, lambda: evaluation.evaluate(policy, engine), weights_from, critic, self.run_yaml,
+            algorithm.progress_metric, timer=meter.timer, meter=meter, profiler=profiler, stopping=self.stopping,
+            roll_back=roll_back, position=self.position,
+            eval_sets=EvalSets(*of_sets, logger.output_dir, models) if config.eval.sets else None,
+            reward_models=models,
+        )  # fmt: skip
+        stage.keep("metrics", RecordedMetrics(logger.output_dir))
+        try:
+            _run_algorithm(stage, engine)
+        except NonFiniteLoss:  # the stage may roll back, and build its models again
+            _shut_down(policy, critic)
+            raise
+        finally:
+            runner.close()
+            scorer.close()
+            models.close()
+        _shut_down(policy, critic)
+        return stage.results
+
+
+def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
+    """Run the training loop of a stage, and close its engine."""
+    try:
+        with timing(stage.timer), _short_collections():
+            algorithm_of(stage.config).run(stage, stage.config.algorithm)
+    except (ConfigError, RunFailed):  # on every rank, once a step has begun
+        stage.checkpointer.complete()
+        raise
+    finally:
+        if stage.profiler is not None:
+            stage.profiler.abandon()
+        stage.checkpointer.exporter.close()
+        for part in stage.closing:
+            part.close()
+        engine.close()
+        if stage.eval_sets is not None:
+            stage.eval_sets.close()
+
+
+@contextmanager
+def _short_collections() -> Iterator[None]:
+    """Let Python's garbage collections skip the objects that exist before the steps, within the block.
+
+    Otherwise a full collection scans a million objects of imported modules every few steps, which takes a quarter of a
+    second on one rank while the others wait. A program that has frozen objects itself keeps its own choice.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _shut_down(policy: MegatronPolicy, critic: MegatronPolicy | None) -> None:
+    policy.shutdown()
+    if critic is not None:
+        critic.shutdown()
+
+
+def _logprob_check(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> LogprobCheck:
+    generation = config.generation
+    limit = LIMITS[config.precision] if generation.gate_limit is None else generation.gate_limit
+    return LogprobCheck(policy, tokenizer, stage_sampling(config, tokenizer), generation.gate_prompts, limit)
+
+
+def _model(
+    config: StageConfig,
+    layout: Topology,
+    tokenizer: Tokenizer,
+    weights: Path | None,
+    optimizer: OptimizerConfig,
+    total_steps: int,
+    head: Head,
+) -> MegatronPolicy:
+    """Return the stage's policy, or its critic, with the weights of the checkpoint `weights` if it is given."""
+    model = MegatronPolicy(
+        config.model,
+        layout,
+        vocab_size=tokenizer.vocab_size,
+        precision=config.precision,
+        seed=config.train.seed,
+        optimizer=optimizer,
+        total_steps=total_steps,
+        global_batch_size=config.train.global_batch_size,
+        batching=Batching.of(config.train),
+        head=head,
+        fused_head=FusedHead() if config.train.fused_head else None,
+        max_skipped_steps=config.train.max_nonfinite_steps if config.train.on_nonfinite == "skip" else 0,
+        reference_placement=config.train.reference,
+        peft=config.peft,
+        initialise=weights is None or check_head(weights, read_manifest(weights), head, weights_only=True),
+    )
+    if weights is not None:
+        model.load_checkpoint(weights, weights_only=True, verify=False)  # written by this run, or verified at its start
+    return model

@@ -1,0 +1,111 @@
+"""Decide on all ranks at once whether a run ends after a step: a signal asked for it, or its time is nearly up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.train import seconds_of
+from rl_megatron.runs.step_times import write_step_times
+from rl_megatron.runs.stop_signals import StopSignals
+from rl_megatron.topology.ranks import Ranks
+
+SLURM_END = "SLURM_JOB_END_TIME"  # environment variable: when SLURM ends the job, in seconds since 1970
+_UNMEASURED_SAVE_SECONDS = 60.0  # until a save has been measured
+_LEAVING_SECONDS = 30.0  # what a job needs to end and to be queued again
+_OF_TRAIN, _OF_SLURM = 1001, 1002  # votes; smaller ones are signals
+
+
+class RunStopped(Exception):
+    """A run ended early, as it was asked to. The same command continues it.
+
+    Attributes:
+        stage: The stage that it was in.
+        step: The last step that was done, which is saved.
+        results: The newest eval metrics and samples of the stage; empty if there are none.
+    """
+
+    def __init__(self, message: str, stage: str, step: int, results: dict[str, Any]):
+        super().__init__(message)
+        self.stage, self.step, self.results = stage, step, results
+
+
+class Stopping:
+    """The limits of a run's time, and the signals that it got. All ranks ask it at the same places.
+
+    A step is begun only if it can end, and be saved, before the limit. How long that takes is what the longest step and
+    the longest save took so far.
+    """
+
+    def __init__(
+        self,
+        signals: StopSignals | None = None,
+        ranks: Ranks = Ranks(),  # noqa: B008  # it is frozen
+        save_by: str | None = None,
+        environment: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.time,
+    ):
+        """Start the clock.
+
+        Args:
+            signals: The signals that this process got; None if it does not keep them.
+            ranks: The ranks that ask.
+            save_by: `train.checkpoint_must_save_by`, or None.
+            environment: This process's environment.
+            clock: Returns seconds since 1970.
+        """
+        self._signals, self._ranks, self._clock = signals or StopSignals(), ranks, clock
+        self._before = clock()
+        self._longest_step, self._longest_save, self._has_begun = 0.0, 0.0, False
+        self._limits: dict[int, float] = {}
+        if save_by is not None:
+            self._limits[_OF_TRAIN] = clock() + seconds_of(save_by)
+        if environment.get(SLURM_END, "").isdigit():
+            self._limits[_OF_SLURM] = float(environment[SLURM_END]) - _LEAVING_SECONDS
+        self._save_by = save_by
+
+    def saved(self, seconds: float) -> None:
+        """Take note of how long a save took."""
+        self._longest_save = max(self._longest_save, seconds)
+
+    def begin_step(self) -> None:
+        """Start the time of a step, which includes its evaluation and its save."""
+        self._before, self._has_begun = self._clock(), True
+
+    def reason(self) -> str | None:
+        """Return why the run has to end now, or None. Collective: every rank gets the same answer.
+
+        Raises:
+            ConfigError: A limit leaves no time for a single step. The same command would never get further.
+        """
+        now = self._clock()
+        self._longest_step = max(self._longest_step, now - self._before)
+        self._before = now
+        vote = 0 if self._signals.received is None else int(self._signals.received)
+        write_step_times(self._longest_step, self._longest_save)
+        needed = self._longest_step + (self._longest_save or _UNMEASURED_SAVE_SECONDS)
+        for limit, ends_at in self._limits.items():
+            if now + needed > ends_at:
+                vote = max(vote, limit)
+        if self._ranks.size > 1:
+            votes = torch.tensor([vote], device=self._ranks.device)
+            dist.all_reduce(votes, dist.ReduceOp.MAX)
+            vote = int(votes.item())
+        if vote == 0:
+            return None
+        if vote not in (_OF_TRAIN, _OF_SLURM):
+            return f"{signal.Signals(vote).name} was received"
+        limit = f"train.checkpoint_must_save_by={self._save_by}" if vote == _OF_TRAIN else "the SLURM job's time limit"
+        if not self._has_begun:
+            raise ConfigError(
+                f"{limit} leaves no time for a step and its save ({needed:.0f} s, of which "
+                f"{_UNMEASURED_SAVE_SECONDS:.0f} s are assumed until a save has been measured); set a later one"
+            )
+        return f"another step and its save may end after {limit}"
