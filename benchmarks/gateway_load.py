@@ -158,7 +158,7 @@ async def measure(make: Callable[[str], Any], seconds: float, attackers: Sequenc
     """
     from contextlib import AsyncExitStack
 
-    from rl_megatron.config.agent import AgentConfig
+    from rl_megatron.config.environments import AgentConfig
     from rl_megatron.generation.interfaces import Sampling
     from rl_megatron.rollouts.gateway.server import Gateway
 

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.byte_level_bpe import train_bpe
 from rl_megatron.generation.completion_batch import generate

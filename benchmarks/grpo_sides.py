@@ -130,7 +130,7 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
     Everything is that of a run, from the training loop to the sinks of metrics, except that a completion has no stop
     token, and that there is no evaluation and no checkpoint.
     """
-    from rl_megatron.config.load import load_config
+    from rl_megatron.config.loading.load import load_config
     from rl_megatron.runs import run, stage, stage_runner
 
     _prepare(work.threads)

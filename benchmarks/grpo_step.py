@@ -53,7 +53,7 @@ def prepare(options: argparse.Namespace, directory: Path) -> Work:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rl_megatron.checkpoint.hf_convert import import_weights
-    from rl_megatron.config.load import load_config
+    from rl_megatron.config.loading.load import load_config
     from rl_megatron.data.run_tokenizer import build_tokenizer
     from rl_megatron.data.training_data import RolloutPrompts
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.plan.ledger import Ledger
 from rl_megatron.plan.run import run_phases, stage_of
 from rl_megatron.plan.workload import Workload

@@ -49,7 +49,7 @@ from benchmarks.transformers_step import TransformersStep  # noqa: E402
 from rl_megatron.batching.config import Batching  # noqa: E402
 from rl_megatron.batching.microbatch import Microbatch  # noqa: E402
 from rl_megatron.config.errors import ConfigError  # noqa: E402
-from rl_megatron.config.load import load_config  # noqa: E402
+from rl_megatron.config.loading.load import load_config  # noqa: E402
 from rl_megatron.config.model import ModelConfig  # noqa: E402
 from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
 from rl_megatron.config.parallel import ParallelConfig  # noqa: E402

@@ -25,23 +25,20 @@ sys.path.insert(0, str(REPOSITORY))
 from docs.declarations import DEFAULTS_OF_KEYS, Key, argument_meanings, as_yaml, default, in_words, keys  # noqa: E402
 from rl_megatron.algorithms import ALGORITHMS  # noqa: E402
 from rl_megatron.config import schema  # noqa: E402
-from rl_megatron.config.agent import AgentConfig  # noqa: E402
-from rl_megatron.config.compose import config_directory  # noqa: E402
 from rl_megatron.config.engines import ENGINE_DECLARATIONS  # noqa: E402
-from rl_megatron.config.environment import EnvironmentConfig  # noqa: E402
+from rl_megatron.config.environments import AgentConfig, EnvironmentConfig, ToolsConfig  # noqa: E402
 from rl_megatron.config.eval_sets import EvalConfig, EvalSetConfig  # noqa: E402
 from rl_megatron.config.generation import GenerationConfig  # noqa: E402
-from rl_megatron.config.load import load_config, to_yaml  # noqa: E402
-from rl_megatron.config.loggers import LoggerConfig  # noqa: E402
+from rl_megatron.config.loading.compose import config_directory  # noqa: E402
+from rl_megatron.config.loading.load import load_config, to_yaml  # noqa: E402
+from rl_megatron.config.loggers import LoggerConfig, ProfileConfig  # noqa: E402
 from rl_megatron.config.model import LinearRope, Llama3Rope, ModelConfig, YarnRope  # noqa: E402
 from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
 from rl_megatron.config.parallel import ParallelConfig  # noqa: E402
 from rl_megatron.config.peft import LoraConfig  # noqa: E402
-from rl_megatron.config.profiling import ProfileConfig  # noqa: E402
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig  # noqa: E402
 from rl_megatron.config.rollout import TrajectoryConfig, TurnSampling  # noqa: E402
 from rl_megatron.config.tokenizer import TokenizerConfig  # noqa: E402
-from rl_megatron.config.tools import ToolsConfig  # noqa: E402
 from rl_megatron.config.train import TrainConfig  # noqa: E402
 from rl_megatron.data.tasks.registry import TASKS  # noqa: E402
 from rl_megatron.observability.sinks import SINKS  # noqa: E402

@@ -18,9 +18,8 @@ sys.path.insert(0, str(REPOSITORY))
 
 from rl_megatron.algorithms import metrics  # noqa: E402
 from rl_megatron.algorithms.registry import eval_metric_names  # noqa: E402
-from rl_megatron.config.eval_metrics import EVAL_METRICS, SET_METRICS  # noqa: E402
-from rl_megatron.config.load import load_config  # noqa: E402
-from rl_megatron.config.metrics import METRICS, Metric  # noqa: E402
+from rl_megatron.config.loading.load import load_config  # noqa: E402
+from rl_megatron.config.metrics import EVAL_METRICS, METRICS, SET_METRICS, Metric  # noqa: E402  # noqa: E402
 from rl_megatron.losses import LOSSES, build_loss  # noqa: E402
 from rl_megatron.losses import metrics as losses  # noqa: E402
 from rl_megatron.rewards import metrics as rewards  # noqa: E402

@@ -13,8 +13,9 @@ from rl_megatron.api.train import sft as sft
 from rl_megatron.api.train import train as train
 from rl_megatron.config.algorithm_kinds import RolloutConfig as RolloutConfig
 from rl_megatron.config.errors import ConfigError as ConfigError
-from rl_megatron.config.field_types import section as section
-from rl_megatron.config.load import load_config as load_config
+from rl_megatron.config.loading.load import load_config as load_config
+from rl_megatron.config.loading.settings import parse_settings as parse_settings
+from rl_megatron.config.loading.settings import section as section
 from rl_megatron.config.metrics import Metric as Metric
 from rl_megatron.config.metrics import declare_metrics as declare_metrics
 from rl_megatron.config.model import ModelConfig as ModelConfig
@@ -23,7 +24,6 @@ from rl_megatron.config.parallel import ParallelConfig as ParallelConfig
 from rl_megatron.config.peft import LoraConfig as LoraConfig
 from rl_megatron.config.schema import AlgorithmConfig as AlgorithmConfig
 from rl_megatron.config.schema import DataConfig as DataConfig
-from rl_megatron.config.settings import parse_settings as parse_settings
 from rl_megatron.data.batch import BatchedDataDict as BatchedDataDict
 from rl_megatron.data.sources import DataSource as DataSource
 from rl_megatron.data.sources import register_source as register_source

@@ -100,7 +100,7 @@ def test_imports_point_left():
         ("from rl_megatron import training", "rl_megatron.model.build", "model imports rl_megatron.training"),
         ("from ..training import optimizer", "rl_megatron.data.batch", "data imports rl_megatron.training.optimizer"),
         ("from .compat import nemo_rl", "rl_megatron", "rl_megatron imports rl_megatron.compat.nemo_rl"),
-        ("from rl_megatron.config import load", "rl_megatron.log", "log imports rl_megatron.config.load"),
+        ("from rl_megatron.config import errors", "rl_megatron.log", "log imports rl_megatron.config.errors"),
         ("from megatron.core import mpu", "rl_megatron.losses.nll", "losses imports megatron.core.mpu"),
         ("import megatron", "rl_megatron.runs.run", "runs imports megatron"),
         ("from megatron.core import parallel_state", "rl_megatron.training.optimizer", "only topology/topology.py may"),
@@ -114,7 +114,7 @@ def test_a_violation_is_found(source, module, message):
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("from rl_megatron import __version__, log", "rl_megatron.config.load"),
+        ("from rl_megatron import __version__, log", "rl_megatron.config.loading.load"),
         ("from rl_megatron.losses import NLLLoss", "rl_megatron.losses.clipped_pg"),
         ("from . import nll", "rl_megatron.losses.registry"),
         ("from rl_megatron.training import megatron_policy", "rl_megatron.compat.nemo_rl"),
@@ -251,7 +251,7 @@ def test_names_say_what_a_module_is_for():
 
 def test_the_command_line_and_the_configuration_import_no_torch():
     program = (
-        "import sys, rl_megatron.cli, rl_megatron.config.load, rl_megatron.config.schema\n"
+        "import sys, rl_megatron.cli, rl_megatron.config.loading.load, rl_megatron.config.schema\n"
         "print(sorted(set(sys.modules) & {'torch', 'megatron', 'transformers', 'tensorboard', 'matplotlib'}))"
     )
     done = subprocess.run(

@@ -17,7 +17,7 @@ import pytest
 
 from docs import generate_losses
 from rl_megatron.config.generation import GenerationConfig
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.generation.logprob_check import LIMITS
 from rl_megatron.losses import LOSSES, NLLLoss, build_loss
 from rl_megatron.losses.registry import configured_loss

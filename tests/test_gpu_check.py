@@ -32,7 +32,7 @@ from benchmarks.gpu_check.parts import PARTS, Part, environment, nccl, syncs
 from benchmarks.gpu_check.profiling import profile_of, union
 from benchmarks.gpu_check.record import Record, write_json
 from benchmarks.gpu_check.setting import ProcessFailed, Setting, in_new_process
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from tests import forked_engines
 from tests.forkserver import fork_context
 

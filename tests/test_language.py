@@ -77,7 +77,7 @@ AMBIGUOUS = {
                  ("workers/confined.py", r"\.platform", "sys.platform")),
     "inputs": (("compat/", r".*", "NeMo RL's names"),),
     "contents": (),
-    "origin": (("config/hints.py", r"get_origin", "typing's"), ("compat/", r"origin", "importlib's attribute"),
+    "origin": (("config/loading/hints.py", r"get_origin", "typing's"), ("compat/", r"origin", "importlib's attribute"),
                ("doctor/installed.py", r"origin", "importlib's attribute")),
 }  # fmt: skip
 

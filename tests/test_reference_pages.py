@@ -14,7 +14,7 @@ import pytest
 
 from rl_megatron.compat.nemo_rl import MODULES
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS, RunConfig, StageConfig
 from rl_megatron.data.tasks.registry import TASKS

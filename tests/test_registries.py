@@ -150,7 +150,7 @@ def test_no_other_file_uses_the_name_of_an_algorithm_or_a_data_source():
     ("source", "module"),
     [
         ("if stage.algorithm.name == 'ppo': pass", "rl_megatron.runs.run"),
-        ("TABLE = {'grpo': 1}", "rl_megatron.config.load"),
+        ("TABLE = {'grpo': 1}", "rl_megatron.config.loading.load"),
         ("critic = stage.algorithm.name in CRITICS", "rl_megatron.runs.verify"),
         ("text = data.source != other", "rl_megatron.evaluation.heldout"),
         ("raise ValueError(f'{x}: use data.source=text')", "rl_megatron.data.sources.task"),

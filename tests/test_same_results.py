@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks import same_results
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 
 # It stands for Python: it writes the results of a run of four steps, which a file of the checkout changes. A run that
 # finds a checkpoint continues from it.

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_megatron.config.generation import GenerationConfig
-from rl_megatron.config.load import load_config
+from rl_megatron.config.generation import GenerationConfig, VllmConfig
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.servers import VllmConfig
 from rl_megatron.generation.servers.process import LocalServers
 from rl_megatron.generation.vllm.engine import vllm_dialect
 from rl_megatron.model.families import family_of_model

@@ -29,7 +29,7 @@ import rl_megatron.runs.run  # before the first fork
 from benchmarks.config_mutations.bases import BASES, TINY, write_files
 from benchmarks.config_mutations.mutate import mutation
 from rl_megatron.cli import main as rl_megatron
-from rl_megatron.config.load import load_config, to_yaml
+from rl_megatron.config.loading.load import load_config, to_yaml
 from rl_megatron.observability.run_files import flat
 
 _LIMIT_SECONDS = 120.0

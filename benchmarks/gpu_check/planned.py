@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.gpu_check.setting import in_new_process
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.plan.ledger import Ledger
 from rl_megatron.plan.phases import PhaseName, PhaseUse
 from rl_megatron.plan.run import run_phases

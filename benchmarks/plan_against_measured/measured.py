@@ -16,7 +16,7 @@ from benchmarks.plan_against_measured.cases import PROMPT_TOKENS, VOCAB_SIZE, Ca
 from benchmarks.plan_against_measured.gpu_choices import gpu_choices
 from benchmarks.plan_against_measured.memory import OfPhase, OfRank, Static
 from rl_megatron.batching.config import Batching
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.registry import configured_loss

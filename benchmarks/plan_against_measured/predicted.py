@@ -6,7 +6,7 @@ from typing import cast
 
 from benchmarks.plan_against_measured.cases import PROMPT_TOKENS, VOCAB_SIZE, Case
 from benchmarks.plan_against_measured.memory import OfPhase, OfRank, Static
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.plan.ledger import Ledger
 from rl_megatron.plan.phases import PhaseName
 from rl_megatron.plan.run import run_phases, use_of

@@ -58,8 +58,8 @@ from rl_megatron.config.advantages import (
 )
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.errors import ConfigError, RunFailed
-from rl_megatron.config.importing import raised
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.loading.import_strings import raised
+from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction

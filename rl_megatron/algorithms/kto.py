@@ -18,7 +18,7 @@ from rl_megatron.algorithms.pairs import PAIR_KEYS, uses_reference
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import KTOConfig
-from rl_megatron.config.data_kinds import LABELLED
+from rl_megatron.config.data import LABELLED
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.losses import KTOLossConfig
 from rl_megatron.config.schema import StageConfig

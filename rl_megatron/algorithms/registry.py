@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 
 from rl_megatron.algorithms.loop import Loop
 from rl_megatron.config.algorithm_kinds import register_algorithm_config
+from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.optimizer import OptimizerConfig
-from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import AlgorithmConfig, StageConfig
 from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.tokenizer import Tokenizer

@@ -9,8 +9,8 @@ from typing import Any
 from rl_megatron.api.model import StartingModel
 from rl_megatron.config.commands import override
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config, merged
-from rl_megatron.config.python_functions import record_function
+from rl_megatron.config.loading.import_strings import record_function
+from rl_megatron.config.loading.load import load_config, merged
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, RunConfig
 from rl_megatron.rewards import functions
 from rl_megatron.rewards.registry import REWARDS

@@ -17,8 +17,8 @@ from rl_megatron import log
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Measurement, run_workload
 from rl_megatron.certify.workload import NUM_SEQUENCES, Workload
+from rl_megatron.config.loading.registry import import_plugins
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.config.plugins import import_plugins
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 from rl_megatron.workers.child_process import environment_of_a_child

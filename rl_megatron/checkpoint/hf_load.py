@@ -23,7 +23,7 @@ from rl_megatron.checkpoint.training_state import HEAD_PREFIX
 from rl_megatron.config.checkpoint_metadata import has_tokenizer
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.model_rules import check_vocabulary
+from rl_megatron.config.rules import check_vocabulary
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.tokenizer_files import load_tokenizer
 from rl_megatron.model.build import Head

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import LEFTOVERS, Damaged, complete_checkpoints, manifest_of
-from rl_megatron.config.eval_metrics import better
+from rl_megatron.config.metrics import better
 
 
 def best_checkpoint(checkpoints: list[Path], metric: str) -> Path | None:

@@ -16,7 +16,7 @@ from rl_megatron.checkpoint.metadata import read_metadata
 from rl_megatron.checkpoint.retention import best_checkpoint, eval_metric_of
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.eval_metrics import is_eval_metric
+from rl_megatron.config.metrics import is_eval_metric
 
 _OPTIMIZER = "optimizer."  # the prefix of the names of an optimizer's states
 

@@ -59,7 +59,7 @@ def _without_configuration(parsed: argparse.Namespace) -> int:
         from rl_megatron.cli.report import compare, report
 
         return report(parsed.path) if parsed.command == "report" else compare(parsed.paths, parsed.output)
-    from rl_megatron.config.plugins import import_plugins
+    from rl_megatron.config.loading.registry import import_plugins
 
     import_plugins(parsed.plugin, Path(parsed.config_dir) if parsed.config_dir else None)
     if parsed.command == "convert":
@@ -78,7 +78,7 @@ def _without_configuration(parsed: argparse.Namespace) -> int:
 
 def _with_configuration(parsed: argparse.Namespace) -> int:
     """Run a command that composes a configuration."""
-    from rl_megatron.config.load import load_config, to_yaml
+    from rl_megatron.config.loading.load import load_config, to_yaml
 
     section = None
     if parsed.command == "plan":
@@ -156,7 +156,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     config = None
     if parsed.overrides or parsed.config_dir or parsed.print_config or parsed.cfg:
         from rl_megatron.cli.serve import with_server_nodes
-        from rl_megatron.config.load import load_config, to_yaml
+        from rl_megatron.config.loading.load import load_config, to_yaml
 
         config = with_server_nodes(
             load_config(parsed.overrides, parsed.config_dir, parsed.config_name), parsed.server_nodes

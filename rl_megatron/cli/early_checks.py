@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 from rl_megatron.checkpoint.directory import check_checkpoint, check_output_dir
-from rl_megatron.config.data_rules import require_place
+from rl_megatron.config.data_sources import require_place
 from rl_megatron.config.errors import bad_input_named
 from rl_megatron.config.loggers import check_loggers
 from rl_megatron.config.losses import check_own_loss

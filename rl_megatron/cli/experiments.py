@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from rl_megatron import log
-from rl_megatron.config.compose import PRIMARY, config_directory
-from rl_megatron.config.hints import key_of
+from rl_megatron.config.loading.compose import PRIMARY, config_directory
+from rl_megatron.config.loading.hints import key_of
 
 # Overrides of one of these choose what is trained; without one, the command would train a default that nobody wants.
 _CHOICES = ("experiment", "algorithm", "data", "model", "init_from", "stages", "tokenizer", "loss")

@@ -15,9 +15,9 @@ from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_
 from rl_megatron.checkpoint.hf_directory import read_directory, weight_files
 from rl_megatron.config.checkpoint_metadata import MANIFEST, carried_tokenizer, run_tokenizer
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.hints import key_of
+from rl_megatron.config.loading.hints import key_of
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.model_rules import check_model
+from rl_megatron.config.rules import check_model
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.prompt_files import RENDERING_KEYS, FilePrompts, read_prompts, rendering_of
 from rl_megatron.data.run_tokenizer import build_tokenizer

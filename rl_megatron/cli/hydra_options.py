@@ -12,9 +12,9 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_megatron.config.compose import PRIMARY, as_additions, composed, hydra_session
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.hints import schema_paths
+from rl_megatron.config.loading.compose import PRIMARY, as_additions, composed, hydra_session
+from rl_megatron.config.loading.hints import schema_paths
 from rl_megatron.config.schema import StageConfig
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")

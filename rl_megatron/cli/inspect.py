@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rl_megatron.checkpoint.summary import describe, list_checkpoints
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.eval_metrics import shown_name
+from rl_megatron.config.metrics import shown_name
 
 _TENSORS_SHOWN = 10
 _WIDTH = 160

@@ -12,8 +12,8 @@ from pathlib import Path
 from rl_megatron import log
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError, bad_input_named, nearest
+from rl_megatron.config.generation import MAX_PORT, NODE, ServersConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
-from rl_megatron.config.servers import MAX_PORT, NODE, ServersConfig
 from rl_megatron.data.run_tokenizer import run_tokenizer
 
 _ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)

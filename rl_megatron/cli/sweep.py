@@ -29,10 +29,10 @@ from hydra.errors import HydraException
 from rl_megatron import log
 from rl_megatron.config.commands import command
 from rl_megatron.config.commands import override as quoted
-from rl_megatron.config.compose import hydra_session
 from rl_megatron.config.errors import STOPPED, ConfigError
-from rl_megatron.config.hints import explain, key_of
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.compose import hydra_session
+from rl_megatron.config.loading.hints import explain, key_of
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.runs.stop_signals import SIGNALS
 from rl_megatron.topology.job_store import JOB, TIMEOUT_MINUTES, store_of_attempt

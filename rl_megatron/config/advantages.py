@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.import_strings import is_import_string, load_object
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.loading.import_strings import is_import_string, load_object
+from rl_megatron.config.loading.registry import Registry
 
 GIVEN = (
     "rewards", "group_size", "sample_mask", "token_mask", "token_rewards", "turns", "rollouts", "ranks",

@@ -10,10 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from rl_megatron.config.data_kinds import PAIRS, PROBLEMS
+from rl_megatron.config.data import PAIRS, PROBLEMS
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.field_types import Positive, section
-from rl_megatron.config.named_class import register_class
+from rl_megatron.config.loading.settings import Positive, register_class, section
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, AlgorithmConfig, StageConfig
 from rl_megatron.config.train import TrainConfig
 

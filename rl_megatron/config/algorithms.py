@@ -24,9 +24,9 @@ from rl_megatron.config.algorithm_kinds import (
     check_whole_pairs,
     register_algorithm_config,
 )
-from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, LABELLED
+from rl_megatron.config.data import ANSWERS, DOCUMENTS, LABELLED
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.field_types import ClosedFraction, NonNegative, Number, Positive, PositiveFloat, section
+from rl_megatron.config.loading.settings import ClosedFraction, NonNegative, Number, Positive, PositiveFloat, section
 from rl_megatron.config.optimizer import CriticOptimizerConfig
 from rl_megatron.config.schema import AlgorithmConfig, StageConfig
 from rl_megatron.config.teachers import TeacherConfig, check_teachers

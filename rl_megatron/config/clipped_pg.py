@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_megatron.config.settings import check_ranges, check_types, register_loss_settings
+from rl_megatron.config.loading.settings import check_ranges, check_types, register_loss_settings
 
 KL_TYPES = ("k1", "k2", "k3")
 TRUNCATION_TYPES = ("tis", "icepop", "seq-mask-tis")

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.field_types import NonNegative, NonNegativeFloat, Number, Positive, section
-from rl_megatron.config.import_strings import absolute, is_import_string
+from rl_megatron.config.loading.import_strings import absolute, is_import_string
+from rl_megatron.config.loading.settings import NonNegative, NonNegativeFloat, Number, Positive, section
 
 
 def _named(task: Any) -> Any:

@@ -1,8 +1,11 @@
-"""The extras of setup.py: packages that only some keys need, looked for before a run begins."""
+"""What only some keys need, looked for before a run begins: the extras of setup.py, and interpreters."""
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import subprocess
+from functools import cache
 
 from rl_megatron.config.errors import ConfigError
 
@@ -25,3 +28,38 @@ def require_extra(where: str, extra: str, *packages: str, otherwise: str = "") -
                 f"{where} needs the Python package {package}, which is not installed; "
                 f"pip install 'rl_megatron[{extra}]'{', or ' if otherwise else ''}{otherwise}"
             )
+
+
+_OLDEST = (3, 11)
+_SECONDS = 60.0
+
+
+@cache
+def check_interpreter(python: str | None, key: str) -> None:
+    """Check that an interpreter exists and that this package can run in it. This process checks each once.
+
+    Args:
+        python: The interpreter; None for that of this process.
+        key: The configuration key, for messages.
+
+    Raises:
+        ConfigError: There is none, it cannot be run, or it is too old.
+    """
+    if python is None:
+        return
+    where = f"{key}={python}"
+    if shutil.which(python) is None:
+        raise ConfigError(
+            f"{where} is not an interpreter that can be run; make an environment with `python3 -m venv DIRECTORY`, and "
+            "name DIRECTORY/bin/python"
+        )
+    command = [python, "-c", "import sys; print(*sys.version_info[:2])"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        version = tuple(map(int, done.stdout.split()))
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{where} is not a Python interpreter: {error}; name DIRECTORY/bin/python") from error
+    if len(version) != 2 or done.returncode != 0:
+        raise ConfigError(f"{where} is not a Python interpreter: it says {done.stdout or done.stderr!r:.80}")
+    if version < _OLDEST:
+        raise ConfigError(f"{where} is Python {version[0]}.{version[1]}, and 3.11 or newer is needed; name a newer one")

@@ -1,4 +1,4 @@
-"""The settings of services that a run's metrics are sent to, such as `logger.wandb`."""
+"""The settings of loggers and of profiles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import field, fields
 from typing import Any, ClassVar, Literal
 
 from rl_megatron.config.extras import require_extra
-from rl_megatron.config.field_types import NonNegative, section
+from rl_megatron.config.loading.settings import NonNegative, Positive, section
 
 
 @section
@@ -129,3 +129,13 @@ def check_loggers(config: LoggerConfig) -> None:
     """
     for name, settings in config.chosen():
         require_extra(f"logger.{name}", name, settings.package, otherwise=f"set logger.{name}=null")
+
+
+@section
+class ProfileConfig:
+    """Profiles of chosen steps, in the directory profiles/STAGE of output_dir."""
+
+    steps: tuple[Positive, ...] = ()  # the steps that are profiled
+    ranks: tuple[NonNegative, ...] = (0,)  # ranks whose operators and kernels are recorded; phases are those of all
+    with_stack: bool = False  # record the Python stack of each operator, which makes steps much slower
+    memory: bool = True  # on a GPU, also write a snapshot of every allocation of these ranks

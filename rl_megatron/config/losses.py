@@ -11,8 +11,8 @@ from typing import Any
 
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.import_strings import is_import_string, load_object
-from rl_megatron.config.settings import (
+from rl_megatron.config.loading.import_strings import is_import_string, load_object
+from rl_megatron.config.loading.settings import (
     LOSS_SETTINGS,
     LOSSES,
     check_ranges,

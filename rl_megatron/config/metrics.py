@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.loading.registry import Registry
 
 METRICS_FILE, SAMPLES = "metrics.jsonl", "samples.jsonl"  # in the output directory of a run
 _COST = re.compile(r"seconds|.*_seconds|time_.*_s|.*_per_s(_.*)?|tflops_per_rank|mfu|pipeline_bubble|peak_memory_.*_gb")
@@ -66,3 +67,129 @@ def declare_metrics(*metrics: Metric, registry: Registry[Metric] = METRICS) -> t
 def is_cost(name: str) -> bool:
     """Return whether a metric is a time, a speed or an amount of memory. All others are equal in two equal runs."""
     return _COST.fullmatch(name) is not None
+
+
+# A separate registry from `metrics.METRICS`: only in an evaluation, "accuracy" is the mean reward of held-out problems.
+EVAL_METRICS: Registry[Metric] = Registry("evaluation metric")
+
+declare_metrics(
+    Metric(
+        "accuracy",
+        "reward",
+        "The mean reward of greedy answers to held-out problems, usually in [0, 1].",
+        "mean",
+        "higher",
+    ),
+    Metric(
+        "reward",
+        "reward",
+        "The mean reward of greedy answers to held-out problems, if the run has `reward.functions`.",
+        "mean",
+        "higher",
+        healthy="rises",
+    ),
+    Metric("nll_per_token", "nats", "−log p of held-out text, per predicted token.", "mean", "lower", healthy="falls"),
+    Metric("nll_per_character", "nats", "−log p of held-out text, per character of plain text.", "mean", "lower"),
+    Metric(
+        "preference_accuracy",
+        "1",
+        "The share of held-out pairs whose chosen answer the model prefers; a tie counts half.",
+        "mean",
+        "higher",
+    ),
+    Metric(
+        "preference_margin",
+        "nats, or score",
+        "How much the model prefers the chosen answer: by log-likelihood (language model) or by score (reward model).",
+        "mean",
+        "higher",
+    ),
+    Metric(
+        "reward_accuracy",
+        "1",
+        "The share of held-out pairs whose chosen answer has the larger log π − log π_ref; a tie counts half.",
+        "mean",
+        "higher",
+    ),
+    Metric(
+        "reward_margin", "nats", "log π − log π_ref of the chosen answer minus that of the rejected.", "mean", "higher"
+    ),
+    Metric(
+        "label_accuracy",
+        "1",
+        "The share of held-out answers whose log π − log π_ref is above the reference point if they are desirable, and "
+        "below it if they are not; a tie counts half.",
+        "mean",
+        "higher",
+    ),
+    registry=EVAL_METRICS,
+)
+
+# The statistics of a named set of `eval.sets`. A metric is called `<set>/<statistic>`, with the numbers of its samples.
+SET_METRICS: Registry[Metric] = Registry("statistic of an evaluation set")
+
+declare_metrics(
+    Metric("avg@n", "reward", "The mean reward of n samples of each problem.", "mean", "higher"),
+    Metric(
+        "pass@k",
+        "1",
+        "The probability that one of k samples is right, without bias; for k = 1, 2, 4 … n. A sample with the reward "
+        "`right_from` is right.",
+        "mean",
+        "higher",
+    ),
+    Metric("maj@n", "reward", "The reward of the most frequent answer, if the task reads answers.", "mean", "higher"),
+    Metric("length", "tokens", "The mean number of tokens of a completion.", "mean", "lower"),
+    Metric("truncated", "1", "The share of completions that ended without a stop token.", "mean", "lower"),
+    registry=SET_METRICS,
+)
+
+# The direction of every eval metric that has one.
+HIGHER_IS_BETTER: dict[str, bool] = {
+    name: metric.better == "higher" for name, metric in EVAL_METRICS.items() if metric.better is not None
+}
+
+_OF_A_SET = re.compile(r"[\w.-]+/(?P<kind>avg(?=@)|pass(?=@)|maj(?=@)|length$|truncated$)(@[1-9][0-9]*)?")
+_LETTERS = {"avg": "avg@n", "pass": "pass@k", "maj": "maj@n"}
+
+
+def is_eval_metric(name: str) -> bool:
+    """Return whether a checkpoint can be the best by this metric: an eval metric, or a statistic of a set."""
+    return name in HIGHER_IS_BETTER or _statistic(name) in SET_METRICS
+
+
+def higher_is_better(name: str) -> bool:
+    """Return the direction of an eval metric, or of a statistic `<set>/<statistic>`."""
+    return HIGHER_IS_BETTER[name] if name in HIGHER_IS_BETTER else SET_METRICS[_statistic(name)].better == "higher"
+
+
+def _statistic(name: str) -> str:
+    """Return the declared name of the statistic of `<set>/<statistic>`, or nothing if `name` is not of this form."""
+    found = _OF_A_SET.fullmatch(name)
+    return "" if found is None else _LETTERS.get(found["kind"], found["kind"])
+
+
+def shown_name(name: str, values: Iterable[float]) -> str:
+    """Return what people are shown for an evaluation metric that has these values.
+
+    "accuracy" is the mean reward of held-out problems. It is only called so if it can be a share of right answers.
+    """
+    return "mean reward" if name == "accuracy" and not all(0 <= value <= 1 for value in values) else name
+
+
+def better(name: str, value: float, than: float) -> bool:
+    """Return whether `value` of the eval metric `name` is better than the value `than`.
+
+    Any number is better than a NaN, and a NaN is never better.
+    """
+    if value != value or than != than:
+        return than != than and value == value
+    return value > than if higher_is_better(name) else value < than
+
+
+def goal_reached(goals: Mapping[str, float], values: Mapping[str, float]) -> str | None:
+    """Return the first of some eval metrics that is at least as good as its goal, or None."""
+    for name, goal in goals.items():
+        if name in values and values[name] == values[name] and not better(name, goal, values[name]):
+            return name
+    return None

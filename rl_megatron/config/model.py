@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_megatron.config.field_types import NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
+from rl_megatron.config.loading.settings import NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
 
 
 @section

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.field_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
+from rl_megatron.config.loading.settings import (
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    section,
+)
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 

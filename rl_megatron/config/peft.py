@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.field_types import Fraction, Positive, PositiveFloat, section
+from rl_megatron.config.loading.settings import Fraction, Positive, PositiveFloat, section
 
 ALL_LINEAR = "all-linear"
 DEFAULT_ADAPTER = "default"  # the name that peft gives to an adapter without a name

@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.field_types import Fraction, NonNegative, Number, Positive, PositiveFloat, section
-from rl_megatron.config.sections import validated
+from rl_megatron.config.loading.sections import validated
+from rl_megatron.config.loading.settings import Fraction, NonNegative, Number, Positive, PositiveFloat, section
 
 _PREFIX = "plan."
 Share = Annotated[float, Field(gt=0.0, le=1.0), Number]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.field_types import Number, PositiveFloat, section
+from rl_megatron.config.loading.sections import validated
+from rl_megatron.config.loading.settings import Number, PositiveFloat, section
 from rl_megatron.config.rewards import RewardConfig
-from rl_megatron.config.sections import validated
 
 REWARD_MODEL = "reward_model"  # the name of the reward function
 OF_STAGES = "stages."  # the beginning of an init_from that names a stage of the run

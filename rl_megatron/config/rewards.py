@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.field_types import Number, Positive, PositiveFloat, section
-from rl_megatron.config.import_strings import absolute, add_to_path, is_import_string
+from rl_megatron.config.loading.import_strings import absolute, add_to_path, is_import_string
+from rl_megatron.config.loading.settings import Number, Positive, PositiveFloat, section
 
 ENVIRONMENT = "environment"  # the name of the rewards of environments beside those of reward functions
 

@@ -7,12 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rl_megatron.config.agent import GATEWAY, AgentConfig
-from rl_megatron.config.environment import EnvironmentConfig
+from rl_megatron.config.environments import GATEWAY, AgentConfig, EnvironmentConfig, ToolsConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.extras import require_extra
-from rl_megatron.config.field_types import NonNegative, NonNegativeFloat, Number, Positive, PositiveFloat, section
-from rl_megatron.config.tools import ToolsConfig
+from rl_megatron.config.loading.settings import NonNegative, NonNegativeFloat, Number, Positive, PositiveFloat, section
 
 CONVERSATION = "conversation"  # the worker that has turns, with an environment
 VERIFIERS = "verifiers"  # the worker whose environment is one of the library of this name

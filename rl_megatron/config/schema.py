@@ -16,19 +16,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import SerializeAsAny
 
-from rl_megatron.config.data_kinds import PROBLEMS
+from rl_megatron.config.data import PROBLEMS, MixedData
 from rl_megatron.config.eval_sets import EvalConfig
-from rl_megatron.config.field_types import Fraction, Positive, section
 from rl_megatron.config.generation import GenerationConfig
-from rl_megatron.config.loggers import LoggerConfig
-from rl_megatron.config.mixed_data import MixedData
+from rl_megatron.config.loading.registry import Registry
+from rl_megatron.config.loading.settings import Fraction, Positive, named_class, section
+from rl_megatron.config.loggers import LoggerConfig, ProfileConfig
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.named_class import named_class
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
-from rl_megatron.config.profiling import ProfileConfig
-from rl_megatron.config.registry import Registry
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.config.tokenizer import TokenizerConfig
@@ -46,7 +43,7 @@ class AlgorithmConfig:
     """The settings that every algorithm has. Each algorithm declares a subclass, as in config/algorithms.py.
 
     Attributes:
-        learns_from: The kind of training data, one of config/data_kinds.py or a data source's own.
+        learns_from: The kind of training data, one of config/data.py or a data source's own.
         leaves_language_model: Whether a stage after this one can start from its weights.
         has_critic: Whether the algorithm trains a critic as well, which doubles a checkpoint.
         may_change_on_resume: Keys that may have other values when a run is resumed (runs/rerun.py).
@@ -91,7 +88,7 @@ class DataConfig:
     A key that a source does not use must keep its default.
 
     Attributes:
-        provides: The kinds of training data that the source has, of config/data_kinds.py or its own.
+        provides: The kinds of training data that the source has, of config/data.py or its own.
         heldout_kind: The kind of its held-out data, which decides how a stage is evaluated.
         reads_path: Whether the source needs `path` or `dataset_name`.
         reads_records: Whether it reads files with the package's readers, as the keys from `dataset_name` to `columns`

@@ -9,18 +9,15 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rl_megatron.config import data_sources, schema
-from rl_megatron.config.async_rules import check_asynchronous
-from rl_megatron.config.data_rules import check_data
-from rl_megatron.config.determinism import check_deterministic
-from rl_megatron.config.engines import ENGINE_DECLARATIONS, check_generation, check_router_replay
+from rl_megatron.config.data_sources import check_data
+from rl_megatron.config.engines import ENGINE_DECLARATIONS, check_adapter_refit, check_generation, check_router_replay
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.hints import key_of
+from rl_megatron.config.loading.hints import key_of
+from rl_megatron.config.loading.sections import chosen_class, refuse_unknown, validated
 from rl_megatron.config.losses import check_loss_settings
-from rl_megatron.config.model_rules import check_model
-from rl_megatron.config.refits import check_adapter_refit
 from rl_megatron.config.reward_models import OF_STAGES, on_ranks
 from rl_megatron.config.rewards import check_used
-from rl_megatron.config.sections import chosen_class, refuse_unknown, validated
+from rl_megatron.config.rules import check_asynchronous, check_deterministic, check_model
 from rl_megatron.config.train import TrainConfig
 
 STAGE_KEYS = {field.name for field in fields(schema.StageConfig)}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.field_types import NonNegative, Positive, PositiveFloat, section
+from rl_megatron.config.loading.settings import NonNegative, Positive, PositiveFloat, section
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.schema import StageConfig
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_megatron.config.field_types import Positive, section
+from rl_megatron.config.loading.settings import Positive, section
 
 
 @section

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER, is_eval_metric
-from rl_megatron.config.field_types import (
+from rl_megatron.config.loading.settings import (
     Fraction,
     NonNegative,
     NonNegativeFloat,
@@ -19,6 +18,7 @@ from rl_megatron.config.field_types import (
     PositiveFloat,
     section,
 )
+from rl_megatron.config.metrics import HIGHER_IS_BETTER, is_eval_metric
 
 
 def _eval_metric(name: str) -> str:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import load_object
-from rl_megatron.config.importing import user_code
+from rl_megatron.config.loading.import_strings import load_object, user_code
 from rl_megatron.config.schema import DataConfig
 
 Weights = Sequence[float] | Mapping[str, float]

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Encoding
 
 from rl_megatron import log
-from rl_megatron.config.data_rules import check_plain
+from rl_megatron.config.data_sources import check_plain
 from rl_megatron.config.schema import DataConfig
 from rl_megatron.data.chat_template import ChatTemplate, configured_template, last_token, tokens_of
 from rl_megatron.data.conversations import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 
-from rl_megatron.config.data_kinds import DOCUMENTS
+from rl_megatron.config.data import DOCUMENTS
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources import build_source

@@ -7,9 +7,9 @@ import subprocess
 from collections.abc import Callable, Mapping
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.model_rules import check_vocabulary
+from rl_megatron.config.generation import TRIED_SGLANG, TRIED_VLLM
+from rl_megatron.config.rules import check_vocabulary
 from rl_megatron.config.schema import RunConfig
-from rl_megatron.config.servers import TRIED_SGLANG, TRIED_VLLM
 from rl_megatron.data.run_tokenizer import known_tokenizer
 from rl_megatron.doctor.findings import Finding, ok, problem, refusal, warning
 from rl_megatron.runs.rerun import earlier_run

@@ -9,9 +9,9 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from rl_megatron.config.refits import opens_memory
+from rl_megatron.config.engines import opens_memory
+from rl_megatron.config.generation import ServersConfig
 from rl_megatron.config.schema import RunConfig
-from rl_megatron.config.servers import ServersConfig
 from rl_megatron.doctor.findings import Finding, ok, problem, warning
 from rl_megatron.workers.confinement import find_missing_limits
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from rl_megatron import disk, log
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.model_rules import check_vocabulary
 from rl_megatron.config.rollout import TrajectoryConfig
+from rl_megatron.config.rules import check_vocabulary
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.evaluation.generate import exit_status, loaded_engine

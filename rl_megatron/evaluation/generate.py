@@ -18,7 +18,7 @@ from rl_megatron.checkpoint.hf_load import open_hugging_face
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError, RunFailed
-from rl_megatron.config.model_rules import check_vocabulary
+from rl_megatron.config.rules import check_vocabulary
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.prompt_files import FilePrompt, FilePrompts

@@ -14,8 +14,8 @@ from typing import Any, Self, TypeVar
 from torch import Tensor
 
 from rl_megatron import log
-from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.data import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
+from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
@@ -49,7 +49,7 @@ class Evaluation(ABC):
     @classmethod
     @abstractmethod
     def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
-        """Return the names of the stage's eval metrics, which are declared in config/eval_metrics.py."""
+        """Return the names of the stage's eval metrics, which are declared in config/metrics.py."""
 
     @abstractmethod
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine) -> EvalResult:

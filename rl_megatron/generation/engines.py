@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rl_megatron.config.engines import opens_memory
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.refits import opens_memory
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import RolloutEngine

@@ -8,7 +8,7 @@ from functools import wraps
 from pathlib import Path
 
 from rl_megatron.config.engines import ENGINE_DECLARATIONS, EngineDeclaration
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.generation.servers.node import ServerLauncher

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
-from rl_megatron.config.settings import parse_settings
+from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.base import LogprobLoss
 from rl_megatron.losses.contract import Count, CountOfSequences, LossType, Reduction

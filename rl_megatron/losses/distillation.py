@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import DistillationLossConfig, FullDistillationLossConfig
-from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction

@@ -8,8 +8,8 @@ from typing import Any, TypedDict
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import DPOLossConfig, IPOLossConfig
-from rl_megatron.config.settings import parse_settings
 from rl_megatron.losses.contract import Count
 from rl_megatron.losses.preference import WITH_SFT, LogprobPreferenceLoss
 from rl_megatron.losses.registry import register_loss

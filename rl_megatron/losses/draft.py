@@ -12,8 +12,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import DraftCrossEntropyLossConfig
-from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import Sharding, vocab_parallel_soft_cross_entropy, vocab_subset
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.calling import Call

@@ -11,8 +11,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import FullDistillationLossConfig
-from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import IGNORE_INDEX, DeferredLogits, Sharding, teacher_divergences
 from rl_megatron.logprobs.next_token import next_token_temperature
 from rl_megatron.logprobs.teacher_divergence import TeacherDivergence

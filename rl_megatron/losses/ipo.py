@@ -8,8 +8,8 @@ from typing import Any
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import IPOLossConfig
-from rl_megatron.config.settings import parse_settings
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.contract import Count
 from rl_megatron.losses.dpo import ReferencePreferenceLoss

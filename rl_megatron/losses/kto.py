@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import KTOLossConfig
-from rl_megatron.config.settings import parse_settings
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.base import LogprobLoss
 from rl_megatron.losses.contract import Count, LossType, Reduction

@@ -8,8 +8,8 @@ from typing import Any
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import NLLLossConfig
-from rl_megatron.config.settings import parse_settings
 from rl_megatron.losses.base import LogprobLoss
 from rl_megatron.losses.contract import Count, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean, masked_sum

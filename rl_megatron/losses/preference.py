@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import PreferenceLossConfig
-from rl_megatron.config.settings import parse_settings
 from rl_megatron.data.score_position import score_positions
 from rl_megatron.logprobs import Sharding
 from rl_megatron.losses import functional as F

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.settings import LOSSES
+from rl_megatron.config.loading.settings import LOSSES
 from rl_megatron.losses.contract import is_loss_function
 
 LossClass = TypeVar("LossClass", bound=type)

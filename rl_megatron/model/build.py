@@ -16,9 +16,9 @@ from torch import Tensor
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig, YarnRope
-from rl_megatron.config.model_rules import check_vocabulary
 from rl_megatron.config.model_shape import query_size, rotary_size
 from rl_megatron.config.peft import LoraConfig
+from rl_megatron.config.rules import check_vocabulary
 from rl_megatron.model.backend import block_spec, choose_backend
 from rl_megatron.model.heads.score import ScoreHead
 from rl_megatron.model.layers.attention import PortableRotaryEmbedding

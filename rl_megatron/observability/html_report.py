@@ -14,8 +14,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from rl_megatron import disk
-from rl_megatron.config.eval_metrics import is_eval_metric
-from rl_megatron.config.metrics import is_cost
+from rl_megatron.config.metrics import is_cost, is_eval_metric
 from rl_megatron.observability.curves import Points, line_chart, stacked_chart
 from rl_megatron.observability.page_template import TEMPLATE
 from rl_megatron.observability.run_files import RecordedRun, flat
@@ -214,7 +213,7 @@ def _samples(run: RecordedRun, stage: str) -> list[dict[str, Any]]:
 
 def _changed_from_defaults(run: RecordedRun) -> list[tuple[str, ...]]:
     """Return the settings of the run that differ from those of configs/config.yaml."""
-    from rl_megatron.config.load import load_config, to_yaml
+    from rl_megatron.config.loading.load import load_config, to_yaml
 
     base = flat(next(iter(yaml.safe_load(to_yaml(load_config([])))["stages"].values())))
     rows: list[tuple[str, ...]] = []

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rl_megatron import log
-from rl_megatron.config.eval_metrics import is_eval_metric, shown_name
+from rl_megatron.config.metrics import is_eval_metric, shown_name
 
 _SHOWN = ("reward", "loss", "grad_norm", "lr")
 _LINES_PER_STAGE = 20  # of plain progress, if the console is not a terminal

@@ -13,8 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from rl_megatron import disk
-from rl_megatron.config.eval_metrics import is_eval_metric, shown_name
-from rl_megatron.config.metrics import METRICS_FILE
+from rl_megatron.config.metrics import METRICS_FILE, is_eval_metric, shown_name
 from rl_megatron.observability.html_report import quietly
 
 # The evaluation metrics that the curves show.

@@ -12,7 +12,7 @@ import yaml
 
 from rl_megatron import disk
 from rl_megatron.checkpoint.save import versions
-from rl_megatron.config.load import to_yaml
+from rl_megatron.config.loading.load import to_yaml
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.observability.run_files import RUN_INFO
 

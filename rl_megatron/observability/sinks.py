@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from rl_megatron import disk
 from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.metrics import METRICS_FILE
-from rl_megatron.config.registry import Registry
 from rl_megatron.observability.recorded_metrics import readable_lines
 
 

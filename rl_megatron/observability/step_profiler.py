@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron import disk, log
-from rl_megatron.config.profiling import ProfileConfig
+from rl_megatron.config.loggers import ProfileConfig
 from rl_megatron.timing import Path as Phases
 from rl_megatron.timing import PhaseTimer, Span, recording_spans
 

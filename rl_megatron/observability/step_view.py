@@ -16,7 +16,7 @@ from rl_megatron.batching.microbatch import Microbatch, padded_lengths
 from rl_megatron.batching.ownership import PADDING
 from rl_megatron.batching.step_plan import form_microbatches, plan_step
 from rl_megatron.config.algorithm_kinds import RolloutConfig
-from rl_megatron.config.data_kinds import PROBLEMS
+from rl_megatron.config.data import PROBLEMS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict

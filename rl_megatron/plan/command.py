@@ -16,9 +16,9 @@ from rl_megatron import log
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.algorithms.rollout import recomputes_logprobs
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
-from rl_megatron.config.data_kinds import DOCUMENTS
+from rl_megatron.config.data import DOCUMENTS
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.hints import key_of
+from rl_megatron.config.loading.hints import key_of
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.config.schema import RunConfig, StageConfig

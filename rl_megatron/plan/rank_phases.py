@@ -15,8 +15,8 @@ from torch import Tensor
 from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.checkpoint.training_state import TrainingState
+from rl_megatron.config.engines import releases_memory
 from rl_megatron.config.optimizer import OptimizerConfig
-from rl_megatron.config.refits import releases_memory
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.embedded_replica import EmbeddedReplica

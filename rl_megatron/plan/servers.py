@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
+from rl_megatron.config.engines import releases_memory, shares_gpus
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.config.refits import releases_memory, shares_gpus
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.closed_forms import element_bytes
 from rl_megatron.plan.devices import GIB, Cluster

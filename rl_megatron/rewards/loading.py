@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from rl_megatron.config.data_kinds import PROBLEMS
+from rl_megatron.config.data import PROBLEMS
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.import_strings import is_import_string
+from rl_megatron.config.loading.import_strings import is_import_string
 from rl_megatron.config.reward_models import on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.schema import StageConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.loading.registry import Registry
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from rl_megatron.config.errors import ConfigError, describe_error
-from rl_megatron.config.import_strings import imported_files
+from rl_megatron.config.loading.import_strings import imported_files
 from rl_megatron.data.tasks.task import Problem
 from rl_megatron.workers import frames
 

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import load_object
+from rl_megatron.config.loading.import_strings import load_object
 from rl_megatron.rewards.calling import BadFunction, RewardFunction, TaskReward, run_async
 from rl_megatron.rewards.results import BadResult, describe_with_place, read_result, read_results
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 from rl_megatron import disk, log
-from rl_megatron.config.agent import AGENT, AgentConfig
+from rl_megatron.config.environments import AGENT, AgentConfig
 from rl_megatron.config.errors import nearest, shown
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.client import RolloutClient

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from rl_megatron.config.agent import AGENT
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
-from rl_megatron.config.interpreters import check_interpreter
+from rl_megatron.config.environments import AGENT
+from rl_megatron.config.extras import check_interpreter
 from rl_megatron.config.rollout import CONVERSATION, VERIFIERS, TrajectoryConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.tokenizer import Tokenizer

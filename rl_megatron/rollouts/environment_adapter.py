@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.loading.registry import Registry
 from rl_megatron.data.conversations import Message
 from rl_megatron.rollouts.environment import EnvironmentStep, read_reset, read_step
 from rl_megatron.rollouts.nemo_environment import NemoEnvironment, is_of_nemo

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl_megatron.config.environment import EnvironmentConfig
+from rl_megatron.config.environments import EnvironmentConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import is_import_string
+from rl_megatron.config.loading.import_strings import is_import_string
 from rl_megatron.data.conversations import Message
 from rl_megatron.rollouts import environment_adapter
 from rl_megatron.rollouts.environment import EnvironmentStep

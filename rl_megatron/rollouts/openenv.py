@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import load_object
+from rl_megatron.config.loading.import_strings import load_object
 from rl_megatron.data.conversations import Message
 from rl_megatron.rollouts.environment import EnvironmentStep
 from rl_megatron.rollouts.user_calls import call_user_code

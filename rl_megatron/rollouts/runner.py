@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError, RunFailed, describe_error
-from rl_megatron.config.importing import raised
+from rl_megatron.config.loading.import_strings import raised
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, RolloutEngine, Sampling
 from rl_megatron.rewards.scorer import RewardFailed

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl_megatron.config.environment import EnvironmentConfig
+from rl_megatron.config.environments import EnvironmentConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.tasks.verifiers import EXAMPLE
 from rl_megatron.generation.interfaces import Sampling

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.importing import raised
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.loading.import_strings import raised
+from rl_megatron.config.loading.registry import Registry
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.client import RolloutClient
 from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.errors import ConfigError, RunFailed
-from rl_megatron.config.load import to_yaml
+from rl_megatron.config.loading.load import to_yaml
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces

@@ -20,14 +20,14 @@ from rl_megatron.checkpoint.directory import (
     read_manifest,
 )
 from rl_megatron.checkpoint.exports import check_exports
-from rl_megatron.config.data_rules import require_place
+from rl_megatron.config.data_sources import require_place
+from rl_megatron.config.engines import refuse_several
 from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.eval_sets import EvalSetConfig
-from rl_megatron.config.import_strings import is_import_string
+from rl_megatron.config.loading.import_strings import is_import_string
 from rl_megatron.config.loggers import check_loggers
-from rl_megatron.config.model_rules import check_vocabulary
 from rl_megatron.config.peft import LoraConfig, check_together
-from rl_megatron.config.refits import refuse_several
+from rl_megatron.config.rules import check_vocabulary
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.config.stages import stage_before
 from rl_megatron.data.run_tokenizer import run_tokenizer

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import CONFIG, Damaged, complete_checkpoints, manifest_of
 from rl_megatron.config.errors import ConfigError, bad_input_named
-from rl_megatron.config.load import from_yaml, to_yaml
+from rl_megatron.config.loading.load import from_yaml, to_yaml
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.config.model_shape import with_derived_sizes
 from rl_megatron.config.schema import RunConfig, StageConfig

@@ -13,7 +13,7 @@ from rl_megatron.algorithms.loop import Loop
 from rl_megatron.batching.batch import TRAJECTORIES, Batch
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.resumed_state import MustBe, Resumable, ResumedState
-from rl_megatron.config.eval_metrics import goal_reached
+from rl_megatron.config.metrics import goal_reached
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.batch import BatchedDataDict

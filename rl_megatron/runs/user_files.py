@@ -11,8 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rl_megatron.config.import_strings import is_import_string
-from rl_megatron.config.python_functions import function_digest
+from rl_megatron.config.loading.import_strings import function_digest, is_import_string
 from rl_megatron.config.schema import StageConfig
 
 _READ_BYTES = 2**20  # of each file; data may be large, and its size is compared too

@@ -11,7 +11,7 @@ from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.checkpoint.directory import Damaged, complete_checkpoints, read_manifest
 from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.eval_metrics import goal_reached
+from rl_megatron.config.metrics import goal_reached
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.runs.checkpointer import critic_checkpoints
 from rl_megatron.topology.ranks import Ranks

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, peft_config
-from rl_megatron.config.refits import refuse_several
+from rl_megatron.config.engines import refuse_several
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import Shape, Slab, WeightTable
 from rl_megatron.model.lora.attach import adapters_of

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from rl_megatron.config.import_strings import find_files
+from rl_megatron.config.loading.import_strings import find_files
 from rl_megatron.workers.calls import CallMark
 from rl_megatron.workers.frames import read_frame
 from rl_megatron.workers.linux import die_with, hide_memory

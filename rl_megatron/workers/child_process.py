@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rl_megatron.config.import_strings import imported_files
+from rl_megatron.config.loading.import_strings import imported_files
 from rl_megatron.workers.calls import CallMark
 from rl_megatron.workers.frames import dumps, framed, split_frames
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.byte_level_bpe import train_bpe
 from rl_megatron.generation.completion_batch import generate

@@ -81,7 +81,7 @@ def _check(command: Command) -> None:
     from rl_megatron.cli.parser import COMPOSED, command_parser
     from rl_megatron.cli.show_batch import show_batch
     from rl_megatron.cli.sweep import jobs_of
-    from rl_megatron.config.load import load_config
+    from rl_megatron.config.loading.load import load_config
     from rl_megatron.runs import preflight
     from rl_megatron.topology import degrees
 

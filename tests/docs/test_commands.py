@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.schema import ALGORITHM_CONFIGS
 from tests.docs import checks, learning, tables
 from tests.docs.collector import Block, blocks, commands, pages

@@ -13,9 +13,8 @@ from pydantic import Field
 import rl_megatron
 from docs import declarations, generate_configuration, generate_metrics
 from rl_megatron.config import schema
-from rl_megatron.config.eval_metrics import EVAL_METRICS
-from rl_megatron.config.hints import schema_paths
-from rl_megatron.config.metrics import METRICS, Metric
+from rl_megatron.config.loading.hints import schema_paths
+from rl_megatron.config.metrics import EVAL_METRICS, METRICS, Metric
 from rl_megatron.data.tasks.registry import TASKS
 from tests.docs.forked import Fork
 from tests.forkserver import REPOSITORY

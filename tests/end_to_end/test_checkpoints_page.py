@@ -3,7 +3,7 @@
 import re
 import shlex
 
-from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
+from rl_megatron.config.metrics import HIGHER_IS_BETTER
 from tests.end_to_end.launch import TINY
 from tests.forkserver import REPOSITORY
 

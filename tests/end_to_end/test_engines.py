@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import rl_megatron.algorithms.metrics  # noqa: F401  # declares all of them
-from rl_megatron.config.eval_metrics import EVAL_METRICS
-from rl_megatron.config.metrics import METRICS, is_cost
+from rl_megatron.config.metrics import EVAL_METRICS, METRICS, is_cost
 from tests.end_to_end.launch import TINY, metrics
 from tests.forked_engines import is_engine
 
@@ -110,7 +109,7 @@ def run_with_a_dropped_tensor(tensor: str, directory: Path) -> tuple[int, str, i
     Returns:
         The exit status, the standard error, and how often the engine was asked for completions.
     """
-    from rl_megatron.config.load import load_config
+    from rl_megatron.config.loading.load import load_config
     from rl_megatron.generation.transformers.engine import TransformersEngine
     from rl_megatron.runs.run import run
     from rl_megatron.weight_sync.exporter import WeightExporter

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.data.training_data import training_dataset
-from rl_megatron.config.data_kinds import ANSWERS
-from rl_megatron.config.field_types import Positive, section
+from rl_megatron.config.data import ANSWERS
+from rl_megatron.config.loading.settings import Positive, section
 from rl_megatron.config.schema import AlgorithmConfig, DataConfig
 from rl_megatron.data.datasets import PromptAnswerDataset
 from rl_megatron.data.sources import DataSource, HeldoutBatch, register_source
@@ -22,7 +22,7 @@ from rl_megatron.data.tasks import Demonstration, Problem, register_task
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.config.settings import parse_settings
+from rl_megatron.config.loading.settings import parse_settings
 
 
 @dataclass(frozen=True)

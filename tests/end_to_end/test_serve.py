@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from rl_megatron.config.load import from_yaml
+from rl_megatron.config.loading.load import from_yaml
 from rl_megatron.generation.sglang import launch
 from tests.end_to_end.launch import TIMEOUT, TINY_GRPO, metrics
 from tests.end_to_end.page_commands import write_slurm

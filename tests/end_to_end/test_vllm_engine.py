@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.interfaces import Request, Sampling

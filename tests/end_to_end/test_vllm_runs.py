@@ -14,7 +14,7 @@ import httpx2
 import psutil
 import pytest
 
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.metrics import is_cost
 from tests.end_to_end.launch import TINY_GRPO, metrics
 from tests.end_to_end.listening import reached_from_outside, watched

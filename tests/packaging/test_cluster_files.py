@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rl_megatron.config.errors import STOPPED
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

@@ -18,7 +18,7 @@ from trl.chat_template_utils import get_training_chat_template
 
 from rl_megatron.checkpoint.hf_convert import export_weights
 from rl_megatron.config.data_sources import PreferenceConfig
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.preferences import PreferenceDataset
 from rl_megatron.data.records import Record

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
 from rl_megatron.checkpoint.hf_convert import export_weights
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.reward_models import RewardModelArguments, ScoringModel
 from rl_megatron.config.rewards import RewardConfig

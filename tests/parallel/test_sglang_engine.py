@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.engines import build_engine

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from rl_megatron.checkpoint.optimizer_state import parts, set_step_count
 from rl_megatron.checkpoint.training_state import TrainingState
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.model.build import unwrap
 from rl_megatron.model.shards import pieces
 from rl_megatron.topology.fake_cuda import FakeCuda

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.model.families import family_of_model
 from tests.transformer_engine import cases
 from tests.transformer_engine.record import RECORDED

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.setting import Setting, in_new_process
 from benchmarks.train_step import rollouts
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.losses import build_loss

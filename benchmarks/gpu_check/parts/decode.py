@@ -17,7 +17,7 @@ from benchmarks.gpu_check.profiling import profile_of
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.setting import Setting
 from benchmarks.transformers_step import transformers_model
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine

@@ -24,7 +24,7 @@ from benchmarks.train_step import rollouts
 from rl_megatron.certify.measurement import Measurement, run_workload
 from rl_megatron.certify.single_process import run_in_one_process
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, Workload, shrunk, small_batching
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation.completion_batch import generate

@@ -13,7 +13,7 @@ from benchmarks.gpu_check.profiling import Profile, profile_of
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.setting import Setting, in_new_process
 from rl_megatron.batching.config import Batching
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.losses import build_loss

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.setting import Setting
 from benchmarks.train_step import rollouts
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.engines import build_engine

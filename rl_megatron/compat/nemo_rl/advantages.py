@@ -27,7 +27,7 @@ from torch import Tensor
 from rl_megatron.algorithms.advantages import generalized_advantages, token_rewards, whiten
 from rl_megatron.compat.nemo_rl.errors import RuleError, require
 from rl_megatron.compat.nemo_rl.settings import ClippedPGLossConfig
-from rl_megatron.config.settings import check_types, parse_settings
+from rl_megatron.config.loading.settings import check_types, parse_settings
 from rl_megatron.losses import kl_penalty
 
 _EPSILON = 1e-6

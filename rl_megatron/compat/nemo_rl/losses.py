@@ -19,7 +19,7 @@ from rl_megatron.compat.nemo_rl.settings import (
     Setting,
     settings_as_attributes,
 )
-from rl_megatron.config.settings import parse_settings
+from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.logprobs import Sharding
 from rl_megatron.losses.base import token_scores
 from rl_megatron.losses.calling import Call, bind

@@ -16,7 +16,7 @@ from rl_megatron import log
 from rl_megatron.compat.nemo_rl.advantages import get_gdpo_reward_component_keys
 from rl_megatron.compat.nemo_rl.batched_data_dict import BatchedDataDict
 from rl_megatron.compat.nemo_rl.errors import RuleError, require
-from rl_megatron.config.settings import check_types, parse_settings
+from rl_megatron.config.loading.settings import check_types, parse_settings
 from rl_megatron.rewards.functions import LengthPenalty
 
 Batch = TypeVar("Batch", bound=BatchedDataDict[Any])

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from rl_megatron import losses
 from rl_megatron.compat.nemo_rl.errors import RuleError, require, rule_errors
 from rl_megatron.config.clipped_pg import TRUNCATION_TYPES
+from rl_megatron.config.loading.settings import check_types
 from rl_megatron.config.losses import DISTILLATION_KL_TYPES
-from rl_megatron.config.settings import check_types
 
 LossClass = TypeVar("LossClass", bound=type)
 

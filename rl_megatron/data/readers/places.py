@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_megatron.config.data_rules import require_place
+from rl_megatron.config.data_sources import require_place
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.schema import DataConfig
 from rl_megatron.data.readers.lines import JsonLines, TextLines

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rl_megatron.config.data_sources import register_source_config
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.schema import DataConfig, StageConfig
 from rl_megatron.data.sources.mixed import MixedSource, mixed_stages
 from rl_megatron.data.sources.source import DataSource

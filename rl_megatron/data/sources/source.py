@@ -106,7 +106,7 @@ class DataSource(Generic[ConfigT]):
         """Return the training data of a kind that needs no sampling from the policy: documents, answers or pairs.
 
         Args:
-            kind: One of config/data_kinds.py, or the source's own.
+            kind: One of config/data.py, or the source's own.
             tokenizer: The run's tokenizer.
 
         Raises:

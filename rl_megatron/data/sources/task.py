@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
-from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS
+from rl_megatron.config.data import ANSWERS, DOCUMENTS
 from rl_megatron.config.data_sources import TaskConfig, sources_providing
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import USUAL_EVAL_EXAMPLES

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rl_megatron.config.importing import user_code
+from rl_megatron.config.loading.import_strings import user_code
 from rl_megatron.data.order import epoch_order
 from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
 

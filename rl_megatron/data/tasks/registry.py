@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from rl_megatron.config.errors import ConfigError, unknown_name
-from rl_megatron.config.import_strings import is_import_string, load_object
-from rl_megatron.config.importing import raised
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.loading.import_strings import is_import_string, load_object, raised
+from rl_megatron.config.loading.registry import Registry
 from rl_megatron.data.tasks.plain import PlainTask
 from rl_megatron.data.tasks.task import Task
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from rl_megatron import disk
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.interpreters import check_interpreter
+from rl_megatron.config.extras import check_interpreter
 from rl_megatron.data.order import epoch_order
 from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems

@@ -12,8 +12,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import is_import_string, load_object
-from rl_megatron.config.importing import imported, user_code
+from rl_megatron.config.loading.import_strings import imported, is_import_string, load_object, user_code
 
 KEY = "rollout.environment.name"
 _loaded: dict[str, VerifiersEnvironment] = {}

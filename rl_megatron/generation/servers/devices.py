@@ -8,8 +8,8 @@ import shutil
 import torch
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.generation import ServersConfig
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.config.servers import ServersConfig
 from rl_megatron.model.families import family_of_model
 
 

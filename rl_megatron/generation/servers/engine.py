@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.generation import GenerationConfig
-from rl_megatron.config.servers import ServersConfig
+from rl_megatron.config.generation import GenerationConfig, ServersConfig
 from rl_megatron.generation.completion_batch import check_requests
 from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request, Served
 from rl_megatron.generation.servers.client import ServerClient

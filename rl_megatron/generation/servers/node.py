@@ -11,8 +11,8 @@ from pathlib import Path
 from rl_megatron import log
 from rl_megatron.config.addresses import is_loopback
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.generation import ServersConfig
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.servers import ServersConfig
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.dialect import Launch, ServerDialect

@@ -13,7 +13,7 @@ from typing import Any
 from rl_megatron import log
 from rl_megatron.config.addresses import is_loopback
 from rl_megatron.config.errors import ConfigError, describe_error
-from rl_megatron.config.servers import ServersConfig
+from rl_megatron.config.generation import ServersConfig
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.client import ServerClient

@@ -20,7 +20,7 @@ import psutil
 from rl_megatron import disk, log
 from rl_megatron.config.addresses import is_loopback
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.servers import ServersConfig
+from rl_megatron.config.generation import ServersConfig
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.dialect import Launch, ServerDialect

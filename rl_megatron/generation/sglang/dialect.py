@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config.servers import TRIED_SGLANG, SglangConfig
+from rl_megatron.config.generation import TRIED_SGLANG, SglangConfig
 from rl_megatron.generation.interfaces import Request
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import Launch, RawAnswer, ServerFacts

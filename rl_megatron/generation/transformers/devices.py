@@ -6,9 +6,9 @@ import os
 
 import torch
 
+from rl_megatron.config.engines import opens_memory
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
-from rl_megatron.config.refits import opens_memory
 
 
 def engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str]:

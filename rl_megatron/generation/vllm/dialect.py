@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_megatron.config.servers import TRIED_VLLM, VLLM_ADAPTER_RANKS, VllmConfig
+from rl_megatron.config.generation import TRIED_VLLM, VLLM_ADAPTER_RANKS, VllmConfig
 from rl_megatron.generation.interfaces import Request
 from rl_megatron.generation.servers.access import TokenRequired
 from rl_megatron.generation.servers.client import ServerClient

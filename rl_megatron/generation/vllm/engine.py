@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from rl_megatron.config.engines import vllm_logprobs_mode
+from rl_megatron.config.engines import releases_memory, shares_gpus, vllm_logprobs_mode
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
-from rl_megatron.config.refits import releases_memory, shares_gpus
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.generation.servers.devices import check_servers, server_devices
 from rl_megatron.generation.servers.engine import ServerEngine, ServerKind

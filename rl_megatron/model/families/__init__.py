@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.model_rules import check_model
 from rl_megatron.config.model_shape import with_derived_sizes
+from rl_megatron.config.rules import check_model
 from rl_megatron.model.families.deepseek import DEEPSEEK_V3
 from rl_megatron.model.families.family import FAMILIES, Family, register_family
 from rl_megatron.model.families.gemma3 import GEMMA3

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.registry import Registry
 from rl_megatron.model.families.table import WeightTable
 from rl_megatron.model.families.with_images import WithImages, is_of_images
 

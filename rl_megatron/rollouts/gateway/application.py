@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rl_megatron import log
-from rl_megatron.config.importing import raised
+from rl_megatron.config.loading.import_strings import raised
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rollouts.gateway.answers import chat_answer, chat_pieces, model_list, text_answer, text_pieces
 from rl_megatron.rollouts.gateway.connections import KEY_ACCEPTED

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rl_megatron.config.agent import AgentConfig
+from rl_megatron.config.environments import AgentConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.gateway.session import Session, SessionClient

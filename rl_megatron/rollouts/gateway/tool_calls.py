@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.import_strings import is_import_string, load_object
+from rl_megatron.config.loading.import_strings import is_import_string, load_object
 from rl_megatron.data.chat_template import ChatTemplate
 from rl_megatron.rollouts.tools.calls import MalformedCall, Parser, after_thinking
 from rl_megatron.rollouts.tools.formats import PARSERS, format_of

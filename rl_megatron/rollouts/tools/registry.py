@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.loading.registry import Registry
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

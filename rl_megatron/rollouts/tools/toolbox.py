@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rl_megatron import log
+from rl_megatron.config.environments import ToolsConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import is_import_string, load_object
+from rl_megatron.config.loading.import_strings import is_import_string, load_object
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.config.tools import ToolsConfig
 from rl_megatron.data.chat_template import ChatTemplate, configured_template
 from rl_megatron.data.conversations import Message
 from rl_megatron.data.tokenizer import Tokenizer

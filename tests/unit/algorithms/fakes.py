@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rl_megatron.batching.batch import Batch
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import Completion, Request, WeightSpan

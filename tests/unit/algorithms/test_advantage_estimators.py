@@ -9,7 +9,7 @@ from rl_megatron.algorithms.advantage_estimators import ADVANTAGES, AdvantagesFa
 from rl_megatron.algorithms.advantages import group_relative
 from rl_megatron.config.advantages import ESTIMATORS, parameters_of
 from rl_megatron.config.errors import ConfigError, RunFailed
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
 from tests.unit.algorithms.fakes import whole

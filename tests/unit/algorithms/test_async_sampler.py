@@ -12,7 +12,7 @@ from rl_megatron.algorithms import async_sampler
 from rl_megatron.algorithms.async_sampler import AsyncSampler
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.generation.interfaces import Completion, Served, WeightSpan
 from rl_megatron.generation.synced_engine import SyncedEngine

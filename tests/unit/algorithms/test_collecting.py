@@ -10,7 +10,7 @@ from rl_megatron.algorithms.on_policy_distillation import on_policy_distillation
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.algorithms.teachers import Teachers
 from rl_megatron.config.algorithms import GRPOConfig
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.timing import PhaseTimer, timing

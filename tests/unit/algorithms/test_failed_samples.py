@@ -13,7 +13,7 @@ from rl_megatron.algorithms.rollout_statistics import statistics
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import GRPOConfig, OnlineDPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
 from rl_megatron.rollouts.batch import TRAJECTORY, TURN, TURN_REWARDS

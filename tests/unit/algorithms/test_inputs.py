@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.training_data import training_dataset
 from rl_megatron.evaluation.heldout import build_evaluation

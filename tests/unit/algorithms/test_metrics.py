@@ -7,9 +7,8 @@ from rl_megatron.algorithms import metrics
 from rl_megatron.algorithms.registry import eval_metric_names
 from rl_megatron.algorithms.rollout import reward_kl
 from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
-from rl_megatron.config.eval_metrics import EVAL_METRICS
-from rl_megatron.config.load import load_config
-from rl_megatron.config.metrics import METRICS
+from rl_megatron.config.loading.load import load_config
+from rl_megatron.config.metrics import EVAL_METRICS, METRICS
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import MSEValueLoss, build_loss
 from rl_megatron.losses import metrics as losses

@@ -7,7 +7,7 @@ import torch
 
 from rl_megatron.algorithms.online_dpo import pairs_by_reward
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.rollouts.batch import TRAJECTORY
 

@@ -15,7 +15,7 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.checkpoint.resumed_state import ResumedState
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
 from rl_megatron.runs import checkpointer

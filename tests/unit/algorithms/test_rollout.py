@@ -22,7 +22,7 @@ from rl_megatron.algorithms.rollout_statistics import learned_statistics, logpro
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import ShuffledEpochs

@@ -9,7 +9,7 @@ import pytest
 from rl_megatron.api.model import StartingModel
 from rl_megatron.api.settings import reward_functions, run_config
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.rewards.registry import REWARDS
 
 QWEN2 = {

@@ -7,11 +7,11 @@ from dataclasses import fields
 import pytest
 
 from rl_megatron.certify.workload import shrunk
-from rl_megatron.config.compose import config_directory
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.compose import config_directory
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.model_rules import check_model
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.rules import check_model
 from rl_megatron.topology.degrees import validate_model
 
 PRESETS = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml") if path.stem != "init_from")

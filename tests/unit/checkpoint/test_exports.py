@@ -17,7 +17,7 @@ from rl_megatron.checkpoint.hf_convert import export_weights, import_weights
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.topology.ranks import Ranks
 from tests.parallel.family_cases import assert_same_tensors, tensors
 from tests.unit.checkpoint.test_hf_convert import MODEL, directory_of

@@ -5,7 +5,7 @@ import pytest
 from rl_megatron.checkpoint.directory import complete_checkpoints, name_of, publish
 from rl_megatron.checkpoint.retention import best_checkpoint, delete_older
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER, better
+from rl_megatron.config.metrics import HIGHER_IS_BETTER, better
 
 
 def save(directory, step, evaluated_at=None, **measures):

@@ -12,7 +12,7 @@ import pytest
 
 from rl_megatron.cli.early_checks import check_early
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config, to_yaml
+from rl_megatron.config.loading.load import load_config, to_yaml
 from rl_megatron.runs.rerun import refuse_changes
 from tests.unit.cli.early_cases import CASES
 

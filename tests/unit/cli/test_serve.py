@@ -5,7 +5,7 @@ import pytest
 from rl_megatron.cli import main
 from rl_megatron.cli.serve import with_server_nodes
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 
 GRPO = ("algorithm=grpo", "data=arithmetic", "generation.engine=vllm")
 TWO_STAGES = (

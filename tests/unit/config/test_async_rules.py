@@ -3,7 +3,7 @@
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 
 ASYNC = ("algorithm=grpo", "data=arithmetic", "generation.engine=transformers", "rollout.async_enabled=true")
 ASYNC_FROM_FILES = (

@@ -13,9 +13,9 @@ import yaml
 from rl_megatron.checkpoint.directory import read_manifest
 from rl_megatron.cli.convert import export_checkpoint
 from rl_megatron.config.checkpoint_metadata import carried_tokenizer, hugging_face_files, run_tokenizer
-from rl_megatron.config.compose import config_directory
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config, to_yaml
+from rl_megatron.config.loading.compose import config_directory
+from rl_megatron.config.loading.load import load_config, to_yaml
 from rl_megatron.config.model import Llama3Rope, ModelConfig
 
 SCALED = Llama3Rope(factor=8.0, original_max_position_embeddings=64)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from rl_megatron.config.determinism import check_deterministic
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
+from rl_megatron.config.rules import check_deterministic
 
 ON = ["algorithm=grpo", "train.deterministic=true"]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rl_megatron.config.engines import ENGINE_DECLARATIONS, EngineDeclaration, vllm_logprobs_mode
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 
 
 @pytest.mark.parametrize(

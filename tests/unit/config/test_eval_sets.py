@@ -3,9 +3,9 @@
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.eval_metrics import better, higher_is_better, is_eval_metric
 from rl_megatron.config.eval_sets import reported_ks, statistic_names
-from rl_megatron.config.load import from_yaml, load_config, to_yaml
+from rl_megatron.config.loading.load import from_yaml, load_config, to_yaml
+from rl_megatron.config.metrics import better, higher_is_better, is_eval_metric
 from rl_megatron.runs.rerun import MAY_CHANGE
 
 SUMS = "{name: sums, task: arithmetic, n: 4, temperature: 0.7, max_new_tokens: 5, every: 2}"

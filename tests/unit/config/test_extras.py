@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.eval_problems import check_set_files
 
 

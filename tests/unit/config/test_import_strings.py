@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import absolute, is_import_string, load_object, make_absolute
+from rl_megatron.config.loading.import_strings import absolute, is_import_string, load_object, make_absolute
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.interpreters import check_interpreter
+from rl_megatron.config.extras import check_interpreter
 
 KEY = "rollout.environment.python"
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from rl_megatron.config.eval_metrics import EVAL_METRICS, HIGHER_IS_BETTER
-from rl_megatron.config.metrics import Metric, declare_metrics
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.loading.registry import Registry
+from rl_megatron.config.metrics import EVAL_METRICS, HIGHER_IS_BETTER, Metric, declare_metrics
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from rl_megatron.config import schema
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
-from rl_megatron.config.hints import NAMES_ELSEWHERE, nearest_key, schema_paths
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.hints import NAMES_ELSEWHERE, nearest_key, schema_paths
+from rl_megatron.config.loading.load import load_config
 
 
 @pytest.mark.parametrize(

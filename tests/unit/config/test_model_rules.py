@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import from_yaml, load_config, to_yaml
+from rl_megatron.config.loading.load import from_yaml, load_config, to_yaml
 from rl_megatron.config.model import LinearRope, YarnRope
 
 LATENT = ["model=deepseek_v3"]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rl_megatron.config.engines import check_refit
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.generation import GenerationConfig
-from rl_megatron.config.load import load_config
-from rl_megatron.config.refits import check_refit
-from rl_megatron.config.servers import VllmConfig
+from rl_megatron.config.generation import GenerationConfig, VllmConfig
+from rl_megatron.config.loading.load import load_config
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 
 GRPO = ("algorithm=grpo", "data=arithmetic")
 CONVERSATION = (*GRPO, "rollout.worker=conversation")

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.stages import stage_before
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import from_yaml, load_config, to_yaml
+from rl_megatron.config.generation import SglangConfig, VllmConfig
+from rl_megatron.config.loading.load import from_yaml, load_config, to_yaml
 from rl_megatron.config.secrets import without_secrets
-from rl_megatron.config.servers import SglangConfig, VllmConfig
 
 
 @pytest.mark.parametrize(

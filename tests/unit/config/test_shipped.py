@@ -7,9 +7,9 @@ import yaml
 from pydantic import TypeAdapter
 
 from rl_megatron.config import algorithms, schema
-from rl_megatron.config.compose import config_directory
 from rl_megatron.config.generation import GenerationConfig
-from rl_megatron.config.load import load_config, to_yaml
+from rl_megatron.config.loading.compose import config_directory
+from rl_megatron.config.loading.load import load_config, to_yaml
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig

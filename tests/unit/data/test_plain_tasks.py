@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tasks import Problem, build_task
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rl_megatron.algorithms.rollout import Sampler
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.same_prompts import different_prompts

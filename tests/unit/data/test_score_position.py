@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from trl.chat_template_utils import get_training_chat_template
 
 from rl_megatron.config.data_sources import PreferenceConfig
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.preferences import PreferenceDataset
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.byte_level_bpe import train_bpe
 from rl_megatron.data.sources import HeldoutBatch, build_source
 from rl_megatron.data.stage_loader import dataset_loader

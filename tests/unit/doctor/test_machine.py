@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.doctor import machine, storage
 from rl_megatron.doctor.machine import check_limits_of_programs, check_ports, check_shared_memory
 from rl_megatron.doctor.storage import check_storage, checkpoint_bytes, run_bytes

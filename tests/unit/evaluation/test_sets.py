@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.eval_problems import check_set_files, problems_of_set
 from rl_megatron.evaluation import sets as eval_sets
 from rl_megatron.evaluation.results import results_file

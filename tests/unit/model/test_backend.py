@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model import backend
 from rl_megatron.model.backend import choose_backend

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rl_megatron.config.compose import config_directory
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.compose import config_directory
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families import FAMILIES, family_of_model, read_model, same_weights
 

@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoConfig, Gemma3TextConfig, Qwen3_5TextConfig
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import LinearRope, ModelConfig
-from rl_megatron.config.model_rules import check_model
+from rl_megatron.config.rules import check_model
 from rl_megatron.model.families import FAMILIES, family_of_config, family_of_model, read_model
 from rl_megatron.model.families.deepseek import DEEPSEEK_V3
 from rl_megatron.model.families.gemma3 import GEMMA3

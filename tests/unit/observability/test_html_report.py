@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rl_megatron import log
-from rl_megatron.config.load import load_config, to_yaml
+from rl_megatron.config.loading.load import load_config, to_yaml
 from rl_megatron.observability.attempts import Attempts
 from rl_megatron.observability.curves import smoothed
 from rl_megatron.observability.html_report import compare_page, report_page

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.loggers import (
     LoggerConfig,
     MlflowConfig,

@@ -17,7 +17,7 @@ from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import padded_lengths
 from rl_megatron.batching.step_plan import plan_microbatches, plan_step
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.training_data import training_dataset
 from rl_megatron.observability.batch_html import batch_page

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rl_megatron import log
-from rl_megatron.config.profiling import ProfileConfig
+from rl_megatron.config.loggers import ProfileConfig
 from rl_megatron.observability.step_profiler import StepProfiler, convert_spans
 from rl_megatron.timing import PhaseTimer, Span, record_span
 from tests.full_disk import files_of_at_most

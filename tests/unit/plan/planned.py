@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.plan.ledger import Ledger
 from rl_megatron.plan.measured import Measured
 from rl_megatron.plan.phases import PhaseName

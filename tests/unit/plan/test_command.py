@@ -12,7 +12,7 @@ import pytest
 
 from docs import generate_plan
 from rl_megatron.cli import main
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.plan import command
 from rl_megatron.plan.closed_use import closed_use_of

@@ -7,7 +7,7 @@ import pytest
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.rank_plan import plan_lengths
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.plan.closed_forms import logits_bytes
 from rl_megatron.plan.closed_use import closed_use_of

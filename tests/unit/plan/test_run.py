@@ -16,7 +16,7 @@ from torch import library
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.data.batch import BatchedDataDict

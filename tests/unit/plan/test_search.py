@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.plan import search as searching
 from rl_megatron.plan.closed_use import closed_use_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.plan.closed_use import closed_use_of
 from rl_megatron.plan.command import workload_of

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from rl_megatron.config.agent import AgentConfig
+from rl_megatron.config.environments import AgentConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.rollouts import agent

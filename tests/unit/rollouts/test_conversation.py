@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.config.data_sources import PromptsConfig
-from rl_megatron.config.environment import EnvironmentConfig
+from rl_megatron.config.environments import EnvironmentConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rollout import TurnSampling
 from rl_megatron.data.encoding import EncodedPrompt

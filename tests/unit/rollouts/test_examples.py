@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.byte_level_bpe import train_bpe
 from rl_megatron.data.chat_template import configured_template
 from rl_megatron.data.rendering import Renderer

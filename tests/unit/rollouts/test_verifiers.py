@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rl_megatron.config.environment import EnvironmentConfig
+from rl_megatron.config.environments import EnvironmentConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.rollouts.verifiers_worker import VerifiersWorker, check_verifiers
 from tests.unit.rollouts.engines import RandomTokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_megatron.batching.batch import Batch
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.runs.anomalies import Anomalies, described_sequences
 from tests.unit.algorithms.fakes import Characters
 

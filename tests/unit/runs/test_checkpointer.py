@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from rl_megatron.checkpoint.save import SaveFailed
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.runs.checkpointer import Checkpointer
 from tests.unit.algorithms.fakes import ONE_RANK
 

@@ -7,7 +7,7 @@ import pytest
 
 from rl_megatron.cli.parser import command_parser
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.runs.next_commands import next_commands
 from tests.unit.algorithms.fakes import Characters
 

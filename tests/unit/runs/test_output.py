@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.runs import output as run_output
 
 

@@ -11,7 +11,7 @@ import torch
 
 from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.transformers.devices import engine_devices
 from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType

@@ -10,7 +10,7 @@ import yaml
 
 from rl_megatron.api.settings import run_config
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config, to_yaml
+from rl_megatron.config.loading.load import load_config, to_yaml
 from rl_megatron.runs.rerun import earlier_run, move_aside, recorded_config, refuse_changes, weights_source
 from rl_megatron.runs.user_files import file_digests
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.runs import roll_back as roll_back_module
 from rl_megatron.runs.roll_back import with_roll_backs
 from rl_megatron.training.metrics import NonFiniteLoss

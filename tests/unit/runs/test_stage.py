@@ -8,7 +8,7 @@ import torch
 
 from rl_megatron.checkpoint.resumed_state import ResumedState
 from rl_megatron.checkpoint.save import SaveFailed
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.order import ShuffledEpochs

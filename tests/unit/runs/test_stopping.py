@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.train import seconds_of
 from rl_megatron.runs.stop_signals import StopSignals
 from rl_megatron.runs.stopping import SLURM_END, Stopping

@@ -6,7 +6,7 @@ import pytest
 
 from rl_megatron.checkpoint.directory import Damaged, name_of, publish, read_manifest
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.load import load_config
+from rl_megatron.config.loading.load import load_config
 from rl_megatron.runs import verify
 from rl_megatron.runs.verify import refuse_damage, with_remedy
 from rl_megatron.topology.ranks import Ranks

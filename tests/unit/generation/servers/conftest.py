@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_megatron.config.servers import VllmConfig
+from rl_megatron.config.generation import VllmConfig
 from tests.fake_vllm import FakeVllm
 from tests.unit.generation.servers.engines_of_fakes import make
 

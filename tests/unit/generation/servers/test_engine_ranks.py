@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from rl_megatron.config.servers import VllmConfig
+from rl_megatron.config.generation import VllmConfig
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.interfaces import EngineFailed, Request
 from tests.fake_vllm import FakeVllm, changed, status

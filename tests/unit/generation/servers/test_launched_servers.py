@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.servers import VllmConfig
+from rl_megatron.config.generation import VllmConfig
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.interfaces import EngineFailed, Served
 from tests.child_processes import servers

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.servers import VllmConfig
+from rl_megatron.config.generation import VllmConfig
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.node import NodeServers, ServerLauncher, served_model

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rl_megatron.config.servers import VllmConfig
+from rl_megatron.config.generation import VllmConfig
 from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling, WeightSpan
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.requests import RequestSender

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rl_megatron.config.servers import VllmConfig
+from rl_megatron.config.generation import VllmConfig
 from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling
 from rl_megatron.generation.servers.answers import checked
 from rl_megatron.generation.servers.dialect import Launch

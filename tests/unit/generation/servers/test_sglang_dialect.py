@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.config.servers import SglangConfig
+from rl_megatron.config.generation import SglangConfig
 from rl_megatron.generation.interfaces import Request, Sampling
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.dialect import Launch

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from rl_megatron.config.agent import AgentConfig
+from rl_megatron.config.environments import AgentConfig
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.gateway import connections
 from rl_megatron.rollouts.gateway.server import Gateway

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rl_megatron.config.environments import ToolsConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.registry import UnknownName
-from rl_megatron.config.tools import ToolsConfig
+from rl_megatron.config.loading.registry import UnknownName
 from rl_megatron.data.chat_template import ChatTemplate
 from rl_megatron.rollouts.hosts import HostLost
 from rl_megatron.rollouts.tools import register_tool

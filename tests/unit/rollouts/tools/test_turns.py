@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from rl_megatron.config.data_sources import PromptsConfig
+from rl_megatron.config.environments import ToolsConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.tools import ToolsConfig
 from rl_megatron.data.chat_template import ChatTemplate
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tasks import Problem

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config import algorithms, data_sources  # noqa: F401  # they register their classes
 from rl_megatron.config.errors import ConfigError, shown
-from rl_megatron.config.hints import nearest_key, schema_paths
+from rl_megatron.config.loading.hints import nearest_key, schema_paths
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS
 
 # Sections whose dataclass is chosen by one of their keys.

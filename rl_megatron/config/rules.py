@@ -1,10 +1,18 @@
-"""Rules between keys of the model section."""
+"""Rules that compare sections with each other: the model, asynchronous training and deterministic training."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
+from rl_megatron.config.algorithm_kinds import PolicyGradientConfig
+from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.extras import require_extra
 from rl_megatron.config.model import Llama3Rope, ModelConfig, YarnRope
 from rl_megatron.config.model_shape import head_size, rotary_size
+from rl_megatron.config.rollout import TrajectoryConfig
+from rl_megatron.config.schema import StageConfig
 
 _DEFAULT = ModelConfig()
 
@@ -276,3 +284,154 @@ def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
             f"the tokenizer has {vocab_size} tokens, but model.vocab_size={model.vocab_size} gives the embedding fewer "
             "rows; use the model's own tokenizer (tokenizer.path), or raise model.vocab_size for a new model"
         )
+
+
+_KEYS = ("max_trajectory_age_steps", "in_flight_weight_updates", "over_sampling", "partial", "importance_correction")
+_CORRECTS = "use_importance_sampling_correction"
+
+
+def check_asynchronous(stage: StageConfig, where: str) -> None:
+    """Check that the engine, the data, the loss and the keys of the section suit each other.
+
+    Args:
+        stage: The stage.
+        where: The name of its section `rollout`, for messages.
+
+    Raises:
+        ConfigError: They do not; the message names the key, the rule and the remedy.
+    """
+    rollout = stage.rollout
+    if not rollout.recompute_kv_cache_after_weight_updates:
+        raise ConfigError(
+            f"{where}.recompute_kv_cache_after_weight_updates=false: no rollout engine of this package keeps keys and "
+            "values of older weights; leave it true"
+        )
+    if not rollout.async_enabled:
+        _refuse_keys(rollout, where)
+        return
+    if not isinstance(stage.algorithm, PolicyGradientConfig):
+        return  # the stage only evaluates, and another stage of the run is asynchronous
+    if rollout.over_sampling == 1 and not rollout.partial:
+        raise ConfigError(
+            f"{where}.partial=false has no effect with {where}.over_sampling=1, with which every step waits for all of "
+            "its trajectories; set over_sampling above 1, or leave partial out"
+        )
+    require_extra(f"{where}.async_enabled=true, which writes all trajectories to files,", "data", "pyarrow")
+    if rollout.is_asynchronous:
+        _check_engine(stage, where)
+        _check_data(stage, where)
+    _check_correction(stage, where)
+
+
+def _refuse_keys(rollout: TrajectoryConfig, where: str) -> None:
+    default = TrajectoryConfig()
+    for key in _KEYS:
+        if getattr(rollout, key) != getattr(default, key):
+            raise ConfigError(
+                f"{where}.{key} has no effect without {where}.async_enabled=true; set it, or leave {key} out"
+            )
+
+
+def _check_engine(stage: StageConfig, where: str) -> None:
+    name = stage.generation.engine
+    if not ENGINE_DECLARATIONS[name].runs_in_processes:
+        others = [other for other, engine in ENGINE_DECLARATIONS.items() if engine.runs_in_processes]
+        raise ConfigError(
+            f"{where}.async_enabled=true: generation.engine={name} computes on the ranks that train, so it cannot "
+            f"generate meanwhile; set generation.engine={' or '.join(others)}, or {where}.max_trajectory_age_steps=0"
+        )
+    if name == "vllm" and stage.generation.vllm.enable_sleep_mode:
+        raise ConfigError(
+            f"{where}.async_enabled=true: generation.vllm.enable_sleep_mode=true gives the servers' memory to the "
+            "training steps, during which they are to generate; set enable_sleep_mode=false, with GPUs of their own"
+        )
+
+
+def _check_data(stage: StageConfig, where: str) -> None:
+    data = stage.data
+    key = "data.streaming" if data.streaming else "data.mix_weights" if data.mix_weights is not None else None
+    if key is not None:
+        raise ConfigError(
+            f"{where}.async_enabled=true reads prompts whenever the engine has space for them, and {key} needs the "
+            f"order of the steps; leave {key} out, or set {where}.async_enabled=false"
+        )
+
+
+def _check_correction(stage: StageConfig, where: str) -> None:
+    """Check that the loss corrects for old trajectories as the section says."""
+    correction, loss = stage.rollout.correction, stage.loss
+    name = loss.get("name")
+    if correction == "recomputed" and _CORRECTS not in loss:
+        raise ConfigError(
+            f"{where}.importance_correction={stage.rollout.importance_correction}: loss.name={name} has no key "
+            f"{_CORRECTS}, so it does not correct for trajectories of older weights; choose loss=clipped_pg, or set "
+            f"{where}.importance_correction=engine if its ratio does, or =off to learn without a correction"
+        )
+    if correction != "engine":
+        return
+    for key in ("force_on_policy_ratio", "disable_ppo_ratio", _CORRECTS):
+        if loss.get(key):
+            raise ConfigError(
+                f"{where}.importance_correction=engine corrects by the ratio of the loss, π/π_generation, and "
+                f"loss.{key}=true leaves that out or makes it 1; set loss.{key}=false, or "
+                f"{where}.importance_correction=recomputed"
+            )
+    if isinstance(stage.algorithm, PolicyGradientConfig) and stage.algorithm.recompute_logprobs == "always":
+        raise ConfigError(
+            f"{where}.importance_correction=engine takes π_prev from the engine, and algorithm.recompute_logprobs="
+            "always computes it; set recompute_logprobs=auto"
+        )
+
+
+VLLM_SWITCH = "VLLM_BATCH_INVARIANT"
+
+
+def check_deterministic(stage: StageConfig, environment: Mapping[str, str] = os.environ) -> None:
+    """Check that nothing in a stage depends on time, if `train.deterministic` is on.
+
+    Args:
+        stage: The stage.
+        environment: This process's environment, which servers that the run starts inherit.
+
+    Raises:
+        ConfigError: Attention, the rollout engine or the reward depends on time; the message says why, and what to
+            choose.
+    """
+    if stage.train.deterministic and stage.model.cudnn_attention:
+        raise ConfigError(
+            "train.deterministic=true and model.cudnn_attention=true: cuDNN sums gradients in any order; set "
+            "model.cudnn_attention=false"
+        )
+    if not (stage.train.deterministic and stage.scores_completions):
+        return
+    why = _why_engine_varies(stage, environment)
+    if why is not None:
+        raise ConfigError(
+            f"train.deterministic=true and generation.engine={stage.generation.engine}: {why}, or choose "
+            "generation.engine=embedded"
+        )
+    if stage.reward.on_timeout != "error":
+        raise ConfigError(
+            f"train.deterministic=true and reward.on_timeout={stage.reward.on_timeout}: the machine's load would "
+            "decide the reward of a slow sample; set reward.on_timeout=error"
+        )
+
+
+def _why_engine_varies(stage: StageConfig, environment: Mapping[str, str]) -> str | None:
+    """Return why the rollout engine may give other tokens in another run, and the remedy; None if it does not."""
+    generation = stage.generation
+    if generation.engine == "transformers":
+        return "its processes compute without the switches of this one"
+    if generation.engine == "vllm" and generation.vllm.urls:
+        return "what servers that run already batch together depends on time; let the run start its servers"
+    if generation.engine == "vllm" and environment.get(VLLM_SWITCH) != "1":
+        return (
+            f"the bits of a logprob depend on which requests are batched together, and so on time; set {VLLM_SWITCH}=1 "
+            "in the environment, if the GPU supports it"
+        )
+    if generation.engine == "sglang" and not generation.sglang.enable_deterministic_inference:
+        return (
+            "the bits of a logprob depend on which requests are batched together; set "
+            "generation.sglang.enable_deterministic_inference=true"
+        )
+    return None

@@ -1,10 +1,19 @@
-"""The elements of `data.mix`: the data sets that batches are mixed of."""
+"""The kinds of data that algorithms learn from, and the data sets of a mixture.
+
+A kind is a string, which error messages show. A plugin's data source may provide a new kind.
+"""
 
 from __future__ import annotations
 
 from pathlib import PurePath
 
-from rl_megatron.config.field_types import NonNegativeFloat, section
+from rl_megatron.config.loading.settings import NonNegativeFloat, section
+
+DOCUMENTS = "documents"  # text; every token is predicted
+ANSWERS = "prompts with answers"  # the tokens of the answer are predicted
+PAIRS = "pairs of answers"  # a chosen and a rejected answer to one prompt
+LABELLED = "answers with labels"  # each answer is desirable or undesirable
+PROBLEMS = "problems with rewards"  # the policy answers, and a task rewards the answer
 
 
 @section

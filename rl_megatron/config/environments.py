@@ -1,17 +1,61 @@
-"""The settings of agents that are programs of their own, and of the gateway that they send their requests to."""
+"""The settings of environments, tools and agents, with which the policy talks between its turns."""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.extras import require_extra
-from rl_megatron.config.field_types import Number, Positive, PositiveFloat, section
+from rl_megatron.config.loading.settings import Number, Positive, PositiveFloat, section
+
+
+@section
+class EnvironmentConfig:
+    """The environment that answers the policy's turns, with `rollout.worker=conversation` or `verifiers`."""
+
+    # The class of the environment, as file.py:Name or package.module:Name, or openenv. Each trajectory has an
+    # environment of its own. With rollout.worker=verifiers: the name of an installed environment of that library, or a
+    # function that loads one, as file.py:name. null: no environment.
+    name: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)  # the arguments with which it is made, by name
+    # Processes beside rank 0 that hold the environments. null: one for each CPU that rank 0 may use, at most 32.
+    processes: Positive | None = None
+    # How long a call of the environment may take. A plain method that takes longer ends its process; the other
+    # trajectories of the process are then made again. With rollout.worker=verifiers it is the time of a whole rollout,
+    # without the time of the rollout engine.
+    seconds_per_call: PositiveFloat = 60.0
+    # Memory of one process, in MiB; an allocation beyond it raises MemoryError in the environment. null: no limit.
+    memory_mb: PositiveFloat | None = 4096.0
+    # The Python interpreter of these processes, such as .venv-adapters/bin/python, if packages of the environment do
+    # not fit those of the run. It needs Python 3.11 or newer, and not this package. null: that of the run.
+    python: str | None = None
+    max_answer_mb: PositiveFloat = 1.0  # the most that a call of the environment may return, in MiB
+
+
+@section
+class ToolsConfig:
+    """Functions that the policy may call in its turns, and the processes that run them."""
+
+    # The functions: names of tools of the package (calculator, python) or of a plugin, and import strings as in
+    # `my_tools.py:search`. Empty: no tools.
+    functions: tuple[str, ...] = ()
+    # How the model writes a call. auto: as the text of the chat template says. hermes: also Qwen 2.5 and Qwen 3. qwen:
+    # the XML of Qwen3-Coder. llama: the JSON of Llama 3.1. pythonic: Llama 4 and the small models of Llama 3.2.
+    format: Literal["auto", "hermes", "qwen", "llama", "mistral", "pythonic"] = "auto"
+    # What a call does that fails or cannot be read. answer: the model gets the text of the error. end: the trajectory
+    # ends and counts as truncated. fail: the trajectory fails, as if the rollout worker had raised an error.
+    on_error: Literal["answer", "end", "fail"] = "answer"
+    max_calls: Positive = 8  # calls of one turn that are run; each further one is an error
+    seconds_per_call: PositiveFloat = 10.0  # how long one call may take
+    max_answer_characters: Positive = 8192  # a longer answer is cut, and says so
+    processes: Positive = 2  # processes that run the functions
+    memory_mb: Positive = 1024  # memory of one of these processes, and of the programs of the tool python, in MiB
+
 
 AGENT = "agent"  # the value of rollout.worker that runs the command
 GATEWAY = ("gateway", "starlette", "uvicorn")  # the extra, and its packages

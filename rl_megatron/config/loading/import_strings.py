@@ -9,21 +9,113 @@ them hides an installed module.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.importing import imported, refuse_another
+
+_T = TypeVar("_T")
+
+
+def imported(where: str, name: str, load: Callable[[], Any], missing: str) -> Any:
+    """Return `load()`, which imports users' code.
+
+    Args:
+        where: The key or the file that names the code, for messages.
+        name: The module or file, for messages.
+        load: The import.
+        missing: What to say if the module `name` itself does not exist.
+
+    Raises:
+        ConfigError: There is no such module, or importing it raises.
+    """
+    try:
+        return load()
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and a script may exit
+        if isinstance(error, ModuleNotFoundError) and error.name is not None and _is_within(name, error.name):
+            raise ConfigError(f"{where}: there is no module {error.name!r}; {missing}") from error
+        raise ConfigError(f"{where}: importing {name!r} {raised(error, name)}") from error
+
+
+def user_code(where: str, call: Callable[[], _T]) -> _T:
+    """Return `call()`, which runs users' code.
+
+    Args:
+        where: The key that names the code, with its value, for the message.
+        call: The call.
+
+    Raises:
+        ConfigError: The code raised an error.
+    """
+    try:
+        return call()
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError(f"{where} {raised(error)}") from error
+
+
+def raised(error: BaseException, file: str | None = None) -> str:
+    """Return "raised TypeError: message (file:line)" for an error of users' code.
+
+    Args:
+        error: The error.
+        file: The user's file, to give the line where the error passed it. By default, the last line is given.
+    """
+    said = " ".join(str(error).split())
+    return f"raised {type(error).__name__}: {said} ({_place(error, file)})"
+
+
+def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
+    """Refuse an installed module that hides a module of the same name in the user's directory.
+
+    Args:
+        where: The key or the file that names the module, for the message.
+        module: What the name stands for.
+        directory: The user's directory.
+
+    Raises:
+        ConfigError: The directory has a module of this name, and `module` is another.
+    """
+    top = module.__name__.partition(".")[0]
+    if not (directory / f"{top}.py").is_file() and not (directory / top / "__init__.py").is_file():
+        return
+    places = [module.__file__] if module.__file__ else list(getattr(module, "__path__", ()))
+    if not any(Path(place).resolve().is_relative_to(directory) for place in places):
+        raise ConfigError(
+            f"{where}: {module.__name__!r} is {', '.join(places)}, and not the module of this name in {directory}, "
+            "which it hides; rename the one in the directory"
+        )
+
+
+def _place(error: BaseException, name: str | None) -> str:
+    """Return file:line where an error was raised: in the file `name` if it passed there, otherwise in the last file."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((frame for frame in reversed(frames) if frame.filename == name), frames[-1])
+    return f"{last.filename}:{last.lineno}"
+
+
+def _is_within(name: str, missing: str) -> bool:
+    """Return whether `missing` is the module `name` or one of its parents."""
+    return name == missing or name.startswith(f"{missing}.")
+
 
 _KEYS = (
     "loss.name",
@@ -216,3 +308,28 @@ def add_to_path(directory: str | os.PathLike[str]) -> None:
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
         importlib.invalidate_caches()
+
+
+_digests: dict[str, str] = {}
+
+
+def record_function(name: str, function: Callable[..., Any]) -> None:
+    """Record the code of a function under the name that the configuration has for it."""
+    _digests[name] = hashlib.sha256(_code(function).encode()).hexdigest()[:32]
+
+
+def function_digest(name: str) -> str | None:
+    """Return a digest of the code of a recorded function, or None if no function of this name is recorded."""
+    return _digests.get(name)
+
+
+def _code(function: Any) -> str:
+    """Return the source of a function, or of the class of an object that is called; its bytecode without a source."""
+    if isinstance(function, functools.partial):
+        return f"{_code(function.func)} {function.args} {function.keywords}"
+    is_code = inspect.isroutine(function) or inspect.isclass(function)
+    try:
+        return inspect.getsource(function if is_code else type(function))
+    except (OSError, TypeError):  # it was typed into an interpreter, for example
+        code = getattr(function, "__code__", None)
+        return "" if code is None else f"{code.co_code.hex()} {code.co_consts} {code.co_names}"

@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_megatron.config import checkpoint_metadata
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.hints import OPEN_SECTIONS, explain, key_of
-from rl_megatron.config.import_strings import is_import_string
+from rl_megatron.config.loading.hints import OPEN_SECTIONS, explain, key_of
+from rl_megatron.config.loading.import_strings import is_import_string
 
 PRIMARY = "config"  # the name of the shipped primary configuration
 _USERS = "command-line"  # what Hydra calls the provider of the user's directory
@@ -101,8 +101,8 @@ def hydra_session(config_dir: str | None, read_model: checkpoint_metadata.ReadMo
 
 def config_directory() -> Path:
     """Return the directory of the shipped YAML files: in the installed package, or `configs/` of a source tree."""
-    installed = Path(__file__).resolve().parents[1] / "configs"
-    return installed if installed.is_dir() else Path(__file__).resolve().parents[2] / "configs"
+    installed = Path(__file__).resolve().parents[2] / "configs"
+    return installed if installed.is_dir() else Path(__file__).resolve().parents[3] / "configs"
 
 
 def composed(

@@ -11,13 +11,13 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config import checkpoint_metadata, schema
-from rl_megatron.config.compose import PRIMARY, composed
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import make_absolute
 from rl_megatron.config.line_breaks import with_line_breaks
-from rl_megatron.config.plugins import import_plugins, listed_plugins
+from rl_megatron.config.loading.compose import PRIMARY, composed
+from rl_megatron.config.loading.import_strings import make_absolute
+from rl_megatron.config.loading.registry import import_plugins, listed_plugins
+from rl_megatron.config.loading.sections import mapping, refuse_missing, refuse_unknown, validated
 from rl_megatron.config.secrets import without_secrets
-from rl_megatron.config.sections import mapping, refuse_missing, refuse_unknown, validated
 from rl_megatron.config.stages import STAGE_KEYS, build_stage, check_stages, refuse_shadowed
 
 _RUN_KEYS = {field.name for field in fields(schema.RunConfig)}
