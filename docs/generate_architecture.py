@@ -2,7 +2,7 @@
 
     python docs/generate_architecture.py
 
-The arrows of the rooms are imports. Each box of the step names a file, and each arrow between two of them is an import,
+The arrows between packages are imports. Each box of the step names a file, and each arrow between two of them is an import,
 directly or through other files.
 """
 
@@ -21,12 +21,12 @@ sys.path.insert(0, str(REPOSITORY))
 from tests.test_architecture import MODULES, PACKAGE, PACKAGES, module_graph, module_name, package_of  # noqa: E402
 
 DOCS = REPOSITORY / "docs"
-PAGE, ROOMS_PICTURE, STEP_PICTURE = (DOCS / name for name in (
-    "architecture.md", "images/rooms.svg", "images/training_step.svg",
+PAGE, PACKAGES_PICTURE, STEP_PICTURE = (DOCS / name for name in (
+    "architecture.md", "images/packages.svg", "images/training_step.svg",
 ))  # fmt: skip
 
 # Each package: the column of its box, what lives in it, and when to touch it.
-ROOMS = {
+DESCRIPTIONS = {
     "config": (0, "sections of the YAML, rules, loading", "you add a key"),
     "topology": (0, "device, process groups, ranks", "you add a kind of parallelism"),
     "workers": (1, "child processes, confinement", "a process must be safe"),
@@ -82,7 +82,11 @@ STEP = (
     Box("losses/base.py", "LogprobLoss.read_output", "asks for logprobs of the model's output"),
     Box("logprobs/next_token.py", "next_token_stats", "gathers them over CP ranks into whole sequences"),
     Box("logprobs/api.py", "vocab_parallel_logprobs", "checks shapes, and chooses the kernels"),
-    Box("logprobs/vocab_parallel.py", "VocabParallelStats.forward", "merges the vocabulary's shards: one collective over TP"),
+    Box(
+        "logprobs/vocab_parallel.py",
+        "VocabParallelStats.forward",
+        "merges the shards: one collective over TP",
+    ),
     Box("logprobs/kernels/torch.py", "row_stats", "reads the logits once (triton.py on GPUs)"),
     Box("losses/clipped_pg.py", "ClippedPGLossFn.evaluate", "computes the loss of whole sequences"),
 )
@@ -141,7 +145,7 @@ _STYLE = """\
     .arrow { fill: none; stroke: #57606a; stroke-width: 1.4; marker-end: url(#head); }
   </style>
   <defs>
-    <marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto-start-reverse">
+    <marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">
       <path d="M0 0 L10 5 L0 10 z" fill="#57606a"/>
     </marker>
   </defs>
@@ -169,21 +173,24 @@ def _box(x: int, y: int, width: int, height: int, name: str, note: str) -> str:
 _WIDTH, _HEIGHT, _COLUMN, _ROW = 244, 46, 262, 72  # of a box, and between boxes
 
 
-def rooms_picture() -> str:
+def packages_picture() -> str:
     """Return the picture of the packages as SVG. A package imports those above it that arrows lead to."""
     graph = package_graph()
     row = rows(graph)
-    place = {package: (20 + _COLUMN * ROOMS[package][0], 16 + _ROW * row[package]) for package in PACKAGES}
+    place = {package: (20 + _COLUMN * DESCRIPTIONS[package][0], 16 + _ROW * row[package]) for package in PACKAGES}
 
     def parts() -> Iterator[str]:
         for package, target in sorted(needed_arrows(graph)):
             (x, y), (to_x, to_y) = place[package], place[target]
-            x, to_x, end = x + _WIDTH // 2, to_x + _WIDTH // 2, to_y + _HEIGHT
-            straight = end + _ROW - _HEIGHT + (row[package] - row[target] - 1) * _ROW
-            line = f"M{x} {y} " + (f"L{to_x} {end + _ROW * (row[package] - row[target] - 1)} " if straight > y else "")
-            yield f'<path class="arrow" d="{line}L{to_x} {end + 2}"/>'
+            start, end, above = x + _WIDTH // 2, to_x + _WIDTH // 2, to_y + _HEIGHT
+            if row[package] - row[target] > 1:  # between the columns, past the boxes of the rows between
+                gap, above, end = max(x, to_x) - (_COLUMN - _WIDTH) // 2, above + 2, to_x + 30
+                line = f"M{start} {y} L{gap} {y - 13} L{gap} {above + 13} L{end} {above}"
+            else:
+                line = f"M{start} {y} L{end} {above + 2}"
+            yield f'<path class="arrow" d="{line}"/>'
         for package, (x, y) in place.items():
-            yield _box(x, y, _WIDTH, _HEIGHT, package, ROOMS[package][1])
+            yield _box(x, y, _WIDTH, _HEIGHT, package, DESCRIPTIONS[package][1])
 
     return _picture("The packages and their imports", 800, 24 + _ROW * (max(row.values()) + 1), parts())
 
@@ -202,10 +209,10 @@ def step_picture() -> str:
     return _picture("One training step, by file", 560, 16 + 62 * len(STEP), parts())
 
 
-def rooms_table() -> str:
+def packages_table() -> str:
     """Return the table of packages, in the order of their imports."""
     lines = ["| package | what lives here | you touch it when |", "|---|---|---|"]
-    lines += [f"| `{package}` | {ROOMS[package][1]} | {ROOMS[package][2]} |" for package in PACKAGES]
+    lines += [f"| `{package}` | {DESCRIPTIONS[package][1]} | {DESCRIPTIONS[package][2]} |" for package in PACKAGES]
     return "\n".join(lines)
 
 
@@ -226,7 +233,7 @@ def files_list() -> str:
 
 def page(text: str) -> str:
     """Return the page with its generated parts renewed."""
-    for name, content in (("rooms", rooms_table()), ("files", files_list())):
+    for name, content in (("packages", packages_table()), ("files", files_list())):
         begin, end = f"<!-- {name}: written by docs/generate_architecture.py -->", f"<!-- end of {name} -->"
         before, _, rest = text.partition(begin)
         _, found, after = rest.partition(end)
@@ -239,7 +246,7 @@ def page(text: str) -> str:
 def main() -> None:
     """Write the page and its pictures."""
     PAGE.write_text(page(PAGE.read_text()))
-    ROOMS_PICTURE.write_text(rooms_picture())
+    PACKAGES_PICTURE.write_text(packages_picture())
     STEP_PICTURE.write_text(step_picture())
 
 

@@ -20,9 +20,9 @@ REWRITE = "run `python docs/generate_architecture.py`"
 def test_the_page_and_its_pictures_are_those_of_the_imports():
     text = generate_architecture.PAGE.read_text()
     assert generate_architecture.page(text) == text, REWRITE
-    assert generate_architecture.rooms_picture() == generate_architecture.ROOMS_PICTURE.read_text(), REWRITE
+    assert generate_architecture.packages_picture() == generate_architecture.PACKAGES_PICTURE.read_text(), REWRITE
     assert generate_architecture.step_picture() == generate_architecture.STEP_PICTURE.read_text(), REWRITE
-    assert list(generate_architecture.ROOMS) == list(PACKAGES)
+    assert list(generate_architecture.DESCRIPTIONS) == list(PACKAGES)
 
 
 def test_a_picture_without_the_arrows_that_follow_from_others():
