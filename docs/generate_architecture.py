@@ -2,8 +2,8 @@
 
     python docs/generate_architecture.py
 
-The arrows between packages are imports. Each box of the step names a file, and each arrow between two of them is an import,
-directly or through other files.
+The arrows between packages are imports. tests/test_architecture_page.py takes a training step, and compares the files
+that it enters with those of the picture.
 """
 
 from __future__ import annotations
