@@ -69,6 +69,7 @@ AMBIGUOUS = {
     "row": _ROWS, "rows": _ROWS, "chunk": _CHUNKS, "chunks": _CHUNKS,
     "unit": (
         ("config/metrics.py", r"unit", "a metric's unit"), ("algorithms/", r"unit", "a metric's unit"),
+        ("observability/", r"unit", "a metric's unit"),
         ("model/build.py", r"gated_linear_unit", "megatron-core's"),
     ),
     "units": (), "room": (), "rooms": (), "measure": (), "measures": (), "agreement": (), "filler": (),

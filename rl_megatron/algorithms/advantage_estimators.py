@@ -19,7 +19,7 @@ from rl_megatron.algorithms.rollout_statistics import sample_mask
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.advantages import ESTIMATORS, Estimator, check_estimator, estimator_of
 from rl_megatron.config.algorithms import GRPOConfig
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, RunFailed
 from rl_megatron.config.loading.import_strings import raised
 from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.rewards import RewardConfig
@@ -209,7 +209,7 @@ def _group_decoupled(inputs: AdvantageInputs) -> Float[Tensor, " batch"]:
     )
 
 
-class AdvantagesFailed(RuntimeError):
+class AdvantagesFailed(RunFailed):
     """A user's advantage estimator failed in a step."""
 
 

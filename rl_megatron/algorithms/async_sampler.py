@@ -12,6 +12,7 @@ import torch
 from rl_megatron import log
 from rl_megatron.algorithms.async_pace import AsyncPace
 from rl_megatron.algorithms.device_balance import DeviceBalance, engine_devices, num_training_nodes
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.rollout import Sampler, add_data_sets, mixture_to_tell_apart, seed_of_batch
 from rl_megatron.algorithms.rollout_record import RolloutRecord
 from rl_megatron.algorithms.rollout_statistics import statistics
@@ -32,11 +33,10 @@ from rl_megatron.rollouts.rollout_log import LoggedGroup, LoggedStep, RolloutLog
 from rl_megatron.rollouts.rounds import RolloutTask
 from rl_megatron.rollouts.runner import ROLLOUT_ERRORS
 from rl_megatron.rollouts.scored import Scored, Scores, tasks_of
-from rl_megatron.runs.stage import Stage
 from rl_megatron.topology.ranks import Ranks
 
 
-def sampler_of(stage: Stage, algorithm: RolloutConfig) -> Sampler | AsyncSampler:
+def sampler_of(stage: Loop, algorithm: RolloutConfig) -> Sampler | AsyncSampler:
     """Return what makes the rollouts of a stage."""
     rollout = stage.config.rollout
     if rollout.is_asynchronous and rollout.replay is None:
@@ -52,7 +52,7 @@ class AsyncSampler:
     on the same tokens again, and then makes the groups anew that were not complete.
     """
 
-    def __init__(self, stage: Stage, algorithm: RolloutConfig):
+    def __init__(self, stage: Loop, algorithm: RolloutConfig):
         config = stage.config
         self._stage, self._engine = stage, stage.engine
         self._group_size, self._per_step = algorithm.samples_per_prompt, algorithm.prompts_per_step
@@ -143,7 +143,7 @@ class AsyncSampler:
         """Return the groups that are left, which checkpoints keep. Collective."""
         return {
             "queue": self._rollouts.state_dict(),
-            "batches_skipped": self._stage.roll_back.batches_skipped,
+            "batches_skipped": self._stage.batches_skipped,
             "weight_version": self._stage.policy.weight_version,
         }
 
@@ -152,7 +152,7 @@ class AsyncSampler:
         self._stage.policy.model.version = state["weight_version"]  # the log goes on with the same numbers
         queue = self._rollouts.queue
         queue.load_state_dict(state["queue"])
-        skipped = self._stage.roll_back.batches_skipped - state["batches_skipped"]
+        skipped = self._stage.batches_skipped - state["batches_skipped"]
         if skipped:
             self._logged = {}
             failure = self._ranks.try_on_rank0(lambda: self._log.forget(queue.next_step - 1))

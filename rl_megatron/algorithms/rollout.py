@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups, token_rewards
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.registry import LossNeeds
 from rl_megatron.algorithms.rollout_record import ORDER, RolloutRecord
 from rl_megatron.algorithms.rollout_statistics import mean_over_tokens, statistics
@@ -30,7 +31,6 @@ from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.batch import TURN_REWARDS, data_set_places
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
-from rl_megatron.runs.stage import Stage
 from rl_megatron.timing import count_tokens, phase
 
 # The keys of rollouts when they reach the loss.
@@ -97,7 +97,7 @@ class Sampler:
     run therefore samples the same as an uninterrupted run.
     """
 
-    def __init__(self, stage: Stage, algorithm: RolloutConfig):
+    def __init__(self, stage: Loop, algorithm: RolloutConfig):
         config, self._stage, self._algorithm = stage.config, stage, algorithm
         self._engine, self._seed = stage.engine, config.train.seed
         self._per_prompt = algorithm.samples_per_prompt

@@ -1,4 +1,4 @@
-"""Declarations of the rollout engines, the ways in which weights reach them, and the rules of the section `generation`."""
+"""The rollout engines, the ways in which weights reach them, and the rules of the section `generation`."""
 
 from __future__ import annotations
 

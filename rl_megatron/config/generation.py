@@ -1,4 +1,4 @@
-"""The section `generation`: sampling, the rollout engine and its servers, and the weight sync. Its rules are in engines.py."""
+"""The section `generation`: sampling, the rollout engine, its servers, and the weight sync (rules: engines.py)."""
 
 from __future__ import annotations
 
@@ -132,7 +132,6 @@ class VllmConfig(ServersConfig):
     # prompt with a seed must not be divided.
     max_num_batched_tokens: Positive | None = None
     enforce_eager: bool | None = None  # no CUDA graphs and no compilation: slower, but ready sooner. null: on a CPU
-    # Let servers unpickle what comes to their port. It must be false, because no way to send weights needs it.
     allow_insecure_serialization: bool = False
     # Release the GPUs' memory while the policy trains. null: if servers compute on the policy's GPUs, which
     # generation.refit decides.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_megatron.config.errors import RunFailed
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import Reduction
@@ -19,7 +20,7 @@ from rl_megatron.topology.topology import Topology
 from rl_megatron.topology.transfer import read_numbers, send
 
 
-class NonFiniteLoss(RuntimeError):
+class NonFiniteLoss(RunFailed):
     """A loss turned NaN or infinite; raised on every rank before the optimizer moves a weight."""
 
 

@@ -18,7 +18,6 @@ from rl_megatron.generation.interfaces import Completion, Served, WeightSpan
 from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.worker import completion
-from rl_megatron.runs.roll_back import RollBack
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms import fakes
 from tests.unit.algorithms.fakes import EOS, ONE_RANK, Characters, Echo, Problems, ScoredHere, stage_of_a_sampler
@@ -85,7 +84,7 @@ def made(monkeypatch, tmp_path):
             stage = stage_of_a_sampler(
                 config=load_config([*OPTIONS, *overrides]).first, tokenizer=Characters(), scorer=scorer, policy=policy,
                 engine=SyncedEngine(engine, check, Ranks(), lambda metrics: None) if kind is AsyncSampler else engine,
-                roll_back=RollBack(), kept=kept, close_at_end=lambda part: closing.callback(part.close), name="grpo",
+                batches_skipped=0, kept=kept, close_at_end=lambda part: closing.callback(part.close), name="grpo",
             )  # fmt: skip
             closing.callback(stage.rollouts.runner.close)
             stage.keep, stage.rollout_files = kept.__setitem__, tmp_path
