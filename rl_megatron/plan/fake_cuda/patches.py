@@ -75,7 +75,7 @@ def _of_cuda(sides: Sides) -> list[tuple[Any, str, Any]]:
         """A generator on the host, whatever its device. Its numbers are drawn into tensors without data."""
 
         def __new__(cls, device: object = "cpu") -> HostGenerator:
-            return super().__new__(cls, "cpu")
+            return super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]  # the stub has no device
 
     def synchronize(*args: object) -> None:
         sides.observer.waited("the device is waited for")
