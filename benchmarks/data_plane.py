@@ -10,6 +10,7 @@ given to a collective. What other ranks would answer is computed from the same s
 
     collecting    the CPU time to collect the numbers of all sequences
     planning      the CPU time to plan the ownership; both times are the least of several runs, as means over seeds
+    one block     the CPU time to plan it for all ranks together, instead of for the rank's block alone
     held          bytes of the sequences and numbers that the rank holds afterwards
     moved         bytes that the rank has received from others
     imbalance     by how much the costliest of all ranks exceeds the mean
@@ -71,6 +72,7 @@ class Measured:
     ranks: float
     collecting_seconds: float
     planning_seconds: float
+    one_block_seconds: float
     held: float
     moved: float
     imbalance: float
@@ -185,11 +187,15 @@ def measure_once(ranks: int, shortest: int, seed: int, repetitions: int = 10) ->
                 planning.append(time.process_time() - started)
             assert (plan.owners == owners).all()
             batch = batch.move_to_owners(plan)
+        started = time.process_time()
+        planner.of_block(np.arange(len(every)), ranks)
+        one_block = time.process_time() - started
         costs = np.bincount(owners, weights=COST.per_token * every + COST.per_pair * every.astype(float) ** 2)
         stay = (owners // 8 == homes // 8).mean().item()
         # The planner's own collectives: a byte for each sequence, and 8 for each that goes to another block.
         moved = batch.moved.received + (len(every) + 8 * len(gifts) if ranks > 8 else 0)
-        return Measured(ranks, min(collecting), min(planning), held(batch), moved, costs.max() / costs.mean() - 1, stay)
+        imbalance = costs.max() / costs.mean() - 1
+        return Measured(ranks, min(collecting), min(planning), one_block, held(batch), moved, imbalance, stay)
     finally:
         dist.destroy_process_group()
 
@@ -259,14 +265,17 @@ def race(per_rank: int, rounds: int) -> tuple[float, float, int]:
 def table(measured: Sequence[Measured], title: str) -> Table:
     """Return the measurements as a table, with the growth from the first to the last."""
     found = Table(title=title)
-    for name in ("ranks", "collecting", "planning", "held", "moved", "imbalance", "stay"):
+    for name in ("ranks", "collecting", "planning", "one block", "held", "moved", "imbalance", "stay"):
         found.add_column(name, justify="right")
     for each in measured:
-        times = (f"{seconds * 1e3:.2f} ms" for seconds in (each.collecting_seconds, each.planning_seconds))
+        times = (
+            f"{seconds * 1e3:.2f} ms"
+            for seconds in (each.collecting_seconds, each.planning_seconds, each.one_block_seconds)
+        )
         sizes = (f"{number / 1e6:.2f} MB" for number in (each.held, each.moved))
         found.add_row(f"{each.ranks:,.0f}", *times, *sizes, f"{each.imbalance:.2%}", f"{each.stay:.1%}")
     first, last = measured[0], measured[-1]
-    keys = "collecting_seconds", "planning_seconds", "held", "moved"
+    keys = "collecting_seconds", "planning_seconds", "one_block_seconds", "held", "moved"
     growth = [f"×{getattr(last, key) / getattr(first, key):.2f}" for key in keys]
     found.add_row("growth", *growth, "", "")
     return found

@@ -128,8 +128,8 @@ def ask(address: tuple[str, int], key: str, seconds: float, measured: Connection
 def make_client(name: str, texts: Sequence[str]) -> Callable[[str], Any]:
     """Return a function that makes the `RolloutClient` of a trajectory, with a tokenizer that learned from texts."""
     from rl_megatron.config.data_sources import PromptsConfig
-    from rl_megatron.data.byte_level_bpe import train_bpe
     from rl_megatron.data.rendering import Renderer
+    from rl_megatron.data.run_tokenizer import train_bpe
     from rl_megatron.data.tasks import Problem
     from rl_megatron.generation.interfaces import Completion, Request, Sampling, WeightSpan
     from rl_megatron.rollouts.client import RolloutClient

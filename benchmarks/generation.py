@@ -35,7 +35,7 @@ from rich.table import Table
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.engines import build_engine

@@ -26,19 +26,12 @@ from docs.declarations import DEFAULTS_OF_KEYS, Key, argument_meanings, as_yaml,
 from rl_megatron.algorithms import ALGORITHMS  # noqa: E402
 from rl_megatron.config import schema  # noqa: E402
 from rl_megatron.config.engines import ENGINE_DECLARATIONS  # noqa: E402
-from rl_megatron.config.environments import (
-    AgentConfig,
-    EnvironmentConfig,
-    ToolsConfig,
-)
+from rl_megatron.config.environments import AgentConfig, EnvironmentConfig, ToolsConfig  # noqa: E402
 from rl_megatron.config.eval_sets import EvalConfig, EvalSetConfig  # noqa: E402
 from rl_megatron.config.generation import GenerationConfig  # noqa: E402
 from rl_megatron.config.loading.compose import config_directory  # noqa: E402
 from rl_megatron.config.loading.load import load_config, to_yaml  # noqa: E402
-from rl_megatron.config.loggers import (
-    LoggerConfig,
-    ProfileConfig,
-)
+from rl_megatron.config.loggers import LoggerConfig, ProfileConfig  # noqa: E402
 from rl_megatron.config.model import LinearRope, Llama3Rope, ModelConfig, YarnRope  # noqa: E402
 from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
 from rl_megatron.config.parallel import ParallelConfig  # noqa: E402

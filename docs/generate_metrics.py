@@ -17,9 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from rl_megatron.algorithms import metrics  # noqa: E402
+from rl_megatron.algorithms.registry import eval_metric_names  # noqa: E402
 from rl_megatron.config.loading.load import load_config  # noqa: E402
 from rl_megatron.config.metrics import EVAL_METRICS, METRICS, SET_METRICS, Metric  # noqa: E402  # noqa: E402
-from rl_megatron.evaluation.heldout import metric_names  # noqa: E402
 from rl_megatron.losses import LOSSES, build_loss  # noqa: E402
 from rl_megatron.losses import metrics as losses  # noqa: E402
 from rl_megatron.rewards import metrics as rewards  # noqa: E402
@@ -166,7 +166,7 @@ def _evaluations() -> Iterator[str]:
     yield "| held-out data | metrics |"
     yield "|---|---|"
     for what, overrides in EVALUATIONS.items():
-        names = ", ".join(f"`{name}`" for name in metric_names(load_config(overrides).first))
+        names = ", ".join(f"`{name}`" for name in eval_metric_names(load_config(overrides).first))
         yield f"| {what} | {names} |"
 
 

@@ -4,8 +4,8 @@ The names in `__all__` can be imported from here. Each is loaded on first use, s
 import torch; `rl_megatron/__init__.pyi` declares them for type checkers. A subpackage imports only those before it:
 
     config → topology → workers → data → batching → logprobs → losses → model → checkpoint → weight_sync → policy →
-    training → generation → rewards → rollouts → observability → algorithms → certify → plan → doctor → compat → cli →
-    api
+    training → generation → rewards → rollouts → observability → evaluation → algorithms → runs → certify → plan →
+    doctor → compat → cli → api
 """
 
 import importlib
@@ -15,6 +15,7 @@ from rl_megatron.log import silence_libraries as _silence_libraries
 __version__ = "0.1.0"
 
 _HOME = {
+    "AdvantageInputs": "algorithms.advantage_estimators",
     "AlgorithmConfig": "config.schema",
     "BatchedDataDict": "data.batch",
     "ConfigError": "config.errors",
@@ -27,6 +28,7 @@ _HOME = {
     "LoraConfig": "config.peft",
     "Loss": "losses",
     "LossInputType": "losses",
+    "Loop": "algorithms.loop",
     "LossNeeds": "algorithms",
     "LossType": "losses",
     "MegatronPolicy": "training.megatron_policy",
@@ -41,7 +43,6 @@ _HOME = {
     "Sampler": "rollouts.sampler",
     "Sampling": "generation.interfaces",
     "Segment": "rollouts.trajectory",
-    "Stage": "runs.stage",
     "Trajectory": "rollouts.trajectory",
     "Turn": "rollouts.trajectory",
     "TrainingResult": "api.train",

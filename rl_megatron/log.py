@@ -10,12 +10,16 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 LOGGER = logging.getLogger("rl_megatron")
+
+Item = TypeVar("Item")
+_FIRST_SECONDS, _THEN_SECONDS = 2.0, 10.0  # until the lines about a preparation
+_BETWEEN = 64  # items between two looks at the clock
 
 # Warnings of libraries that a user of this package cannot act on: message, category and module (regular expressions).
 _NOT_FOR_USERS: tuple[tuple[str, type[Warning], str], ...] = (
@@ -131,6 +135,24 @@ def silence_gpu_advice() -> None:
     """Ignore advice that only concerns GPUs, in a process that computes on the CPU."""
     advice = "When using async grad allreduce it is recommended to set the environment variable CUDA_DEVICE"
     warnings.filterwarnings("ignore", advice, UserWarning, append=True)
+
+
+def tracked(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+    """Yield the items. After two seconds, and then from time to time, a line of the log says how many were taken.
+
+    Args:
+        items: The items.
+        what: What is done to them, for the line, such as "tokenized records".
+        total: Their number, if it is known.
+    """
+    began, due, done = time.monotonic(), _FIRST_SECONDS, 0
+    for done, item in enumerate(items, 1):
+        yield item
+        if done % _BETWEEN == 0 and (taken := time.monotonic() - began) >= due:
+            LOGGER.info("%s: %s%s", what, f"{done:,}", "" if total is None else f" of {total:,}")
+            due = taken + _THEN_SECONDS
+    if due > _FIRST_SECONDS:
+        LOGGER.info("%s: %s in %.0f s", what, f"{done:,}", time.monotonic() - began)
 
 
 class Once:

@@ -11,13 +11,13 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
 # A subpackage may import itself and those before it.
 PACKAGES = (
     "config", "topology", "workers", "data", "batching", "logprobs", "losses", "model", "checkpoint",
-    "weight_sync", "policy", "training", "generation", "rewards", "rollouts", "observability", "algorithms", "certify",
-    "plan", "doctor", "compat", "cli", "api",
+    "weight_sync", "policy", "training", "generation", "rewards", "rollouts", "observability", "evaluation",
+    "algorithms", "runs", "certify", "plan", "doctor", "compat", "cli", "api",
 )  # fmt: skip
 FOR_ALL = {"log", "disk", "timing", "rl_megatron"}  # rl_megatron: the package root, which holds the version
 IMPORT_ANYTHING = {"__main__"}
 KNOWN = {*PACKAGES, *FOR_ALL, *IMPORT_ANYTHING}
-MEGATRON_PACKAGES = {"topology", "model", "checkpoint", "training", "generation"}
+MEGATRON_PACKAGES = {"topology", "model", "checkpoint", "training", "generation", "plan"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -100,9 +100,9 @@ def test_imports_point_left():
         ("from rl_megatron import training", "rl_megatron.model.build", "model imports rl_megatron.training"),
         ("from ..training import optimizer", "rl_megatron.data.batch", "data imports rl_megatron.training.optimizer"),
         ("from .compat import nemo_rl", "rl_megatron", "rl_megatron imports rl_megatron.compat.nemo_rl"),
-        ("from rl_megatron.config import load", "rl_megatron.log", "log imports rl_megatron.config.loading.load"),
+        ("from rl_megatron.config import errors", "rl_megatron.log", "log imports rl_megatron.config.errors"),
         ("from megatron.core import mpu", "rl_megatron.losses.nll", "losses imports megatron.core.mpu"),
-        ("import megatron", "rl_megatron.runs.run", "algorithms imports megatron"),
+        ("import megatron", "rl_megatron.runs.run", "runs imports megatron"),
         ("from megatron.core import parallel_state", "rl_megatron.training.optimizer", "only topology/topology.py may"),
         ("import megatron.core.parallel_state as mpu", "rl_megatron.training", "only topology/topology.py may"),
     ],

@@ -10,14 +10,12 @@ import pytest
 
 from rl_megatron.config.data_sources import PreferenceConfig, PromptAnswerConfig
 from rl_megatron.config.schema import DataConfig
-from rl_megatron.data.byte_level_bpe import train_bpe
-from rl_megatron.data.datasets import PromptAnswerDataset
+from rl_megatron.data.datasets import PreferenceDataset, PromptAnswerDataset
 from rl_megatron.data.files import load_records
-from rl_megatron.data.preferences import PreferenceDataset
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.run_tokenizer import load_tokenizer, train_bpe
 from rl_megatron.data.sources import SOURCES, PreferenceSource
 from rl_megatron.data.tasks.registry import TASKS, build_task
-from rl_megatron.data.tokenizer_files import load_tokenizer
 from tests.unit.data.chat_families import write_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[1]

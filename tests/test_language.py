@@ -42,9 +42,10 @@ VERBS = frozenset(
 # Words that once had several meanings → the identifiers that may hold them: (path in the package, pattern, meaning).
 _ROWS = (
     ("logprobs/", r".*", "rows of a matrix of logits or hidden states"),
+    ("plan/fake_cuda/stand_ins.py", r".*", "rows of a matrix of logits"),
     ("weight_sync/", r".*", "rows of a weight matrix"),
     ("model/families/", r".*", "rows of a weight matrix"),
-    ("data/readers/tables.py", r".*", "rows of a table"),
+    ("data/readers.py", r".*", "rows of a table"),
     ("model/lora/", r".*", "rows of a weight matrix"),
     ("model/shards.py", r"rows|row|hf_row|Rows|_INIT_ROWS", "rows of a weight matrix"),
     ("checkpoint/", r"(hf_|embedding_|read_|\.with_first_)?rows?|row_bytes|Rows", "rows of a weight matrix"),
@@ -68,13 +69,15 @@ AMBIGUOUS = {
     "row": _ROWS, "rows": _ROWS, "chunk": _CHUNKS, "chunks": _CHUNKS,
     "unit": (
         ("config/metrics.py", r"unit", "a metric's unit"), ("algorithms/", r"unit", "a metric's unit"),
+        ("observability/", r"unit", "a metric's unit"),
         ("model/build.py", r"gated_linear_unit", "megatron-core's"),
     ),
     "units": (), "room": (), "rooms": (), "measure": (), "measures": (), "agreement": (), "filler": (),
     "platform": (("checkpoint/save.py", r"platform", "Python's module"), ("generation/", r"platform", "sys.platform"),
                  ("workers/linux.py", r"\.?platform", "sys.platform"),
                  ("workers/confined.py", r"\.platform", "sys.platform")),
-    "inputs": (("compat/", r".*", "NeMo RL's names"),),
+    "inputs": (("compat/", r".*", "NeMo RL's names"), ("config/advantages.py", r".*", "what an estimator gets"),
+               ("algorithms/advantage_estimators.py", r".*", "what an estimator gets")),
     "contents": (),
     "origin": (("config/loading/hints.py", r"get_origin", "typing's"), ("compat/", r"origin", "importlib's attribute"),
                ("doctor/installed.py", r"origin", "importlib's attribute")),

@@ -43,7 +43,7 @@ OTHER_MEANINGS = {
     ("rl_megatron.certify.workload", "reward_model"): "the objective that docs/layouts.md names",
     **{
         (f"rl_megatron.data.{module}", "text"): "the field of a record or of a message"
-        for module in ("conversations", "files", "plain_text", "templates")
+        for module in ("conversations", "files", "plain_text")
     },
     **{
         (f"rl_megatron.rollouts.gateway.{module}", "text"): "a key or a type of OpenAI's API"
@@ -55,7 +55,7 @@ OTHER_MEANINGS = {
     ("rl_megatron.evaluation.evaluate_weights", "text"): "a field of a completion",
     ("rl_megatron.evaluation.sets", "task"): "a key of a set",
     ("rl_megatron.data.tasks.multiple_choice", "text"): "a key of a record's choices",
-    ("rl_megatron.data.readers.lines", "text"): "the field of a record",
+    ("rl_megatron.data.readers", "text"): "the field of a record",
     ("rl_megatron.data.sources.prompts", "reward_model"): "the field of a record for verl",
     ("rl_megatron.rewards.calling", "reward_model"): "a field of verl's records",
     ("rl_megatron.rewards.calling", "prompts"): "a parameter of TRL's functions",

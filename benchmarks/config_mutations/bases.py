@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.data.run_tokenizer import train_bpe
 
 # One layer and few records: a step takes milliseconds.
 TINY = (
@@ -56,8 +56,8 @@ def loss(data, global_valid_seqs, global_valid_toks, next_token_logprobs):
     return value, {"loss": value.detach()}
 
 
-def advantages(rewards, group_size):
-    return rewards - rewards.mean()
+def advantages(inputs):
+    return inputs.rewards - inputs.ranks.moments(inputs.rewards).mean
 
 
 def length(prompt, completion, **fields):

@@ -10,7 +10,8 @@ from functools import cached_property
 
 # The package's parts that operators change.
 SUBPACKAGES = (
-    "losses", "logprobs", "batching", "training", "weight_sync", "checkpoint", "algorithms", "rollouts",
+    "losses", "logprobs", "batching", "training", "weight_sync", "checkpoint", "generation", "rollouts", "evaluation",
+    "algorithms", "runs",
 )  # fmt: skip
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _BODIES = ("body", "orelse", "finalbody")

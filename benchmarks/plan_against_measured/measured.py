@@ -20,7 +20,7 @@ from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.topology.fake_cuda.device import clear_caches
+from rl_megatron.plan.fake_cuda.device import clear_caches
 from rl_megatron.topology.topology import start_topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.reference import ReferenceModel

@@ -10,11 +10,11 @@ from typing import Literal
 
 from rl_megatron import (
     ConfigError,
+    Loop,
     Metric,
     NLLLoss,
     RolloutConfig,
     Sampler,
-    Stage,
     check_problems,
     declare_metrics,
     register_algorithm,
@@ -43,7 +43,7 @@ class ExpertIterationConfig(RolloutConfig):
 
 
 @register_algorithm(ExpertIterationConfig, fixed_loss="nll", check_data=check_problems)
-def expert_iteration(stage: Stage, algorithm: ExpertIterationConfig) -> None:
+def expert_iteration(stage: Loop, algorithm: ExpertIterationConfig) -> None:
     """Train the stage's policy by expert iteration."""
     loss_fn = NLLLoss()
     sampler = Sampler(stage, algorithm)

@@ -6,6 +6,7 @@ arXiv:2306.13649.
 
 from __future__ import annotations
 
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
@@ -17,7 +18,6 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.rollouts.batch import data_set_places
-from rl_megatron.runs.stage import Stage
 
 _KEYS = frozenset("input_ids input_lengths token_mask sample_mask".split()) | TOPK_KEYS | WHOLE_KEYS
 _LOSS = LossNeeds("a teacher's logits", uses_teacher, _KEYS, "full_distillation or distillation")
@@ -31,7 +31,7 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...
 
 
 @register_algorithm(DistillationConfig, loss=_LOSS, check_data=_check_data)
-def distillation(stage: Stage, algorithm: DistillationConfig) -> None:
+def distillation(stage: Loop, algorithm: DistillationConfig) -> None:
     """Train the stage's policy, the student, to predict as its teachers do."""
     loss_fn = configured_loss(stage.config.loss)
     teachers = Teachers.of(stage, algorithm.teachers, algorithm.top_k)

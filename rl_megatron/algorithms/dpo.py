@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
 from rl_megatron.algorithms.registry import register_algorithm
@@ -21,7 +22,6 @@ from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.runs.stage import Stage
 
 
 def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:
@@ -40,7 +40,7 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int,
 
 
 @register_algorithm(DPOConfig, loss=LOGPROB_PAIRS, uses_reference=uses_reference, check_data=_check_data)
-def dpo(stage: Stage, algorithm: DPOConfig) -> None:
+def dpo(stage: Loop, algorithm: DPOConfig) -> None:
     """Train the stage's policy by DPO, or by another loss that compares the answers of pairs."""
     loss_fn, reference = configured_loss(stage.config.loss), uses_reference(stage.config)
     loader = dataset_loader(stage.config, stage.tokenizer)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
-from rl_megatron.config.errors import ConfigError, describe_error
+from rl_megatron.config.errors import ConfigError, RunFailed, describe_error
 from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.endpoint import BadReply, Endpoint, EndpointFailed
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 Entry = Mapping[str, Mapping[str, Any]]  # of one token: {token id: {"logprob": …}}
 
 
-class TeacherFailed(RuntimeError):
+class TeacherFailed(RunFailed):
     """An endpoint gave no logprobs during training; the message names it."""
 
 

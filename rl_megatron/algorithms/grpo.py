@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages, owned_together
 from rl_megatron.algorithms.covariances import with_covariance_mask
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import (
@@ -23,7 +24,6 @@ from rl_megatron.algorithms.rollout import (
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.rollouts.sampler import Sampler, seed_of_batch
 from rl_megatron.rollouts.statistics import correction_statistics, learned_statistics, logprob_mismatch
-from rl_megatron.runs.stage import Stage
 
 
 @register_algorithm(
@@ -33,7 +33,7 @@ from rl_megatron.runs.stage import Stage
     check_data=check_policy_gradient,
     progress_metric="reward",
 )
-def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
+def grpo(stage: Loop, algorithm: GRPOConfig) -> None:
     """Train the stage's policy by GRPO."""
     loss_fn = rollout_loss(stage.config)
     recompute, reference = recomputes_logprobs(stage.config, algorithm, loss_fn), needs_reference(loss_fn)

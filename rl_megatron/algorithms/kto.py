@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from rl_megatron import log
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.pairs import PAIR_KEYS, uses_reference
-from rl_megatron.algorithms.registry import LossNeeds, algorithm_of, register_algorithm
+from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import KTOConfig
 from rl_megatron.config.data import LABELLED
@@ -34,7 +35,6 @@ from rl_megatron.losses.contract import LossFunction, LossInputType
 from rl_megatron.losses.functional import masked_sum
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
-from rl_megatron.runs.stage import Stage
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
@@ -96,7 +96,7 @@ def imbalance(num_desirable: int, num_undesirable: int, cfg: KTOLossConfig) -> s
     uses_reference=uses_reference,
     check_data=_check_data,
 )
-def kto(stage: Stage, algorithm: KTOConfig) -> None:
+def kto(stage: Loop, algorithm: KTOConfig) -> None:
     """Train the stage's policy by KTO, or by another loss of labelled answers."""
     loss_fn, length = configured_loss(stage.config.loss), stage.config.model.max_sequence_length
     if uses_reference(stage.config):
@@ -193,9 +193,9 @@ class HeldoutLabelled(Evaluation):
         return cls(heldout.batch, tokenizer.pad_id, stage.model.max_sequence_length)
 
     @classmethod
-    def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+    def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
         """Return the names of the eval metrics; `label_accuracy` only if the algorithm has a reference policy."""
-        return ("nll_per_token",) + (("label_accuracy",) if algorithm_of(stage).uses_reference(stage) else ())
+        return ("nll_per_token",) + (("label_accuracy",) if has_reference else ())
 
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> EvalResult:
         """Return how likely desirable answers are, and how often the policy agrees with the labels.

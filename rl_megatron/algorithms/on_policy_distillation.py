@@ -6,6 +6,7 @@ Thinking Machines Lab.
 
 from __future__ import annotations
 
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
@@ -31,7 +32,6 @@ from rl_megatron.rollouts.statistics import (
     logprob_mismatch,
     mean_over_tokens,
 )
-from rl_megatron.runs.stage import Stage
 
 
 def _uses_advantages(loss_fn: LossFunction) -> bool:
@@ -64,7 +64,7 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...
     OnPolicyDistillationConfig, loss=_LOSS, uses_reference=uses_reference, check_data=_check_data,
     progress_metric="reward",
 )  # fmt: skip
-def on_policy_distillation(stage: Stage, algorithm: OnPolicyDistillationConfig) -> None:
+def on_policy_distillation(stage: Loop, algorithm: OnPolicyDistillationConfig) -> None:
     """Train the stage's policy, the student, on its own samples to predict as its teachers do.
 
     With a loss over a teacher's logits, this is the loss of `distillation` on the student's samples. With a loss over

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import check_problems
@@ -17,7 +18,6 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.rollouts.sampler import Sampler, on_every_rank
-from rl_megatron.runs.stage import Stage
 
 _KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "temperature", "rewards")
 
@@ -29,7 +29,7 @@ _KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "temperature
     check_data=check_problems,
     progress_metric="reward",
 )
-def online_dpo(stage: Stage, algorithm: OnlineDPOConfig) -> None:
+def online_dpo(stage: Loop, algorithm: OnlineDPOConfig) -> None:
     """Train the stage's policy by online DPO, or by another loss that compares the answers of pairs."""
     loss_fn, reference = configured_loss(stage.config.loss), uses_reference(stage.config)
     if reference:

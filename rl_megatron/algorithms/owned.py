@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.exchange import is_first_of_replica
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.loader import DataLoader
-from rl_megatron.runs.stage import Stage
 from rl_megatron.timing import phase
 
 
-def owned_batches(stage: Stage, loader: DataLoader[BatchedDataDict]) -> Iterator[tuple[int, Batch]]:
-    """Yield each step of a stage with its batch, as `Stage.batches` does, but with sequences that have owners.
+def owned_batches(stage: Loop, loader: DataLoader[BatchedDataDict]) -> Iterator[tuple[int, Batch]]:
+    """Yield each step of a stage with its batch, as `Loop.batches` does, but with sequences that have owners.
 
     Each data-parallel replica reads an equal part of the batch, and the parts are balanced then. Collective.
 
@@ -34,7 +34,7 @@ def owned_batches(stage: Stage, loader: DataLoader[BatchedDataDict]) -> Iterator
         yield step, owned(batch, stage, together)
 
 
-def owned(batch: Batch, stage: Stage, together: Tensor | None) -> Batch:
+def owned(batch: Batch, stage: Loop, together: Tensor | None) -> Batch:
     """Return a batch with every sequence on the data-parallel rank that learns from it. Collective.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_megatron.algorithms.advantages import generalized_advantages, whiten
 from rl_megatron.algorithms.covariances import with_covariance_mask
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.metrics import CRITIC_PREFIX
 from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import CriticNeeds, register_algorithm
@@ -36,7 +37,6 @@ from rl_megatron.rollouts.statistics import (
     learned_statistics,
     logprob_mismatch,
 )
-from rl_megatron.runs.stage import Stage
 
 
 def _value_loss(algorithm: PPOConfig) -> dict[str, Any]:
@@ -58,7 +58,7 @@ CRITIC = CriticNeeds[PPOConfig](
     check_data=check_policy_gradient,
     progress_metric="reward",
 )
-def ppo(stage: Stage, algorithm: PPOConfig) -> None:
+def ppo(stage: Loop, algorithm: PPOConfig) -> None:
     """Train the stage's policy and critic by PPO."""
     critic = stage.critic
     assert critic is not None  # the stage has one because the algorithm is registered with a critic

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.config.algorithms import PretrainConfig
 from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.losses import NLLLoss
-from rl_megatron.runs.stage import Stage
 
 
 @register_algorithm(PretrainConfig, fixed_loss="nll")
-def pretrain(stage: Stage, algorithm: PretrainConfig) -> None:
+def pretrain(stage: Loop, algorithm: PretrainConfig) -> None:
     """Train the stage's policy to predict every token of documents."""
     loss_fn = NLLLoss()
     for step, batch in owned_batches(stage, dataset_loader(stage.config, stage.tokenizer)):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.config.algorithm_kinds import register_algorithm_config
 from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -17,12 +18,12 @@ from rl_megatron.config.schema import AlgorithmConfig, StageConfig
 from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
+from rl_megatron.evaluation.heldout import metric_names
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.model.build import Head
-from rl_megatron.runs.stage import Stage
 
 ConfigT = TypeVar("ConfigT", bound=AlgorithmConfig)
-TrainingLoop = Callable[[Stage, ConfigT], None]
+TrainingLoop = Callable[[Loop, ConfigT], None]
 
 
 @dataclass(frozen=True)
@@ -146,3 +147,8 @@ def register_algorithm(
 def algorithm_of(stage: StageConfig) -> Algorithm[Any]:
     """Return the algorithm of a stage."""
     return ALGORITHMS[stage.algorithm.name]
+
+
+def eval_metric_names(stage: StageConfig) -> tuple[str, ...]:
+    """Return the names of a stage's eval metrics on its held-out data."""
+    return metric_names(stage, has_reference=algorithm_of(stage).uses_reference(stage))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.endpoint_teacher import EndpointTeacher
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.errors import ConfigError
@@ -17,7 +18,6 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.contract import LossFunction
-from rl_megatron.runs.stage import Stage
 from rl_megatron.timing import phase
 from rl_megatron.topology.degrees import validate_model
 from rl_megatron.topology.ranks import Ranks
@@ -98,7 +98,7 @@ class Teachers:
     data_sets: list[tuple[int, ...]]
 
     @classmethod
-    def of(cls, stage: Stage, teachers: Sequence[TeacherConfig], top_k: int) -> Teachers:
+    def of(cls, stage: Loop, teachers: Sequence[TeacherConfig], top_k: int) -> Teachers:
         """Load the teachers of a stage. Collective.
 
         Raises:

@@ -114,7 +114,8 @@ def dpo(
 def _run(config: RunConfig) -> TrainingResult:
     import torch.distributed as dist
 
-    from rl_megatron.runs.run import leave_together, run_stages
+    from rl_megatron.runs.run import run_stages
+    from rl_megatron.topology.ranks import leave_together
     from rl_megatron.topology.topology import leave
 
     joined = dist.is_initialized()

@@ -45,8 +45,8 @@ from rl_megatron.config.checkpoint_metadata import (
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import num_experts
+from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.tokenizer_files import load_tokenizer
 from rl_megatron.model.families import family_of_model, read_model, same_weights, text_config
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.score import score_table, with_score_head

@@ -24,8 +24,8 @@ from rl_megatron.config.checkpoint_metadata import has_tokenizer
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.rules import check_vocabulary
+from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.tokenizer_files import load_tokenizer
 from rl_megatron.model.build import Head
 from rl_megatron.model.families.score import score_table
 from rl_megatron.model.families.table import Rows, WeightTable

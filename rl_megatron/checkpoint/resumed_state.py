@@ -1,7 +1,7 @@
 """`ResumedState`: everything of a stage that checkpoints keep besides models, as named parts.
 
 Each part saves itself as plain values, and checks those of a checkpoint before it takes them. An algorithm of your own
-adds a part with `Stage.keep`.
+adds a part with `Loop.keep`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.training.megatron_policy import MegatronPolicy
 
 State = Mapping[str, Any]
 
@@ -76,23 +75,6 @@ class ResumedState:
                 part.load_state_dict(saved[name])
             except ConfigError as error:
                 raise ConfigError(f"{checkpoint}: the state of {name!r} does not fit: {error}") from error
-
-
-class Schedules:
-    """The part that checks how far the learning-rate schedules of a stage's models are; a model loads its own."""
-
-    def __init__(self, models: Mapping[str, MegatronPolicy]):
-        """Check the schedules of these models, by name."""
-        self._models = models
-
-    def state_dict(self) -> State:
-        """Return how many optimizer steps each schedule has counted."""
-        schedules = {name: model.scheduler for name, model in self._models.items()}
-        return {name: 0 if schedule is None else schedule.num_steps for name, schedule in schedules.items()}
-
-    def load_state_dict(self, state: State) -> None:
-        """Check that each schedule has been loaded and goes on from there; see `MustBe.load_state_dict`."""
-        MustBe(self.state_dict()).load_state_dict(state)
 
 
 class MustBe:

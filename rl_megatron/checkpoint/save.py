@@ -45,13 +45,14 @@ from rl_megatron.checkpoint.directory import (
 )
 from rl_megatron.checkpoint.rng_state import random_state
 from rl_megatron.checkpoint.training_state import TrainingState
+from rl_megatron.config.errors import RunFailed
 from rl_megatron.topology.ranks import Ranks
 
 _PAUSE_SECONDS = 0.005  # the time between two checks whether all ranks have finished writing
 COMMON = "common.pt"  # megatron-core's file for state that is not a tensor
 
 
-class SaveFailed(RuntimeError):
+class SaveFailed(RunFailed):
     """Raised on every rank if one rank could not write its part of a checkpoint. Earlier checkpoints are unchanged."""
 
 

@@ -13,8 +13,7 @@ from pydantic import AfterValidator, Field
 
 from rl_megatron.config.advantages import (
     OPTIONS,
-    can_leave_out_samples,
-    estimator_parameters,
+    estimator_of,
     known_estimator,
 )
 from rl_megatron.config.algorithm_kinds import (
@@ -258,17 +257,16 @@ class GRPOConfig(PolicyGradientConfig):
     @property
     def least_samples(self) -> int:
         """Return 2 if samples of a prompt are compared with each other."""
-        compares = self.dynamic_sampling or "group_size" in estimator_parameters(self.advantage_estimator)
-        return 2 if compares else 1
+        return 2 if self.dynamic_sampling else estimator_of(self.advantage_estimator).least_samples
 
     @property
     def reads_components(self) -> bool:
-        """Return whether the advantage estimator reads the scores of each reward function."""
-        return bool(estimator_parameters(self.advantage_estimator) & {"component_rewards", "component_weights"})
+        """Return whether the advantage estimator may read the scores of each reward function."""
+        return "component_rewards" in estimator_of(self.advantage_estimator).reads
 
     def may_read_logprobs(self) -> bool:
-        """Return whether the advantage estimator gets the whole batch."""
-        return "rollouts" in estimator_parameters(self.advantage_estimator)
+        """Return whether the advantage estimator may read them, as a user's own may."""
+        return "rollouts" in estimator_of(self.advantage_estimator).reads
 
     def check(self, stage: StageConfig) -> None:
         """Check that samples can be compared, and that the keys suit the advantage estimator.
@@ -277,22 +275,16 @@ class GRPOConfig(PolicyGradientConfig):
             ConfigError: A key contradicts another or has no effect.
         """
         super().check(stage)
-        parameters = estimator_parameters(self.advantage_estimator)
+        reads = estimator_of(self.advantage_estimator).reads
         if self.samples_per_prompt < self.least_samples:
             raise ConfigError(
                 "algorithm.samples_per_prompt=1 leaves a sample without a group to be compared with; set it to 2 or "
                 "more, or set algorithm.advantage_estimator=reinforce_plus_plus without dynamic_sampling"
             )
-        if stage.rollout.on_failure == "mask_sample" and not can_leave_out_samples(parameters):
-            raise ConfigError(
-                f"rollout.on_failure=mask_sample leaves samples that failed out of their group, and "
-                f"algorithm.advantage_estimator={self.advantage_estimator} cannot know which they are; let it take the "
-                "parameter `sample_mask`, which is 0 for them, or set rollout.on_failure=mask_group"
-            )
-        if "token_rewards" not in parameters:
+        if "token_rewards" not in reads:
             self._check_kl(stage)
         for key, default in OPTIONS.items():
-            if key not in parameters and getattr(self, key) != default:
+            if key not in reads and getattr(self, key) != default:
                 raise ConfigError(
                     f"algorithm.{key}={str(not default).lower()} has no effect: it is for advantages relative to a "
                     f"group, and algorithm.advantage_estimator={self.advantage_estimator} does not compute them; set "

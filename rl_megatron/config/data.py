@@ -1,6 +1,6 @@
 """The kinds of data that algorithms learn from, and the data sets of a mixture.
 
-A kind is a string that sources provide and algorithms learn from. A plugin's data source may have a kind of its own.
+A kind is a string, which error messages show. A plugin's data source may provide a new kind.
 """
 
 from __future__ import annotations

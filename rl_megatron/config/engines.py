@@ -1,4 +1,4 @@
-"""Declarations of the rollout engines, the ways in which weights reach them, and the rules of the section `generation`."""
+"""The rollout engines, the ways in which weights reach them, and the rules of the section `generation`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.config.schema import StageConfig
 
-UNVERIFIED = (
-    "disk",
-    "nccl",
-    "ipc",
-    "adapter",
-)  # the engine itself does not compare the weights that arrive with those sent
+UNVERIFIED = ("disk", "adapter")  # the engine itself does not compare the weights that arrive with those sent
 _OF_ENGINES_IN_PROCESSES = ("collective", "shared_memory")
 _MERGED = "set generation.refit=collective, which sends merged weights"  # the remedy
 # The ways of other engines. Each is tried with the engine, or its page says that it is not.
 _OF_ENGINES = {
     "transformers": (*_OF_ENGINES_IN_PROCESSES, "adapter"),
-    "vllm": ("collective", "shared_memory", "disk", "nccl", "ipc", "adapter"),
+    "vllm": ("collective", "shared_memory", "disk", "adapter"),
     "sglang": ("collective",),
 }
 
@@ -53,13 +48,7 @@ def check_refit(generation: GenerationConfig) -> None:
             f"generation.refit={refit} with generation.gate_prompts=0: the engine does not verify weights that come in "
             "this way, so the logprob check has to; set gate_prompts to 1 or more, or refit=collective"
         )
-    insecure = generation.vllm.allow_insecure_serialization
-    if refit == "ipc" and not insecure:
-        raise ConfigError(
-            "generation.refit=ipc: vLLM unpickles what comes to its port, so whoever reaches it can run code; set "
-            "generation.vllm.allow_insecure_serialization=true if only this run reaches it, or refit=shared_memory"
-        )
-    if insecure and refit != "ipc":
+    if generation.vllm.allow_insecure_serialization:
         raise ConfigError(
             f"generation.vllm.allow_insecure_serialization=true does nothing: generation.refit={refit} pickles "
             "nothing; leave it out"
@@ -120,7 +109,7 @@ def opens_memory(generation: GenerationConfig) -> bool:
 
 def shares_gpus(generation: GenerationConfig) -> bool:
     """Return whether the run starts its vLLM servers on the policy's GPUs."""
-    return generation.refit in ("shared_memory", "ipc") and not generation.vllm.urls
+    return generation.refit == "shared_memory" and not generation.vllm.urls
 
 
 def releases_memory(generation: GenerationConfig) -> bool:

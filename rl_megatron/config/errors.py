@@ -18,6 +18,10 @@ class ConfigError(ValueError):
     """
 
 
+class RunFailed(RuntimeError):
+    """An error that ends a run after its start, with exit status 1. Every rank has it if its class says nothing."""
+
+
 def describe_error(error: BaseException) -> str:
     """Return an exception's type and message."""
     return f"{type(error).__name__}: {error}"

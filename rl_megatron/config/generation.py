@@ -1,4 +1,4 @@
-"""The section `generation`: sampling, the rollout engine and its servers, and the weight sync. Its rules are in engines.py."""
+"""The section `generation`: sampling, the rollout engine, its servers, and the weight sync (rules: engines.py)."""
 
 from __future__ import annotations
 
@@ -132,8 +132,6 @@ class VllmConfig(ServersConfig):
     # prompt with a seed must not be divided.
     max_num_batched_tokens: Positive | None = None
     enforce_eager: bool | None = None  # no CUDA graphs and no compilation: slower, but ready sooner. null: on a CPU
-    # Let servers unpickle what comes to their port, which generation.refit=ipc needs. Whoever reaches the port can then
-    # run code on the server's machine.
     allow_insecure_serialization: bool = False
     # Release the GPUs' memory while the policy trains. null: if servers compute on the policy's GPUs, which
     # generation.refit decides.
@@ -215,10 +213,10 @@ class GenerationConfig:
     engine_device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     engine_timeout_minutes: PositiveFloat = 30.0  # an engine that takes longer over an answer counts as dead
     max_engine_restarts: NonNegative = 3  # engine deaths that a stage survives by a restart; one more ends the run
-    # How weights reach the engines. collective: one all-reduce per bucket; shared_memory: on one machine only; disk,
-    # nccl, ipc: vLLM's own ways, for servers without our plugin. adapter: vLLM or transformers gets the base once and
-    # then the adapter that peft trains, which it applies itself.
-    refit: Literal["collective", "shared_memory", "disk", "nccl", "ipc", "adapter"] = "collective"
+    # How weights reach the engines. collective: one all-reduce per bucket; shared_memory: on one machine only; disk:
+    # in files, for vLLM servers without our plugin. adapter: vLLM or transformers gets the base once and then the
+    # adapter that peft trains, which it applies itself.
+    refit: Literal["collective", "shared_memory", "disk", "adapter"] = "collective"
     # Directory that rank 0 and the servers reach under the same path, for refit=disk and adapter. null: the run's own.
     refit_directory: str | None = None
     refit_bucket_mb: PositiveFloat = 256.0  # MiB of weights sent together; each side holds two such buckets

@@ -1,8 +1,8 @@
-"""Datasets for pretraining and SFT. The same items always give the same batch.
+"""Datasets for pretraining, SFT and preference training. The same items always give the same batch.
 
 `TextDataset` cuts a stream of tokens into windows (pretraining). `PromptAnswerDataset` has prompts and the answers to
-learn, or conversations (SFT). Preference pairs are in `preferences`. Errors in the data are raised when a dataset is
-built, before the first step.
+learn, or conversations (SFT), and `LabelledDataset` also the labels of answers (KTO). `PreferenceDataset` has pairs.
+Errors in the data are raised when a dataset is built, before the first step.
 
 Keys of a batch: `input_ids` `[B, S]` int64, padded on the right; `input_lengths` `[B]` int64; `token_mask` `[B, S]`
 fp32, entry t corresponds to token t; `sample_mask` `[B]` fp32.
@@ -15,12 +15,13 @@ from typing import Protocol
 
 import torch
 
+from rl_megatron.data.answers import LABEL, check_labels, check_pair
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding, span_mask
 from rl_megatron.data.encoding import EncodedSequence, Limit, TooLong, within_limit
 from rl_megatron.data.records import NothingLeft, Record
 from rl_megatron.data.rendering import Renderer
-from rl_megatron.data.token_cache import OFF, encoded_documents, encoded_examples
+from rl_megatron.data.token_cache import OFF, encoded_documents, encoded_examples, encoded_pairs
 from rl_megatron.data.tokenizer import Tokenizer
 
 
@@ -164,3 +165,86 @@ def sequence_batch(sequences: Sequence[EncodedSequence], padding: Padding) -> Ba
     trained = bytearray().join(sequence.trained.ljust(width, b"\x00") for sequence in sequences)
     batch["token_mask"] = torch.frombuffer(trained, dtype=torch.uint8).view(-1, width).float()
     return batch
+
+
+class PreferenceDataset:
+    """Pairs of answers to one prompt. One item is one pair, which becomes two sequences of a batch.
+
+    `token_mask` is 1 on the tokens of the answers, with the token that ends them, and 0 on the prompt.
+
+    Args:
+        records: Records from `load_preferences`.
+        renderer: The renderer of the data section, which turns records into tokens.
+        max_sequence_length: The most tokens of each of the two sequences.
+        too_long: What to do with a pair with a longer sequence. "error" raises an error. "drop" leaves the pair out.
+            "truncate" cuts the end of each longer sequence, and leaves the pair out if no token of an answer remains or
+            the two sequences become the same. The last two log the number of pairs.
+
+    Raises:
+        ValueError: There are no records; `chosen` or `rejected` is missing, empty or malformed, or both are the same
+            tokens; a record lacks a field of a template, or the answer template has no `{answer}`; a sequence is too
+            long under "error", the policy is unknown, or no pair is left.
+    """
+
+    group_size = 2
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        renderer: Renderer,
+        max_sequence_length: int,
+        *,
+        too_long: TooLong = "error",
+    ) -> None:
+        for record in records:
+            check_pair(record)
+        limit = Limit(max_sequence_length, too_long, noun="pair")
+        self._pairs = within_limit(encoded_pairs(renderer, records), limit)
+        self._padding = Padding(renderer.tokenizer.pad_id, multiple=1)
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return len(self._pairs)
+
+    def item_lengths(self) -> list[tuple[int, int]]:
+        """Return for each pair the numbers of tokens of its two sequences, prompt and answer together."""
+        return [(pair.chosen.num_tokens, pair.rejected.num_tokens) for pair in self._pairs]
+
+    def location(self, index: int) -> str:
+        """Return the place of a pair's record, as file:line."""
+        return self._pairs[index].record.location
+
+    def batch(self, pairs: Sequence[int]) -> BatchedDataDict:
+        """Return two sequences per pair: chosen ones at 0, 2, 4, … and rejected ones at 1, 3, 5, ….
+
+        The keys are `input_ids` [2P, S], `input_lengths`, `token_mask` and `sample_mask`.
+        """
+        sequences = [
+            sequence for number in pairs for sequence in (self._pairs[number].chosen, self._pairs[number].rejected)
+        ]
+        return sequence_batch(sequences, self._padding)
+
+
+class LabelledDataset(PromptAnswerDataset):
+    """Prompts with one answer each, as in `PromptAnswerDataset`, and the labels of the answers.
+
+    Attributes:
+        num_desirable: How many answers are desirable.
+
+    Raises:
+        ValueError: A record has no label, or one that is neither true nor false; or see `PromptAnswerDataset`.
+    """
+
+    def __init__(
+        self, records: Sequence[Record], renderer: Renderer, max_sequence_length: int, *, too_long: TooLong = "error"
+    ) -> None:
+        check_labels(records)
+        super().__init__(records, renderer, max_sequence_length, too_long=too_long)
+        self._desirable = torch.tensor([float(each.record.values[LABEL]) for each in self._sequences])
+        self.num_desirable = int(self._desirable.sum())
+
+    def batch(self, indices: Sequence[int]) -> BatchedDataDict:
+        """Return the sequences with these indices, with `desirable` [B] fp32: 1 if the label is true, otherwise 0."""
+        batch = super().batch(indices)
+        batch["desirable"] = self._desirable[list(indices)]
+        return batch

@@ -1,19 +1,244 @@
-"""Read the files at `data.path` as a whole, and split them into a training and a held-out part.
+"""Find the files of a data section, read them as a whole, and split them into a training and a held-out part.
 
 Files of records become records, which keep their place for messages; plain text stays one string.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from rl_megatron import log
+from rl_megatron.config.data_sources import require_place
+from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.schema import DataConfig
 from rl_megatron.data.order import epoch_order
-from rl_megatron.data.readers.lines import TextLines
-from rl_megatron.data.readers.places import Place, find_files, reader_of
-from rl_megatron.data.records import Joined, Record
+from rl_megatron.data.readers import HubDataset, HuggingFaceDirectory, JsonLines, Parquet, TextLines, hub_splits
+from rl_megatron.data.records import Joined, Reader, Record, Renamed
+
+# Names of held-out splits, the first of which a directory or a data set has is used.
+HELDOUT_SPLITS = ("test", "validation", "val", "eval", "dev")
+TRAIN_SPLIT = "train"
+# The split, a number such as -00000-of-00002, and the suffix of a data file.
+_DATA_FILE = re.compile(r"(?P<split>.+?)(?P<part>-\d+(-of-\d+)?)?(?P<suffix>\.(jsonl|ndjson|json|parquet|txt))(\.gz)?")
+_JSON = (".jsonl", ".ndjson", ".json")
+_GLOB = re.compile(r"[*?\[]")
+_NUM_NAMES_SHOWN = 10
+
+Place = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of both parts. A directory among them is a Hugging Face data set.
+
+    Attributes:
+        train: The files to train on.
+        heldout: The held-out files; if there are none, a part of the others is held out.
+    """
+
+    train: list[Path]
+    heldout: list[Path]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The readers of both parts; `heldout` is None if a part of the training data is held out."""
+
+    train: Reader
+    heldout: Reader | None
+
+
+def find_parts(data: DataConfig, plain: Callable[[Path], Reader] = JsonLines, alone: Sequence[str] = ()) -> Parts:
+    """Return the readers of the data that a section names, with its columns renamed.
+
+    Args:
+        data: The section, which has `path` or `dataset_name`.
+        plain: The reader of files whose names do not say what they are.
+        alone: Names of files that are read instead of all others if a directory has one.
+
+    Raises:
+        FileNotFoundError: There is nothing at a path.
+        ValueError: A directory has no such split or no data, or a file cannot be read.
+        ConfigError: A data set of the Hub cannot be loaded.
+    """
+    if data.dataset_name is not None:
+        train, heldout = _hub_readers(data)
+    else:
+        files = find_files(required_path(data), data.split, data.eval_path, data.eval_split, alone)
+        train, heldout = ([reader_of(file, plain) for file in part] for part in (files.train, files.heldout))
+    return Parts(_joined(train, data.columns), _joined(heldout, data.columns) if heldout else None)
+
+
+def find_files(
+    path: Place | Sequence[Place],
+    split: str | None = None,
+    eval_path: Place | Sequence[Place] | None = None,
+    eval_split: str | None = None,
+    alone: Sequence[str] = (),
+) -> Files:
+    """Return the files at `data.path` and `data.eval_path`.
+
+    A path is a file, a pattern such as `part-*.parquet`, or a directory. A directory is a Hugging Face data set, or has
+    files that are named for their splits, such as `train.jsonl` and `test.jsonl`, or is read as a whole.
+
+    Raises:
+        FileNotFoundError: There is nothing at a path.
+        ValueError: A directory has no such split, or no data.
+    """
+    found = [_files_at(each, split, eval_split, alone) for each in _listed(path)]
+    files = Files([file for each in found for file in each.train], [file for each in found for file in each.heldout])
+    if eval_path is not None:
+        heldout = [_files_at(each, eval_split, None, (), key="data.eval_path").train for each in _listed(eval_path)]
+        return Files(files.train, [file for each in heldout for file in each])
+    if split is not None and not any(Path(each).expanduser().is_dir() for each in _listed(path)):
+        raise ValueError(
+            f"data.split={split} has no effect: {path} is a file; remove it, or set data.path to a directory."
+        )
+    if eval_split is not None and not files.heldout:
+        raise ValueError(f"data.eval_split={eval_split} has no effect: {path} has no splits; set data.eval_path.")
+    return files
+
+
+def existing_path(path: Place, key: str = "data.path") -> Path:
+    """Return `path`, with `~` expanded.
+
+    Raises:
+        FileNotFoundError: There is no file or directory at `path`; the message names it and the key.
+    """
+    expanded = Path(path).expanduser()
+    if not expanded.exists():
+        raise FileNotFoundError(
+            f"{key}: there is nothing at {expanded.absolute()}: set {key} to a file or a directory."
+        )
+    return expanded
+
+
+def required_path(data: DataConfig) -> str | tuple[str, ...]:
+    """Return `data.path`.
+
+    Raises:
+        ConfigError: It is not set.
+    """
+    require_place(data)
+    assert data.path is not None
+    return data.path
+
+
+def reader_of(file: Path, plain: Callable[[Path], Reader] = JsonLines) -> Reader:
+    """Return the reader of a file, by its name."""
+    if file.is_dir():
+        return HuggingFaceDirectory(file)
+    suffix = Path(file.name.removesuffix(".gz")).suffix
+    if suffix == ".parquet":
+        return Parquet(file)
+    return JsonLines(file) if suffix in _JSON else plain(file)
+
+
+def is_plain_text(file: Path) -> bool:
+    """Return whether `reader_of` reads a file with `plain`."""
+    return isinstance(reader_of(file, TextLines), TextLines)
+
+
+def _joined(readers: list[Reader], columns: Mapping[str, str]) -> Reader:
+    reader = Joined(readers)
+    return Renamed(reader, columns) if columns else reader
+
+
+def _hub_readers(data: DataConfig) -> tuple[list[Reader], list[Reader]]:
+    assert data.dataset_name is not None
+    splits = hub_splits(data.dataset_name, data.subset)
+    train = data.split or TRAIN_SPLIT
+    heldout = data.eval_split or next((name for name in HELDOUT_SPLITS if name in splits and name != train), None)
+    for key, name in (("split", train), ("eval_split", heldout)):
+        if name is not None and name.partition("[")[0] not in splits:
+            raise ConfigError(
+                f"data.{key}={name}: data.dataset_name={data.dataset_name} has no such split"
+                f"{nearest(name.partition('[')[0], splits)}; set data.{key}"
+            )
+    if data.eval_path is not None:
+        files = [file for each in _listed(data.eval_path) for file in _files_at(each, None, None, ()).train]
+        return [_hub_reader(data, train)], [reader_of(file) for file in files]
+    return [_hub_reader(data, train)], [] if heldout is None else [_hub_reader(data, heldout)]
+
+
+def _hub_reader(data: DataConfig, split: str) -> Reader:
+    assert data.dataset_name is not None
+    return HubDataset(data.dataset_name, data.subset, split, data.streaming)
+
+
+def _listed(path: Place | Sequence[Place]) -> list[Place]:
+    return [path] if isinstance(path, (str, os.PathLike)) else list(path)
+
+
+def _files_at(
+    path: Place, split: str | None, eval_split: str | None, alone: Sequence[str], key: str = "data.path"
+) -> Files:
+    place = Path(path).expanduser()
+    if _GLOB.search(str(path)) and not place.exists():
+        return Files(_matches(place, key), [])
+    place = existing_path(path, key)
+    if not place.is_dir() or (place / "state.json").is_file():  # a file, or a Hugging Face data set of one split
+        return Files([place], [])
+    splits = _splits(place)
+    names = [name for name in alone if (place / name).is_file()]
+    if names and split is None:
+        return Files([place / names[0]], [])
+    if split is None and TRAIN_SPLIT not in splits:
+        return _without_splits(place, splits, key)
+    train = split or TRAIN_SPLIT
+    heldout = eval_split or next((name for name in HELDOUT_SPLITS if name in splits and name != train), None)
+    for which, name in (("split", train), ("eval_split", heldout)):
+        if name is not None and name not in splits:
+            raise ValueError(
+                f"data.{which}={name}: {place} has no such split{nearest(name, splits)}; set data.{which}."
+            )
+    return Files(splits[train], splits[heldout] if heldout else [])
+
+
+def _matches(pattern: Path, key: str) -> list[Path]:
+    anchor = Path(pattern.anchor or ".")
+    found = sorted(anchor.glob(str(pattern.relative_to(anchor) if pattern.anchor else pattern)))
+    if not found:
+        raise FileNotFoundError(f"{key}: no file matches {pattern.absolute()}; set {key} to files that exist.")
+    return found
+
+
+def _splits(directory: Path) -> dict[str, list[Path]]:
+    """Return the data of a directory by split; the split of a file is its name without number and suffix."""
+    saved = directory / "dataset_dict.json"
+    if saved.is_file():
+        return {name: [directory / name] for name in json.loads(saved.read_text())["splits"]}
+    splits: dict[str, list[Path]] = {}
+    for file in sorted(directory.iterdir()):
+        named = _DATA_FILE.fullmatch(file.name)
+        if named is not None and file.is_file():
+            splits.setdefault(named["split"], []).append(file)
+    return splits
+
+
+def _without_splits(directory: Path, splits: Mapping[str, list[Path]], key: str) -> Files:
+    """Return all data files of a directory that has none of a training split."""
+    names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:_NUM_NAMES_SHOWN]) or "nothing"
+    heldout = [name for name in HELDOUT_SPLITS if name in splits]
+    if heldout and key == "data.path":
+        raise FileNotFoundError(
+            f"{key}: {directory} has {heldout[0]} data, and no {TRAIN_SPLIT} data (found: {names}); add it, or choose "
+            "the training data with data.split."
+        )
+    files = [file for of_split in splits.values() for file in of_split]
+    if not files:
+        raise FileNotFoundError(
+            f"{key}: {directory} has no data files (found: {names}); it needs .jsonl, .parquet or .txt files, such as "
+            "train.jsonl and test.jsonl."
+        )
+    return Files(sorted(files), [])
+
 
 ItemT = TypeVar("ItemT")
 

@@ -15,12 +15,12 @@ from rl_megatron.config.data_sources import PromptsConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import DataConfig
 from rl_megatron.data.encoding import Limit, within_limit
-from rl_megatron.data.progress import tracked
-from rl_megatron.data.readers.lines import Lines
-from rl_megatron.data.readers.places import find_files, reader_of
+from rl_megatron.data.files import find_files, reader_of
+from rl_megatron.data.readers import Lines
 from rl_megatron.data.records import Joined, Reader, Record, Renamed
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.log import tracked
 
 IDS = "prompt_ids"  # the field of a record that holds a prompt as token ids
 # The keys of a data section that say how records become prompts.

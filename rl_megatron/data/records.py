@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_megatron.data.progress import tracked
+from rl_megatron.log import tracked
 
 Position = tuple[int, ...]  # where reading continues; its numbers mean something to its reader only
 

@@ -25,11 +25,11 @@ import tokenizers
 from rl_megatron import __version__, disk, log
 from rl_megatron.data.chat_template import template_text
 from rl_megatron.data.encoding import EncodedPair, EncodedSequence
-from rl_megatron.data.progress import tracked
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tasks.task import TaskRecord
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.log import tracked
 
 OFF = "off"  # the value of data.cache_dir that keeps nothing
 _FORMAT = 4

@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rl_megatron import log
-from rl_megatron.algorithms.failures import FAILURES
 from rl_megatron.checkpoint.hf_load import open_hugging_face
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, RunFailed
 from rl_megatron.config.rules import check_vocabulary
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -32,9 +31,8 @@ from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.logprob_check import LIMITS, LogprobCheck
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.generation.synced_engine import SyncedEngine
-from rl_megatron.runs.run import leave_together
 from rl_megatron.topology import degrees
-from rl_megatron.topology.ranks import Ranks
+from rl_megatron.topology.ranks import Ranks, leave_together
 from rl_megatron.topology.topology import Topology, start_topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
@@ -97,7 +95,7 @@ def exit_status(work: Callable[[], None], close: Callable[[], None]) -> int:
     """Do the work of a command, close what it wrote to, and return the exit status, the same on all ranks."""
     try:
         work()
-    except (ConfigError, *FAILURES) as error:
+    except (ConfigError, RunFailed) as error:
         log.error(error)
         leave_together()
         return 2 if isinstance(error, ConfigError) else 1

@@ -14,7 +14,6 @@ from typing import Any, Self, TypeVar
 from torch import Tensor
 
 from rl_megatron import log
-from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.config.data import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
 from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.schema import StageConfig
@@ -49,7 +48,7 @@ class Evaluation(ABC):
 
     @classmethod
     @abstractmethod
-    def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+    def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
         """Return the names of the stage's eval metrics, which are declared in config/metrics.py."""
 
     @abstractmethod
@@ -79,9 +78,9 @@ def register_evaluation(kind: str) -> Callable[[EvaluationT], EvaluationT]:
     return add
 
 
-def metric_names(stage: StageConfig) -> tuple[str, ...]:
-    """Return the names of the eval metrics of the stage's evaluations."""
-    return EVALUATIONS[stage.data.heldout_kind].metric_names(stage)
+def metric_names(stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
+    """Return the names of the eval metrics on the stage's held-out data; some need a reference policy."""
+    return EVALUATIONS[stage.data.heldout_kind].metric_names(stage, has_reference)
 
 
 def build_evaluation(stage: StageConfig, tokenizer: Tokenizer) -> Evaluation:
@@ -103,7 +102,7 @@ class HeldoutAnswers(Evaluation):
         return cls(heldout.batch)
 
     @classmethod
-    def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+    def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
         """Return the names of the eval metrics."""
         return ("nll_per_token",)
 
@@ -144,7 +143,7 @@ class HeldoutText(HeldoutAnswers):
         return cls(heldout.batch, heldout.tokens_per_character)
 
     @classmethod
-    def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+    def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
         """Return the names of the eval metrics."""
         return ("nll_per_token", "nll_per_character")
 
@@ -173,10 +172,10 @@ class HeldoutPairs(Evaluation):
         return cls(heldout.batch, per_token=getattr(configured_loss(stage.loss), "averages_logprobs", False))
 
     @classmethod
-    def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+    def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
         """Return the names of the eval metrics; those of the reward only if the algorithm has a reference policy."""
         names = ("preference_accuracy", "preference_margin")
-        return names + (("reward_accuracy", "reward_margin") if algorithm_of(stage).uses_reference(stage) else ())
+        return names + (("reward_accuracy", "reward_margin") if has_reference else ())
 
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> EvalResult:
         """Return how often, and by how much, the model prefers the chosen answer.
@@ -232,11 +231,11 @@ class HeldoutProblems(Evaluation):
         """
         encoded = encoded_prompts(stage, heldout.problems, build_source(stage).renderer(tokenizer))
         sampling = stage_sampling(stage, tokenizer, greedy=True, end_of_turn_ids=encoded.end_of_turn_ids)
-        (metric,) = cls.metric_names(stage)
+        (metric,) = cls.metric_names(stage, has_reference=False)
         return cls(encoded.prompts, tokenizer, sampling, metric)
 
     @classmethod
-    def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+    def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
         """Return the names of the eval metrics: the reward of a task is an accuracy, a sum of rewards is not."""
         return ("reward",) if stage.reward.functions or stage.rollout.worker != "completion" else ("accuracy",)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rl_megatron import log
 from rl_megatron.generation.replica import Replica
-from rl_megatron.topology.fake_cuda import is_planned
 
 CudaGraphs = Literal["auto", "off"]
 _MOST_GRAPHS = 128  # each keeps its kernels' arguments on the host and the device, a few MB for a deep model
@@ -131,7 +130,7 @@ def graphs_for(replica: Replica, mode: CudaGraphs) -> DecodeGraphs | None:
         replica: The model. If it cannot be captured on a GPU, the reason is logged once.
         mode: The value of `generation.cuda_graphs`.
     """
-    if mode == "off" or replica.device.type != "cuda" or is_planned():
+    if mode == "off" or replica.device.type != "cuda":
         return None
     if replica.why_not_captured is not None:
         log.once(f"decoding runs without CUDA graphs: {replica.why_not_captured}")

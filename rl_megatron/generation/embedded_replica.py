@@ -14,7 +14,6 @@ from rl_megatron.generation.kv_cache import KVCache, caching
 from rl_megatron.generation.model_pass import ModelPass
 from rl_megatron.generation.sampling import sample
 from rl_megatron.model.layers.router_replay import recording
-from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.topology.transfer import read_numbers, send
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
@@ -73,9 +72,7 @@ class EmbeddedReplica:
         state = send(torch.tensor([refills, decodes], dtype=torch.int), self.device)
         dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self.topology.groups.tp_ep)
         refills_anywhere, decodes_anywhere = map(bool, read_numbers(state))
-        if is_planned():  # a plan's ranks all do the same
-            return refills, decodes
-        return refills_anywhere, decodes_anywhere
+        return refills or refills_anywhere, decodes or decodes_anywhere
 
     def read(self, tokens: Tensor) -> None:
         """Write the keys and values of tokens [b, s] to the cache; they are at the positions 0 … s − 1."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from rl_megatron.config.errors import RunFailed
 from rl_megatron.generation.stop_strings import StopStrings
 
 
@@ -71,7 +72,7 @@ class Served:
     start: int = 0
 
 
-class EngineFailed(RuntimeError):
+class EngineFailed(RunFailed):
     """A rollout engine cannot go on, or its answer cannot be used. It is raised on every rank."""
 
 

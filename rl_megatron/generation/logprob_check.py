@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rl_megatron.config.errors import RunFailed
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.completion_batch import generate
@@ -26,7 +27,7 @@ _SEED = 0x6A7E
 _SHOWN = 3
 
 
-class EngineMismatch(RuntimeError):
+class EngineMismatch(RunFailed):
     """The error for an engine that samples from a different distribution than the trainer's policy."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import PreferenceLossConfig
-from rl_megatron.data.score_position import score_positions
+from rl_megatron.data.batch import score_positions
 from rl_megatron.logprobs import Sharding
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.base import LogprobLoss, Loss, token_scores

@@ -24,7 +24,6 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rl_megatron.model.families.table import Rows, WeightTable
-from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.topology.ranks import Ranks
 
 # Each layer has its own global names ("decoder.layers.3.…"). Tensors are not stacked along a layer axis.
@@ -232,7 +231,9 @@ def initialise_parameters(
         if piece.name.endswith((".out_norm.weight", ".dt_bias")):
             piece.tensor.fill_(1.0)
         elif piece.name.endswith(".A_log"):
-            drawn += _blocks(piece, seed, lambda rows, generator: rows.uniform_(0.01, 16, generator=generator).log_())
+            drawn += blocks_to_draw(
+                piece, seed, lambda rows, generator: rows.uniform_(0.01, 16, generator=generator).log_()
+            )
         elif piece.name.endswith(("norm.weight", "norm_weight")):
             piece.tensor.fill_(norm_weight)
         elif piece.name.endswith("bias"):
@@ -240,7 +241,7 @@ def initialise_parameters(
         else:
             writes_residual = piece.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             own_std = std / math.sqrt(2 * num_layers) if writes_residual else std
-            drawn += _blocks(piece, seed, partial(_draw_normal, std=own_std))
+            drawn += blocks_to_draw(piece, seed, partial(_draw_normal, std=own_std))
     # In a fork, torch renews its pool of threads at the first call that asks for it. Several calls at once would fail.
     torch.set_num_threads(torch.get_num_threads())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -270,10 +271,10 @@ def _draw_normal(rows: Tensor, generator: torch.Generator, std: float) -> Tensor
     return rows.normal_(0.0, std, generator=generator)
 
 
-def _blocks(piece: Piece, seed: int, draw: Callable[[Tensor, torch.Generator], Tensor]) -> Iterator[Callable[[], None]]:
+def blocks_to_draw(
+    piece: Piece, seed: int, draw: Callable[[Tensor, torch.Generator], Tensor]
+) -> Iterator[Callable[[], None]]:
     """Yield what fills a piece, by blocks of rows, with its part of what `draw` writes into the whole tensor's rows."""
-    if is_planned():  # the tensor has no data to fill
-        return
     start, stop = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
     for block in range(start // _INIT_ROWS, -(-stop // _INIT_ROWS)):
         yield partial(_fill, piece, seed, draw, block)

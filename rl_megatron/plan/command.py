@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
 import sys
@@ -176,7 +177,17 @@ def _report(
         ranks = ", ".join(str(use.rank) for use in uses)
         depth = "with all layers" if options.exact else "stacks of many equal layers at two depths"
         source = f"The phases of a step were run on fake GPUs as rank(s) {ranks}, {depth} (docs/plan.md)."
+    source = " ".join([source, *_layers_note(workload.stage)])
     return Report(name, workload, cluster, uses, estimate_step(means, settings, cluster), source, servers)
+
+
+def _layers_note(stage: StageConfig) -> list[str]:
+    """Return what a plan says if the run itself may take Transformer Engine's layers and optimizer, or nothing."""
+    backend = stage.model.backend
+    is_taken = backend == "transformer_engine" or (
+        backend == "auto" and importlib.util.find_spec("transformer_engine") is not None
+    )
+    return ["It is the plan of portable layers and torch's Adam: Transformer Engine runs only on a GPU."] * is_taken
 
 
 def run_stages(workload: Workload, stages: Sequence[int], exact: bool, servers: Servers | None) -> tuple[RankUse, ...]:
@@ -219,6 +230,8 @@ def _search(
         print_json(search_as_json(result, commands, verified, own, options.top))
     else:
         print_search(result, console, commands, verified, cluster.usable_bytes, options.top)
+        for note in _layers_note(stage):
+            console.print(note)
         if not commands:
             console.print(_why_no_command(result, verified))
     return 0 if commands else 1

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from rl_megatron.plan import fake_cuda
 from rl_megatron.plan.measured import CATEGORIES, Count, Live, Measured, thinned
 from rl_megatron.plan.phases import GroupName, PhaseName
-from rl_megatron.topology import fake_cuda, transfer
+from rl_megatron.topology import transfer
 from rl_megatron.topology.topology import Topology
 
 aten = torch.ops.aten

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,6 @@ from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.embedded_replica import EmbeddedReplica
 from rl_megatron.generation.interfaces import Request, Sampling
 from rl_megatron.generation.ongoing import Ongoing
-from rl_megatron.log import once
 from rl_megatron.losses import as_loss
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
@@ -97,8 +95,6 @@ class RankPhases:
 
     def _model(self, optimizer: OptimizerConfig, head: Head) -> MegatronPolicy:
         stage = self.workload.stage
-        if stage.model.backend != "portable" and importlib.util.find_spec("transformer_engine") is not None:
-            once("Transformer Engine runs only on a GPU: the plan is that of the portable layers")
         return MegatronPolicy(
             replace(stage.model, backend="portable"), self.topology, vocab_size=self.workload.vocab_size,
             precision=stage.precision,

@@ -8,14 +8,14 @@ from contextlib import ExitStack, contextmanager
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.plan.depth import two_depths
+from rl_megatron.plan.fake_cuda import FakeCuda
+from rl_megatron.plan.fake_cuda.patches import patched
 from rl_megatron.plan.ledger import Ledger, place_of
 from rl_megatron.plan.measured import Measured, along_depth
 from rl_megatron.plan.phases import PhaseName, RankKind, RankUse
 from rl_megatron.plan.rank_phases import RankPhases
 from rl_megatron.plan.workload import Workload
 from rl_megatron.topology.degrees import padded_vocab_size
-from rl_megatron.topology.fake_cuda import FakeCuda
-from rl_megatron.topology.fake_cuda.patches import patched
 from rl_megatron.topology.topology import Topology, leave, start_topology
 from rl_megatron.topology.torch_optimizers import torch_optimizers
 
@@ -29,7 +29,7 @@ def planned_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topo
     with FakeCuda(rank, workload.world_size, ledger), ExitStack() as replaced:
         for owner, name, value in torch_optimizers():  # those of Transformer Engine need a GPU
             replaced.enter_context(patched(owner, name, value))
-        topology = start_topology(stage.parallel, device="plan", seed=stage.train.seed)
+        topology = start_topology(stage.parallel, device="cuda", seed=stage.train.seed)
         ledger.begin_topology(topology)
         padded = padded_vocab_size(stage.model.vocab_size or workload.vocab_size, stage.parallel.tensor)
         ledger.logits_width = padded // stage.parallel.tensor

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron import log
-from rl_megatron.config.errors import ConfigError, describe_error
+from rl_megatron.config.errors import ConfigError, RunFailed, describe_error
 from rl_megatron.config.reward_models import REWARD_MODEL, on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.tasks.task import Problem, Task
@@ -32,7 +32,7 @@ _MOST_WARNINGS = 5  # of one function
 _T = TypeVar("_T")
 
 
-class RewardFailed(RuntimeError):
+class RewardFailed(RunFailed):
     """A reward function failed, and the configuration says that the run ends then."""
 
 

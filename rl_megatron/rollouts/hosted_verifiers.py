@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_megatron.data.conversations import Message
-from rl_megatron.data.verifiers.loading import VerifiersEnvironment, load
+from rl_megatron.data.verifiers import VerifiersEnvironment, load
 
 _FIELDS = ("info", "task", "example_id")  # of an example, besides prompt and answer
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from rl_megatron import log
-from rl_megatron.config.errors import ConfigError, describe_error
+from rl_megatron.config.errors import ConfigError, RunFailed, describe_error
 from rl_megatron.config.loading.import_strings import raised
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class Closes(Protocol):
         ...
 
 
-class RolloutFailed(RuntimeError):
+class RolloutFailed(RunFailed):
     """A task failed in all its attempts, and the configuration says that the run ends then."""
 
 

@@ -17,7 +17,7 @@ import yaml
 from torch import Tensor
 
 from rl_megatron.batching.batch import Batch
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, RunFailed
 from rl_megatron.config.loading.load import to_yaml
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.model.sharded_model import ShardedModel
@@ -35,7 +35,7 @@ _MAY_DIFFER = "data.cache_dir"  # it may be a directory of each node
 _SHOWN = 4  # ranks in messages
 
 
-class RanksDiffer(RuntimeError):
+class RanksDiffer(RunFailed):
     """Ranks that must hold the same values do not; raised on every rank."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rl_megatron import log
-from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.registry import algorithm_of, eval_metric_names
 from rl_megatron.batching.packing import round_up
 from rl_megatron.checkpoint.adapters import check_same_adapter, holds_adapter, saved_adapters, saved_base
 from rl_megatron.checkpoint.directory import (
@@ -33,7 +33,7 @@ from rl_megatron.config.stages import stage_before
 from rl_megatron.data.run_tokenizer import run_tokenizer
 from rl_megatron.data.same_prompts import different_prompts
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.evaluation.heldout import build_evaluation, metric_names
+from rl_megatron.evaluation.heldout import build_evaluation
 from rl_megatron.evaluation.sets import set_metric_names
 from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.stage_sampling import stage_sampling
@@ -173,7 +173,7 @@ def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check a stage by building its sampling, engine settings, loss, training data and held-out data."""
     of_sets = set_metric_names(stage, tokenizer)
     check_keep_best(stage, of_sets)
-    _check_goals(stage, (*metric_names(stage), *of_sets))
+    _check_goals(stage, (*eval_metric_names(stage), *of_sets))
     stage_sampling(stage, tokenizer)
     check_engine(stage, tokenizer.vocab_size)
     check_loss(stage)
@@ -191,7 +191,7 @@ def check_keep_best(stage: StageConfig, of_sets: Mapping[str, EvalSetConfig] = M
         stage: The stage.
         of_sets: The metrics of the stage's named sets, with the sets.
     """
-    train, given = stage.train, (*metric_names(stage), *of_sets)
+    train, given = stage.train, (*eval_metric_names(stage), *of_sets)
     if train.keep_best is None:
         return
     if train.keep_best not in given:

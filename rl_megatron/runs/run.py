@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from rl_megatron import disk, log
-from rl_megatron.algorithms.failures import FAILURES, DiskFull
 from rl_megatron.checkpoint.directory import complete_checkpoints, put_back
 from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data_sources import describe_source
-from rl_megatron.config.errors import STOPPED, ConfigError
+from rl_megatron.config.errors import STOPPED, ConfigError, RunFailed
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.config.stages import stage_before
 from rl_megatron.observability.attempts import Attempts
@@ -42,10 +40,12 @@ from rl_megatron.topology import degrees
 from rl_megatron.topology.determinism import compute_deterministically
 from rl_megatron.topology.device import join
 from rl_megatron.topology.job_store import JOB
-from rl_megatron.topology.ranks import Ranks
+from rl_megatron.topology.ranks import Ranks, leave_together
 from rl_megatron.topology.topology import Topology, build, keep_launch_order, keep_nccl_on_loopback
 
-_LEAVING_TIMEOUT = timedelta(seconds=30)
+
+class DiskFull(RunFailed):
+    """Raised if the disk is full where a run cannot go on without writing. Other ranks may not know of it."""
 
 
 class RankFailed(Exception):
@@ -63,7 +63,7 @@ def run(config: RunConfig) -> int:
     """
     try:
         run_stages(config)
-    except (ConfigError, *FAILURES) as error:
+    except (ConfigError, RunFailed) as error:
         log.error(error)
         leave_together()
         return 2 if isinstance(error, ConfigError) else 1
@@ -97,7 +97,7 @@ def run_stages(config: RunConfig) -> RunResults:
         ConfigError: The input is bad; it is raised on every rank.
         RunStopped: The run ended early because of a signal or a time limit. It is saved, and its report is written.
         RankFailed: Another error ended the run, on any of several ranks.
-        Exception: One of `FAILURES` ended the run. Once stages have begun, every message names the newest checkpoint.
+        Exception: A `RunFailed` ended the run. Once stages have begun, every message names the newest checkpoint.
     """
     started = time.perf_counter()
     first = config.first
@@ -121,7 +121,7 @@ def run_stages(config: RunConfig) -> RunResults:
             except RunStopped:
                 raise
             except Exception as error:
-                foreseen = isinstance(error, (ConfigError, *FAILURES))
+                foreseen = isinstance(error, (ConfigError, RunFailed))
                 if isinstance(error, DiskFull) and layout.world_size > 1:
                     foreseen = False  # it is this rank's alone
                 watch.failed(error, on_all_ranks=foreseen)
@@ -184,7 +184,7 @@ def _run_locked(
                 run_stage = partial(stages.run, name, directory, source, weights_source(config, output_dir, name))
                 results[name] = with_roll_backs(run_stage, stage_config.train, directory)
             last[name] = newest = complete_checkpoints(directory)[-1]
-    except (ConfigError, *FAILURES) as error:
+    except (ConfigError, RunFailed) as error:
         metrics_logger.close(has_failed=True)
         raise type(error)(f"{error}; {_newest(newest, directory)}") from error
     except RunStopped as stopped:
@@ -230,15 +230,6 @@ def _prepare(action: Callable[[], object], output_dir: Path, ranks: Ranks) -> No
     failure = ranks.try_on_rank0(action, describe)
     if failure is not None:
         raise ConfigError(failure)
-
-
-def leave_together() -> None:
-    """Wait for all ranks, but not for long: when one rank exits, torchrun kills others that are still logging."""
-    if Ranks.detect().size > 1:
-        with suppress(RuntimeError):  # another rank may have ended in another way
-            barrier = dist.barrier(async_op=True)
-            if barrier is not None:  # never None on a member of the group
-                barrier.wait(_LEAVING_TIMEOUT)
 
 
 def _finish_export(directory: Path, config: StageConfig, ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""`Stage`: one stage of a run, as training loops use it. It evaluates and saves between steps, and resumes."""
+"""`Stage`: the loop of a stage in a run. It evaluates and saves between steps, and resumes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron import log
+from rl_megatron.algorithms.loop import Loop
 from rl_megatron.batching.batch import Batch
 from rl_megatron.checkpoint.directory import complete_checkpoints
-from rl_megatron.checkpoint.resumed_state import MustBe, Resumable, ResumedState, Schedules
+from rl_megatron.checkpoint.resumed_state import MustBe, Resumable, ResumedState
 from rl_megatron.config.metrics import goal_reached
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.train import TrainConfig
@@ -37,7 +38,6 @@ from rl_megatron.runs.step_meter import StepMeter
 from rl_megatron.runs.stopping import RunStopped, Stopping
 from rl_megatron.runs.user_files import file_digests
 from rl_megatron.timing import PhaseTimer
-from rl_megatron.training.inference import enter_whole
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.metrics import NonFiniteLoss
 from rl_megatron.training.teacher import Teacher
@@ -46,25 +46,17 @@ Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 
 
 @dataclass
-class Stage:
-    """Everything that a training loop works with. It owns the stage's checkpointer and results.
+class Stage(Loop):
+    """The loop of a stage. It owns the stage's checkpointer and results.
 
     Attributes:
-        name: The stage's name.
-        config: Its configuration.
-        policy: The model that is trained.
-        engine: The rollout engine, which always generates with the policy's current weights.
-        tokenizer: The run's tokenizer.
         metrics_logger: The logger of the run's metrics.
         checkpoints: The directory of the stage's checkpoints.
-        rollouts: Makes trajectories with the stage's rollout worker, and scores them.
         evaluate: Returns the eval metrics on held-out data, and samples for people to read.
         weights_from: A description of the initial weights, which checkpoints store: the reference policy has them.
-        critic: The critic, for algorithms that have one. It is saved and resumed with the policy.
         run_config: The run's configuration as YAML, which checkpoints store.
         progress_metric: The training metric that the progress line always shows.
         results: The newest eval metrics and samples.
-        timer: The time that each phase of a step takes.
         meter: What a step costs; None if its costs are not reported.
         profiler: What records chosen steps, or None.
         loader: The loader of the training data, whose position checkpoints keep.
@@ -110,7 +102,7 @@ class Stage:
         self._resumed_state = ResumedState()
         self._resumed_state.add("order", MustBe({"seed": train.seed, "global_batch_size": train.global_batch_size}))
         self._resumed_state.add("roll_back", self.roll_back)
-        self._resumed_state.add("schedule", Schedules(self.models))
+        self._resumed_state.add("schedule", _Schedules(self.models))
         if self.reward_models is not None and self.reward_models.keeps_statistics:
             self._resumed_state.add("reward_models", self.reward_models)
         self._anomalies = Anomalies(self.config.train)
@@ -126,34 +118,17 @@ class Stage:
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
     def use_loader(self, loader: DataLoader[Any]) -> None:
-        """Read the training data from `loader`, whose position checkpoints keep. Call it before `steps`."""
         self.loader = loader
         loader.ranks = self.policy.topology.ranks
         self.keep("loader", loader)
 
     def keep(self, name: str, part: Resumable) -> None:
-        """Keep the state of `part` in checkpoints, and give it back when the stage is resumed.
-
-        Call it before `steps`. Built in are "order", "roll_back", "schedule", "loader" and "sampler".
-
-        Raises:
-            ValueError: The stage keeps a part of this name already.
-        """
         self._resumed_state.add(name, part)
 
     def close_at_end(self, part: Closes) -> None:
-        """Close something with the stage, before its rollout engine."""
         self.closing.append(part)
 
     def steps(self) -> Iterator[int]:
-        """Yield the step numbers 1 … train.steps, or those after the newest checkpoint of this stage if it is resumed.
-
-        Between steps, the stage evaluates and saves when they are due. After the last step it does both. The first step
-        after which an evaluation reaches a goal of `train.stop_at` is the last.
-
-        Raises:
-            RunStopped: The run ends early. What has been trained is saved.
-        """
         train = self.config.train
         start = self._resume_from_newest()
         self.metrics_logger.begin_stage(self.name, start, train.steps, self.progress_metric)
@@ -189,36 +164,31 @@ class Stage:
             self.metrics_logger.end_stage()
 
     def batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, BatchedDataDict]]:
-        """Yield each step with its batch of `train.global_batch_size` sequences, in shuffled epochs.
-
-        A resumed stage gets the same batches as an uninterrupted one.
-        """
         loader = _loader_of(data, self.config.train)
         self.use_loader(loader)
         for step in self.steps():
             yield step, loader.batch(self.batch_number(step) - 1)
 
     def batch_number(self, step: int) -> int:
-        """Return the number of the batch of a step, counted from 1. It is larger than the step after a roll-back."""
         return step + self.roll_back.batches_skipped
 
     @property
+    def batches_skipped(self) -> int:
+        return self.roll_back.batches_skipped
+
+    @property
     def next_batch_number(self) -> int:
-        """Return the number of the batch after that of the current step."""
         return self.batch_number(self.roll_back.step) + 1
 
     def distinct_batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[BatchedDataDict]:
-        """Yield every item that the stage's steps read exactly once, in batches, in the order of its first use."""
         return _loader_of(data, self.config.train).distinct_batches(self.config.train.steps)
 
     @property
     def reference_logprobs(self) -> Path:
-        """Return the file of recorded logprobs of the stage's reference policy."""
         return self.checkpoints.parent.parent / "reference_logprobs" / f"{self.name}.safetensors"
 
     @property
     def rollout_files(self) -> Path:
-        """Return the directory of the stage's files of rollouts."""
         return self.checkpoints.parent.parent / "rollouts" / self.name
 
     def train(
@@ -229,21 +199,6 @@ class Stage:
         model: MegatronPolicy | None = None,
         teacher: Teacher | None = None,
     ) -> dict[str, float]:
-        """Train the policy (or `model`) on `batch` once, and return the metrics.
-
-        Args:
-            step: The step number, for messages.
-            batch: The global batch: a `Batch`, or the same values of all its sequences on every rank.
-            loss_fn: The loss.
-            model: Another model to train instead of the policy: the critic.
-            teacher: The model whose logits the loss reads as `teacher_logits`, or None.
-
-        Raises:
-            NonFiniteLoss: The loss is NaN or infinite; the message names the stage and step. Checkpoints stay.
-            RanksDiffer: A desync check was due, and ranks have different batches or weights.
-        """
-        if not isinstance(batch, Batch):
-            batch = enter_whole((model or self.policy).model, batch)
         self._desync.check(step, batch, self.models)
         if model is None:
             self._batch = batch
@@ -261,7 +216,6 @@ class Stage:
             raise NonFiniteLoss(f"stage {self.name}, step {step}: {error}") from error
 
     def record(self, step: int, report: dict[str, float]) -> None:
-        """Log the metrics of a step with what it cost, and warn if they are unusual. Collective."""
         if self.profiler is not None:
             self.profiler.end()
         self.metrics_logger.record(step, report | ({} if self.meter is None else self.meter.metrics()))
@@ -376,3 +330,20 @@ class Stage:
 
 def _loader_of(data: Dataset | DataLoader[BatchedDataDict], train: TrainConfig) -> DataLoader[BatchedDataDict]:
     return data if isinstance(data, DataLoader) else in_memory_loader(data, train)
+
+
+class _Schedules:
+    """The part that checks how far the learning-rate schedules of a stage's models are; a model loads its own."""
+
+    def __init__(self, models: Mapping[str, MegatronPolicy]):
+        """Check the schedules of these models, by name."""
+        self._models = models
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many optimizer steps each schedule has counted."""
+        schedules = {name: model.scheduler for name, model in self._models.items()}
+        return {name: 0 if schedule is None else schedule.num_steps for name, schedule in schedules.items()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Check that each schedule has been loaded and goes on from there; see `MustBe.load_state_dict`."""
+        MustBe(self.state_dict()).load_state_dict(state)

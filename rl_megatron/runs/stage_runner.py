@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.algorithms.failures import FAILURES
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.directory import check_head, complete_checkpoints, read_manifest
 from rl_megatron.config.algorithm_kinds import RolloutConfig
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, RunFailed
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.sources import build_source
@@ -135,7 +134,7 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
     try:
         with timing(stage.timer), _short_collections():
             algorithm_of(stage.config).run(stage, stage.config.algorithm)
-    except (ConfigError, *FAILURES):  # on every rank, once a step has begun
+    except (ConfigError, RunFailed):  # on every rank, once a step has begun
         stage.checkpointer.complete()
         raise
     finally:

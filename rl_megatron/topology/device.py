@@ -12,7 +12,6 @@ import torch.distributed as dist
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.topology.cuda_on_cpu import is_redirected, redirect_cuda_to_cpu
-from rl_megatron.topology.fake_cuda import CUDA, is_planned
 from rl_megatron.topology.gloo import share_gloo_device
 from rl_megatron.topology.job_store import TIMEOUT_MINUTES, job_store
 from rl_megatron.topology.torch_optimizers import use_torch_optimizers
@@ -30,7 +29,7 @@ def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[
     process group that exists already is used as it is. A second call is harmless.
 
     Args:
-        name: "auto" (a GPU if there is one), "cpu", "cuda", or "plan" (a GPU that is not there) within `FakeCuda`.
+        name: "auto" (a GPU if there is one), "cpu", or "cuda".
         timeout_minutes: How long a collective may wait for its peers.
 
     Returns:
@@ -74,10 +73,6 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ConfigError: `name` is unknown, or asks for a GPU that is not there. This rank's GPU is number `LOCAL_RANK`.
     """
-    if is_planned() or name == "plan":
-        if not is_planned():
-            raise ConfigError("device=plan: nothing is computed there, so only `rl-megatron plan` uses it")
-        return CUDA
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device={name!r}: must be one of auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():

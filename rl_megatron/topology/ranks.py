@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from rl_megatron.config.errors import ConfigError, describe_error
 
 _T = TypeVar("_T")
+_LEAVING_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
@@ -138,3 +141,12 @@ def _pack(value: object) -> tuple[bytes, tuple[type[Exception], str] | None]:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), None
     except Exception as error:  # whatever objects of users' code raise
         return b"", (RuntimeError, f"what rank 0 has cannot be sent to other ranks: {describe_error(error)}")
+
+
+def leave_together() -> None:
+    """Wait for all ranks, but not for long: when one rank exits, torchrun kills others that are still logging."""
+    if Ranks.detect().size > 1:
+        with suppress(RuntimeError):  # another rank may have ended in another way
+            barrier = dist.barrier(async_op=True)
+            if barrier is not None:  # never None on a member of the group
+                barrier.wait(_LEAVING_TIMEOUT)

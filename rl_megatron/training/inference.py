@@ -18,8 +18,7 @@ from rl_megatron.batching.routing import ROUTED_EXPERTS, check_routed_experts
 from rl_megatron.batching.step_plan import form_microbatches, plan_step
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.score_position import score_positions
+from rl_megatron.data.batch import BatchedDataDict, score_positions
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.training.runner import FusedHead, Runner

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_megatron.config.errors import RunFailed
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import Reduction
 from rl_megatron.losses.streams import first_nan
-from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.topology.reductions import ALONE, RankReduction
 from rl_megatron.topology.topology import Topology
 from rl_megatron.topology.transfer import read_numbers, send
 
 
-class NonFiniteLoss(RuntimeError):
+class NonFiniteLoss(RunFailed):
     """A loss turned NaN or infinite; raised on every rank before the optimizer moves a weight."""
 
 
@@ -79,22 +79,20 @@ def reduce_metrics(
     by_kind = {kind: sorted(name for name in reductions if reductions[name] is kind) for kind in Reduction}
     names = [name for kind in Reduction for name in by_kind[kind]]
     # Only its own rank knows what a microbatch returns. So every rank sends the same shape, which follows from the
-    # declarations: a value for each name, whether any microbatch has it, and whether any returns undeclared names.
+    # declarations: a value for each name, 1 if any microbatch has it, and 1, or 2 if any returns undeclared names.
     reduced = torch.zeros(2 * len(names) + 1, dtype=torch.float64, device=device)
     if topology.is_last_stage:
         parts = {kind: _over_microbatches(kind, by_kind[kind], reports) for kind in Reduction if by_kind[kind]}
         returned = {name for report in reports for name in report}
-        flags = [*(name in returned for name in names), not returned <= set(names)]
+        flags = [*(name in returned for name in names), 1 if returned <= set(names) else 2]
         flags = send(torch.tensor(flags, dtype=torch.float64), device)
         parts[Reduction.MAX] = torch.cat([parts[Reduction.MAX], flags]) if Reduction.MAX in parts else flags
         reduced = torch.cat([_over_ranks(kind, part, topology.groups.dp) for kind, part in parts.items()])
     if topology.pipeline > 1:
         dist.broadcast(reduced, src=topology.last_stage_rank, group=topology.groups.pp)
     numbers = read_numbers(torch.cat([reduced, *(value.double().view(1) for value in of_step.values())]))
-    values, there, undeclared = numbers[: len(names)], numbers[len(names) : 2 * len(names)], numbers[2 * len(names)]
-    if is_planned():  # fake devices hold no values
-        return dict.fromkeys((*names, *of_step), 0.0)
-    if undeclared:
+    values, there, returned_names = numbers[: len(names)], numbers[len(names) : 2 * len(names)], numbers[2 * len(names)]
+    if returned_names == 2:
         everywhere: list = [None] * topology.world_size
         dist.all_gather_object(everywhere, {name for report in reports for name in report} - set(names))
         raise ValueError(

@@ -31,7 +31,6 @@ from rl_megatron.model.lora.targets import (
 )
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import PADDED, Piece, blocks_of, pieces
-from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec, fingerprint, fingerprint_of_ones, plan_buckets
 
 DEFAULT_BUCKET_BYTES = 64 << 20
@@ -125,8 +124,7 @@ class WeightExporter:
             unknown: What this rank has and the plan lacks.
         """
         self._model, self.plan, self._blocks, self._device = model, plan, blocks, model.topology.device
-        if not is_planned():  # no other rank says what it holds
-            self._check_coverage(shapes, unknown)
+        self.check_coverage(shapes, unknown)
 
     @property
     def num_words(self) -> int:
@@ -191,7 +189,7 @@ class WeightExporter:
             for position, spec in enumerate(bucket.tensors):
                 yield spec.name, bucket.tensor(filled, position)
 
-    def _check_coverage(self, shapes: Mapping[str, Shape], unknown: list[str]) -> None:
+    def check_coverage(self, shapes: Mapping[str, Shape], unknown: list[str]) -> None:
         """Check that every element of every tensor is held by exactly one block, and that the table knows every tensor.
 
         A count of elements is not enough: if one element is held twice and another by no rank, the count is still

@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_megatron.config.errors import RunFailed
+
 _WORD = 8  # bytes
 _SPREAD, _MIX = -0x61C8864680B583EB, 0x4CF5AD432745937F  # odd: multiplication by them loses nothing modulo 2⁶⁴
 _COLUMN_BITS = 24  # the size of a column's hash
@@ -38,7 +40,7 @@ ELEMENTS_AT_ONCE_CPU = 1 << 18  # elements of fp64 scratch memory (2 MiB), to fi
 ELEMENTS_AT_ONCE_GPU = 1 << 24  # 128 MiB, because small kernels leave a GPU idle
 
 
-class WeightsRefused(RuntimeError):
+class WeightsRefused(RunFailed):
     """Raised if the weights that arrived differ from those that were sent. The message names the tensor."""
 
 

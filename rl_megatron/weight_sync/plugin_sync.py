@@ -17,8 +17,7 @@ from rl_megatron.weight_sync.vllm_plugin import BACKEND, PROTOCOL, REPORT
 _INTRODUCE = "/init_weight_transfer_engine"
 _REMEDY = (
     f'start it with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\' and VLLM_SERVER_DEV_MODE=1 from an '
-    "environment that scripts/install_vllm.sh has prepared, or choose generation.refit=disk, nccl or ipc, which need "
-    "no plugin"
+    "environment that scripts/install_vllm.sh has prepared, or choose generation.refit=disk, which needs no plugin"
 )
 
 

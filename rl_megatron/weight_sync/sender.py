@@ -213,20 +213,6 @@ class WeightSender:
         Raises:
             ValueError: `keys` are not one of these lists.
         """
-        index = self._bucket_of(keys)
-        filled = self.share_words(keys)
-        assert self._shared is not None  # it has the words
-        return {device_key(filled.device): self._shared.handle(index, filled.numel())}
-
-    def share_words(self, keys: list[str]) -> Tensor:
-        """Gather one bucket into this rank's shared memory as `share` does, and return its words. Collective.
-
-        Args:
-            keys: One of the lists that `groups_of_keys` returned.
-
-        Raises:
-            ValueError: `keys` are not one of these lists.
-        """
         index, exporter = self._bucket_of(keys), self.exporter()
         self._model.gather_parameters()
         topology = self._model.topology
@@ -239,7 +225,7 @@ class WeightSender:
             _Transfer(work, self.timings).wait()
         self.timings.bytes += exporter.plan.buckets[index].num_bytes
         self.timings.ended = time.perf_counter()
-        return filled
+        return {device_key(filled.device): self._shared.handle(index, filled.numel())}
 
     def _bucket_of(self, keys: list[str]) -> int:
         buckets = self.plan.buckets

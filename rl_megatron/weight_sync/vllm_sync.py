@@ -8,16 +8,8 @@ from rl_megatron.weight_sync.adapter_sync import SyncOfAdapter
 from rl_megatron.weight_sync.plugin_sync import SyncInSharedMemory, SyncOverGroup
 from rl_megatron.weight_sync.sender import WeightSender
 from rl_megatron.weight_sync.servers import ServerSync, WeightServers
-from rl_megatron.weight_sync.stock_gpu_sync import SyncOverNccl, SyncThroughIpc
 from rl_megatron.weight_sync.stock_sync import SyncFromDisk
 from rl_megatron.weight_sync.vllm_plugin import BACKEND
-
-_WAYS = {
-    "collective": SyncOverGroup,
-    "shared_memory": SyncInSharedMemory,
-    "nccl": SyncOverNccl,
-    "ipc": SyncThroughIpc,
-}
 
 
 def vllm_sync(
@@ -43,16 +35,15 @@ def vllm_sync(
         return SyncOfAdapter(sender, servers, directory)
     if refit == "disk":
         return SyncFromDisk(sender, servers, bucket_bytes, directory)
-    return _WAYS[refit](sender, servers, bucket_bytes, timeout_seconds)
+    with_plugin = SyncInSharedMemory if refit == "shared_memory" else SyncOverGroup
+    return with_plugin(sender, servers, bucket_bytes, timeout_seconds)
 
 
 def transfer_config(refit: str) -> dict[str, str] | None:
     """Return the value of `--weight-transfer-config` with which a server takes weights in this way; None: without."""
-    return None if refit in ("disk", "adapter") else {"backend": refit if refit in ("nccl", "ipc") else BACKEND}
+    return None if refit in ("disk", "adapter") else {"backend": BACKEND}
 
 
 def transfer_environment(refit: str) -> dict[str, str]:
     """Return the environment variables with which a server takes weights in this way."""
-    if refit == "adapter":
-        return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
-    return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if refit == "ipc" else {}
+    return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if refit == "adapter" else {}

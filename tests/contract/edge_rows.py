@@ -16,15 +16,13 @@ import torch
 
 import rl_megatron
 from rl_megatron.algorithms import advantages as A
-from rl_megatron.algorithms import turn_advantages as TA
 from rl_megatron.batching import packing, plan, rank_plan
 from rl_megatron.batching.config import Batching, DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.compat.nemo_rl.batched_data_dict import BatchedDataDict as NemoBatch
 from rl_megatron.compat.nemo_rl.errors import RangeError, RuleError
-from rl_megatron.data.batch import BatchedDataDict, common_size
+from rl_megatron.data.batch import BatchedDataDict, common_size, score_positions
 from rl_megatron.data.collate import Padding, span_mask
-from rl_megatron.data.score_position import score_positions
 from rl_megatron.evaluation import statistics as E
 from rl_megatron.generation.completion_batch import check_requests, sequence_batch
 from rl_megatron.generation.interfaces import Request, Sampling
@@ -114,8 +112,8 @@ def estimator_rows() -> list[Row]:
         "optimal_baseline": lambda size: A.optimal_baseline(TWO, size, MASK),
         "reinforce_plus_plus_baseline": lambda size: A.reinforce_plus_plus_baseline(TWO, size, MASK),
         "group_decoupled": lambda size: A.group_decoupled(MASK, torch.ones(3), size),
-        "group_relative_turns": lambda size: TA.group_relative_turns(MASK, turns, size),
-        "group_relative_steps": lambda size: TA.group_relative_steps(MASK, turns, size),
+        "group_relative_turns": lambda size: A.group_relative_turns(MASK, turns, size),
+        "group_relative_steps": lambda size: A.group_relative_steps(MASK, turns, size),
     }
     sizes = {
         "group of 0": (0, COUNT),
@@ -182,15 +180,15 @@ ADVANTAGES = [
     Row("group_decoupled", "no function", lambda: A.group_decoupled(FLAT, NONE, 2), refused("with K ≥ 1")),
     Row("group_decoupled", "one weight for three", lambda: A.group_decoupled(MASK, torch.ones(1), 2),
         refused("must be one for each function of scores (2, 3)")),
-    Row("group_relative_turns", "empty", lambda: TA.group_relative_turns(torch.zeros(0, 3), ids(0, 3), 2),
+    Row("group_relative_turns", "empty", lambda: A.group_relative_turns(torch.zeros(0, 3), ids(0, 3), 2),
         torch.zeros(0, 3)),
-    Row("group_relative_turns", "no token", lambda: TA.group_relative_turns(FLAT, ids(2, 0), 2), FLAT),
-    Row("group_relative_turns", "all masked", lambda: TA.group_relative_turns(nan * MASK, -ids(2, 3), 2), ALL_MASKED),
-    Row("group_relative_turns", "other width", lambda: TA.group_relative_turns(MASK, ids(2, 2), 2),
+    Row("group_relative_turns", "no token", lambda: A.group_relative_turns(FLAT, ids(2, 0), 2), FLAT),
+    Row("group_relative_turns", "all masked", lambda: A.group_relative_turns(nan * MASK, -ids(2, 3), 2), ALL_MASKED),
+    Row("group_relative_turns", "other width", lambda: A.group_relative_turns(MASK, ids(2, 2), 2),
         refused("must be [B, S]")),
-    Row("group_relative_steps", "empty", lambda: TA.group_relative_steps(torch.zeros(0, 3), ids(0, 3), 2),
+    Row("group_relative_steps", "empty", lambda: A.group_relative_steps(torch.zeros(0, 3), ids(0, 3), 2),
         torch.zeros(0, 3)),
-    Row("group_relative_steps", "all masked", lambda: TA.group_relative_steps(nan * MASK, -ids(2, 3), 2), ALL_MASKED),
+    Row("group_relative_steps", "all masked", lambda: A.group_relative_steps(nan * MASK, -ids(2, 3), 2), ALL_MASKED),
     Row("check_groups", "other samples", lambda: A.check_groups(1, a=NONE, b=TWO),
         refused("must have the same number of samples")),
 ]  # fmt: skip

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import rl_megatron
 from rl_megatron import logprobs
-from rl_megatron.algorithms import advantages, turn_advantages
+from rl_megatron.algorithms import advantages
 from rl_megatron.algorithms.advantages import group_relative
 from rl_megatron.batching import packing, plan, rank_plan
 from rl_megatron.batching.packing import pack_sequences
 from rl_megatron.data import batch as core_batch
-from rl_megatron.data import collate, score_position
+from rl_megatron.data import collate
 from rl_megatron.evaluation import statistics as eval_statistics
 from rl_megatron.generation import sampling as generation_sampling
 from rl_megatron.generation.interfaces import Sampling
@@ -32,8 +32,8 @@ from tests.contract.test_losses import valid_counts
 
 # Every public function and class of these modules has a row, by its name.
 MODULES = (
-    advantages, turn_advantages, eval_statistics, functional, packing, plan, rank_plan, logprobs, core_batch, collate,
-    score_position, generation_sampling,
+    advantages, eval_statistics, functional, packing, plan, rank_plan, logprobs, core_batch, collate,
+    generation_sampling,
 )  # fmt: skip
 # Name → why it has no row.
 WITHOUT_ROW = {

@@ -15,7 +15,7 @@ import torch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.embedded import EmbeddedEngine

@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.data.run_tokenizer import train_bpe
 from tests.forkserver import REPOSITORY
 
 NUM_RECORDS = 40

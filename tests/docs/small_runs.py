@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from rl_megatron.config import load
+from rl_megatron.config.loading import load
 from rl_megatron.config.schema import RunConfig, StageConfig
 
 # The largest value of a key, by section. Other keys keep their values.

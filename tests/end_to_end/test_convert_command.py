@@ -27,7 +27,7 @@ TRAINING = tuple(
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     """Return a directory like those on the Hub: a Qwen2 model, with a tokenizer like those that runs train."""
-    from rl_megatron.data.byte_level_bpe import train_bpe
+    from rl_megatron.data.run_tokenizer import train_bpe
 
     directory = save(hf_model("qwen2", vocab_size=270, max_position_embeddings=48), tmp_path_factory.mktemp("qwen"))
     train_bpe(["1+2=3\n" * 9], 260).save(directory)
@@ -75,7 +75,7 @@ def test_a_model_is_imported_trained_and_exported(tmp_path, forks, qwen):
 
 def test_a_published_model_that_reads_images_is_used_as_it_is(tmp_path, forks):
     """It generates what its exported text model does, and is imported and trained."""
-    from rl_megatron.data.byte_level_bpe import train_bpe
+    from rl_megatron.data.run_tokenizer import train_bpe
 
     save_as_published(model_with_images("qwen3_5_moe", vocab_size=270, max_position_embeddings=48), tmp_path / "images")
     train_bpe(["1+2=3\n" * 9], 260).save(tmp_path / "images")
@@ -144,7 +144,7 @@ def test_a_run_with_another_tokenizer_than_the_models_is_refused(tmp_path, forks
     """The run writes nothing. The second tokenizer has more tokens than the model's embedding has rows, too."""
     assert forks.run(tmp_path, "convert", "import", str(qwen), "imported").status == 0
     begun = ("train", "model=init_from", "init_from=imported", "output_dir=run", *TRAINING)
-    from rl_megatron.data.byte_level_bpe import train_bpe
+    from rl_megatron.data.run_tokenizer import train_bpe
 
     for number, size in enumerate((258, 290)):
         text = "".join(f"{a}+{b}={a + b};" for a in range(40) for b in range(40))

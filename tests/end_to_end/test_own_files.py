@@ -32,7 +32,7 @@ class Reverse:
     def reward(self, problem, completion):
         return float(len(completion)) / 10
 """
-ADVANTAGE = "def constant(rewards):\n    return rewards * 0 + 3.0\n"
+ADVANTAGE = "def constant(inputs):\n    return inputs.rewards * 0 + 3.0\n"
 TRAIN = (
     "train", *TINY, "algorithm=grpo", "data=arithmetic", "algorithm.prompts_per_step=4",
     "algorithm.samples_per_prompt=2", "train.steps=2",

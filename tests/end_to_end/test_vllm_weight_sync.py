@@ -5,10 +5,8 @@ The policy's head is tied to its embedding. Nothing may be learned from weights 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,12 @@ from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
 from rl_megatron.topology.rank_zero_loop import RankZeroLoop
 from rl_megatron.weight_sync.exporter import WeightExporter
-from rl_megatron.weight_sync.plan import TensorSpec, WeightsRefused
+from rl_megatron.weight_sync.plan import WeightsRefused
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, WeightServers
-from rl_megatron.weight_sync.stock_gpu_sync import IPC_INIT_INFO, ipc_update_info, names_and_shapes, nccl_init_info
 from rl_megatron.weight_sync.vllm_sync import vllm_sync
 from rl_megatron.weight_sync.weights_on_disk import WeightDirectory
 from tests.parallel.layouts import build_policy
-from tests.vllm_servers import PYTHON, model_of_runs, needs_vllm
+from tests.vllm_servers import model_of_runs, needs_vllm
 
 pytestmark = needs_vllm
 
@@ -353,36 +350,3 @@ def test_every_rank_hears_of_a_server_that_is_killed_in_a_weight_sync(faulty_ser
     for message, seconds in ranks.run(2, sync_while_the_server_is_killed, urls, server.pid, tmp_path):
         assert urls[1] in message or "process group" in message
         assert seconds < 30
-
-
-# --- vLLM's own backends for GPUs ---
-
-READ_BY_VLLM = """
-import json, sys
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
-
-bodies = json.load(sys.stdin)
-init = NCCLWeightTransferInitInfo(**bodies["nccl_init"])
-assert init.nccl_unique_id_bytes == bytes(range(128))
-assert (init.rank_offset, init.world_size, init.packed) == (1, 3, False)
-update = NCCLWeightTransferUpdateInfo(**bodies["names"])
-assert update.names == ["a"] and update.shapes == [[2, 3]] and update.dtype_names == ["bfloat16"]
-assert IPCWeightTransferInitInfo(**bodies["ipc_init"]).packed is False
-assert IPCWeightTransferUpdateInfo(**bodies["ipc_update"]).ipc_handles == [{"uuid": (1, 2)}]
-"""
-
-
-def test_vllms_own_classes_take_the_bodies_for_its_backends():
-    specs = [TensorSpec("a", (2, 3), "bfloat16")]
-    bodies = {
-        "nccl_init": nccl_init_info(bytes(range(128)), 1, 3),
-        "names": names_and_shapes(specs),
-        "ipc_init": IPC_INIT_INFO,
-        "ipc_update": ipc_update_info(specs, [{"uuid": (1, 2)}]),
-    }
-    environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    done = subprocess.run(
-        [PYTHON, "-c", READ_BY_VLLM], input=json.dumps(bodies), env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

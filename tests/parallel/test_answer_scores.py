@@ -20,11 +20,11 @@ from rl_megatron.checkpoint.hf_convert import export_weights
 from rl_megatron.config.data_sources import PreferenceConfig
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.rewards import RewardConfig
-from rl_megatron.data.preferences import PreferenceDataset
+from rl_megatron.data.datasets import PreferenceDataset
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tasks import Problem
-from rl_megatron.data.tokenizer_files import load_tokenizer
 from rl_megatron.evaluation.heldout import HeldoutPairs
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import PreferenceLoss

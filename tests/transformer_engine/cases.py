@@ -16,7 +16,7 @@ from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.model.build import unwrap
 from rl_megatron.model.shards import pieces
-from rl_megatron.topology.fake_cuda import FakeCuda
+from rl_megatron.plan.fake_cuda import FakeCuda
 from rl_megatron.topology.topology import leave, start_topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
@@ -89,7 +89,7 @@ def described(family: str, layout: str, rank: int) -> dict[str, Any]:
     small = [f"model.{key}" for key in (*SMALL, f"num_layers={2 if layout == 'pipeline 2' else 1}")]
     stage = load_config([*FAMILIES[family], *small, *overrides, "precision=bf16"]).first
     with FakeCuda(rank, world_size):
-        topology = start_topology(stage.parallel, device="plan", seed=0)
+        topology = start_topology(stage.parallel, device="cuda", seed=0)
         policy = MegatronPolicy(
             stage.model,
             topology,

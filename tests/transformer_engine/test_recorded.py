@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -11,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from rl_megatron.cli import main
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.model.families import family_of_model
 from tests.transformer_engine import cases
 from tests.transformer_engine.record import RECORDED
 
 VARIABLE = "RL_MEGATRON_TRANSFORMER_ENGINE"
+PLAN = "plan algorithm=grpo data=arithmetic model=nano model.vocab_size=512 precision=bf16 --gpus-per-node 1 --json"
 FAMILIES = json.loads(RECORDED.read_text())["families"]
 RANKS = {
     (family, layout, number): rank
@@ -33,6 +37,16 @@ def small_model(family: str, num_layers: int) -> Any:
 
 def without(names: tuple[str, ...], adam: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in adam.items() if name not in names}
+
+
+def printed_plan() -> Any:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main(PLAN.split())
+    return json.loads(printed.getvalue())
+
+
+def operators_of(plan: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    return {phase["name"]: (phase["kernels"], phase["flops"]) for phase in plan["ranks"][0]["phases"]}
 
 
 def with_stand_in() -> list[dict[str, Any]]:
@@ -116,19 +130,39 @@ def test_the_fused_adam_of_other_tests_keeps_what_the_real_one_keeps(fresh_proce
         assert {adam["known_states"] for adam in theirs["adam"]} == {"exp_avg exp_avg_sq master_param"}
 
 
-@pytest.mark.change
-def test_the_record_is_what_transformer_engine_gives():
+def beside_transformer_engine(*program: str) -> Any:
+    """Return the JSON that a program prints with Transformer Engine's Python in the directory `sys.argv[1]`."""
     directory = os.environ.get(VARIABLE)
     if not directory:
         pytest.skip(
             f"set {VARIABLE} to a directory with Transformer Engine's Python; see tests/transformer_engine/record.py"
         )
-    program = "import json, pathlib, sys; from tests.transformer_engine.record import record, text_of\n"
-    program += "print(text_of(record(pathlib.Path(sys.argv[1]))))"
-    command = [sys.executable, "-W", "ignore", "-c", program, directory]
+    command = [sys.executable, "-W", "ignore", "-c", "\n".join(program), directory]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout[done.stdout.index("{") :])
+    return json.loads(done.stdout[done.stdout.index("{") :])
+
+
+@pytest.mark.change
+def test_a_plan_beside_transformer_engine_is_that_of_portable_layers_and_torchs_adam(fresh_process):
+    found = beside_transformer_engine(
+        "import pathlib, sys; from tests.transformer_engine.without_extension import provide",
+        "provide(pathlib.Path(sys.argv[1]))",
+        f"from rl_megatron.cli import main; sys.exit(main({PLAN.split()}))",
+    )
+    without_it = fresh_process.run(printed_plan)
+    note = " It is the plan of portable layers and torch's Adam: Transformer Engine runs only on a GPU."
+    assert found["fits"] and found["source"] == without_it["source"] + note
+    # megatron-core's linears then keep a tensor of Transformer Engine, so bytes are not compared.
+    assert operators_of(found) == operators_of(without_it)
+
+
+@pytest.mark.change
+def test_the_record_is_what_transformer_engine_gives():
+    found = beside_transformer_engine(
+        "import pathlib, sys; from tests.transformer_engine.record import record, text_of",
+        "print(text_of(record(pathlib.Path(sys.argv[1]))))",
+    )
     for family, layouts in FAMILIES.items():
         for layout, recorded in layouts.items():
             assert found["families"][family][layout] == recorded, (family, layout, found["versions"])

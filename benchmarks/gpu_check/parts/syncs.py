@@ -1,6 +1,6 @@
 """How often the host waits for the GPU in a training step, in logprobs and while decoding, beside the plan.
 
-torch counts on the GPU (`torch.cuda.set_sync_debug_mode`), and `device=plan` counts without one. A microbatch may not
+torch counts on the GPU (`torch.cuda.set_sync_debug_mode`), and a plan counts without one. A microbatch may not
 wait at all, besides for the number of tokens of each expert.
 """
 

@@ -101,8 +101,8 @@ def hydra_session(config_dir: str | None, read_model: checkpoint_metadata.ReadMo
 
 def config_directory() -> Path:
     """Return the directory of the shipped YAML files: in the installed package, or `configs/` of a source tree."""
-    installed = Path(__file__).resolve().parents[1] / "configs"
-    return installed if installed.is_dir() else Path(__file__).resolve().parents[2] / "configs"
+    installed = Path(__file__).resolve().parents[2] / "configs"
+    return installed if installed.is_dir() else Path(__file__).resolve().parents[3] / "configs"
 
 
 def composed(

@@ -95,9 +95,9 @@ def check_types(settings: Any) -> None:
         TypeError: A value has the wrong type. The message names the key and the value.
         ValueError: A number is infinite or NaN. The message names the key and the value.
     """
-    for field in dataclasses.fields(settings):
-        value, declared = getattr(settings, field.name), str(field.type)
-        setting = f"{type(settings).__name__}.{field.name}={value!r}"
+    for key in dataclasses.fields(settings):
+        value, declared = getattr(settings, key.name), str(key.type)
+        setting = f"{type(settings).__name__}.{key.name}={value!r}"
         if declared == "bool" and not isinstance(value, bool):
             raise TypeError(f"{setting} must be true or false")
         if "float" in declared and not ("None" in declared and value is None):

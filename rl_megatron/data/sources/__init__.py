@@ -1,8 +1,6 @@
 """Data sources; `data.source` selects one. Each is in one file and registers itself for its config class."""
 
-from rl_megatron.data.sources.labelled import LabelledSource
-from rl_megatron.data.sources.preference import PreferenceSource
-from rl_megatron.data.sources.prompt_answer import PromptAnswerSource
+from rl_megatron.data.sources.answers import LabelledSource, PreferenceSource, PromptAnswerSource
 from rl_megatron.data.sources.prompts import PromptsSource
 from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import SOURCES, build_source, register_source

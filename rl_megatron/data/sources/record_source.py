@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 from rl_megatron.config.schema import USUAL_EVAL_EXAMPLES, StageConfig
-from rl_megatron.data.files import split_heldout
-from rl_megatron.data.readers.lines import JsonLines, Lines
-from rl_megatron.data.readers.places import find_parts
+from rl_megatron.data.files import find_parts, split_heldout
+from rl_megatron.data.readers import JsonLines, Lines
 from rl_megatron.data.records import Part, Reader, Record
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.sources.source import ConfigT, DataSource

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.data_sources import TextConfig
-from rl_megatron.data.files import load_text
-from rl_megatron.data.readers.lines import TextLine, TextLines
-from rl_megatron.data.readers.places import find_files, is_plain_text, required_path
+from rl_megatron.data.files import find_files, is_plain_text, load_text, required_path
+from rl_megatron.data.readers import TextLine, TextLines
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source

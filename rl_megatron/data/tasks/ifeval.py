@@ -1,15 +1,216 @@
-"""The task `ifeval`: prompts with instructions that a program can check, in the form of IFEval's files."""
+"""The task `ifeval`: prompts with instructions that a program can check, in the form of IFEval's files.
+
+Each instruction has a check of whether an answer follows it.
+Source: Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models", arXiv:2311.07911.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rl_megatron.data.records import Record
 from rl_megatron.data.tasks.file_task import FileTask
-from rl_megatron.data.tasks.instructions import INSTRUCTIONS, NEED_LANGDETECT, follows
 from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Problem
+
+Check = Callable[[str, Mapping[str, Any]], bool]
+
+_RESPONSES = ("my answer is yes.", "my answer is no.", "my answer is maybe.")
+_SENTENCE_END = re.compile(r"[.!?…]+[\"')\]]*(?=\s|$)")
+_ABBREVIATIONS = re.compile(r"\b(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e|Inc|Ltd|Co)\.(?=\s)")
+_WORD = re.compile(r"\w+(?:['’-]\w+)*")
+
+
+def follows(name: str, answer: str, options: Mapping[str, Any]) -> bool:
+    """Return whether an answer follows the instruction with this name.
+
+    Raises:
+        KeyError: There is no such instruction.
+    """
+    return bool(answer.strip()) and INSTRUCTIONS[name](answer, options)
+
+
+def _compared(count: int, number: int, relation: str) -> bool:
+    """Return whether a count is "at least" or "less than" a number."""
+    return count < number if relation == "less than" else count >= number
+
+
+def _occurrences(text: str, word: str) -> int:
+    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
+
+
+def _sentences(text: str) -> int:
+    return len(_SENTENCE_END.findall(_ABBREVIATIONS.sub("", text)))
+
+
+def _keywords(answer: str, options: Mapping[str, Any]) -> bool:
+    return all(_occurrences(answer, word) for word in options["keywords"])
+
+
+def _keyword_frequency(answer: str, options: Mapping[str, Any]) -> bool:
+    return _compared(_occurrences(answer, options["keyword"]), options["frequency"], options["relation"])
+
+
+def _no_forbidden_words(answer: str, options: Mapping[str, Any]) -> bool:
+    return not any(_occurrences(answer, word) for word in options["forbidden_words"])
+
+
+def _letter_frequency(answer: str, options: Mapping[str, Any]) -> bool:
+    count = Counter(answer.lower())[options["letter"].lower()]
+    return _compared(count, options["let_frequency"], options["let_relation"])
+
+
+def _language(answer: str, options: Mapping[str, Any]) -> bool:
+    from langdetect import DetectorFactory, LangDetectException, detect
+
+    DetectorFactory.seed = 0  # it draws samples of the text
+    try:
+        return detect(answer) == options["language"]
+    except LangDetectException:  # a text without letters is of every language
+        return True
+
+
+def _number_of_sentences(answer: str, options: Mapping[str, Any]) -> bool:
+    return _compared(_sentences(answer), options["num_sentences"], options["relation"])
+
+
+def _number_of_words(answer: str, options: Mapping[str, Any]) -> bool:
+    return _compared(len(_WORD.findall(answer)), options["num_words"], options["relation"])
+
+
+def _number_of_paragraphs(answer: str, options: Mapping[str, Any]) -> bool:
+    # Three asterisks divide paragraphs.
+    parts = re.split(r"\s?\*\*\*\s?", answer)
+    inner = parts[1:-1] if len(parts) > 1 else []
+    return all(part.strip() for part in inner) and sum(map(bool, map(str.strip, parts))) == options["num_paragraphs"]
+
+
+def _first_word_of_paragraph(answer: str, options: Mapping[str, Any]) -> bool:
+    # An empty line divides paragraphs.
+    paragraphs = [part.strip() for part in re.split(r"\n\s*\n", answer) if part.strip()]
+    number = options["nth_paragraph"]
+    if len(paragraphs) != options["num_paragraphs"] or not 1 <= number <= len(paragraphs):
+        return False
+    first = paragraphs[number - 1].split()[0].strip("'\"").rstrip(".,?!'\"")
+    return first.lower() == options["first_word"].lower()
+
+
+def _placeholders(answer: str, options: Mapping[str, Any]) -> bool:
+    return len(re.findall(r"\[.*?\]", answer)) >= options["num_placeholders"]
+
+
+def _postscript(answer: str, options: Mapping[str, Any]) -> bool:
+    marker = re.escape(options["postscript_marker"].strip()).replace(r"\.", r"\.\s?")
+    return re.search(rf"^\s*{marker}.*\S|\s{marker}.*\S", answer, re.IGNORECASE | re.MULTILINE) is not None
+
+
+def _bullets(answer: str, options: Mapping[str, Any]) -> bool:
+    return len(re.findall(r"^\s*(?:\*[^*]|-\s).*$", answer, re.MULTILINE)) == options["num_bullets"]
+
+
+def _one_of_three_responses(answer: str, options: Mapping[str, Any]) -> bool:
+    return any(response in answer.lower() for response in _RESPONSES)
+
+
+def _highlights(answer: str, options: Mapping[str, Any]) -> bool:
+    # One or two asterisks on each side highlight a section.
+    double = [text for text in re.findall(r"\*\*([^\n*]+)\*\*", answer) if text.strip()]
+    without = re.sub(r"\*\*[^\n*]+\*\*", "", answer)
+    single = [text for text in re.findall(r"\*([^\n*]+)\*", without) if text.strip()]
+    return len(double) + len(single) >= options["num_highlights"]
+
+
+def _sections(answer: str, options: Mapping[str, Any]) -> bool:
+    marker = re.escape(options["section_spliter"].strip())
+    return len(re.findall(rf"{marker}\s?\d+", answer)) >= options["num_sections"]
+
+
+def _json(answer: str, options: Mapping[str, Any]) -> bool:
+    text = re.sub(r"^```(?:json)?|```$", "", answer.strip(), flags=re.IGNORECASE)
+    try:
+        json.loads(text.strip())
+    except ValueError:
+        return False
+    return True
+
+
+def _title(answer: str, options: Mapping[str, Any]) -> bool:
+    return any(text.strip("<> ") for text in re.findall(r"<<[^\n]+>>", answer))
+
+
+def _two_responses(answer: str, options: Mapping[str, Any]) -> bool:
+    # Six asterisks divide the two, which differ.
+    parts = [part.strip() for part in answer.split("******")]
+    if any(not part for part in parts[1:-1]):
+        return False
+    given = [part for part in parts if part]
+    return len(given) == 2 and given[0] != given[1]
+
+
+def _repeats_prompt(answer: str, options: Mapping[str, Any]) -> bool:
+    return answer.strip().lower().startswith(options["prompt_to_repeat"].strip().lower())
+
+
+def _ends_with(answer: str, options: Mapping[str, Any]) -> bool:
+    return answer.strip().strip('"').lower().endswith(options["end_phrase"].strip().lower())
+
+
+def _in_quotation_marks(answer: str, options: Mapping[str, Any]) -> bool:
+    text = answer.strip()
+    return len(text) > 1 and text.startswith('"') and text.endswith('"')
+
+
+def _capital_words(answer: str, options: Mapping[str, Any]) -> bool:
+    words = [word for word in _WORD.findall(answer) if word.isupper()]
+    return _compared(len(words), options["capital_frequency"], options["capital_relation"])
+
+
+def _all_capital(answer: str, options: Mapping[str, Any]) -> bool:
+    return answer.isupper() and _language(answer.lower(), {"language": "en"})
+
+
+def _all_lowercase(answer: str, options: Mapping[str, Any]) -> bool:
+    return answer.islower() and _language(answer, {"language": "en"})
+
+
+def _no_comma(answer: str, options: Mapping[str, Any]) -> bool:
+    return "," not in answer
+
+
+INSTRUCTIONS: dict[str, Check] = {
+    "keywords:existence": _keywords,
+    "keywords:frequency": _keyword_frequency,
+    "keywords:forbidden_words": _no_forbidden_words,
+    "keywords:letter_frequency": _letter_frequency,
+    "language:response_language": _language,
+    "length_constraints:number_sentences": _number_of_sentences,
+    "length_constraints:number_words": _number_of_words,
+    "length_constraints:number_paragraphs": _number_of_paragraphs,
+    "length_constraints:nth_paragraph_first_word": _first_word_of_paragraph,
+    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": _bullets,
+    "detectable_format:constrained_response": _one_of_three_responses,
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": _sections,
+    "detectable_format:json_format": _json,
+    "detectable_format:title": _title,
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": _repeats_prompt,
+    "startend:end_checker": _ends_with,
+    "startend:quotation": _in_quotation_marks,
+    "change_case:capital_word_frequency": _capital_words,
+    "change_case:english_capital": _all_capital,
+    "change_case:english_lowercase": _all_lowercase,
+    "punctuation:no_comma": _no_comma,
+}
+NEED_LANGDETECT = ("language:response_language", "change_case:english_capital", "change_case:english_lowercase")
 
 
 @register_task("ifeval")

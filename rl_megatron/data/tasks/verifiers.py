@@ -20,7 +20,7 @@ from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
 from rl_megatron.workers.child_process import module_command, own_import_path
 
 EXAMPLE = "verifiers_example"  # the field of a record that the rollout worker gives back to the environment
-_EXPORT = "rl_megatron.data.verifiers.export"
+_EXPORT = "rl_megatron.data.verifiers"
 _SHOWN = 600  # characters of what a process printed last
 
 

@@ -112,7 +112,7 @@ def check_vllm(stage: StageConfig, vocab_size: int) -> None:
     _check_launch(stage, vocab_size)
     generation, device = stage.generation, choose_device(stage.device)
     _devices(generation, device)
-    if device.type == "cuda" and generation.refit in ("shared_memory", "ipc"):
+    if device.type == "cuda" and generation.refit == "shared_memory":
         check_gpu_memory_can_be_shared(generation.refit)
 
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 import torch
 
 from rl_megatron import log
-from rl_megatron.logprobs.kernels import plan as plan_kernels
 from rl_megatron.logprobs.kernels import torch as torch_kernels
 from rl_megatron.logprobs.vocab_parallel import Kernels
-from rl_megatron.topology.fake_cuda import is_planned
 
 BACKENDS = ("torch", "triton")
 TORCH = Kernels(*(getattr(torch_kernels, name) for name in Kernels._fields))
-PLAN = TORCH._replace(row_stats=plan_kernels.row_stats, write_row_gradients=plan_kernels.write_row_gradients)
 
 
 def choose_kernels(backend: str, device: torch.device) -> Kernels:
     """Return the kernels for logits on that device. "auto" is "triton" on a GPU if triton is installed, else "torch".
-
-    On device=plan, logits have no values, and neither backend runs.
 
     Triton is imported only here, and only if it is going to be used.
 
@@ -28,8 +23,6 @@ def choose_kernels(backend: str, device: torch.device) -> Kernels:
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend={backend!r} is unknown; use 'auto' or one of {list(BACKENDS)}")
     on_gpu = device.type == "cuda"
-    if on_gpu and is_planned():
-        return PLAN
     if backend == "torch" or (backend == "auto" and not on_gpu):
         return TORCH
     try:

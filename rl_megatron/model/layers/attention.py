@@ -32,7 +32,6 @@ from rl_megatron.model.layers.packed import LastBiases, PackedSequences, causal_
 from rl_megatron.model.layers.rotation import rotate, split_and_rotate, turns_of
 from rl_megatron.model.layers.sinks import attend_with_sinks
 from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gather_and_reduce, zigzag_positions
-from rl_megatron.topology.fake_cuda import is_planned
 
 BIASES = LastBiases()
 """The biases of the microbatch that all layers are computing. `Runner` clears them after a pass."""
@@ -309,7 +308,7 @@ class PortableAttention(torch.nn.Module):
         torch's flash kernel takes a pack as it is. For others, sequences of similar length are unpacked into one batch
         and attend together.
         """
-        if self._attends_within_pack(query, value, sequences):
+        if self.attends_within_pack(query, value, sequences):
             parts = (query[:, 0], key[:, 0], value[:, 0])
             return attend_within_pack(*parts, sequences.starts, sequences.longest, self.softmax_scale)[:, None]
         if self.cp_group is None or self.cp_group.size() == 1:
@@ -329,12 +328,12 @@ class PortableAttention(torch.nn.Module):
             outputs.append(output.transpose(0, 1).flatten(0, 1))
         return sequences.pack(outputs)[:, None]
 
-    def _attends_within_pack(self, query: Tensor, value: Tensor, sequences: PackedSequences) -> bool:
-        """Return whether the flash kernel takes the pack. A plan takes the batches: it has no lengths on its device."""
+    def attends_within_pack(self, query: Tensor, value: Tensor, sequences: PackedSequences) -> bool:
+        """Return whether the flash kernel takes the pack."""
         return (
             (self.cp_group is None or self.cp_group.size() == 1)
             and self.softmax_offset is None
-            and not (self.by_cudnn or sequences.is_one_batch or self._has_window(sequences.longest) or is_planned())
+            and not (self.by_cudnn or sequences.is_one_batch or self._has_window(sequences.longest))
             and flash_attends_last(query, value)
         )
 

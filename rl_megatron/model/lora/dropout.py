@@ -13,15 +13,11 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from rl_megatron.topology.fake_cuda import is_planned
-
 _STATE = "adapter-dropout"
 
 
 def seed_microbatch(seed: int, device: torch.device) -> None:
     """Set the seed of the microbatch whose forward pass begins."""
-    if is_planned():  # without numbers that could be dropped
-        return
     tracker = _tracker()
     tracker.set_states(tracker.get_states() | {_STATE: torch.Generator(device).manual_seed(seed).get_state()})
 

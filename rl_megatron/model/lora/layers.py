@@ -40,7 +40,6 @@ from torch.nn.functional import linear
 from rl_megatron.config.peft import DEFAULT_ADAPTER, LoraConfig
 from rl_megatron.model.lora.dropout import dropout, microbatch_seed
 from rl_megatron.model.lora.targets import Part, tensor_name
-from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.topology.topology import Topology
 
 _COLUMN, _ROW, _WHOLE = "column", "row", "whole"
@@ -85,7 +84,7 @@ class LinearAdapter(torch.nn.Module):
                 parameter = torch.nn.Parameter(weight)
                 self.register_parameter(f"{part.key}_{letter}", parameter)
                 self._mark(parameter, letter)
-                self._fill(parameter, part, letter, config, seed)
+                self.fill(parameter, part, letter, config, seed)
 
     def _shapes(self, part: Part, r: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of this rank's tensors of a part."""
@@ -103,8 +102,6 @@ class LinearAdapter(torch.nn.Module):
     def _dropped(self, x: Tensor) -> Tensor:
         if not (self._dropout and self.training):
             return x
-        if is_planned():
-            return torch.nn.functional.dropout(x, self._dropout)
         names = ",".join(part.name for part in self.parts)  # with the layer's number
         # Context-parallel ranks have different tokens.
         seed = f"{self._seed} {names} {microbatch_seed(x.device)} {self._topology.groups.cp.rank()}"
@@ -181,13 +178,11 @@ class LinearAdapter(torch.nn.Module):
             mark.sequence_parallel = self.sequence_parallel
 
     @torch.no_grad()
-    def _fill(self, parameter: torch.nn.Parameter, part: Part, letter: str, config: LoraConfig, seed: int) -> None:
+    def fill(self, parameter: torch.nn.Parameter, part: Part, letter: str, config: LoraConfig, seed: int) -> None:
         """Draw A from U(−1/√in, 1/√in), as peft does, and set B to 0, or draw it from U(−1/√r, 1/√r).
 
         Tensors of other kinds of adapters are 0.
         """
-        if is_planned():  # the tensor has no data to fill
-            return
         if letter not in "AB" or (letter == "B" and config.init_lora_weights):
             parameter.zero_()
             return

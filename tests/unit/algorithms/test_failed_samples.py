@@ -1,7 +1,5 @@
 """A group with a sample that failed equals a group without it: advantages, loss and gradients."""
 
-from itertools import count
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.trajectory_index import TRAJECTORY
 from rl_megatron.config.algorithms import GRPOConfig, OnlineDPOConfig, PPOConfig
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
@@ -155,40 +152,6 @@ def test_the_zero_of_a_failed_sample_makes_no_group_informative():
     found = statistics([whole(batch)], SIZE)
     assert found["informative_groups"] == pytest.approx(2 / 3)
     assert found["reward"] == pytest.approx(without(every)["rewards"].mean().item())
-
-
-@pytest.fixture
-def own(tmp_path, monkeypatch):
-    """`own(parameters)`: load GRPO with a function of these parameters, and samples that failed left out."""
-    monkeypatch.chdir(tmp_path)
-
-    numbers = count()
-
-    def load(parameters, on_failure="mask_sample"):
-        path = tmp_path / f"mine{next(numbers)}.py"  # a file is imported once
-        path.write_text(f"def mine({parameters}): ...\n")
-        estimator = f"algorithm.advantage_estimator={path.name}:mine"
-        return load_config(["algorithm=grpo", f"rollout.on_failure={on_failure}", estimator]).first
-
-    return load
-
-
-@pytest.mark.parametrize(
-    "parameters", ["rewards", "rewards, group_size", "token_rewards, group_size", "rewards, ranks"]
-)
-def test_an_estimator_that_cannot_know_what_failed_is_refused(own, parameters):
-    message = (
-        "rollout.on_failure=mask_sample .*mine0.py:mine cannot know .*`sample_mask`.* or set rollout.on_failure=mask_g"
-    )
-    with pytest.raises(ConfigError, match=message):
-        own(parameters)
-    own(parameters, "mask_group")
-    own(f"{parameters}, sample_mask")
-
-
-@pytest.mark.parametrize("parameters", ["rollouts", "token_rewards, token_mask", "token_rewards, turns, group_size"])
-def test_an_estimator_of_tokens_knows_what_failed(own, parameters):
-    own(parameters)
 
 
 def test_every_estimator_of_the_package_leaves_failed_samples_out():

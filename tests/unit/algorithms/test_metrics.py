@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from rl_megatron.algorithms import metrics
+from rl_megatron.algorithms.registry import eval_metric_names
 from rl_megatron.algorithms.rollout import reward_kl
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.metrics import EVAL_METRICS, METRICS
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.evaluation.heldout import metric_names
 from rl_megatron.losses import MSEValueLoss, build_loss
 from rl_megatron.losses import metrics as losses
 from rl_megatron.rollouts.statistics import learned_statistics, logprob_mismatch, statistics
@@ -65,7 +65,7 @@ def test_the_critics_metrics_are_those_of_its_loss_and_optimizer():
     ids=lambda overrides: overrides[0],
 )
 def test_the_metrics_of_an_evaluation_are_declared(overrides):
-    given = metric_names(load_config(overrides).first)
+    given = eval_metric_names(load_config(overrides).first)
     assert given and set(given) <= EVAL_METRICS.keys()
 
 

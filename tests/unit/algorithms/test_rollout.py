@@ -229,8 +229,8 @@ def test_logprobs_of_the_engine_are_taken_only_if_they_are_asked_for(rollouts_of
     assert torch.equal(found["prev_logprobs"], rollouts["generation_logprobs"])
 
 
-def reads_the_batch(rewards, rollouts):
-    return rewards
+def may_read_the_batch(inputs):
+    return inputs.rewards
 
 
 def test_logprobs_are_recomputed_if_the_loss_or_the_advantages_may_read_them():
@@ -246,7 +246,7 @@ def test_logprobs_are_recomputed_if_the_loss_or_the_advantages_may_read_them():
     assert not recomputed(own)
     assert recomputed(own, recompute_logprobs="always")
     assert recomputed(own, updates_per_rollout=2)
-    assert recomputed(own, advantage_estimator=f"{__name__}:reads_the_batch")
+    assert recomputed(own, advantage_estimator=f"{__name__}:may_read_the_batch")
     assert recomputed(Needy()) and recomputed(lambda **_: None)
     assert not recomputed(lambda **_: None, recompute_logprobs="never")
     with pytest.raises(ConfigError, match=r"recompute_logprobs=never: loss.name=clipped_pg needs 'prev_logprobs'"):

@@ -5,8 +5,7 @@ import statistics
 import pytest
 import torch
 
-from rl_megatron.algorithms.advantages import group_relative
-from rl_megatron.algorithms.turn_advantages import group_relative_steps, group_relative_turns
+from rl_megatron.algorithms.advantages import group_relative, group_relative_steps, group_relative_turns
 
 # Two groups of three samples. A sample is its turns, and a turn is the rewards of its tokens.
 SAMPLES = [

@@ -17,8 +17,7 @@ from rl_megatron.checkpoint.hf_load import open_hugging_face
 from rl_megatron.checkpoint.unused_rows import UnusedRows, example_tokens, find_unused_rows
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.byte_level_bpe import train_bpe
-from rl_megatron.data.tokenizer_files import load_tokenizer
+from rl_megatron.data.run_tokenizer import load_tokenizer, train_bpe
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.parallel.family_cases import assert_same_tensors, hf_model, save, tensors
 

@@ -15,7 +15,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from rl_megatron.cli import main
-from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.data.run_tokenizer import train_bpe
 
 _SFT = ("train", "algorithm=sft", "data=gsm8k")
 _GRPO = ("train", "algorithm=grpo", "data=arithmetic")
@@ -72,9 +72,9 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "the task lacks a method": ((*_GRPO, "data.task.name=mine.py:Task"), "task .* has no method heldout_problems"),
     "the task is no name": ((*_GRPO, "data.task.name=7"), r"needs data.task.name \(it is 7\)"),
-    "the estimator has a wrong parameter": (
-        (*_GRPO, "algorithm.advantage_estimator=mine.py:wrong"),
-        "algorithm.advantage_estimator=.*mine.py:wrong needs 'x', which it will not get",
+    "the estimator takes its inputs one by one": (
+        (*_GRPO, "algorithm.advantage_estimator=mine.py:old"),
+        r"algorithm.advantage_estimator=.*mine.py:old takes \(rewards\); an advantage estimator takes one argument",
     ),
     "the reward's file is missing": (
         (*_GRPO, "reward.functions=[{path: absent.py, name: f}]"),
@@ -184,7 +184,9 @@ def write_files(directory: Path) -> None:
     (directory / "good.jsonl").write_text(f"{good}\n" * 8)
     (directory / "ids.jsonl").write_text('{"prompt_ids": [2]}\n{"prompt_ids": [2, 3, 4, 5]}\n')
     (directory / "pairs.jsonl").write_text('{"question": "1+1=", "chosen": "2"}\n')
-    (directory / "mine.py").write_text("class Task:\n    def train_problems(self): ...\n\ndef wrong(x): ...\n")
+    (directory / "mine.py").write_text(
+        "class Task:\n    def train_problems(self): ...\n\ndef wrong(x): ...\n\ndef old(rewards): ...\n"
+    )
     (directory / "raises.py").write_text("raise ValueError('no')\n")
     (directory / "odd" / "metrics.jsonl").mkdir(parents=True)
     (directory / "llama").mkdir()

@@ -7,9 +7,9 @@ from typing import Literal
 import pytest
 
 from rl_megatron.cli import main
-from rl_megatron.config import plugins
 from rl_megatron.config.algorithm_kinds import register_algorithm_config
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.loading import registry as plugins
 from rl_megatron.config.loading.load import from_yaml, load_config, to_yaml
 from rl_megatron.config.loading.settings import section
 from rl_megatron.config.schema import AlgorithmConfig

@@ -22,11 +22,7 @@ from rl_megatron.config.loading.load import load_config
             {"engine": "vllm", "refit_directory": "/x"},
             "refit_directory=/x does nothing: .* generation.refit=collective",
         ),
-        ({"engine": "vllm", "refit": "nccl", "gate_prompts": 0}, "gate_prompts=0: the engine does not verify weights"),
-        (
-            {"engine": "vllm", "refit": "ipc"},
-            "whoever reaches it can run code; set .*allow_insecure_serialization=true",
-        ),
+        ({"engine": "vllm", "refit": "disk", "gate_prompts": 0}, "gate_prompts=0: the engine does not verify weights"),
         (
             {"engine": "vllm", "vllm": VllmConfig(allow_insecure_serialization=True)},
             "allow_insecure_serialization=true does nothing: generation.refit=collective",
@@ -73,8 +69,12 @@ def test_the_limits_of_vllm_are_not_those_of_transformers(keys):
     load_config([*ADAPTER, "generation.engine=transformers", *keys])
 
 
-@pytest.mark.parametrize("refit", ["collective", "shared_memory", "disk", "nccl", "ipc", "adapter"])
+@pytest.mark.parametrize("refit", ["collective", "shared_memory", "disk", "adapter"])
 def test_vllm_takes_weights_in_every_way(refit):
-    check_refit(
-        GenerationConfig(engine="vllm", refit=refit, vllm=VllmConfig(allow_insecure_serialization=refit == "ipc"))
-    )
+    check_refit(GenerationConfig(engine="vllm", refit=refit))
+
+
+@pytest.mark.parametrize("refit", ["nccl", "ipc"])
+def test_vllms_own_backends_are_refused_with_the_ways_to_use(refit):
+    with pytest.raises(ConfigError, match=f"generation.refit='?{refit}.*collective.*shared_memory.*disk"):
+        load_config(["algorithm=grpo", "generation.engine=vllm", f"generation.refit={refit}"])

@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from rl_megatron.config.data_sources import PromptAnswerConfig
-from rl_megatron.data.byte_level_bpe import train_bpe
 from rl_megatron.data.datasets import PromptAnswerDataset, TextDataset
 from rl_megatron.data.files import load_records, load_text
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.data.tasks import Demonstration
 from tests.unit.data.shared_data import shared
 

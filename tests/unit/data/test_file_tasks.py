@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rl_megatron.data.tasks import GPQA, IFEval, Mathematics, MultipleChoice
-from rl_megatron.data.tasks.instructions import INSTRUCTIONS, follows
+from rl_megatron.data.tasks.ifeval import INSTRUCTIONS, follows
 
 
 def written(tmp_path, *records):

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from rl_megatron.data.files import load_records, load_text, split_heldout
-from rl_megatron.data.readers.lines import JsonLines
+from rl_megatron.data.plain_text import require_fields, template_fields
+from rl_megatron.data.readers import JsonLines
 from rl_megatron.data.records import Record
-from rl_megatron.data.templates import require_fields, template_fields
 
 
 def write_jsonl(path, rows):

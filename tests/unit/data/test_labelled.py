@@ -5,11 +5,11 @@ import json
 import pytest
 
 from rl_megatron.config.data_sources import LabelledConfig
-from rl_megatron.data.byte_level_bpe import train_bpe
-from rl_megatron.data.labelled import LabelledDataset
-from rl_megatron.data.preference_files import split_by_prompt
+from rl_megatron.data.answers import split_by_prompt
+from rl_megatron.data.datasets import LabelledDataset
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.run_tokenizer import train_bpe
 
 
 @pytest.fixture(scope="module")

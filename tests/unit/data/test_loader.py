@@ -8,7 +8,7 @@ import pytest
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.loader import DataLoader, InMemory, ItemList, Streamed
 from rl_megatron.data.mixture import MixtureCounts
-from rl_megatron.data.readers.lines import JsonLines
+from rl_megatron.data.readers import JsonLines
 from rl_megatron.data.records import NothingLeft, Part
 from rl_megatron.topology.ranks import Ranks
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from rl_megatron.config.data_sources import PreferenceConfig
-from rl_megatron.data.byte_level_bpe import train_bpe
-from rl_megatron.data.preferences import PreferenceDataset
+from rl_megatron.data.datasets import PreferenceDataset
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.data.sources import PreferenceSource
 from tests.unit.data.shared_data import shared
 

@@ -8,9 +8,8 @@ import pytest
 
 from rl_megatron.config.data_sources import PromptAnswerConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.data.byte_level_bpe import train_bpe
 from rl_megatron.data.prompt_files import read_prompts, rendering_of
-from rl_megatron.data.tokenizer_files import load_tokenizer
+from rl_megatron.data.run_tokenizer import load_tokenizer, train_bpe
 from tests.unit.data.chat_families import ONE_TURN, write_tokenizer
 
 TOKENIZER = train_bpe(["1+2=3\n" * 9], 260)

@@ -8,8 +8,8 @@ import pytest
 
 from rl_megatron.config.data_sources import PromptsConfig, TextConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.data.readers.places import find_parts
-from rl_megatron.data.readers.tables import hub_splits
+from rl_megatron.data.files import find_parts
+from rl_megatron.data.readers import hub_splits
 from rl_megatron.data.records import Part
 from rl_megatron.data.sources import PromptsSource, TextSource
 

@@ -7,8 +7,8 @@ from trl.chat_template_utils import get_training_chat_template
 from rl_megatron.config.data_sources import PreferenceConfig, PromptAnswerConfig, PromptsConfig
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tasks import Problem
-from rl_megatron.data.tokenizer_files import load_tokenizer
 from tests.unit.data.chat_families import (
     FAMILIES,
     LONG,

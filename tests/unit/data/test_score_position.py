@@ -9,12 +9,12 @@ from trl.chat_template_utils import get_training_chat_template
 
 from rl_megatron.config.data_sources import PreferenceConfig
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.data.preferences import PreferenceDataset
+from rl_megatron.data.batch import score_positions
+from rl_megatron.data.datasets import PreferenceDataset
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
-from rl_megatron.data.score_position import score_positions
+from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tasks import Problem
-from rl_megatron.data.tokenizer_files import load_tokenizer
 from rl_megatron.generation.stage_sampling import stage_sampling
 from tests.unit.data.chat_families import (
     FAMILIES,

@@ -7,7 +7,7 @@ import pytest
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.data.sources import HeldoutBatch, build_source
 from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.training_data import RolloutPrompts, check_dataset

@@ -7,11 +7,10 @@ import pytest
 
 from rl_megatron.config.data_sources import PreferenceConfig, PromptAnswerConfig
 from rl_megatron.data import token_cache
-from rl_megatron.data.byte_level_bpe import train_bpe
-from rl_megatron.data.datasets import PromptAnswerDataset, TextDataset
-from rl_megatron.data.preferences import PreferenceDataset
+from rl_megatron.data.datasets import PreferenceDataset, PromptAnswerDataset, TextDataset
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.data.tasks import Demonstration
 from rl_megatron.data.token_cache import TokenCache
 
@@ -132,9 +131,9 @@ def test_small_data_is_not_kept(built, tmp_path, monkeypatch):
 
 
 def test_long_work_is_reported(monkeypatch, logged):
-    from rl_megatron.data import progress
+    from rl_megatron import log
 
     clock = iter(range(0, 10_000))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
-    assert list(progress.tracked(range(640), "tokenized records", 640)) == list(range(640))
+    monkeypatch.setattr(log.time, "monotonic", lambda: float(next(clock)))
+    assert list(log.tracked(range(640), "tokenized records", 640)) == list(range(640))
     assert logged == ["tokenized records: 128 of 640", "tokenized records: 640 in 11 s"]

@@ -6,9 +6,8 @@ import pytest
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.data.run_tokenizer import load_tokenizer, train_bpe
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.tokenizer_files import load_tokenizer
 from tests.unit.data.shared_data import shared
 
 CORPUS = ["the cat sat on the mat, the cat ate 1234 rats\n"] * 4 + ["und die Katze saß 5678 mal\n"] * 3

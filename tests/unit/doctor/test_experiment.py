@@ -7,7 +7,7 @@ import pytest
 from rl_megatron.cli import main
 from rl_megatron.cli.early_checks import check_early
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.doctor.communication import Transfer, compare_nodes, judge
 from rl_megatron.doctor.experiment import check_files, check_layout, check_servers, check_tokenizer
 from tests.unit.doctor.planted import program

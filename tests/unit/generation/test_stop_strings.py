@@ -7,7 +7,7 @@ import pytest
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.data.byte_level_bpe import train_bpe
+from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.generation.stop_strings import StopStrings
 

@@ -60,6 +60,12 @@ def test_json_has_bytes_by_rank_and_phase(capsys):
     assert found["parallel"]["data"] == 4 and found["estimate"]["seconds"] > 0
 
 
+@pytest.mark.parametrize("backend", ["portable", "transformer_engine"])
+def test_a_plan_in_the_place_of_transformer_engine_says_so(capsys, backend):
+    found = planned(capsys, *SMALL, *ALONE, f"model.backend={backend}")
+    assert found["source"].endswith("Transformer Engine runs only on a GPU.") == (backend == "transformer_engine")
+
+
 def test_a_run_that_does_not_fit_ends_with_status_1(capsys):
     found = planned(capsys, *LLAMA, *ALONE, "train.micro_batch_size=1")
     assert not found["fits"] and found["peak_bytes"] > 80 * GIB

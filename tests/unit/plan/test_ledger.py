@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from rl_megatron.plan.fake_cuda import FakeCuda
 from rl_megatron.plan.ledger import Ledger
 from rl_megatron.plan.measured import Measured
-from rl_megatron.topology.fake_cuda import FakeCuda
 
 
 def _resized() -> tuple[Measured, Measured]:

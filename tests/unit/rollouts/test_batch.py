@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages
-from rl_megatron.algorithms.advantages import generalized_advantages, group_relative, reinforce_plus_plus
+from rl_megatron.algorithms.advantages import (
+    generalized_advantages,
+    group_relative,
+    group_relative_turns,
+    reinforce_plus_plus,
+)
 from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.algorithms.rollout import rewards_per_token
-from rl_megatron.algorithms.turn_advantages import group_relative_turns
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.data.byte_level_bpe import train_bpe
 from rl_megatron.data.chat_template import configured_template
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.data.tasks import GeneratedTask, build_task
 from rl_megatron.rollouts import environment_adapter
 from rl_megatron.rollouts.examples.guessing_game import GuessingGame, GuessingTask

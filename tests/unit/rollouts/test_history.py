@@ -8,8 +8,8 @@ from rl_megatron.config.data_sources import PromptsConfig
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tasks import Problem
-from rl_megatron.data.tokenizer_files import load_tokenizer
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.batch import trajectory_batch
 from rl_megatron.rollouts.runner import RolloutFailed

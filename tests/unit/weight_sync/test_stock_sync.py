@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from rl_megatron.topology.ranks import Ranks
-from rl_megatron.weight_sync import stock_gpu_sync
 from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, WeightsRefused, plan_buckets
 from rl_megatron.weight_sync.sender import SyncTimings
 from rl_megatron.weight_sync.servers import WeightServers
@@ -33,7 +30,6 @@ class Server:
         body = body or {}
         self.version = body.get("weight_version") or body.get("new_version") or self.version
         answers = {
-            "/get_world_size?include_dp=true": {"world_size": 2},
             "/weight_checker": {"checksums": {"dp0:pp0:tp0:a": self._checksum}},
             "/v1/models": {"data": [{"id": name} for name in self.models]},
             "/weight_info": {"weight_version": self.version},
@@ -48,7 +44,6 @@ class Sender:
     """Stands in for a `WeightSender`, whose tensors are filled with their numbers."""
 
     plan = RefitPlan({"model_type": "llama"}, 10, plan_buckets(SPECS, max_bytes=24))
-    device = torch.device("cpu")
 
     def __init__(self):
         self.timings = SyncTimings()
@@ -62,12 +57,6 @@ class Sender:
     def stream(self):
         for number, spec in enumerate(SPECS):
             yield spec.name, torch.full(spec.shape, number, dtype=spec.torch_dtype)
-
-    def groups_of_keys(self, max_bytes):
-        return [[spec.name for spec in bucket.tensors] for bucket in self.plan.buckets]
-
-    def share_words(self, keys):
-        return torch.zeros(100, dtype=torch.int64)
 
 
 def sync_of(refit: str, servers: list[Server], directory: Path | None = None, sender: Sender | None = None):
@@ -128,59 +117,6 @@ def test_servers_whose_parameters_differ_are_refused(tmp_path):
     assert servers[1].version == "incomplete"
 
 
-class Group:
-    """Stands in for an `NcclGroup`, and keeps what it sends."""
-
-    def __init__(self, unique_id, world_size, device, timeout_seconds):
-        self.sent, self.world_size, self.left = [], world_size, False
-
-    def joined(self, gave_up):
-        assert not gave_up()
-
-    def broadcast(self, tensor, gave_up):
-        self.sent.append(tensor.clone())
-
-    def close(self):
-        self.left = True
-
-
-def test_rank_0_broadcasts_every_tensor_in_the_announced_order(monkeypatch):
-    groups = []
-    monkeypatch.setattr(stock_gpu_sync, "NcclGroup", lambda *arguments: groups.append(Group(*arguments)) or groups[-1])
-    monkeypatch.setattr(stock_gpu_sync, "new_unique_id", lambda: bytes(range(128)))
-    servers = [Server("0"), Server("1")]
-    sync = sync_of("nccl", servers)
-    sync.connect()
-    (group,) = groups
-    assert group.world_size == 1 + 2 + 2
-    for server, offset in zip(servers, (1, 3), strict=True):
-        init = dict(server.asked)["/init_weight_transfer_engine"]["init_info"]
-        assert init["rank_offset"] == offset and init["world_size"] == 5
-        assert base64.b64decode(init["nccl_unique_id_b64"]) == bytes(range(128))
-    sync.send(7)
-    announced = dict(servers[0].asked)["/update_weights"]["update_info"]
-    sent = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in group.sent]
-    assert sent == list(zip(announced["dtype_names"], announced["shapes"], strict=True))
-    assert announced["names"] == ["a", "b", "c"] and [t.flatten()[0].item() for t in group.sent] == [0, 1, 2]
-    lifecycle = ["/start_weight_update", "/update_weights", "/finish_weight_update", *FINISHING]
-    assert paths(servers[1])[2:] == ["/update_weight_version", *lifecycle]
-    sync.close()
-    assert group.left
-
-
-def test_each_bucket_is_shared_by_handles_of_its_tensors(monkeypatch):
-    monkeypatch.setattr(stock_gpu_sync, "reduce_tensor", lambda tensor: (None, (tuple(tensor.shape), "handle")))
-    server, sender = Server("0"), Sender()
-    sync = sync_of("ipc", [server], sender=sender)
-    with pytest.raises(WeightsRefused, match="the policy computes on the CPU"):
-        sync.connect()
-    sender.device = torch.device("cuda")
-    sync.connect()
-    sync.send(7)
-    infos = [body["update_info"] for path, body in server.asked if path == "/update_weights"]
-    assert [info["names"] for info in infos] == Sender().groups_of_keys(24)
-    for info in infos:
-        handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
-        assert handles == [{"cpu": (tuple(shape), "handle")} for shape in info["shapes"]]
-    assert transfer_config("ipc") == {"backend": "ipc"} and transfer_config("disk") is None
-    assert transfer_environment("ipc") == {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+def test_stock_servers_are_started_without_our_backend():
+    assert transfer_config("disk") is None and transfer_config("adapter") is None
+    assert transfer_environment("disk") == {}

@@ -4,8 +4,8 @@ import pytest
 
 from rl_megatron.config.data_sources import PromptsConfig
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tasks import Problem
-from rl_megatron.data.tokenizer_files import load_tokenizer
 from rl_megatron.generation.interfaces import Sampling
 from tests.unit.data.chat_families import user, write_tokenizer
 from tests.unit.rollouts.gateway.agents import Agent, Says

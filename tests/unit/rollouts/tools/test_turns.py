@@ -9,8 +9,8 @@ from rl_megatron.config.environments import ToolsConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.chat_template import ChatTemplate
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tasks import Problem
-from rl_megatron.data.tokenizer_files import load_tokenizer
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.tools.toolbox import Tools
 from rl_megatron.rollouts.tools.turns import check_tool_turns

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rl_megatron.topology.fake_cuda.sides import CPU, CUDA, META, Sides, is_meta, launched, names_cuda
+from rl_megatron.plan.fake_cuda.sides import CPU, CUDA, META, Sides, is_meta, launched, names_cuda
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl_megatron.topology.fake_cuda.sides import CPU, META, Sides, names_cuda
+from rl_megatron.plan.fake_cuda.sides import CPU, META, Sides, names_cuda
 
 aten = torch.ops.aten
 _REAL_COPY_BYTES = 1 << 26  # larger tensors that are copied to the host are not allocated there either

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.topology.device import choose_device
-from rl_megatron.topology.fake_cuda import FakeCuda, Observer, is_planned
+from rl_megatron.plan.fake_cuda import FakeCuda, Observer
+from rl_megatron.plan.fake_cuda.stand_ins import stand_ins
 from rl_megatron.topology.topology import start_topology
 
 
@@ -192,7 +193,7 @@ def test_code_within_a_backward_pass_sees_the_gpu(fresh_process):
 def _one_of_16384():
     with FakeCuda(5000, 16384, notes := Notes()):
         parallel = ParallelConfig(tensor=8, sequence=True, pipeline=16, context=2, expert=64)
-        topology = start_topology(parallel, device="plan")
+        topology = start_topology(parallel, device="cuda")
         x = torch.zeros(8, device=topology.device)
         dist.all_reduce(x, group=topology.groups.tp)
         whole = x.new_empty(2, 8)
@@ -214,22 +215,22 @@ def _before_and_after():
         "group": dist.new_group, "stream": torch.cuda.Stream,
     }  # fmt: skip
     with FakeCuda(0, 8):
-        assert is_planned() and torch.cuda.is_available() and dist.get_world_size() == 8
+        assert torch.cuda.is_available() and dist.get_world_size() == 8
     after = {
         "to": torch.Tensor.to, "apply": torch.nn.Module._apply, "available": torch.cuda.is_available,
         "group": dist.new_group, "stream": torch.cuda.Stream,
     }  # fmt: skip
     value = torch.ones(3).sum().item()
-    return watched == after, is_planned(), dist.is_initialized(), value
+    return watched == after, dist.is_initialized(), value
 
 
 def test_everything_is_put_back(fresh_process):
-    assert fresh_process.run(_before_and_after) == (True, False, False, 3.0)
+    assert fresh_process.run(_before_and_after) == (True, False, 3.0)
 
 
-def test_the_device_is_for_plans_only():
-    with pytest.raises(ConfigError, match=r"device=plan.*rl-megatron plan"):
-        choose_device("plan")
+def test_every_stand_in_takes_the_place_of_something():
+    for owner, name, _ in stand_ins():
+        assert hasattr(owner, name) or find_spec(f"{owner.__name__}.{name}") is not None, (owner, name)
 
 
 def _twice():

@@ -1,12 +1,14 @@
-"""Make preference pairs of records: one prompt with a chosen and a rejected answer. `preferences.py` batches them.
+"""Records of answers to compare: pairs of a chosen and a rejected answer, and single answers with a label.
 
-The records of files have one of two forms:
+Pairs come in two forms of records:
 
 - Pairs: every record has the prompt's fields and the strings `chosen` and `rejected`, or these are conversations, as
   `conversations.py` describes.
 - Graded solutions: a record has the prompt's fields and any number of graded solutions. A graded solution is a value
   that is a mapping with `is_correct` (true or false) and `solution` (a string). Each right solution forms a pair with
   each wrong solution of the same record.
+
+`datasets.py` makes batches of them.
 """
 
 from __future__ import annotations
@@ -151,3 +153,25 @@ def _pairs_of_solutions(record: Record) -> Iterator[Record]:
     for chosen in (text for text, right in grades.items() if right):
         for rejected in (text for text, right in grades.items() if not right):
             yield Record({**fields, "chosen": chosen, "rejected": rejected}, record.location)
+
+
+LABEL = "label"  # the field of a record
+
+
+def check_labels(records: Sequence[Record]) -> None:
+    """Check that every record has a label.
+
+    Raises:
+        ValueError: A record has none, or one that is neither true nor false; the message names file:line.
+    """
+    for record in records:
+        if LABEL not in record.values:
+            raise ValueError(
+                f"{record.location}: the record has no {LABEL!r}, which is true for a desirable answer and false for "
+                f"an undesirable one{nearest(LABEL, record.values)}; data.columns={{{LABEL}: …}} names another field"
+            )
+        if not isinstance(record.values[LABEL], bool):
+            raise ValueError(
+                f"{record.location}: {LABEL!r} is {record.values[LABEL]!r}; it must be true (desirable) or false "
+                "(undesirable)."
+            )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.topology.fake_cuda.experts import BalancedExperts
+from rl_megatron.plan.fake_cuda.experts import BalancedExperts
 
 CUDA, META, CPU = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 
@@ -66,7 +66,7 @@ class Sides:
             self.observer.allocated(storage, tensor, False, None)
 
 
-def is_planned() -> bool:
+def is_active() -> bool:
     """Return whether tensors on "cuda" are fake."""
     return _active is not None
 

@@ -10,11 +10,11 @@ from typing import Self
 import torch.distributed as dist
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.plan.fake_cuda.functions import Functions
+from rl_megatron.plan.fake_cuda.operators import Operators
+from rl_megatron.plan.fake_cuda.patches import patched, replacements
+from rl_megatron.plan.fake_cuda.sides import Observer, Sides, activate, is_active
 from rl_megatron.topology.cuda_on_cpu import is_redirected
-from rl_megatron.topology.fake_cuda.functions import Functions
-from rl_megatron.topology.fake_cuda.operators import Operators
-from rl_megatron.topology.fake_cuda.patches import patched, replacements
-from rl_megatron.topology.fake_cuda.sides import Observer, Sides, activate, is_planned
 
 
 class FakeCuda:
@@ -35,8 +35,8 @@ class FakeCuda:
 
     def __enter__(self) -> Self:
         """Start the device, and join a process group without peers."""
-        if is_redirected() or dist.is_initialized() or is_planned():
-            raise ConfigError("device=plan: this process has started another device; start a new process to plan")
+        if is_redirected() or dist.is_initialized() or is_active():
+            raise ConfigError("plan: this process has started a device; start a new process to plan")
         activate(self.sides)
         self._undo.callback(activate, None)
         self._undo.callback(clear_caches)

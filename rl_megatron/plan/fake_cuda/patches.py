@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupMember
 from torch.overrides import TorchFunctionMode
 
-from rl_megatron.topology.fake_cuda.sides import CUDA, Sides
+from rl_megatron.plan.fake_cuda.sides import CUDA, Sides
+from rl_megatron.plan.fake_cuda.stand_ins import stand_ins
 
 _CAPABILITY = (9, 0)  # of a Hopper GPU
 _MISSING = object()
@@ -28,7 +29,7 @@ _MISSING = object()
 
 def replacements(sides: Sides, functions: TorchFunctionMode) -> list[tuple[Any, str, Any]]:
     """Return what is replaced: owner, name of the attribute, and what takes its place."""
-    return [*_of_cuda(sides), *_of_torch(sides, functions), *_of_megatron(sides)]
+    return [*_of_cuda(sides), *_of_torch(sides, functions), *_of_megatron(sides), *stand_ins()]
 
 
 @contextmanager
@@ -70,6 +71,12 @@ def _of_cuda(sides: Sides) -> list[tuple[Any, str, Any]]:
         def query(self) -> bool:
             return True
 
+    class HostGenerator(torch.Generator):
+        """A generator on the host, whatever its device. Its numbers are drawn into tensors without data."""
+
+        def __new__(cls, device: object = "cpu") -> HostGenerator:
+            return super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]  # the stub has no device
+
     def synchronize(*args: object) -> None:
         sides.observer.waited("the device is waited for")
 
@@ -106,7 +113,8 @@ def _of_cuda(sides: Sides) -> list[tuple[Any, str, Any]]:
         (torch.cuda.random, "set_rng_state", nothing()),
     ]
     ranges = [(torch.cuda.nvtx, name, nothing()) for name in ("range_push", "range_pop")]
-    return [*((module, name, answer) for name, answer in answers.items()), *random, *ranges]
+    answered = [(module, name, answer) for name, answer in answers.items()]
+    return [*answered, (torch, "Generator", HostGenerator), *random, *ranges]
 
 
 def _of_torch(sides: Sides, functions: TorchFunctionMode) -> list[tuple[Any, str, Any]]:

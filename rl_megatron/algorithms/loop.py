@@ -1,0 +1,141 @@
+"""`Loop`: what a training loop asks of its run. It steps, trains, records, and keeps state in checkpoints.
+
+Between steps, the run evaluates, saves, and stops when it is asked to; `rl_megatron.runs.stage` does all this.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.batching.batch import Batch
+from rl_megatron.checkpoint.resumed_state import Resumable
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.datasets import Dataset
+from rl_megatron.data.loader import DataLoader
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.synced_engine import SyncedEngine
+from rl_megatron.losses.contract import LossFunction
+from rl_megatron.rollouts.runner import Closes
+from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.timing import PhaseTimer
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.teacher import Teacher
+
+
+class Loop(ABC):
+    """One stage of a run, as its training loop sees it.
+
+    Attributes:
+        name: The stage's name.
+        config: Its configuration.
+        policy: The model that is trained.
+        critic: The critic, for algorithms that have one. It is saved and resumed with the policy.
+        engine: The rollout engine, which always generates with the policy's current weights.
+        rollouts: Makes trajectories with the stage's rollout worker, and scores them.
+        tokenizer: The run's tokenizer.
+        timer: The time that each phase of a step takes.
+    """
+
+    name: str
+    config: StageConfig
+    policy: MegatronPolicy
+    critic: MegatronPolicy | None
+    engine: SyncedEngine
+    rollouts: ScoredRollouts
+    tokenizer: Tokenizer
+    timer: PhaseTimer
+
+    @abstractmethod
+    def steps(self) -> Iterator[int]:
+        """Yield the step numbers 1 … train.steps, or those after the newest checkpoint of this stage if it is resumed.
+
+        Between steps, the stage evaluates and saves when they are due. After the last step it does both. The first step
+        after which an evaluation reaches a goal of `train.stop_at` is the last.
+
+        Raises:
+            RunStopped: The run ends early. What has been trained is saved.
+        """
+
+    @abstractmethod
+    def batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, BatchedDataDict]]:
+        """Yield each step with its batch of `train.global_batch_size` sequences, in shuffled epochs.
+
+        A resumed stage gets the same batches as an uninterrupted one.
+        """
+
+    @abstractmethod
+    def distinct_batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[BatchedDataDict]:
+        """Yield every item that the stage's steps read exactly once, in batches, in the order of its first use."""
+
+    @abstractmethod
+    def batch_number(self, step: int) -> int:
+        """Return the number of the batch of a step, counted from 1. It is larger than the step after a roll-back."""
+
+    @property
+    @abstractmethod
+    def next_batch_number(self) -> int:
+        """Return the number of the batch after that of the current step."""
+
+    @property
+    @abstractmethod
+    def batches_skipped(self) -> int:
+        """Return the number of batches that roll-backs have left out."""
+
+    @abstractmethod
+    def train(
+        self,
+        step: int,
+        batch: Batch,
+        loss_fn: LossFunction,
+        model: MegatronPolicy | None = None,
+        teacher: Teacher | None = None,
+    ) -> dict[str, float]:
+        """Train the policy (or `model`) on `batch` once, and return the metrics.
+
+        Args:
+            step: The step number, for messages.
+            batch: The global batch.
+            loss_fn: The loss.
+            model: Another model to train instead of the policy: the critic.
+            teacher: The model whose logits the loss reads as `teacher_logits`, or None.
+
+        Raises:
+            NonFiniteLoss: The loss is NaN or infinite; the message names the stage and step. Checkpoints stay.
+            RanksDiffer: A desync check was due, and ranks have different batches or weights.
+        """
+
+    @abstractmethod
+    def record(self, step: int, report: dict[str, float]) -> None:
+        """Log the metrics of a step with what it cost, and warn if they are unusual. Collective."""
+
+    @abstractmethod
+    def use_loader(self, loader: DataLoader[Any]) -> None:
+        """Read the training data from `loader`, whose position checkpoints keep. Call it before `steps`."""
+
+    @abstractmethod
+    def keep(self, name: str, part: Resumable) -> None:
+        """Keep the state of `part` in checkpoints, and give it back when the stage is resumed.
+
+        Call it before `steps`. Built in are "order", "roll_back", "schedule", "loader" and "sampler".
+
+        Raises:
+            ValueError: The stage keeps a part of this name already.
+        """
+
+    @abstractmethod
+    def close_at_end(self, part: Closes) -> None:
+        """Close something with the stage, before its rollout engine."""
+
+    @property
+    @abstractmethod
+    def reference_logprobs(self) -> Path:
+        """Return the file of recorded logprobs of the stage's reference policy."""
+
+    @property
+    @abstractmethod
+    def rollout_files(self) -> Path:
+        """Return the directory of the stage's files of rollouts."""

@@ -1,0 +1,134 @@
+"""The data sources of answers: prompts with one answer, answers with labels, and pairs of answers.
+
+A held-out prompt is held out with all its labelled answers, or pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rl_megatron.config.data_sources import LabelledConfig, PreferenceConfig, PromptAnswerConfig
+from rl_megatron.data.answers import SINGLE_FILES, check_labels, pairs_of, split_by_prompt
+from rl_megatron.data.plain_text import plain_texts
+from rl_megatron.data.records import Record
+from rl_megatron.data.rendering import check_texts
+from rl_megatron.data.sources.record_source import RecordSource
+from rl_megatron.data.sources.registry import register_source
+from rl_megatron.data.sources.source import ConfigT, HeldoutBatch, heldout_part, num_evaluated
+from rl_megatron.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rl_megatron.data.datasets import Dataset, LabelledDataset, PreferenceDataset, PromptAnswerDataset
+
+
+class AnswerSource(RecordSource[ConfigT]):
+    """A data source of prompts with one answer each, which become one sequence each."""
+
+    def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
+        """Check that the records can be turned into tokens."""
+        check_texts(records, self.data, tokenizer)
+
+    def texts(self) -> Iterator[str]:
+        """Yield the prompt with its answer of every training record."""
+        yield from plain_texts(self.parts()[0], self.data)
+
+    def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
+        """Return the training records."""
+        return self._dataset(self.parts()[0], tokenizer)
+
+    def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
+        """Return the first held-out records."""
+        answers = self._dataset(heldout_part(self.parts(), self.data), tokenizer)
+        chosen = range(num_evaluated(self.data, len(answers)))
+        return HeldoutBatch(answers.batch(chosen), locations=tuple(map(answers.location, chosen)))
+
+    def _dataset(self, records: list[Record], tokenizer: Tokenizer) -> PromptAnswerDataset:
+        return self._dataset_class()(
+            records,
+            self.renderer(tokenizer),
+            self.stage.model.max_sequence_length,
+            too_long=self.data.too_long,
+        )
+
+    def _dataset_class(self) -> type[PromptAnswerDataset]:
+        from rl_megatron.data.datasets import PromptAnswerDataset  # here, because it imports torch
+
+        return PromptAnswerDataset
+
+
+@register_source(PromptAnswerConfig)
+class PromptAnswerSource(AnswerSource[PromptAnswerConfig]):
+    """The source of prompts with answers."""
+
+
+@register_source(LabelledConfig)
+class LabelledSource(AnswerSource[LabelledConfig]):
+    """The source of answers that are labelled desirable or undesirable."""
+
+    def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
+        """Check that the records have labels, and that they can be turned into tokens."""
+        check_labels(records)
+        super().check_records(records, tokenizer)
+
+    def split(self, train: list[Record], heldout: list[Record] | None) -> tuple[list[Record], list[Record]]:
+        """Return the (training, held-out) records. All answers to a prompt are on the same side."""
+        if heldout is not None:
+            return train, heldout
+        return split_by_prompt(train, self.data.heldout_fraction, self.data.prompt_template, self.num_asked_for)
+
+    def _dataset_class(self) -> type[LabelledDataset]:
+        from rl_megatron.data.datasets import LabelledDataset  # here, because it imports torch
+
+        return LabelledDataset
+
+
+@register_source(PreferenceConfig)
+class PreferenceSource(RecordSource[PreferenceConfig]):
+    """The source of preference pairs, which are given as pairs or formed from graded solutions."""
+
+    alone = SINGLE_FILES
+
+    def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
+        """Check the pairs of records, and that they can be turned into tokens."""
+        check_texts(pairs_of(records), self.data, tokenizer, pairs=True)
+
+    def texts(self) -> Iterator[str]:
+        """Yield the prompt and both answers of every training pair."""
+        yield from plain_texts(self.parts()[0], self.data, pairs=True)
+
+    def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
+        """Return the training pairs."""
+        return self._dataset(self.parts()[0], tokenizer)
+
+    def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
+        """Return the first held-out pairs in the order of the data, two sequences each."""
+        pairs = self._dataset(heldout_part(self.parts(), self.data), tokenizer)
+        chosen = range(num_evaluated(self.data, 2 * len(pairs)) // 2)
+        return HeldoutBatch(pairs.batch(chosen), locations=tuple(map(pairs.location, chosen)))
+
+    def prepared(self, records: list[Record]) -> list[Record]:
+        """Return the pairs of the records."""
+        return pairs_of(records)
+
+    def split(self, train: list[Record], heldout: list[Record] | None) -> tuple[list[Record], list[Record]]:
+        """Return the (training, held-out) pairs. All pairs of a prompt are on the same side."""
+        if heldout is not None:
+            return pairs_of(train), pairs_of(heldout)
+        pairs = pairs_of(train)
+        return split_by_prompt(pairs, self.data.heldout_fraction, self.data.prompt_template, self.num_asked_for)
+
+    @property
+    def num_asked_for(self) -> int:
+        """Return how many pairs evaluation asks for; a pair is two sequences."""
+        return -(-super().num_asked_for // 2)
+
+    def _dataset(self, records: list[Record], tokenizer: Tokenizer) -> PreferenceDataset:
+        from rl_megatron.data.datasets import PreferenceDataset
+
+        return PreferenceDataset(
+            records,
+            self.renderer(tokenizer),
+            self.stage.model.max_sequence_length,
+            too_long=self.data.too_long,
+        )

@@ -1,0 +1,323 @@
+"""Environments of the library `verifiers` ≥ 0.3.1: their examples, and one rollout of them with an OpenAI client.
+
+This module runs in the interpreter that has the library, which may have nothing else of what this package needs. It
+imports only the standard library, and the library itself when an environment is loaded. As a program, it writes the
+examples of an environment to a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.loading.import_strings import imported, is_import_string, load_object, user_code
+
+KEY = "rollout.environment.name"
+MODEL = "policy"  # the gateway takes any name
+_OF_THE_LIBRARY = ("reward",)  # metrics that repeat the reward
+_loaded: dict[str, VerifiersEnvironment] = {}
+_numbers = itertools.count()
+
+
+class VerifiersEnvironment(Protocol):
+    """An environment of either of the library's interfaces."""
+
+    def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, Any]]:
+        """Return the examples of its dataset as JSON takes them, each with `prompt`, `answer` and what `rollout` needs.
+
+        Args:
+            is_heldout: Whether to return those of its dataset for evaluation. Without one, there are none.
+            limit: The most examples; None for all.
+        """
+        ...
+
+    async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+        """Let the policy answer an example; return `reward`, `metrics`, `truncated` and `stop_condition`.
+
+        Args:
+            example: One of `examples`, or a mapping with `prompt`, `answer` and `info`.
+            base_url: The address for an OpenAI client.
+            api_key: Its key.
+
+        Raises:
+            BadAnswer: The rollout failed.
+        """
+        ...
+
+
+def load(name: str, kwargs: Mapping[str, Any]) -> VerifiersEnvironment:
+    """Return an environment. This process loads each of them once.
+
+    Args:
+        name: The name of an installed environment, as `verifiers` takes it, or an import string of a function that
+            returns one, such as `file.py:load_environment`.
+        kwargs: The arguments of the function, or the keys of the environment's configuration.
+
+    Raises:
+        ConfigError: The library is not installed, or the environment cannot be loaded.
+    """
+    where = json.dumps([name, dict(kwargs)], sort_keys=True)
+    if where not in _loaded:
+        if importlib.util.find_spec("verifiers") is None:
+            raise ConfigError(
+                f"{KEY}={name} needs the Python package verifiers, which {sys.executable} does not have; pip install "
+                "'rl_megatron[verifiers]', or name the interpreter of an environment that has it in "
+                "rollout.environment.python"
+            )
+        _loaded[where] = _adapted(_made(name, kwargs), name)
+    return _loaded[where]
+
+
+def _made(name: str, kwargs: Mapping[str, Any]) -> Any:
+    if is_import_string(name):
+        found = load_object(name, KEY)
+        return user_code(f"{KEY}={name}", lambda: found(**kwargs))
+    module = _module_of(name)
+    if hasattr(module, "load_environment"):
+        return user_code(f"{KEY}={name}", lambda: module.load_environment(**kwargs))
+    return user_code(f"{KEY}={name}", lambda: _made_of_a_taskset(name, kwargs))
+
+
+def _module_of(name: str) -> ModuleType:
+    """Return the module of an environment, which `verifiers` finds by the last part of its name.
+
+    Raises:
+        ConfigError: There is none, or it cannot be imported.
+    """
+    module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
+    own = f"verifiers.v1.tasksets.{module}"
+    try:
+        if importlib.util.find_spec(own) is not None:
+            return importlib.import_module(own)
+    except ModuleNotFoundError:  # the library has no such package
+        pass
+    missing = f"install its package for {sys.executable}, or name a function as in file.py:load_environment"
+    return imported(f"{KEY}={name}", module, lambda: importlib.import_module(module), missing)
+
+
+def _adapted(made: Any, name: str) -> VerifiersEnvironment:
+    if callable(getattr(made, "run_rollout", None)):
+        return ClassicEnvironment(made, name)
+    if callable(getattr(made, "run_episode", None)):
+        return TasksetEnvironment(made, name)
+    raise ConfigError(f"{KEY}={name} made a {type(made).__name__}, which is not an environment of verifiers")
+
+
+class RolloutFailed(RuntimeError):
+    """A rollout of the environment ended with an error, or with a reward that is not a number."""
+
+
+class ClassicEnvironment:
+    """An environment with the method `run_rollout`, in `verifiers` 0.3.1."""
+
+    def __init__(self, environment: Any, name: str):
+        """Keep the environment.
+
+        Raises:
+            ConfigError: Its rewards compare the rollouts of a group.
+        """
+        if getattr(environment, "requires_group_rollouts", False):
+            raise ConfigError(
+                f"rollout.environment.name={name} scores whole groups of rollouts, and a rollout is scored alone here; "
+                "use reward functions that score one"
+            )
+        # These imports take seconds, and no rollout's time.
+        from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
+
+        self._environment, self._client_class = environment, OpenAIChatCompletionsClient
+        self._openai = _shared_client()
+
+    def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, Any]]:
+        """Return the examples of the environment's dataset, or of its dataset for evaluation."""
+        own = self._environment
+        source, dataset = ("eval_dataset_source", "eval_dataset") if is_heldout else ("dataset_source", "dataset")
+        if getattr(own, source, None) is None and getattr(own, dataset, None) is None:
+            return []
+        read = own.get_eval_dataset if is_heldout else own.get_dataset
+        return [_without_empty_fields(each) for each in itertools.islice(read(), limit)]
+
+    async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+        """Run one rollout, and return what the environment says about it.
+
+        Raises:
+            RolloutFailed: It ended with an error, or its reward is not a finite number.
+        """
+        client = self._client_class(self._openai.with_options(base_url=base_url, api_key=api_key))
+        output = await self._environment.run_rollout(dict(example), client, MODEL, {})
+        if output.get("error"):
+            raise RolloutFailed(f"the rollout ended with an error: {_said(output['error'])}")
+        metrics = {name: value for name, value in (output.get("metrics") or {}).items() if name not in _OF_THE_LIBRARY}
+        return {
+            "reward": _finite_reward(output.get("reward")),
+            "metrics": metrics,
+            "truncated": bool(output.get("is_truncated")),
+            "stop_condition": output.get("stop_condition"),
+        }
+
+
+def _shared_client() -> Any:
+    """Return an OpenAI client, whose connections all rollouts of this process share.
+
+    The number of connections has no limit: a request that waits for one would not reach the gateway, whose round waits
+    for all requests.
+    """
+    import openai
+
+    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=100)
+    http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=None)
+    return openai.AsyncOpenAI(
+        base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=None, http_client=http
+    )
+
+
+def _finite_reward(reward: Any) -> float:
+    """Return a reward as a number.
+
+    Raises:
+        RolloutFailed: It is not a finite number.
+    """
+    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
+        raise RolloutFailed(f"the environment gave the reward {reward!r:.80}; a reward is a finite number")
+    return float(reward)
+
+
+def _without_empty_fields(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an example of a dataset without its empty fields, which tables add."""
+    return json.loads(json.dumps({name: value for name, value in found.items() if value is not None}, default=str))
+
+
+def _said(error: Any) -> str:
+    if isinstance(error, Mapping):
+        return str(error.get("error_chain_str") or error.get("error_chain_repr") or error.get("error") or dict(error))
+    return str(error)
+
+
+def _made_of_a_taskset(name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return the environment of an installed taskset.
+
+    Args:
+        name: The name of the taskset.
+        kwargs: The keys of the environment's configuration, such as `agent` and `taskset`.
+    """
+    import verifiers.v1 as library  # pyright: ignore[reportMissingImports]
+
+    taskset = {**(kwargs.get("taskset") or {}), "id": name}
+    return library.load_environment(library.resolve_env_config({**kwargs, "taskset": taskset}))
+
+
+class TasksetEnvironment:
+    """An environment with the method `run_episode`. Each rollout has servers of its own, as each has its own key."""
+
+    def __init__(self, environment: Any, name: str):
+        """Keep the environment, whose configuration each rollout uses."""
+        self._environment, self._name = environment, name
+        self._tasks: list[Any] = []
+        self._rest = iter(environment.taskset)
+
+    def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, Any]]:
+        """Return the tasks of the taskset, each with its number. A taskset has none for evaluation."""
+        if is_heldout:
+            return []
+        taskset = self._environment.taskset
+        is_bounded = getattr(taskset, "bounded", not taskset.INFINITE)  # 0.3.1 has no views with an end of their own
+        if limit is None and not is_bounded:
+            raise ConfigError(
+                f"rollout.environment.name={self._name} has tasks without an end; set data.task.max_examples"
+            )
+        tasks = enumerate(itertools.islice(taskset, limit))
+        return [_example(number, task.data.model_dump(mode="json")) for number, task in tasks]
+
+    async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+        """Run one episode, and return what its task says about it.
+
+        Raises:
+            RolloutFailed: It ended with an error, or has the rewards of several agents, or no finite one.
+        """
+        import verifiers.v1 as library  # pyright: ignore[reportMissingImports]
+
+        task = self._task(example)
+        environment = type(self._environment)(self._environment.config)
+        variable = f"RL_MEGATRON_SESSION_{next(_numbers)}"  # the library reads keys from variables only
+        os.environ[variable] = api_key
+        try:
+            client = library.EvalClientConfig(base_url=base_url, api_key_var=variable)
+            context = library.ModelContext(model=MODEL, client=client)
+            async with environment.serving():
+                episode = await environment.run_episode(task, context)
+        finally:
+            del os.environ[variable]
+        return _outcome(episode)
+
+    def _task(self, example: Mapping[str, Any]) -> Any:
+        """Return the task of an example.
+
+        Raises:
+            RolloutFailed: The example is not one of the taskset.
+        """
+        number = example.get("number")
+        if not isinstance(number, int) or number < 0:
+            raise RolloutFailed("the record is not of the taskset; set data.task.name=verifiers")
+        self._tasks += itertools.islice(self._rest, max(0, number + 1 - len(self._tasks)))
+        if number >= len(self._tasks):
+            raise RolloutFailed(f"the taskset has {len(self._tasks)} tasks, and none with the number {number}")
+        return self._tasks[number]
+
+
+def _example(number: int, data: Mapping[str, Any]) -> dict[str, Any]:
+    prompt = data.get("prompt") or ""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if data.get("system_prompt"):
+        messages = [{"role": "system", "content": data["system_prompt"]}, *messages]
+    return {"number": number, "prompt": messages, "answer": str(data.get("answer") or "")}
+
+
+def _outcome(episode: Any) -> dict[str, Any]:
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if errors or not episode.ok:
+        said = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it is not complete"
+        raise RolloutFailed(f"the rollout ended with an error: {said}")
+    if len(episode.traces) != 1:
+        raise RolloutFailed(f"the episode has the rewards of {len(episode.traces)} agents, and one is wanted")
+    (trace,) = episode.traces
+    rewards = {name: reward.score for name, reward in trace.rewards.items()}
+    return {
+        "reward": _finite_reward(trace.reward),
+        "metrics": {**rewards, **trace.metrics},
+        "truncated": bool(trace.is_truncated),
+        "stop_condition": trace.stop_condition,
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Write what an environment has to a JSON file: `train` and `heldout`, or `error`.
+
+    Args:
+        arguments: The file, and a JSON object with `name`, `kwargs`, `limit` and `paths`, which are directories to
+            import modules from.
+    """
+    file, asked = Path(arguments[0]), json.loads(arguments[1])
+    sys.path += [path for path in asked["paths"] if path not in sys.path]
+    try:
+        environment = load(asked["name"], asked["kwargs"])
+        found = {
+            name: environment.examples(is_heldout, asked["limit"])
+            for name, is_heldout in (("train", False), ("heldout", True))
+        }
+    except ConfigError as error:
+        found = {"error": str(error)}
+    file.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,76 @@
+"""What takes the place of this package's functions on fake CUDA: Triton's kernels, and what would read or write values.
+
+The package itself does not know of fake devices. Everything that it does otherwise on one is listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_megatron.logprobs import kernels as logprob_kernels
+from rl_megatron.logprobs.kernels.backends import TORCH
+from rl_megatron.model import layers, shards
+from rl_megatron.model.layers.attention import PortableAttention
+from rl_megatron.model.lora.layers import LinearAdapter
+from rl_megatron.plan.fake_cuda.sides import launched
+from rl_megatron.weight_sync.exporter import WeightExporter
+
+aten = torch.ops.aten
+
+
+def stand_ins() -> list[tuple[Any, str, Any]]:
+    """Return what is replaced: owner, name of the attribute, and what takes its place."""
+    triton_layers = SimpleNamespace(
+        turn_heads=_turn_heads, gated_silu=_gated_silu, gated_silu_gradient=_gated_silu_gradient
+    )
+    triton = TORCH._replace(row_stats=_row_stats, write_row_gradients=_write_row_gradients)
+    return [
+        (layers, "triton_layers", triton_layers),
+        (logprob_kernels, "triton", triton),
+        # Parameters have no data to fill. Drawing it for a large model would take minutes.
+        (shards, "blocks_to_draw", _draw_nothing),
+        (LinearAdapter, "fill", _do_nothing),
+        # The flash kernel needs the lengths on the device. Batches of equal lengths do the same work.
+        (PortableAttention, "attends_within_pack", _return_false),
+        # No other rank reports what it holds.
+        (WeightExporter, "check_coverage", _do_nothing),
+    ]
+
+
+def _do_nothing(*args: object) -> None:
+    pass
+
+
+def _return_false(*args: object) -> bool:
+    return False
+
+
+def _draw_nothing(*args: object) -> tuple[Callable[[], None], ...]:
+    return ()
+
+
+def _turn_heads(mixed: Tensor, parts: Sequence[Tensor], turns: Tensor, interleaved: bool, back: bool) -> None:
+    launched(aten.mul.Tensor, (mixed, turns), mixed if back else parts[0])
+
+
+def _gated_silu(both: Tensor) -> Tensor:
+    out = both.new_empty(*both.shape[:-1], both.size(-1) // 2)
+    return launched(aten.silu.default, (both,), out)
+
+
+def _gated_silu_gradient(both: Tensor, gradient: Tensor) -> Tensor:
+    return launched(aten.silu_backward.default, (both, gradient), torch.empty_like(both))
+
+
+def _row_stats(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    stats = logits.new_empty(logits.shape[0], 4, dtype=torch.float32)
+    return launched(aten.logsumexp.default, (logits,), stats)
+
+
+def _write_row_gradients(out: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> None:
+    launched(aten._log_softmax_backward_data.default, (logits,), out)
