@@ -17,7 +17,6 @@ from rl_megatron.algorithms.evaluate import EvalResult, Evaluation, register_eva
 from rl_megatron.algorithms.pairs import PAIR_KEYS, uses_reference
 from rl_megatron.algorithms.registry import LossNeeds, algorithm_of, register_algorithm
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import KTOConfig
 from rl_megatron.config.data_kinds import LABELLED
 from rl_megatron.config.errors import ConfigError
@@ -106,7 +105,7 @@ def kto(stage: Stage, algorithm: KTOConfig) -> None:
             answers = with_reference_point(
                 answers, stage.policy, stage.tokenizer.pad_id, length, stage.policy.topology.ranks
             )
-        stage.record(step, stage.train(step, Batch.whole(answers), loss_fn))
+        stage.record(step, stage.train(step, answers, loss_fn))
 
 
 def with_reference_point(

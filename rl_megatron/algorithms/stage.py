@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,7 +224,7 @@ class Stage:
     def train(
         self,
         step: int,
-        batch: Batch,
+        batch: Mapping[str, Any],
         loss_fn: LossFunction,
         model: MegatronPolicy | None = None,
         teacher: Teacher | None = None,
@@ -233,7 +233,7 @@ class Stage:
 
         Args:
             step: The step number, for messages.
-            batch: The global batch.
+            batch: The global batch: a `Batch`, or a dictionary that every rank has.
             loss_fn: The loss.
             model: Another model to train instead of the policy: the critic.
             teacher: The model whose logits the loss reads as `teacher_logits`, or None.
@@ -242,6 +242,7 @@ class Stage:
             NonFiniteLoss: The loss is NaN or infinite; the message names the stage and step. Checkpoints stay.
             RanksDiffer: A desync check was due, and ranks have different batches or weights.
         """
+        batch = (model or self.policy).enter(batch)
         self._desync.check(step, batch, self.models)
         if model is None:
             self._batch = batch

@@ -13,6 +13,7 @@ from rl_megatron.algorithms.resumed_state import ResumedState
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.stopping import RunStopped
 from rl_megatron.algorithms.verify import manifest_at_the_end
+from rl_megatron.batching.batch import Batch
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
@@ -34,6 +35,9 @@ class Policy:
 
     def __init__(self, log, nan_at=None):
         self.log, self.nan_at, self.trained = log, nan_at, 0
+
+    def enter(self, data):
+        return data if isinstance(data, Batch) else Batch.whole(data)
 
     def train(self, batch, loss_fn, **options):
         self.trained += 1
@@ -388,7 +392,7 @@ def test_a_warning_names_the_records_that_its_step_has_learned_from(make, caplog
     batch = BatchedDataDict(
         input_ids=torch.tensor([[97], [98]]), input_lengths=torch.ones(2).long(), rewards=torch.ones(2)
     )
-    stage.record(2, stage.train(2, whole(batch), NLLLoss()))
+    stage.record(2, stage.train(2, batch, NLLLoss()))  # a dictionary, as loops of users have it
     assert "all rewards are 1 in 1 steps in a row" in caplog.text
     assert "sequences 0 (a.jsonl:3): 'a', 1 (a.jsonl:4): 'b'" in caplog.text
 
