@@ -16,7 +16,6 @@ from rl_megatron import log
 from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.pairs import PAIR_KEYS, uses_reference
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
-from rl_megatron.batching.batch import Batch
 from rl_megatron.config.algorithms import KTOConfig
 from rl_megatron.config.data import LABELLED
 from rl_megatron.config.errors import ConfigError
@@ -106,7 +105,7 @@ def kto(stage: Loop, algorithm: KTOConfig) -> None:
             answers = with_reference_point(
                 answers, stage.policy, stage.tokenizer.pad_id, length, stage.policy.topology.ranks
             )
-        stage.record(step, stage.train(step, Batch.whole(answers), loss_fn))
+        stage.record(step, stage.train(step, answers, loss_fn))
 
 
 def with_reference_point(

@@ -6,11 +6,10 @@ Between steps, the run evaluates, saves, and stops when it is asked to; `rl_mega
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.batching.batch import Batch
 from rl_megatron.checkpoint.resumed_state import Resumable
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -89,7 +88,7 @@ class Loop(ABC):
     def train(
         self,
         step: int,
-        batch: Batch,
+        batch: Mapping[str, Any],
         loss_fn: LossFunction,
         model: MegatronPolicy | None = None,
         teacher: Teacher | None = None,
@@ -98,7 +97,7 @@ class Loop(ABC):
 
         Args:
             step: The step number, for messages.
-            batch: The global batch.
+            batch: The global batch: a `Batch`, or a dictionary that every rank has.
             loss_fn: The loss.
             model: Another model to train instead of the policy: the critic.
             teacher: The model whose logits the loss reads as `teacher_logits`, or None.

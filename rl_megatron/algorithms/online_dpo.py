@@ -11,7 +11,6 @@ from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import check_problems
-from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.algorithms import OnlineDPOConfig
 from rl_megatron.config.errors import ConfigError
@@ -41,7 +40,7 @@ def online_dpo(stage: Loop, algorithm: OnlineDPOConfig) -> None:
         pairs = pairs_by_reward(on_every_rank(rollouts), algorithm.samples_per_prompt)
         if reference:
             pairs = with_reference(pairs, stage.policy)
-        stage.record(step, outcome | stage.train(step, Batch.whole(pairs), loss_fn))
+        stage.record(step, outcome | stage.train(step, pairs, loss_fn))
 
 
 def pairs_by_reward(rollouts: BatchedDataDict, group_size: int) -> BatchedDataDict:

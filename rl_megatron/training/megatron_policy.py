@@ -247,7 +247,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         loss, gbs = as_loss(loss_fn), self._global_batch_size if gbs is None else gbs
         require_count("gbs", gbs)
-        steps = self._planner.plan_steps(self._enter(data), loss, self._batching(mbs), gbs, sizes, teacher, on_policy)
+        steps = self._planner.plan_steps(self.enter(data), loss, self._batching(mbs), gbs, sizes, teacher, on_policy)
         if eval_mode:
             self.finish_training()
             reports = [
@@ -290,14 +290,17 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def _plan_step(
         self, data: Mapping[str, Any], loss: Loss, mbs: int | None, teacher: Teacher | None = None
     ) -> PlannedStep:
-        batch = self._enter(data)
+        batch = self.enter(data)
         (planned,) = self._planner.plan_steps(batch, loss, self._batching(mbs), batch.size or 1, teacher=teacher)
         return planned
 
-    def _enter(self, data: Mapping[str, Any], keys: Sequence[str] = ()) -> Batch:
+    def enter(self, data: Mapping[str, Any], keys: Sequence[str] = ()) -> Batch:
         """Return a user's dictionary as a batch, with some of its keys or all; a batch stays as it is.
 
         This is the door: nothing behind it sees a dictionary.
+
+        Raises:
+            KeyError, ValueError: See `enter_whole`.
         """
         if isinstance(data, Batch):
             return data
@@ -306,7 +309,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     def _read(self, data: BatchT, read: Callable[[Batch], dict[str, Tensor]]) -> BatchT:
         """Return what `read` finds in the sequences of a batch, as a batch of the same kind on the same device."""
-        batch = self._enter(data, _READ)
+        batch = self.enter(data, _READ)
         values = read(batch)
         if batch is data:
             return replace(batch, own=BatchedDataDict(values))  # pyright: ignore[reportReturnType]  # `data` is a Batch

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_megatron.batching.batch import Batch
 from rl_megatron.checkpoint.resumed_state import ResumedState
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.loading.load import load_config
@@ -34,6 +35,9 @@ class Policy:
 
     def __init__(self, log, nan_at=None):
         self.log, self.nan_at, self.trained = log, nan_at, 0
+
+    def enter(self, data):
+        return data if isinstance(data, Batch) else Batch.whole(data)
 
     def train(self, batch, loss_fn, **options):
         self.trained += 1
@@ -241,7 +245,6 @@ def test_a_nan_names_stage_and_step_and_keeps_the_cause(make):
 def test_a_dictionary_becomes_a_batch_before_it_is_trained_on(make):
     log = []
     stage = make(log, steps=1)
-    stage.policy.model = SimpleNamespace(config=stage.config.model, vocab_size=128)
     ids = torch.ones(2, 3, dtype=torch.long)
     values = {"input_ids": ids, "token_mask": ids.float(), "trajectory": torch.tensor([0, 0])}
     stage.train(1, values, NLLLoss())
@@ -398,7 +401,7 @@ def test_a_warning_names_the_records_that_its_step_has_learned_from(make, caplog
     batch = BatchedDataDict(
         input_ids=torch.tensor([[97], [98]]), input_lengths=torch.ones(2).long(), rewards=torch.ones(2)
     )
-    stage.record(2, stage.train(2, whole(batch), NLLLoss()))
+    stage.record(2, stage.train(2, batch, NLLLoss()))  # a dictionary, as loops of users have it
     assert "all rewards are 1 in 1 steps in a row" in caplog.text
     assert "sequences 0 (a.jsonl:3): 'a', 1 (a.jsonl:4): 'b'" in caplog.text
 
