@@ -28,7 +28,7 @@ _HOME = {
     "LoraConfig": "config.peft",
     "Loss": "losses",
     "LossInputType": "losses",
-    "Loop": "algorithms.loop",
+    "Loop": "training.loop",
     "LossNeeds": "algorithms",
     "LossType": "losses",
     "MegatronPolicy": "training.megatron_policy",

@@ -4,7 +4,6 @@ from rl_megatron.algorithms import LossNeeds as LossNeeds
 from rl_megatron.algorithms import register_algorithm as register_algorithm
 from rl_megatron.algorithms.advantage_estimators import AdvantageInputs as AdvantageInputs
 from rl_megatron.algorithms.advantage_estimators import register_advantage as register_advantage
-from rl_megatron.algorithms.loop import Loop as Loop
 from rl_megatron.algorithms.rollout import check_problems as check_problems
 from rl_megatron.api.train import TrainingResult as TrainingResult
 from rl_megatron.api.train import dpo as dpo
@@ -60,6 +59,7 @@ from rl_megatron.rollouts.trajectory import Turn as Turn
 from rl_megatron.rollouts.worker import register_rollout_worker as register_rollout_worker
 from rl_megatron.runs.run import run as run
 from rl_megatron.topology.topology import start_topology as start_topology
+from rl_megatron.training.loop import Loop as Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy as MegatronPolicy
 
 __version__: str

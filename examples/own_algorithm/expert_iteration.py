@@ -11,6 +11,7 @@ from typing import Literal
 from rl_megatron import (
     ConfigError,
     Loop,
+    MegatronPolicy,
     Metric,
     NLLLoss,
     RolloutConfig,
@@ -43,15 +44,14 @@ class ExpertIterationConfig(RolloutConfig):
 
 
 @register_algorithm(ExpertIterationConfig, fixed_loss="nll", check_data=check_problems)
-def expert_iteration(stage: Loop, algorithm: ExpertIterationConfig) -> None:
-    """Train the stage's policy by expert iteration."""
+def expert_iteration(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: ExpertIterationConfig) -> None:
+    """Train the policy by expert iteration."""
     loss_fn = NLLLoss()
-    sampler = Sampler(stage, algorithm)
-    for step in stage.steps():
+    for step in loop.steps():
         samples = sampler.draw(step)
-        with stage.timer.phase("choose"):
+        with loop.timer.phase("choose"):
             kept = samples["rewards"] >= algorithm.min_reward
             samples["sample_mask"] = samples["sample_mask"] * kept
-        report = stage.train(step, samples, loss_fn)
+        report = loop.train(step, samples, loss_fn)
         outcome = {"reward": samples["rewards"].mean().item(), "kept": kept.float().mean().item()}
-        stage.record(step, report | outcome)
+        loop.record(step, report | outcome)

@@ -6,18 +6,19 @@ arXiv:2306.13649.
 
 from __future__ import annotations
 
-from rl_megatron.algorithms.loop import Loop
-from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
 from rl_megatron.batching.batch import DATA_SET
 from rl_megatron.config.algorithms import DistillationConfig
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.data.stage_loader import dataset_loader
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.rollouts.batch import data_set_places
+from rl_megatron.training.loop import Loop
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 _KEYS = frozenset("input_ids input_lengths token_mask sample_mask".split()) | TOPK_KEYS | WHOLE_KEYS
 _LOSS = LossNeeds("a teacher's logits", uses_teacher, _KEYS, "full_distillation or distillation")
@@ -31,15 +32,16 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...
 
 
 @register_algorithm(DistillationConfig, loss=_LOSS, check_data=_check_data)
-def distillation(stage: Loop, algorithm: DistillationConfig) -> None:
-    """Train the stage's policy, the student, to predict as its teachers do."""
-    loss_fn = configured_loss(stage.config.loss)
-    teachers = Teachers.of(stage, algorithm.teachers, algorithm.top_k)
+def distillation(
+    loop: Loop, policy: MegatronPolicy, data: DataLoader[BatchedDataDict], algorithm: DistillationConfig
+) -> None:
+    """Train the policy, the student, to predict as its teachers do."""
+    loss_fn = configured_loss(loop.config.loss)
+    teachers = Teachers.of(loop, policy, algorithm.teachers, algorithm.top_k)
     whole = teachers.reads_whole(loss_fn)
-    loader = dataset_loader(stage.config, stage.tokenizer)
-    mixture = [each.shown_name for each in stage.config.data.mix]
-    for step, batch in owned_batches(stage, loader):
+    mixture = [each.shown_name for each in loop.config.data.mix]
+    for step, batch in loop.batches(data):
         if mixture:
-            batch.facts[DATA_SET] = data_set_places(loader.data_sets, mixture)
+            batch.facts[DATA_SET] = data_set_places(data.data_sets, mixture)
         batch = teachers.with_topk(batch, loss_fn)
-        stage.record(step, stage.train(step, batch, loss_fn, teacher=whole))
+        loop.record(step, loop.train(step, batch, loss_fn, teacher=whole))

@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from rl_megatron.algorithms.loop import Loop
-from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.config.algorithms import DPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.sources import HeldoutBatch, build_source
-from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.training.loop import Loop
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:
@@ -40,17 +41,16 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int,
 
 
 @register_algorithm(DPOConfig, loss=LOGPROB_PAIRS, uses_reference=uses_reference, check_data=_check_data)
-def dpo(stage: Loop, algorithm: DPOConfig) -> None:
-    """Train the stage's policy by DPO, or by another loss that compares the answers of pairs."""
-    loss_fn, reference = configured_loss(stage.config.loss), uses_reference(stage.config)
-    loader = dataset_loader(stage.config, stage.tokenizer)
+def dpo(loop: Loop, policy: MegatronPolicy, data: DataLoader[BatchedDataDict], algorithm: DPOConfig) -> None:
+    """Train the policy by DPO, or by another loss that compares the answers of pairs."""
+    loss_fn, reference = configured_loss(loop.config.loss), uses_reference(loop.config)
     if algorithm.precompute_reference:
-        heldout = build_source(stage.config).heldout(stage.tokenizer)
+        heldout = build_source(loop.config).heldout(loop.tokenizer)
         evaluated = [heldout.batch] if isinstance(heldout, HeldoutBatch) else []
-        stage.policy.record_reference(stage.reference_logprobs, chain(evaluated, stage.distinct_batches(loader)))
+        policy.record_reference(loop.reference_logprobs, chain(evaluated, loop.distinct_batches(data)))
     elif reference:
-        stage.policy.freeze_reference()
-    for step, pairs in owned_batches(stage, loader):
+        policy.freeze_reference()
+    for step, pairs in loop.batches(data):
         if reference:
-            pairs = with_reference(pairs, stage.policy)
-        stage.record(step, stage.train(step, pairs, loss_fn))
+            pairs = with_reference(pairs, policy)
+        loop.record(step, loop.train(step, pairs, loss_fn))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages, owned_together
 from rl_megatron.algorithms.covariances import with_covariance_mask
-from rl_megatron.algorithms.loop import Loop
-from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
@@ -24,6 +22,8 @@ from rl_megatron.algorithms.rollout import (
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.rollouts.sampler import Sampler, seed_of_batch
 from rl_megatron.rollouts.statistics import correction_statistics, learned_statistics, logprob_mismatch
+from rl_megatron.training.loop import Loop
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 @register_algorithm(
@@ -33,29 +33,25 @@ from rl_megatron.rollouts.statistics import correction_statistics, learned_stati
     check_data=check_policy_gradient,
     progress_metric="reward",
 )
-def grpo(stage: Loop, algorithm: GRPOConfig) -> None:
-    """Train the stage's policy by GRPO."""
-    loss_fn = rollout_loss(stage.config)
-    recompute, reference = recomputes_logprobs(stage.config, algorithm, loss_fn), needs_reference(loss_fn)
+def grpo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: GRPOConfig) -> None:
+    """Train the policy by GRPO."""
+    loss_fn = rollout_loss(loop.config)
+    recompute, reference = recomputes_logprobs(loop.config, algorithm, loss_fn), needs_reference(loss_fn)
     if reference:
-        stage.policy.freeze_reference()
-    from_engine = stage.config.rollout.correction == "engine"
-    sampler = Sampler(stage, algorithm)
+        policy.freeze_reference()
+    from_engine = loop.config.rollout.correction == "engine"
 
-    for step in stage.steps():
+    for step in loop.steps():
         rollouts, outcome = sampler.collect(step)
-        stage.engine.sleep()
-        rollouts = owned(rollouts, stage, owned_together(rollouts, algorithm))
-        rollouts = with_logprobs(
-            rollouts, stage.policy, recompute=recompute, reference=reference, from_engine=from_engine
-        )
-        with stage.timer.phase("advantages"):
-            rollouts["advantages"] = estimated_advantages(rollouts, algorithm, loss_fn, stage.config.reward)
-            seed = seed_of_batch(stage.config.train.seed, stage.batch_number(step))
+        rollouts = policy.distribute(rollouts, groups=owned_together(rollouts, algorithm))
+        rollouts = with_logprobs(rollouts, policy, recompute=recompute, reference=reference, from_engine=from_engine)
+        with loop.timer.phase("advantages"):
+            rollouts["advantages"] = estimated_advantages(rollouts, algorithm, loss_fn, loop.config.reward)
+            seed = seed_of_batch(loop.config.train.seed, loop.batch_number(step))
             rollouts = with_covariance_mask(rollouts, loss_fn, seed)
         sampler.keep(step, rollouts)
-        outcome |= learned_statistics(rollouts, stage.policy.weight_version)
+        outcome |= learned_statistics(rollouts, policy.weight_version)
         for _ in range(algorithm.updates_per_rollout):
-            report = stage.train(step, rollouts, loss_fn)
+            report = loop.train(step, rollouts, loss_fn)
         report |= correction_statistics(report)
-        stage.record(step, report | outcome | logprob_mismatch(rollouts) | reward_kl(rollouts, loss_fn))
+        loop.record(step, report | outcome | logprob_mismatch(rollouts) | reward_kl(rollouts, loss_fn))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rl_megatron import log
-from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.pairs import PAIR_KEYS, uses_reference
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.config.algorithms import KTOConfig
@@ -23,8 +22,8 @@ from rl_megatron.config.losses import KTOLossConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding
+from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.sources import build_source
-from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
 from rl_megatron.evaluation.heldout import EvalResult, Evaluation, register_evaluation
@@ -35,6 +34,7 @@ from rl_megatron.losses.functional import masked_sum
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.topology.ranks import Ranks
+from rl_megatron.training.loop import Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
 _LABEL = "desirable"
@@ -95,17 +95,15 @@ def imbalance(num_desirable: int, num_undesirable: int, cfg: KTOLossConfig) -> s
     uses_reference=uses_reference,
     check_data=_check_data,
 )
-def kto(stage: Loop, algorithm: KTOConfig) -> None:
-    """Train the stage's policy by KTO, or by another loss of labelled answers."""
-    loss_fn, length = configured_loss(stage.config.loss), stage.config.model.max_sequence_length
-    if uses_reference(stage.config):
-        stage.policy.freeze_reference()
-    for step, answers in stage.batches(dataset_loader(stage.config, stage.tokenizer)):
-        if uses_reference(stage.config):
-            answers = with_reference_point(
-                answers, stage.policy, stage.tokenizer.pad_id, length, stage.policy.topology.ranks
-            )
-        stage.record(step, stage.train(step, answers, loss_fn))
+def kto(loop: Loop, policy: MegatronPolicy, data: DataLoader[BatchedDataDict], algorithm: KTOConfig) -> None:
+    """Train the policy by KTO, or by another loss of labelled answers."""
+    loss_fn, length = configured_loss(loop.config.loss), loop.config.model.max_sequence_length
+    if uses_reference(loop.config):
+        policy.freeze_reference()
+    for step, answers in loop.whole_batches(data):
+        if uses_reference(loop.config):
+            answers = with_reference_point(answers, policy, loop.tokenizer.pad_id, length, policy.topology.ranks)
+        loop.record(step, loop.train(step, answers, loss_fn))
 
 
 def with_reference_point(

@@ -6,8 +6,6 @@ Thinking Machines Lab.
 
 from __future__ import annotations
 
-from rl_megatron.algorithms.loop import Loop
-from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_KEYS,
@@ -32,6 +30,8 @@ from rl_megatron.rollouts.statistics import (
     logprob_mismatch,
     mean_over_tokens,
 )
+from rl_megatron.training.loop import Loop
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 def _uses_advantages(loss_fn: LossFunction) -> bool:
@@ -64,38 +64,36 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...
     OnPolicyDistillationConfig, loss=_LOSS, uses_reference=uses_reference, check_data=_check_data,
     progress_metric="reward",
 )  # fmt: skip
-def on_policy_distillation(stage: Loop, algorithm: OnPolicyDistillationConfig) -> None:
-    """Train the stage's policy, the student, on its own samples to predict as its teachers do.
+def on_policy_distillation(
+    loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: OnPolicyDistillationConfig
+) -> None:
+    """Train the policy, the student, on its own samples to predict as its teachers do.
 
     With a loss over a teacher's logits, this is the loss of `distillation` on the student's samples. With a loss over
     advantages, the advantage of a token is log p(y) − log q(y), whose mean is minus the reverse KL.
     """
-    loss_fn = rollout_loss(stage.config)
+    loss_fn = rollout_loss(loop.config)
     by_advantage = _uses_advantages(loss_fn)
-    recompute = by_advantage and recomputes_logprobs(stage.config, algorithm, loss_fn)
+    recompute = by_advantage and recomputes_logprobs(loop.config, algorithm, loss_fn)
     reference = needs_reference(loss_fn)
     if reference:
-        stage.policy.freeze_reference()
-    from_engine = stage.config.rollout.correction == "engine"
-    teachers = Teachers.of(stage, algorithm.teachers, algorithm.top_k)
+        policy.freeze_reference()
+    from_engine = loop.config.rollout.correction == "engine"
+    teachers = Teachers.of(loop, policy, algorithm.teachers, algorithm.top_k)
     whole = teachers.reads_whole(loss_fn)
-    sampler = Sampler(stage, algorithm)
 
-    for step in stage.steps():
+    for step in loop.steps():
         rollouts, outcome = sampler.collect(step)
-        stage.engine.sleep()
-        rollouts = owned(rollouts, stage, None)
-        rollouts = with_logprobs(
-            rollouts, stage.policy, recompute=recompute, reference=reference, from_engine=from_engine
-        )
+        rollouts = policy.distribute(rollouts)
+        rollouts = with_logprobs(rollouts, policy, recompute=recompute, reference=reference, from_engine=from_engine)
         rollouts = teachers.with_topk(rollouts, loss_fn)
         if by_advantage:
             own = rollouts["prev_logprobs"] if "prev_logprobs" in rollouts else rollouts["generation_logprobs"]
             rollouts["advantages"] = (teachers.logprobs(rollouts) - own).masked_fill(rollouts["token_mask"] == 0, 0.0)
             outcome["teacher_kl"] = -mean_over_tokens(rollouts["advantages"], rollouts)
         sampler.keep(step, rollouts)
-        outcome |= learned_statistics(rollouts, stage.policy.weight_version)
+        outcome |= learned_statistics(rollouts, policy.weight_version)
         for _ in range(algorithm.updates_per_rollout):
-            report = stage.train(step, rollouts, loss_fn, teacher=whole)
+            report = loop.train(step, rollouts, loss_fn, teacher=whole)
         report |= correction_statistics(report)
-        stage.record(step, report | outcome | logprob_mismatch(rollouts))
+        loop.record(step, report | outcome | logprob_mismatch(rollouts))

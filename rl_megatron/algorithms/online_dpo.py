@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import check_problems
@@ -17,6 +16,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.rollouts.sampler import Sampler, on_every_rank
+from rl_megatron.training.loop import Loop
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 _KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "temperature", "rewards")
 
@@ -28,19 +29,17 @@ _KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "temperature
     check_data=check_problems,
     progress_metric="reward",
 )
-def online_dpo(stage: Loop, algorithm: OnlineDPOConfig) -> None:
-    """Train the stage's policy by online DPO, or by another loss that compares the answers of pairs."""
-    loss_fn, reference = configured_loss(stage.config.loss), uses_reference(stage.config)
+def online_dpo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: OnlineDPOConfig) -> None:
+    """Train the policy by online DPO, or by another loss that compares the answers of pairs."""
+    loss_fn, reference = configured_loss(loop.config.loss), uses_reference(loop.config)
     if reference:
-        stage.policy.freeze_reference()
-    sampler = Sampler(stage, algorithm)
-    for step in stage.steps():
+        policy.freeze_reference()
+    for step in loop.steps():
         rollouts, outcome = sampler.collect(step)
-        stage.engine.sleep()
         pairs = pairs_by_reward(on_every_rank(rollouts), algorithm.samples_per_prompt)
         if reference:
-            pairs = with_reference(pairs, stage.policy)
-        stage.record(step, outcome | stage.train(step, pairs, loss_fn))
+            pairs = with_reference(pairs, policy)
+        loop.record(step, outcome | loop.train(step, pairs, loss_fn))
 
 
 def pairs_by_reward(rollouts: BatchedDataDict, group_size: int) -> BatchedDataDict:

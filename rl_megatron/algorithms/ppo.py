@@ -10,9 +10,7 @@ from typing import Any
 
 from rl_megatron.algorithms.advantages import generalized_advantages, whiten
 from rl_megatron.algorithms.covariances import with_covariance_mask
-from rl_megatron.algorithms.loop import Loop
 from rl_megatron.algorithms.metrics import CRITIC_PREFIX
-from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.registry import CriticNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
@@ -37,6 +35,8 @@ from rl_megatron.rollouts.statistics import (
     learned_statistics,
     logprob_mismatch,
 )
+from rl_megatron.training.loop import Loop
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 def _value_loss(algorithm: PPOConfig) -> dict[str, Any]:
@@ -58,44 +58,40 @@ CRITIC = CriticNeeds[PPOConfig](
     check_data=check_policy_gradient,
     progress_metric="reward",
 )
-def ppo(stage: Loop, algorithm: PPOConfig) -> None:
-    """Train the stage's policy and critic by PPO."""
-    critic = stage.critic
-    assert critic is not None  # the stage has one because the algorithm is registered with a critic
-    policy_loss = rollout_loss(stage.config)
+def ppo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: PPOConfig, critic: MegatronPolicy) -> None:
+    """Train the policy and critic by PPO."""
+    policy_loss = rollout_loss(loop.config)
     value_loss = configured_loss(_value_loss(algorithm))
-    recompute, reference = recomputes_logprobs(stage.config, algorithm, policy_loss), needs_reference(policy_loss)
+    recompute, reference = recomputes_logprobs(loop.config, algorithm, policy_loss), needs_reference(policy_loss)
     if reference:
-        stage.policy.freeze_reference()
-    from_engine = stage.config.rollout.correction == "engine"
-    sampler = Sampler(stage, algorithm)
+        policy.freeze_reference()
+    from_engine = loop.config.rollout.correction == "engine"
 
-    for step in stage.steps():
+    for step in loop.steps():
         rollouts, report = sampler.collect(step)
-        stage.engine.sleep()
-        rollouts = owned(rollouts, stage, whole_trajectories(rollouts))
+        rollouts = policy.distribute(rollouts, groups=whole_trajectories(rollouts))
         learns = step > algorithm.critic_warmup_steps
         # Logprobs are reported in every step, even if no training step computes them.
         rollouts = with_logprobs(
-            rollouts, stage.policy, recompute=(recompute or not learns) and not from_engine, reference=reference,
+            rollouts, policy, recompute=(recompute or not learns) and not from_engine, reference=reference,
             from_engine=from_engine,
         )  # fmt: skip
-        with stage.timer.phase("values"):
+        with loop.timer.phase("values"):
             rollouts["values"] = critic.get_values(rollouts)["values"]
-            stage.timer.count_tokens(rollouts.num_tokens)
-        with stage.timer.phase("advantages"):
+            loop.timer.count_tokens(rollouts.num_tokens)
+        with loop.timer.phase("advantages"):
             rollouts = with_advantages(rollouts, algorithm, policy_loss)
-            seed = seed_of_batch(stage.config.train.seed, stage.batch_number(step))
+            seed = seed_of_batch(loop.config.train.seed, loop.batch_number(step))
             rollouts = with_covariance_mask(rollouts, policy_loss, seed)
         sampler.keep(step, rollouts)
-        report |= learned_statistics(rollouts, stage.policy.weight_version) | reward_kl(rollouts, policy_loss)
+        report |= learned_statistics(rollouts, policy.weight_version) | reward_kl(rollouts, policy_loss)
         for _ in range(algorithm.updates_per_rollout):
-            learned = stage.train(step, rollouts, value_loss, critic)
+            learned = loop.train(step, rollouts, value_loss, critic)
             report |= {f"{CRITIC_PREFIX}{name}": value for name, value in learned.items()}
             if learns:
-                report |= stage.train(step, rollouts, policy_loss)
+                report |= loop.train(step, rollouts, policy_loss)
                 report |= correction_statistics(report)
-        stage.record(step, report | logprob_mismatch(rollouts))
+        loop.record(step, report | logprob_mismatch(rollouts))
 
 
 def with_advantages(rollouts: Batch, algorithm: PPOConfig, policy_loss: LossFunction) -> Batch:

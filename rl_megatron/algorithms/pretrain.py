@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from rl_megatron.algorithms.loop import Loop
-from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.config.algorithms import PretrainConfig
-from rl_megatron.data.stage_loader import dataset_loader
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.loader import DataLoader
 from rl_megatron.losses import NLLLoss
+from rl_megatron.training.loop import Loop
+from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 @register_algorithm(PretrainConfig, fixed_loss="nll")
-def pretrain(stage: Loop, algorithm: PretrainConfig) -> None:
-    """Train the stage's policy to predict every token of documents."""
+def pretrain(loop: Loop, policy: MegatronPolicy, data: DataLoader[BatchedDataDict], algorithm: PretrainConfig) -> None:
+    """Train the policy to predict every token of documents."""
     loss_fn = NLLLoss()
-    for step, batch in owned_batches(stage, dataset_loader(stage.config, stage.tokenizer)):
-        stage.record(step, stage.train(step, batch, loss_fn))
+    for step, batch in loop.batches(data):
+        loop.record(step, loop.train(step, batch, loss_fn))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rl_megatron.algorithms.loop import Loop
 from rl_megatron.config.algorithm_kinds import register_algorithm_config
 from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -23,7 +22,7 @@ from rl_megatron.losses.contract import LossFunction
 from rl_megatron.model.build import Head
 
 ConfigT = TypeVar("ConfigT", bound=AlgorithmConfig)
-TrainingLoop = Callable[[Loop, ConfigT], None]
+TrainingLoop = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,9 @@ class Algorithm(Generic[ConfigT]):
 
     Attributes:
         config: The class of its settings.
-        run: Its training loop, called with the stage and the settings.
+        run: Its training loop, called with the stage (a `Loop`), its policy, where batches come from, the settings and,
+            if one is declared, the critic. Batches come from a `Sampler` for a `RolloutConfig`, and otherwise from a
+            `DataLoader` of the stage's training data.
         loss: Its requirements on the configured loss, or None if it always uses `fixed_loss`.
         fixed_loss: The registered loss of an algorithm whose loss cannot be chosen.
         head: The head of the policy: "lm", or "score" for a reward model.
@@ -76,7 +77,7 @@ class Algorithm(Generic[ConfigT]):
     """
 
     config: type[ConfigT]
-    run: TrainingLoop[ConfigT]
+    run: TrainingLoop
     loss: LossNeeds | None
     fixed_loss: str | None
     head: Head
@@ -115,7 +116,7 @@ def register_algorithm(
     uses_reference: Callable[[StageConfig], bool] = no_reference,
     check_data: Callable[[StageConfig, Tokenizer], Sequence[tuple[int, ...]]] = check_dataset,
     progress_metric: str = "loss",
-) -> Callable[[TrainingLoop[ConfigT]], TrainingLoop[ConfigT]]:
+) -> Callable[[TrainingLoop], TrainingLoop]:
     """Return a decorator that registers a training loop as an algorithm.
 
     Args:
@@ -135,7 +136,7 @@ def register_algorithm(
     """
     name = register_algorithm_config(config).name
 
-    def add(run: TrainingLoop[ConfigT]) -> TrainingLoop[ConfigT]:
+    def add(run: TrainingLoop) -> TrainingLoop:
         ALGORITHMS.register(name)(
             Algorithm(config, run, loss, fixed_loss, head, critic, uses_reference, check_data, progress_metric)
         )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.endpoint_teacher import EndpointTeacher
-from rl_megatron.algorithms.loop import Loop
 from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.errors import ConfigError
@@ -21,6 +20,8 @@ from rl_megatron.losses.contract import LossFunction
 from rl_megatron.timing import phase
 from rl_megatron.topology.degrees import validate_model
 from rl_megatron.topology.ranks import Ranks
+from rl_megatron.training.loop import Loop
+from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.runner import FusedHead
 from rl_megatron.training.teacher import Teacher, check_vocabulary_of, load_teacher, teacher_model
 
@@ -98,27 +99,27 @@ class Teachers:
     data_sets: list[tuple[int, ...]]
 
     @classmethod
-    def of(cls, stage: Loop, teachers: Sequence[TeacherConfig], top_k: int) -> Teachers:
+    def of(cls, loop: Loop, policy: MegatronPolicy, teachers: Sequence[TeacherConfig], top_k: int) -> Teachers:
         """Load the teachers of a stage. Collective.
 
         Raises:
             ConfigError: Weights cannot be read.
         """
-        config, topology = stage.config, stage.policy.topology
+        config, topology = loop.config, policy.topology
         fused_head = FusedHead() if config.train.fused_head else None
         minutes = config.train.collective_timeout_minutes
         models = [
             EndpointTeacher(each, topology.ranks)
             if each.path is None
-            else load_teacher(each, topology, stage.tokenizer.vocab_size, config.precision, fused_head, minutes)
+            else load_teacher(each, topology, loop.tokenizer.vocab_size, config.precision, fused_head, minutes)
             for each in teachers
         ]
         for model in models:
             if isinstance(model, EndpointTeacher):
-                stage.close_at_end(model)
+                loop.close_at_end(model)
         total = sum(each.weight for each in teachers)
         shares = [each.weight / total for each in teachers]
-        batching, k = Batching.of(config.train), min(top_k, stage.tokenizer.vocab_size)
+        batching, k = Batching.of(config.train), min(top_k, loop.tokenizer.vocab_size)
         mixture = [each.shown_name for each in config.data.mix]
         data_sets = [tuple(mixture.index(name) for name in each.data_sets) for each in teachers]
         return cls(models, shares, batching, k, data_sets)

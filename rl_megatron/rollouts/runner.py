@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError, RunFailed, describe_error
@@ -26,6 +26,7 @@ from rl_megatron.rollouts.worker import RolloutWorker, completion
 from rl_megatron.timing import phase
 from rl_megatron.topology.rank_zero_loop import RankZeroLoop
 from rl_megatron.topology.ranks import Ranks
+from rl_megatron.training.loop import Closes
 from rl_megatron.training.metrics import NonFiniteLoss
 
 _T = TypeVar("_T")
@@ -33,14 +34,6 @@ _RETRY_SEEDS = 1 << 32  # the distance of the seeds of two attempts
 # How often an attempt is made again whose process another call has ended, and how often if nobody knows what ended it.
 # Each of the first kind has a cause, which usually is a failed attempt of another task, so that it comes to an end.
 _MOST_LOSSES, _MOST_UNEXPLAINED_LOSSES = 1000, 10
-
-
-class Closes(Protocol):
-    """Something that is closed when a runner is."""
-
-    def close(self) -> None:
-        """End what it has started."""
-        ...
 
 
 class RolloutFailed(RunFailed):

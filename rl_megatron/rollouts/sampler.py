@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.batching.host_memory import TensorStore
 from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
-from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.sources import build_source
-from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import RolloutPrompts
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.generation.synced_engine import SyncedEngine
@@ -28,50 +24,14 @@ from rl_megatron.rollouts.batch import data_set_places
 from rl_megatron.rollouts.group_queue import GroupQueue, QueueRules
 from rl_megatron.rollouts.pace import AsyncPace
 from rl_megatron.rollouts.record import ORDER, LoggedStep, RolloutRecord
-from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, Closes, RolloutTask
+from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, RolloutTask
 from rl_megatron.rollouts.scored import Scored, ScoredRollouts, Scores, tasks_of
 from rl_megatron.rollouts.statistics import informative_groups, statistics
 from rl_megatron.topology.ranks import Ranks
+from rl_megatron.training.loop import Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
 _ROUNDS_PER_SEED = 1000  # distance between the seeds of two steps, so that their rounds have different seeds
-
-
-class SampledStage(Protocol):
-    """The parts of a stage that its sampler uses."""
-
-    name: str
-    config: StageConfig
-    policy: MegatronPolicy
-    engine: SyncedEngine
-    tokenizer: Tokenizer
-    rollouts: ScoredRollouts
-
-    @property
-    def rollout_files(self) -> Path:
-        """Return the directory of the stage's files of rollouts."""
-        ...
-
-    @property
-    def next_batch_number(self) -> int:
-        """Return the number of the batch after that of the current step."""
-        ...
-
-    def batch_number(self, step: int) -> int:
-        """Return the number of the batch of a step, counted from 1: the step and the batches that are left out."""
-        ...
-
-    def use_loader(self, loader: DataLoader[Any]) -> None:
-        """Read the training data from `loader`, whose position checkpoints keep."""
-        ...
-
-    def keep(self, name: str, part: Any) -> None:
-        """Keep the state of `part` in checkpoints."""
-        ...
-
-    def close_at_end(self, part: Closes) -> None:
-        """Close something with the stage."""
-        ...
 
 
 class Sampler:
@@ -87,25 +47,35 @@ class Sampler:
     complete again.
     """
 
-    def __init__(self, stage: SampledStage, algorithm: RolloutConfig):
-        config, rollout = stage.config, stage.config.rollout
+    def __init__(self, loop: Loop, policy: MegatronPolicy, engine: SyncedEngine, rollouts: ScoredRollouts):
+        """Begin to sample for a stage whose algorithm has a `RolloutConfig`.
+
+        Args:
+            loop: The stage, in whose checkpoints the sampler keeps its state.
+            policy: The stage's policy.
+            engine: The rollout engine, which always generates with the policy's current weights.
+            rollouts: Makes trajectories with the stage's rollout worker, and scores them.
+        """
+        config, rollout = loop.config, loop.config.rollout
+        algorithm: RolloutConfig = config.algorithm  # pyright: ignore[reportAssignmentType] the algorithm samples
         is_asynchronous = (
             isinstance(algorithm, PolicyGradientConfig) and rollout.is_asynchronous and rollout.replay is None
         )
-        self._stage, self._seed, self._ranks = stage, config.train.seed, stage.policy.topology.ranks
+        self._loop, self._policy, self.engine, self._rollouts = loop, policy, engine, rollouts
+        self._seed, self._ranks = config.train.seed, policy.topology.ranks
         self._group_size, self._per_step = algorithm.samples_per_prompt, algorithm.prompts_per_step
         self._rounds_per_step, self._drops_equal = algorithm.rounds_per_step, algorithm.drops_equal_rewards
         if not is_asynchronous:
-            stage.rollouts.start()  # workers load the reward functions while the first completions are generated
-        self._prompts = RolloutPrompts(config, algorithm, stage.tokenizer)
-        stage.use_loader(self._prompts.loader)
-        stage.keep("sampler", self)
-        self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
+            rollouts.start()  # workers load the reward functions while the first completions are generated
+        self._prompts = RolloutPrompts(config, algorithm, loop.tokenizer)
+        loop.use_loader(self._prompts.loader)
+        loop.keep("sampler", self)
+        self._sampling = stage_sampling(config, loop.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
         self._mixture = [each.shown_name for each in config.data.mix] if algorithm.reads_data_sets else []
         self._store = TensorStore(rollout.max_host_bytes, rollout.disk_directory)
         self._record = RolloutRecord(
-            replace(rollout, save_every=1, save_prompts=None) if is_asynchronous else rollout, stage.rollout_files,
-            stage.tokenizer, self._group_size, self._ranks,
+            replace(rollout, save_every=1, save_prompts=None) if is_asynchronous else rollout, loop.rollout_files,
+            loop.tokenizer, self._group_size, self._ranks,
             reward=config.reward if algorithm.reads_components else None, mixture=self._mixture,
         )  # fmt: skip
         self._logged: dict[int, LoggedStep] = {}  # steps that an asynchronous run learns from again
@@ -117,22 +87,24 @@ class Sampler:
             self._async = self._begin_asynchronous()
 
     def _begin_asynchronous(self) -> AsyncRollouts:
-        stage, config, rollout = self._stage, self._stage.config, self._stage.config.rollout
+        loop, config, rollout = self._loop, self._loop.config, self._loop.config.rollout
         rules = QueueRules(
             self._per_step, config.train.steps, rollout.max_trajectory_age_steps, rollout.over_sampling,
             rollout.partial, self._rounds_per_step, self._drops_equal,
         )  # fmt: skip
         rollouts = AsyncRollouts(
-            stage.rollouts, Scorer(config.reward, lambda: build_source(config).task(), Ranks()), rules, self._tasks_at,
-            stage.engine, lambda: stage.policy.weight_version, self._sampling,
+            self._rollouts, Scorer(config.reward, lambda: build_source(config).task(), Ranks()), rules, self._tasks_at,
+            self.engine, lambda: self._policy.weight_version, self._sampling,
             waits_for_requests=not rollout.in_flight_weight_updates,
         )  # fmt: skip
-        stage.close_at_end(rollouts)
-        self._pace = AsyncPace(stage.name, config, self._per_step, self._ranks.size)
+        loop.close_at_end(rollouts)
+        self._pace = AsyncPace(loop.name, config, self._per_step, self._ranks.size)
         return rollouts
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         """Return (the rollouts that the step learns from, statistics of all rollouts since the step before).
+
+        Afterwards the engine releases memory until it generates again.
 
         With dynamic sampling, groups whose rewards are all equal are dropped, and other prompts are sampled until the
         step is full or has used all its rounds.
@@ -143,8 +115,13 @@ class Sampler:
         logged = self._logged.pop(step, None)
         self._is_replayed = logged is not None
         if self._async is None:
-            return self._make_rounds(step)
-        return self._take_groups(self._async, step) if logged is None else self._replay(self._async.queue, logged)
+            collected = self._make_rounds(step)
+        elif logged is None:
+            collected = self._take_groups(self._async, step)
+        else:
+            collected = self._replay(self._async.queue, logged)
+        self.engine.sleep()
+        return collected
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
         """Return `samples_per_prompt` scored completions for each of the round's prompts, on every rank.
@@ -169,16 +146,16 @@ class Sampler:
             SaveFailed: They cannot be written.
         """
         if not self._is_replayed:
-            self._record.write(step, learned, self._stage.policy.weight_version, self._new)
+            self._record.write(step, learned, self._policy.weight_version, self._new)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what checkpoints keep: the seed of the next round, or the groups that are left. Collective."""
         if self._async is None:
-            return {"next_seed": seed_of_batch(self._seed, self._stage.next_batch_number)}
+            return {"next_seed": seed_of_batch(self._seed, self._loop.next_batch_number)}
         return {
             "queue": self._async.state_dict(),
-            "batches_skipped": self._stage.batch_number(0),
-            "weight_version": self._stage.policy.weight_version,
+            "batches_skipped": self._loop.batch_number(0),
+            "weight_version": self._policy.weight_version,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -193,10 +170,10 @@ class Sampler:
                     f"next_seed is {state.get('next_seed')} in the checkpoint, and {own['next_seed']} now"
                 )
             return
-        self._stage.policy.model.version = state["weight_version"]  # the log continues with the same numbers
+        self._policy.model.version = state["weight_version"]  # the log continues with the same numbers
         queue = self._async.queue
         queue.load_state_dict(state["queue"])
-        skipped = self._stage.batch_number(0) - state["batches_skipped"]
+        skipped = self._loop.batch_number(0) - state["batches_skipped"]
         if skipped:
             self._logged = {}
             self._record.forget_steps(after=queue.next_step - 1)
@@ -223,14 +200,13 @@ class Sampler:
 
     def _make_round(self, step: int, round_: int) -> tuple[Batch, RewardMetrics]:
         """Return a round of trajectories that rank 0 has, and the metrics of their rewards there. Collective."""
-        number = (self._stage.batch_number(step) - 1) * self._rounds_per_step + round_
+        number = (self._loop.batch_number(step) - 1) * self._rounds_per_step + round_
         prompts, seed = self._round_of_stream(number)
         prompts = [prompt for prompt in prompts for _ in range(self._group_size)]
         if self._record.replays:
             own, metrics = self._record.replayed(step, round_, len(prompts)), RewardMetrics()
         else:
-            rollouts, engine = self._stage.rollouts, self._stage.engine
-            scored = rollouts.make(engine, prompts, self._sampling, seed, self._group_size)
+            scored = self._rollouts.make(self.engine, prompts, self._sampling, seed, self._group_size)
             own, metrics = (None, RewardMetrics()) if scored is None else (scored.batch, scored.metrics)
             add_data_sets(own, prompts, self._mixture)
         batch = self._gather(own)
@@ -252,7 +228,7 @@ class Sampler:
         for part in (of_used, of_equal, *(replace(group.scores.metrics, scores={}) for group in silent)):
             metrics.add(part)
         others = self._ranks.share(lambda: metrics.values() | groups.metrics() | self._pace.devices)
-        others["old_logprobs_of_engine"] = float(self._stage.config.rollout.correction == "engine")
+        others["old_logprobs_of_engine"] = float(self._loop.config.rollout.correction == "engine")
         outcome = statistics([*used, *equal], self._group_size) | others
         self._new = groups.logged(step, outcome)
         self._pace.note(step, outcome)
@@ -277,13 +253,13 @@ class Sampler:
             return None
         results = [result for group in groups for result in group.results]
         scores = Scores.join([group.scores for group in groups])
-        scored = self._stage.rollouts.assemble(results, scores, self._sampling, self._group_size)
+        scored = self._rollouts.assemble(results, scores, self._sampling, self._group_size)
         add_data_sets(scored.batch, [result.task.prompt for result in results], self._mixture)
         return scored
 
     def _has_samples(self, group: Group) -> bool:
         """Return whether a sample of a group may be learned from."""
-        return bool(self._stage.rollouts.on_failure.samples_that_count(group.scores.made, self._group_size).any())
+        return bool(self._rollouts.on_failure.samples_that_count(group.scores.made, self._group_size).any())
 
     # --- both ---
 
@@ -300,7 +276,7 @@ class Sampler:
 
     def _gather(self, own: BatchedDataDict | None) -> Batch:
         """Return a batch that rank 0 has as one of all ranks. Collective."""
-        return Batch.gather_facts(own, self._stage.policy.topology, self._store)
+        return Batch.gather_facts(own, self._policy.topology, self._store)
 
 
 def seed_of_batch(seed: int, batch_number: int) -> int:

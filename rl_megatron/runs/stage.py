@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl_megatron import log
-from rl_megatron.algorithms.loop import Loop
 from rl_megatron.batching.batch import Batch
+from rl_megatron.batching.exchange import is_first_of_replica
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.resumed_state import MustBe, Resumable, ResumedState
 from rl_megatron.config.metrics import goal_reached
@@ -28,8 +30,6 @@ from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position
 from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.rewards.reward_models import RewardModels
-from rl_megatron.rollouts.runner import Closes
-from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.runs.anomalies import Anomalies, described_sequences
 from rl_megatron.runs.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.runs.desync import DesyncCheck
@@ -38,6 +38,7 @@ from rl_megatron.runs.step_meter import StepMeter
 from rl_megatron.runs.stopping import RunStopped, Stopping
 from rl_megatron.runs.user_files import file_digests
 from rl_megatron.timing import PhaseTimer
+from rl_megatron.training.loop import Closes, Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.metrics import NonFiniteLoss
 from rl_megatron.training.teacher import Teacher
@@ -50,10 +51,13 @@ class Stage(Loop):
     """The loop of a stage. It owns the stage's checkpointer and results.
 
     Attributes:
+        policy: The model that is trained.
+        engine: The rollout engine, which always generates with the policy's current weights.
         metrics_logger: The logger of the run's metrics.
         checkpoints: The directory of the stage's checkpoints.
         evaluate: Returns the eval metrics on held-out data, and samples for people to read.
         weights_from: A description of the initial weights, which checkpoints store: the reference policy has them.
+        critic: The critic, for algorithms that have one. It is saved and resumed with the policy.
         run_config: The run's configuration as YAML, which checkpoints store.
         progress_metric: The training metric that the progress line always shows.
         results: The newest eval metrics and samples.
@@ -75,7 +79,6 @@ class Stage(Loop):
     tokenizer: Tokenizer
     metrics_logger: MetricsLogger
     checkpoints: Path
-    rollouts: ScoredRollouts
     evaluate: Evaluation
     weights_from: str
     critic: MegatronPolicy | None = None
@@ -163,7 +166,16 @@ class Stage(Loop):
         finally:
             self.metrics_logger.end_stage()
 
-    def batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, BatchedDataDict]]:
+    def batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, Batch]]:
+        loader, topology = _loader_of(data, self.config.train), self.policy.topology
+        self.use_loader(loader)
+        for step in self.steps():
+            part = loader.part(self.batch_number(step) - 1, topology.data_rank, topology.data)
+            batch = Batch.gather_facts(part if is_first_of_replica(topology) else None, topology)
+            together = None if loader.group_size == 1 else torch.arange(batch.size) // loader.group_size
+            yield step, self.policy.distribute(batch, groups=together)
+
+    def whole_batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, BatchedDataDict]]:
         loader = _loader_of(data, self.config.train)
         self.use_loader(loader)
         for step in self.steps():
@@ -171,10 +183,6 @@ class Stage(Loop):
 
     def batch_number(self, step: int) -> int:
         return step + self.roll_back.batches_skipped
-
-    @property
-    def batches_skipped(self) -> int:
-        return self.roll_back.batches_skipped
 
     @property
     def next_batch_number(self) -> int:

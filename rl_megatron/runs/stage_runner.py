@@ -17,6 +17,7 @@ from rl_megatron.config.errors import ConfigError, RunFailed
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.sources import build_source
+from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.evaluation.heldout import build_evaluation
 from rl_megatron.evaluation.sets import EvalSets
@@ -32,6 +33,7 @@ from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.build import build_runner
+from rl_megatron.rollouts.sampler import Sampler
 from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts
 from rl_megatron.runs.roll_back import RollBack
 from rl_megatron.runs.stage import Stage
@@ -109,7 +111,7 @@ class StageRunner:
         profiler = StepProfiler(config.profile, profiles, meter.timer, layout.rank, layout.is_cuda)
         stage = Stage(
             name, config, policy, engine, tokenizer, logger, directory,
-            rollouts, lambda: evaluation.evaluate(policy, engine), weights_from, critic, self.run_yaml,
+            lambda: evaluation.evaluate(policy, engine), weights_from, critic, self.run_yaml,
             algorithm.progress_metric, timer=meter.timer, meter=meter, profiler=profiler, stopping=self.stopping,
             roll_back=roll_back, position=self.position,
             eval_sets=EvalSets(*of_sets, logger.output_dir, models) if config.eval.sets else None,
@@ -117,7 +119,7 @@ class StageRunner:
         )  # fmt: skip
         stage.keep("metrics", RecordedMetrics(logger.output_dir))
         try:
-            _run_algorithm(stage, engine)
+            _run_algorithm(stage, rollouts)
         except NonFiniteLoss:  # the stage may roll back, and build its models again
             _shut_down(policy, critic)
             raise
@@ -129,11 +131,16 @@ class StageRunner:
         return stage.results
 
 
-def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
+def _run_algorithm(stage: Stage, rollouts: ScoredRollouts) -> None:
     """Run the training loop of a stage, and close its engine."""
+    config, policy, critics = stage.config, stage.policy, () if stage.critic is None else (stage.critic,)
     try:
         with timing(stage.timer), _short_collections():
-            algorithm_of(stage.config).run(stage, stage.config.algorithm)
+            if isinstance(config.algorithm, RolloutConfig):
+                source = Sampler(stage, policy, stage.engine, rollouts)
+            else:
+                source = dataset_loader(config, stage.tokenizer)
+            algorithm_of(config).run(stage, policy, source, config.algorithm, *critics)
     except (ConfigError, RunFailed):  # on every rank, once a step has begun
         stage.checkpointer.complete()
         raise
@@ -143,7 +150,7 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
         stage.checkpointer.exporter.close()
         for part in stage.closing:
             part.close()
-        engine.close()
+        stage.engine.close()
         if stage.eval_sets is not None:
             stage.eval_sets.close()
 

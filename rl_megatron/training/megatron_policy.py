@@ -32,6 +32,7 @@ from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.interfaces import BatchT, ColocatablePolicyInterface
+from rl_megatron.timing import phase
 from rl_megatron.topology.topology import Topology, start_topology
 from rl_megatron.training.inference import Inference, build_runner, enter_whole
 from rl_megatron.training.metrics import combine_steps
@@ -174,15 +175,19 @@ class MegatronPolicy(ColocatablePolicyInterface):
         Args:
             batch: The sequences on the ranks that have produced them.
             sizes: The number of sequences of each optimizer step, each of which is spread evenly over the ranks. None:
-                steps of the policy's global batch size.
+                steps of as many trajectories as the policy's global batch size.
             groups: [B] A number for each sequence, the same for neighbours that one rank must own. None: ranks own any.
 
         Raises:
             ConfigError: A sequence alone exceeds the tokens of a microbatch.
         """
+        if batch.is_whole:
+            return batch.keep_all()
         gbs = self._global_batch_size
-        steps = sizes or [min(gbs, batch.size - start) for start in range(0, batch.size, gbs)]
-        return self._planner.distribute(batch, self.batching, steps, groups)
+        steps = sizes or batch.trajectories.step_sizes(gbs)
+        steps = steps or [min(gbs, batch.size - start) for start in range(0, batch.size, gbs)]
+        with phase("exchange"):
+            return self._planner.distribute(batch, self.batching, steps, groups)
 
     # --- training ---
 

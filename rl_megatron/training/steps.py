@@ -94,8 +94,6 @@ class StepPlanner:
 
     def distribute(self, batch: Batch, batching: Batching, sizes: Sequence[int], groups: Tensor | None) -> Batch:
         """Return the batch with every sequence on the rank that trains on it; see `MegatronPolicy.distribute`."""
-        if batch.is_whole:
-            return batch.keep_all()
         topology = self.model.topology
         blocks, of_groups = default_blocks(topology.data), None if groups is None else groups.numpy()
         planner = OwnershipPlanner(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
-from rl_megatron.data.training_data import training_dataset
 from rl_megatron.config.data import ANSWERS
 from rl_megatron.config.loading.settings import Positive, section
 from rl_megatron.config.schema import AlgorithmConfig, DataConfig
@@ -100,12 +99,12 @@ KEYS = frozenset({"input_ids", "input_lengths", "token_mask", "sample_mask"})
 
 
 @register_algorithm(PassesConfig, loss=LossNeeds("logprobs", lambda loss_fn: True, KEYS, "scaled_nll"))
-def passes(stage, settings):
-    loss_fn = configured_loss(stage.config.loss)
-    for step, batch in stage.batches(training_dataset(stage.config, stage.tokenizer)):
+def passes(loop, policy, data, settings):
+    loss_fn = configured_loss(loop.config.loss)
+    for step, batch in loop.whole_batches(data):
         for _ in range(settings.passes):
-            report = stage.train(step, batch, loss_fn)
-        stage.record(step, report | {"passes": float(settings.passes)})
+            report = loop.train(step, batch, loss_fn)
+        loop.record(step, report | {"passes": float(settings.passes)})
 """
 EXPERIMENT = {
     "plugins": ["my_plugin"],

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_megatron.algorithms.owned import owned_batches
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding, span_mask
 from rl_megatron.data.stage_loader import in_memory_loader
 from rl_megatron.losses import build_loss
+from rl_megatron.runs.stage import Stage
 from tests.parallel.layouts import VOCAB_SIZE, build_policy, weights, worst_relative_error
 from tests.parallel.test_sharded_algorithms import LAYOUTS
 
@@ -47,7 +47,7 @@ def learned(parallel: dict, loss: str) -> tuple[dict[str, torch.Tensor], list[in
         The weights, how many items this rank made batches of, the sequences that it owned in each step, and the
         number of ranks that share a batch.
     """
-    policy, loss_fn = build_policy(parallel), build_loss(loss, {})
+    policy, loss_fn = build_policy(parallel, global_batch_size=GLOBAL_BATCH_SIZE), build_loss(loss, {})
     items = Sequences(getattr(loss_fn, "group_size", 1))
     train = SimpleNamespace(global_batch_size=GLOBAL_BATCH_SIZE, seed=3)
     stage = SimpleNamespace(
@@ -55,7 +55,7 @@ def learned(parallel: dict, loss: str) -> tuple[dict[str, torch.Tensor], list[in
         batch_number=lambda step: step, steps=lambda: range(1, NUM_STEPS + 1),
     )  # fmt: skip
     built, numbers = [], []
-    for _, batch in owned_batches(stage, in_memory_loader(items, train)):
+    for _, batch in Stage.batches(stage, in_memory_loader(items, train)):
         policy.train(batch, loss_fn, gbs=GLOBAL_BATCH_SIZE)
         built.append(items.num_built - sum(built))
         numbers.append(batch.numbers.tolist())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages, owned_together
 from rl_megatron.algorithms.covariances import with_covariance_mask
-from rl_megatron.algorithms.owned import owned
 from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.algorithms.rollout import reward_kl, whole_trajectories, with_logprobs
 from rl_megatron.batching.config import Batching
@@ -51,11 +49,6 @@ def rollouts(policy, everywhere: bool):
     return join([keep_informative(part, 2) for part in parts], 8), statistics(parts, 2)
 
 
-def stage_of(policy, trajectories: int) -> SimpleNamespace:
-    train = SimpleNamespace(global_batch_size=trajectories)
-    return SimpleNamespace(policy=policy, config=SimpleNamespace(train=train))
-
-
 def of_all(batch, keys):
     """Return these keys of all sequences."""
     return gathered(batch, keys) if dist.get_world_size() > 1 else {key: batch[key] for key in keys}
@@ -76,7 +69,7 @@ def grpo_step(parallel, batching, estimator, everywhere=False, covariances="none
     settings = {"reference_policy_kl_penalty": 0.05, "use_kl_in_reward": in_reward}
     loss = build_loss("clipped_pg", settings | COVARIANCES.get(covariances, {}))
     drawn, outcome = rollouts(policy, everywhere)
-    batch = owned(drawn, stage_of(policy, 3), owned_together(drawn, algorithm))
+    batch = policy.distribute(drawn, drawn.trajectories.step_sizes(3), owned_together(drawn, algorithm))
     batch = with_logprobs(batch, policy, recompute=True, reference=True)
     batch["advantages"] = estimated_advantages(batch, algorithm, loss)
     batch = with_covariance_mask(batch, loss, seed=5)
@@ -96,7 +89,7 @@ def ppo_step(parallel, batching, everywhere=False):
     loss = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.05, "use_kl_in_reward": True})
     policy.freeze_reference()
     drawn, outcome = rollouts(policy, everywhere)
-    batch = owned(drawn, stage_of(policy, 3), whole_trajectories(drawn))
+    batch = policy.distribute(drawn, drawn.trajectories.step_sizes(3), whole_trajectories(drawn))
     batch = with_logprobs(batch, policy, recompute=True, reference=True)
     batch["values"] = critic.get_values(batch)["values"]
     batch = with_advantages(batch, PPOConfig(gae_lambda=0.9, discount=0.95), loss)

@@ -16,8 +16,10 @@ from rl_megatron.generation.interfaces import Completion, Request, WeightSpan
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
+from rl_megatron.rollouts.sampler import Sampler
 from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.rollouts.worker import completion
+from rl_megatron.timing import PhaseTimer
 from rl_megatron.topology.ranks import Ranks
 
 EOS = 0
@@ -129,17 +131,13 @@ def rollouts_of(scorer, tokenizer=None) -> ScoredRollouts:
     return ScoredRollouts(runner_of_completions(), scorer, tokenizer or Characters())
 
 
-def stage_of_a_sampler(scorer, **attributes: object) -> SimpleNamespace:
-    """Return what a `Sampler` needs of a stage: these attributes, and batches that have the numbers of their steps."""
+def sampling(config, engine, scorer, tokenizer=None, policy=None, **attributes: object):
+    """Return (a stage with these attributes whose batches have the numbers of their steps, its policy, its sampler)."""
     ignored = lambda *_: None  # noqa: E731
-    return SimpleNamespace(
-        **{"policy": SimpleNamespace(topology=ONE_RANK)} | attributes,
-        rollouts=rollouts_of(scorer, attributes["tokenizer"]),
-        batch_number=int,
-        use_loader=ignored,
-        keep=ignored,
-        rollout_files=Path("unused"),
-    )
+    tokenizer, policy = tokenizer or Characters(), policy or SimpleNamespace(topology=ONE_RANK)
+    empty = {"use_loader": ignored, "keep": ignored, "rollout_files": Path("unused"), "timer": PhaseTimer()}
+    loop = SimpleNamespace(**empty | attributes, config=config, tokenizer=tokenizer, batch_number=int)
+    return loop, policy, Sampler(loop, policy, engine, rollouts_of(scorer, tokenizer))
 
 
 def decoded(rollouts, tokenizer):

@@ -12,8 +12,7 @@ from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.order import ShuffledEpochs
-from rl_megatron.rollouts.sampler import Sampler
-from rl_megatron.timing import PhaseTimer, timing
+from rl_megatron.timing import timing
 from tests.unit.algorithms.fakes import (
     ONE_RANK,
     Characters,
@@ -22,7 +21,7 @@ from tests.unit.algorithms.fakes import (
     ScoredHere,
     Scripted,
     decoded,
-    stage_of_a_sampler,
+    sampling,
 )
 
 SIZE = 2
@@ -40,8 +39,7 @@ def collecting(monkeypatch):
         for module in (training_data, stage_loader):
             monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
-        stage = stage_of_a_sampler(config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()))
-        sampler = Sampler(stage, config.algorithm)
+        _, _, sampler = sampling(config, engine, ScoredHere(Echo()))
         return sampler.collect, engine
 
     return make
@@ -139,6 +137,7 @@ def policy_with_a_reference():
     return SimpleNamespace(
         weight_version=1,
         topology=ONE_RANK,
+        distribute=lambda batch, groups=None: batch,
         freeze_reference=lambda: None,
         get_logprobs=lambda batch: {"logprobs": -1.0 * batch["token_mask"]},
         get_reference_policy_logprobs=lambda batch: {"reference_logprobs": -1.5 * batch["token_mask"]},
@@ -151,21 +150,20 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
     for module in (training_data, stage_loader):
         monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
     records = []
-    stage = stage_of_a_sampler(
-        config=load_config([*overrides, "loss.reference_policy_kl_type=k1"]).first,
-        tokenizer=Characters(),
-        engine=Scripted({prompt: DIFFER * 2 for prompt in "abcd"}),
-        scorer=ScoredHere(Echo()),
+    config = load_config([*overrides, "loss.reference_policy_kl_type=k1"]).first
+    loop, policy, sampler = sampling(
+        config,
+        Scripted({prompt: DIFFER * 2 for prompt in "abcd"}),
+        ScoredHere(Echo()),
         policy=policy_with_a_reference(),
         steps=lambda: [1],
         train=lambda step, rollouts, loss_fn: {"loss": 1.0},
         record=lambda step, report: records.append(report),
-        timer=PhaseTimer(),
     )
-    with timing(stage.timer):
-        grpo(stage, stage.config.algorithm)
+    with timing(loop.timer):
+        grpo(loop, policy, sampler, config.algorithm)
     assert records[0]["reward_kl"] == 0.5
-    phases = [path[0] for path in stage.timer.collect().seconds if path]
+    phases = [path[0] for path in loop.timer.collect().seconds if path]
     assert phases == ["environment", "reward", "logprobs", "reference", "advantages"]
 
 
@@ -179,16 +177,16 @@ def test_the_engine_releases_its_memory_before_the_policy_learns(monkeypatch, na
     more = ["loss=distillation", "algorithm.teachers=[{path: teacher}]"] if name == "on_policy_distillation" else []
     engine = Scripted(always(DIFFER))
     monkeypatch.setattr(engine, "sleep", lambda: done.append("sleep"), raising=False)
-    stage = stage_of_a_sampler(
-        config=load_config([f"algorithm={name}", *sizes, *more]).first,
-        tokenizer=Characters(),
-        engine=engine,
-        scorer=ScoredHere(Echo()),
+    config = load_config([f"algorithm={name}", *sizes, *more]).first
+    loop, policy, sampler = sampling(
+        config,
+        engine,
+        ScoredHere(Echo()),
         policy=policy_with_a_reference(),
-        timer=PhaseTimer(),
         steps=lambda: [1, 2],
         train=lambda step, rollouts, loss_fn, **options: done.append("train") or {"loss": 1.0},
         record=lambda step, report: None,
     )
-    {"grpo": grpo, "on_policy_distillation": on_policy_distillation}[name](stage, stage.config.algorithm)
+    train = {"grpo": grpo, "on_policy_distillation": on_policy_distillation}[name]
+    train(loop, policy, sampler, config.algorithm)
     assert done == ["sleep", "train"] * 2

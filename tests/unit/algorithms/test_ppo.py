@@ -40,6 +40,9 @@ class Model:
     def enter(self, data):
         return data
 
+    def distribute(self, batch, groups=None):
+        return batch
+
     def train(self, batch, loss_fn, **_):
         self.log.append((self.name, loss_fn, batch))
         return {"loss": 1.0, "grad_norm": 2.0}
@@ -109,7 +112,6 @@ def run(monkeypatch):
             finish_writing=lambda: None,
             record=lambda step, report, kind="train": records.setdefault(kind, {}).setdefault(step, report),
         )
-        monkeypatch.setattr(training_loop, "Sampler", Rollouts)
         monkeypatch.setattr(stage_module, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(ResumedState, "load", lambda *_: None)  # the checkpoint of the policy here keeps nothing
         monkeypatch.setattr(
@@ -120,10 +122,10 @@ def run(monkeypatch):
         tokenizer = SimpleNamespace(digest="t")
         where = Path("checkpoints/ppo")
         stage = Stage(
-            "ppo", config, Model("policy", log), Scripted({}), tokenizer, metrics_logger, where, None, lambda: ({}, []),
+            "ppo", config, Model("policy", log), Scripted({}), tokenizer, metrics_logger, where, lambda: ({}, []),
             "init_from=null", Model("critic", log),
         )  # fmt: skip
-        training_loop.ppo(stage, config.algorithm)
+        training_loop.ppo(stage, stage.policy, Rollouts(stage, config.algorithm), config.algorithm, stage.critic)
         return log, records["train"]
 
     return go

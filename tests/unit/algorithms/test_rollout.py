@@ -24,7 +24,7 @@ from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.losses import build_loss
-from rl_megatron.rollouts.sampler import Sampler, join, keep_informative
+from rl_megatron.rollouts.sampler import join, keep_informative
 from rl_megatron.rollouts.statistics import learned_statistics, logprob_mismatch, statistics
 from tests.unit.algorithms.fakes import (
     Characters,
@@ -33,7 +33,7 @@ from tests.unit.algorithms.fakes import (
     ScoredHere,
     Scripted,
     decoded,
-    stage_of_a_sampler,
+    sampling,
     whole,
 )
 
@@ -50,8 +50,8 @@ def rollouts_of(monkeypatch):
             monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo(tuple(answers))))
         monkeypatch.setattr(ShuffledEpochs, "items", lambda self, start, count: list(range(count)))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
-        stage = stage_of_a_sampler(config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()))
-        return Sampler(stage, config.algorithm).draw(1), engine
+        _, _, sampler = sampling(config, engine, ScoredHere(Echo()))
+        return sampler.draw(1), engine
 
     return make
 

@@ -12,8 +12,7 @@ from rl_megatron.data.same_prompts import different_prompts
 from rl_megatron.data.tasks import Problem
 from rl_megatron.data.training_data import RolloutPrompts, encoded_prompts, training_dataset
 from rl_megatron.evaluation.heldout import build_evaluation
-from rl_megatron.rollouts.sampler import Sampler
-from tests.unit.algorithms.fakes import Echo, ScoredHere, rollouts_of, stage_of_a_sampler
+from tests.unit.algorithms.fakes import Echo, ScoredHere, rollouts_of, sampling
 from tests.unit.data.chat_families import write_tokenizer
 
 CHAT = ("data.format=chat", "data.system_prompt='Be brief.'")
@@ -56,9 +55,9 @@ def test_sft_and_grpo_send_the_same_prompt_ids(gsm8k, of_problems, keys):
     tokenizer = build_tokenizer(sft)
     batch = training_dataset(sft, tokenizer).batch(range(8))
     engine, scorer = Engine(), ScoredHere(Echo())
-    stage = stage_of_a_sampler(config=grpo, tokenizer=tokenizer, engine=engine, scorer=scorer)
+    _, _, sampler = sampling(grpo, engine, scorer, tokenizer)
     with pytest.raises(InterruptedError):
-        Sampler(stage, grpo.algorithm).draw(1)
+        sampler.draw(1)
     assert {tuple(prompt) for prompt in engine.prompts} == prompts_of(batch) and len(prompts_of(batch)) == 8
     heldout = build_evaluation(sft, tokenizer).batch
     evaluation = build_evaluation(grpo, tokenizer).made_by(rollouts_of(scorer, tokenizer))

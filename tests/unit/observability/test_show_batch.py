@@ -23,10 +23,9 @@ from rl_megatron.observability.batch_html import batch_page
 from rl_megatron.observability.batch_text import marked, pack_bar, print_batch, visible_text
 from rl_megatron.observability.batch_view import ShownSequence, Token
 from rl_megatron.observability.step_view import view_heldout, view_step
-from rl_megatron.rollouts.sampler import Sampler
 from rl_megatron.runs.stage import Stage
 from rl_megatron.topology.degrees import ConfiguredLayout
-from tests.unit.algorithms.fakes import stage_of_a_sampler
+from tests.unit.algorithms.fakes import sampling
 
 STEP = 3
 SMALL = (
@@ -79,7 +78,7 @@ def trained_batch(stage, tokenizer):
     training = SimpleNamespace(
         config=stage, steps=lambda: iter(range(1, STEP + 1)), batch_number=int, use_loader=lambda loader: None
     )
-    return dict(Stage.batches(training, training_dataset(stage, tokenizer)))[STEP]
+    return dict(Stage.whole_batches(training, training_dataset(stage, tokenizer)))[STEP]
 
 
 def shown_in_order(view):
@@ -137,17 +136,16 @@ def test_prompts_are_those_that_the_engine_gets(stages):
             raise InterruptedError
 
     scorer = SimpleNamespace(start=lambda: None)
-    sampling_stage = stage_of_a_sampler(config=stage, tokenizer=tokenizer, engine=Engine(), scorer=scorer)
-    sampler = Sampler(sampling_stage, stage.algorithm)
+    _, _, sampler = sampling(stage, Engine(), scorer, tokenizer)
     with pytest.raises(InterruptedError):
         sampler.draw(STEP)
-    ((prompts, sampling),) = got
+    ((prompts, chosen),) = got
     view = view_step("grpo", stage, tokenizer, STEP, ranks=1)
     shown = [[token.id for token in sequence.tokens] for sequence in sequences(view) for _ in range(2)]
     assert shown == prompts and not view.has_mask
     facts = dict(view.facts)
     assert "2 completions each, 8 in all" in facts["prompts"]
-    assert f"at most {sampling.max_new_tokens} tokens" in facts["completions"]
+    assert f"at most {chosen.max_new_tokens} tokens" in facts["completions"]
     assert facts["stop tokens"] == f"'<eos>' ({tokenizer.eos_id})"
     assert sequences(view)[0].note.startswith("reference answer: ")
     assert "stop strings" not in facts

@@ -14,11 +14,10 @@ from rl_megatron.data import stage_loader, training_data
 from rl_megatron.generation.interfaces import Completion, Served, WeightSpan
 from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
-from rl_megatron.rollouts.sampler import Sampler
 from rl_megatron.rollouts.worker import completion
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms import fakes
-from tests.unit.algorithms.fakes import EOS, ONE_RANK, Characters, Echo, Problems, ScoredHere, stage_of_a_sampler
+from tests.unit.algorithms.fakes import EOS, ONE_RANK, Characters, Echo, Problems, ScoredHere, sampling
 from tests.unit.rollouts.engines import NO_LIMITS
 
 PER_STEP = SIZE = 2  # groups of a step, and samples of a group
@@ -81,14 +80,14 @@ def made(monkeypatch, tmp_path):
             waits = not config.rollout.is_asynchronous or config.rollout.replay is not None
             engine = Ones(policy)
             check = SimpleNamespace(run=lambda engine, prompts: {})
-            stage = stage_of_a_sampler(
-                config=config, tokenizer=Characters(), scorer=scorer, policy=policy,
-                engine=engine if waits else SyncedEngine(engine, check, Ranks(), lambda metrics: None),
-                kept=kept, next_batch_number=2, close_at_end=lambda part: closing.callback(part.close), name="grpo",
+            engine.sleep = lambda: None
+            synced = engine if waits else SyncedEngine(engine, check, Ranks(), lambda metrics: None)
+            stage, _, sampler = sampling(
+                config, synced, scorer, policy=policy, kept=kept, keep=kept.__setitem__, rollout_files=tmp_path,
+                next_batch_number=2, close_at_end=lambda part: closing.callback(part.close), name="grpo",
             )  # fmt: skip
-            closing.callback(stage.rollouts.runner.close)
-            stage.keep, stage.rollout_files = kept.__setitem__, tmp_path
-            return Sampler(stage, stage.config.algorithm), stage, engine
+            stage.policy, stage.engine = policy, synced
+            return sampler, stage, engine
 
         yield make
 

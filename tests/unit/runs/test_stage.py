@@ -123,7 +123,7 @@ def make(monkeypatch):
         monkeypatch.setattr(ResumedState, "load", lambda *_: None)  # the checkpoint of the policy here keeps nothing
         config = load_config([])
         config = replace(config.first, train=replace(config.first.train, **train))
-        args = (Engine(log), Characters(), Silent(log), "here", None, lambda: ({"accuracy": 0.75}, ["sample"]), "a")
+        args = (Engine(log), Characters(), Silent(log), "here", lambda: ({"accuracy": 0.75}, ["sample"]), "a")
         return Stage("sft", config, Policy(log, nan_at), *args)
 
     return build
@@ -328,9 +328,9 @@ class Pairs:
 def test_batches_are_those_of_the_step_in_whole_pairs(make):
     """A batch of 8 sequences is 4 pairs; five batches are two epochs."""
     order = ShuffledEpochs(10, load_config([]).first.train.seed)
-    drawn = list(make([], steps=5, global_batch_size=8).batches(Pairs()))
+    drawn = list(make([], steps=5, global_batch_size=8).whole_batches(Pairs()))
     assert drawn == [(step, order.items(4 * (step - 1), 4)) for step in range(1, 6)]
-    resumed = list(make([], saved=["3"], steps=5, global_batch_size=8).batches(Pairs()))
+    resumed = list(make([], saved=["3"], steps=5, global_batch_size=8).whole_batches(Pairs()))
     assert resumed == drawn[3:]
 
 

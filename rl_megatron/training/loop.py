@@ -8,21 +8,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from rl_megatron.batching.batch import Batch
 from rl_megatron.checkpoint.resumed_state import Resumable
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.losses.contract import LossFunction
-from rl_megatron.rollouts.runner import Closes
-from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.timing import PhaseTimer
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.teacher import Teacher
+
+
+class Closes(Protocol):
+    """Something that is closed with what it belongs to."""
+
+    def close(self) -> None:
+        """End what it has started."""
+        ...
 
 
 class Loop(ABC):
@@ -31,20 +37,12 @@ class Loop(ABC):
     Attributes:
         name: The stage's name.
         config: Its configuration.
-        policy: The model that is trained.
-        critic: The critic, for algorithms that have one. It is saved and resumed with the policy.
-        engine: The rollout engine, which always generates with the policy's current weights.
-        rollouts: Makes trajectories with the stage's rollout worker, and scores them.
         tokenizer: The run's tokenizer.
         timer: The time that each phase of a step takes.
     """
 
     name: str
     config: StageConfig
-    policy: MegatronPolicy
-    critic: MegatronPolicy | None
-    engine: SyncedEngine
-    rollouts: ScoredRollouts
     tokenizer: Tokenizer
     timer: PhaseTimer
 
@@ -60,11 +58,16 @@ class Loop(ABC):
         """
 
     @abstractmethod
-    def batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, BatchedDataDict]]:
-        """Yield each step with its batch of `train.global_batch_size` sequences, in shuffled epochs.
+    def batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, Batch]]:
+        """Yield each step with its batch of `train.global_batch_size` sequences, in shuffled epochs. Collective.
 
-        A resumed stage gets the same batches as an uninterrupted one.
+        Each data-parallel replica reads an equal part of the batch, and the sequences then go to their owners. A
+        resumed stage gets the same batches as an uninterrupted one.
         """
+
+    @abstractmethod
+    def whole_batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, BatchedDataDict]]:
+        """Yield the steps and batches of `batches`, with all sequences of a batch on every rank."""
 
     @abstractmethod
     def distinct_batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[BatchedDataDict]:
@@ -78,11 +81,6 @@ class Loop(ABC):
     @abstractmethod
     def next_batch_number(self) -> int:
         """Return the number of the batch after that of the current step."""
-
-    @property
-    @abstractmethod
-    def batches_skipped(self) -> int:
-        """Return the number of batches that roll-backs have left out."""
 
     @abstractmethod
     def train(
@@ -113,7 +111,7 @@ class Loop(ABC):
 
     @abstractmethod
     def use_loader(self, loader: DataLoader[Any]) -> None:
-        """Read the training data from `loader`, whose position checkpoints keep. Call it before `steps`."""
+        """Keep the position of `loader` in checkpoints, because steps read from it. Call it before `steps`."""
 
     @abstractmethod
     def keep(self, name: str, part: Resumable) -> None:
