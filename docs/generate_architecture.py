@@ -37,7 +37,7 @@ DESCRIPTIONS = {
     "model": (0, "layers, heads, families, adapters", "you add a family"),
     "checkpoint": (0, "saving, loading, conversion", "you change files"),
     "weight_sync": (0, "weights on their way to engines", "an engine takes weights in a new way"),
-    "policy": (1, "the interface of a policy", "never: users' loops depend on it"),
+    "policy": (1, "the interface of a policy", "users of a policy need a new method"),
     "training": (0, "MegatronPolicy, Trainer, schedules", "you change a step"),
     "generation": (0, "rollout engines", "you add an engine"),
     "rewards": (1, "reward functions, models, judges", "you add a reward"),
@@ -223,7 +223,8 @@ def files_list() -> str:
         lines += [f"### {package}", ""]
         for path in sorted((PACKAGE / package).rglob("*.py")):
             said = ast.get_docstring(ast.parse(path.read_text())) or ""
-            sentence = re.split(r"(?<=[.:])\s", said.replace("\n", " "), maxsplit=1)[0].rstrip(":")
+            paragraph = said.split("\n\n")[0].replace("\n", " ")
+            sentence = re.split(r"(?<=\.)\s", paragraph, maxsplit=1)[0].rstrip(":")
             if path.name != "__init__.py" and sentence:
                 name = path.relative_to(PACKAGE / package).as_posix()
                 lines.append(f"- [{name}](../rl_megatron/{package}/{name}): {sentence}")
