@@ -139,6 +139,19 @@ def test_a_failure_says_how_to_export_by_hand(stage, logged):
     exporter.wait()
 
 
+def test_a_failure_of_rank_0_is_raised_on_ranks_that_export_nothing(tmp_path):
+    answers = iter([True, False, "the disk is full"])  # it is being written, it has ended, and how
+
+    class OfRank0(Ranks):
+        def share(self, make, errors=()):
+            return next(answers)
+
+    exporter = Exporter(tmp_path, OfRank0(rank=1, size=2))
+    exporter.begin(tmp_path / name_of(1))
+    with pytest.raises(SaveFailed, match="the disk is full"):
+        exporter.wait()
+
+
 def test_nothing_is_exported_if_it_is_not_wanted(stage):
     checkpoints, save = stage
     exporter = Exporter(checkpoints, Ranks(), is_wanted=False)
