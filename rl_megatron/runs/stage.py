@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.exchange import is_first_of_replica
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.resumed_state import MustBe, Resumable, ResumedState
-from rl_megatron.config.metrics import goal_reached
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -23,16 +21,14 @@ from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.stage_loader import in_memory_loader
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.evaluation.sets import EvalSet, EvalSets, is_multiple
-from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position
 from rl_megatron.observability.step_profiler import StepProfiler
-from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.runs.anomalies import Anomalies, described_sequences
 from rl_megatron.runs.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.runs.desync import DesyncCheck
+from rl_megatron.runs.evaluations import Evaluations
 from rl_megatron.runs.roll_back import RollBack
 from rl_megatron.runs.step_meter import StepMeter
 from rl_megatron.runs.stopping import RunStopped, Stopping
@@ -43,48 +39,40 @@ from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.metrics import NonFiniteLoss
 from rl_megatron.training.teacher import Teacher
 
-Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
-
 
 @dataclass
 class Stage(Loop):
-    """The loop of a stage. It owns the stage's checkpointer and results.
+    """The loop of a stage. It owns the stage's checkpointer.
 
     Attributes:
         policy: The model that is trained.
-        engine: The rollout engine, which always generates with the policy's current weights.
         metrics_logger: The logger of the run's metrics.
         checkpoints: The directory of the stage's checkpoints.
-        evaluate: Returns the eval metrics on held-out data, and samples for people to read.
+        evaluations: Evaluates between steps, and has the newest results.
         weights_from: A description of the initial weights, which checkpoints store: the reference policy has them.
         critic: The critic, for algorithms that have one. It is saved and resumed with the policy.
         run_config: The run's configuration as YAML, which checkpoints store.
         progress_metric: The training metric that the progress line always shows.
-        results: The newest eval metrics and samples.
         meter: What a step costs; None if its costs are not reported.
         profiler: What records chosen steps, or None.
         loader: The loader of the training data, whose position checkpoints keep.
         stopping: Decides whether the run ends after a step.
         roll_back: The step that the stage is in, and the batches that it leaves out.
         position: Where in the run this process is, for its heartbeat.
-        eval_sets: The named sets of problems, or None if there are none.
         closing: What is closed with the stage, before its rollout engine.
-        reward_models: The reward models that run on the ranks, or None if no run built them.
     """
 
     name: str
     config: StageConfig
     policy: MegatronPolicy
-    engine: SyncedEngine
     tokenizer: Tokenizer
     metrics_logger: MetricsLogger
     checkpoints: Path
-    evaluate: Evaluation
+    evaluations: Evaluations
     weights_from: str
     critic: MegatronPolicy | None = None
     run_config: str | None = None
     progress_metric: str = "loss"
-    results: dict[str, Any] = field(default_factory=dict)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     meter: StepMeter | None = None
     profiler: StepProfiler | None = None
@@ -92,9 +80,7 @@ class Stage(Loop):
     stopping: Stopping = field(default_factory=Stopping)
     roll_back: RollBack = field(default_factory=RollBack)
     position: Position = field(default_factory=Position)
-    eval_sets: EvalSets | None = None
     closing: list[Closes] = field(default_factory=list)
-    reward_models: RewardModels | None = None
 
     def __post_init__(self) -> None:
         self.checkpointer = Checkpointer(
@@ -106,12 +92,9 @@ class Stage(Loop):
         self._resumed_state.add("order", MustBe({"seed": train.seed, "global_batch_size": train.global_batch_size}))
         self._resumed_state.add("roll_back", self.roll_back)
         self._resumed_state.add("schedule", _Schedules(self.models))
-        if self.reward_models is not None and self.reward_models.keeps_statistics:
-            self._resumed_state.add("reward_models", self.reward_models)
         self._anomalies = Anomalies(self.config.train)
         self._desync = DesyncCheck(self.config.train.desync_check_every)
         self._batch: Batch | None = None  # that the policy was trained on in the current step
-        self._evaluated_at: int | None = None
         self._file_digests = file_digests(self.config)  # now, because the files are read now
         self.timer.observer = self._enter
 
@@ -139,7 +122,7 @@ class Stage(Loop):
         try:
             self._stop_if_asked(start, is_saved=True)
             if start == 0:
-                self._evaluate(0)
+                self.evaluations.run(0)
             self.stopping.begin_step()
             for step in range(start + 1, train.steps + 1):
                 self.roll_back.step = step
@@ -148,11 +131,7 @@ class Stage(Loop):
                     self.profiler.begin(step)
                 yield step
                 self.checkpointer.poll()
-                last = step == train.steps
-                self._evaluate(step, last)
-                if not last and self._has_reached_goal(step):
-                    last = True
-                    self._evaluate(step, last, done=self._due(step))
+                last = self.evaluations.run(step, last=step == train.steps)
                 is_due = last or bool(train.save_every and step % train.save_every == 0)
                 is_saved = False
                 if is_due:
@@ -260,8 +239,8 @@ class Stage(Loop):
             self.critic.load_checkpoint(critic_checkpoints(self.checkpoints) / saved[-1].name, verify=False)
         self.roll_back.step = manifest["step"]
         self._resumed_state.load(manifest["stage_state"], str(saved[-1]))
-        self.results = manifest["results"]
-        self._evaluated_at = manifest.get("evaluated_at")
+        self.evaluations.results = manifest["results"]
+        self.evaluations.evaluated_at = manifest.get("evaluated_at")
         step, steps = manifest["step"], self.config.train.steps
         log.LOGGER.info("stage %s: resuming after step %d of %d, from %s", self.name, step, steps, saved[-1])
         self.checkpointer.exporter.begin_missing()
@@ -284,51 +263,16 @@ class Stage(Loop):
             f"stage {self.name}: stopped after step {step} of {self.config.train.steps}, because {reason}",
             self.name,
             step,
-            self.results,
+            self.evaluations.results,
         )
-
-    def _due(self, step: int, last: bool = False) -> tuple[bool, list[EvalSet]]:
-        """Return whether the held-out data is due after a step, and which sets are."""
-        is_due = last or step == 0 or is_multiple(step, self.config.train.eval_every)
-        return is_due, [] if self.eval_sets is None else self.eval_sets.due(step, last)
-
-    def _evaluate(self, step: int, last: bool = False, done: tuple[bool, list[EvalSet]] = (False, [])) -> None:
-        """Evaluate on the held-out data and on the named sets, whichever are due and were not `done` at this step."""
-        is_due, sets = self._due(step, last)
-        is_due, sets = is_due and not done[0], [each for each in sets if each not in done[1]]
-        if not is_due and not sets:
-            return
-        frozen = nullcontext() if self.reward_models is None else self.reward_models.evaluating()
-        with self.timer.phase("evaluate"), frozen:
-            eval_metrics, samples = self.evaluate() if is_due else ({}, self.results.get("samples", []))
-            if self.eval_sets is not None:
-                eval_metrics = eval_metrics | self.eval_sets.evaluate(step, sets, self.engine)
-            self.engine.sleep()  # a stage without rollouts does not do it before it trains
-        known = self.results["measures"] if self._evaluated_at == step else {}
-        self.results, self._evaluated_at = {"measures": known | eval_metrics, "samples": samples}, step
-        self.metrics_logger.record(step, eval_metrics, kind="eval")
-        self.metrics_logger.record_samples(step, samples)
-
-    def _has_reached_goal(self, step: int) -> bool:
-        """Return whether the evaluation after this step, if there was one, has reached a goal of `train.stop_at`."""
-        goals = self.config.train.stop_at
-        name = goal_reached(goals, self.results["measures"]) if self._evaluated_at == step else None
-        if name is None:
-            return False
-        value = self.results["measures"][name]
-        log.LOGGER.info(
-            "stage %s: ends after step %d, because %s=%g has reached train.stop_at=%g",
-            *(self.name, step, name, value, goals[name]),
-        )
-        return True
 
     def _save(self, step: int, last: bool) -> bool:
         return self.checkpointer.save(
             step,
             last,
             config=self.run_config,
-            results=self.results,
-            evaluated_at=self._evaluated_at,
+            results=self.evaluations.results,
+            evaluated_at=self.evaluations.evaluated_at,
             stage=self.name,
             tokenizer=self.tokenizer.digest,
             weights_from=self.weights_from,

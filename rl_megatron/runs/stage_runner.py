@@ -35,6 +35,7 @@ from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.build import build_runner
 from rl_megatron.rollouts.sampler import Sampler
 from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts
+from rl_megatron.runs.evaluations import Evaluations
 from rl_megatron.runs.roll_back import RollBack
 from rl_megatron.runs.stage import Stage
 from rl_megatron.runs.step_meter import StepMeter
@@ -104,22 +105,39 @@ class StageRunner:
         least = settings.least_samples if isinstance(settings, RolloutConfig) else 1
         on_failure = FailureRule(masks_group=config.rollout.on_failure != "mask_sample", least_samples=least)
         rollouts = ScoredRollouts(runner, scorer, tokenizer, with_components=components, on_failure=on_failure)
-        evaluation = build_evaluation(config, tokenizer).made_by(rollouts)
+        heldout = build_evaluation(config, tokenizer).made_by(rollouts)
         meter = StepMeter(layout, config.precision)
+        sets = None
+        if config.eval.sets:
+            sets = EvalSets(config, name, tokenizer, runner, logger.output_dir, models)
+        evaluations = Evaluations(
+            name, config.train, policy, engine, heldout, logger, meter.timer, sets=sets, reward_models=models
+        )
         profiles = logger.output_dir / "profiles" / name
-        of_sets = config, name, tokenizer, runner
-        profiler = StepProfiler(config.profile, profiles, meter.timer, layout.rank, layout.is_cuda)
         stage = Stage(
-            name, config, policy, engine, tokenizer, logger, directory,
-            lambda: evaluation.evaluate(policy, engine), weights_from, critic, self.run_yaml,
-            algorithm.progress_metric, timer=meter.timer, meter=meter, profiler=profiler, stopping=self.stopping,
-            roll_back=roll_back, position=self.position,
-            eval_sets=EvalSets(*of_sets, logger.output_dir, models) if config.eval.sets else None,
-            reward_models=models,
-        )  # fmt: skip
+            name=name,
+            config=config,
+            policy=policy,
+            critic=critic,
+            tokenizer=tokenizer,
+            metrics_logger=logger,
+            checkpoints=directory,
+            evaluations=evaluations,
+            weights_from=weights_from,
+            run_config=self.run_yaml,
+            progress_metric=algorithm.progress_metric,
+            timer=meter.timer,
+            meter=meter,
+            profiler=StepProfiler(config.profile, profiles, meter.timer, layout.rank, layout.is_cuda),
+            stopping=self.stopping,
+            roll_back=roll_back,
+            position=self.position,
+        )
+        if models.keeps_statistics:
+            stage.keep("reward_models", models)
         stage.keep("metrics", RecordedMetrics(logger.output_dir))
         try:
-            _run_algorithm(stage, rollouts)
+            _run_algorithm(stage, engine, rollouts)
         except NonFiniteLoss:  # the stage may roll back, and build its models again
             _shut_down(policy, critic)
             raise
@@ -128,16 +146,16 @@ class StageRunner:
             scorer.close()
             models.close()
         _shut_down(policy, critic)
-        return stage.results
+        return evaluations.results
 
 
-def _run_algorithm(stage: Stage, rollouts: ScoredRollouts) -> None:
+def _run_algorithm(stage: Stage, engine: SyncedEngine, rollouts: ScoredRollouts) -> None:
     """Run the training loop of a stage, and close its engine."""
     config, policy, critics = stage.config, stage.policy, () if stage.critic is None else (stage.critic,)
     try:
         with timing(stage.timer), _short_collections():
             if isinstance(config.algorithm, RolloutConfig):
-                source = Sampler(stage, policy, stage.engine, rollouts)
+                source = Sampler(stage, policy, engine, rollouts)
             else:
                 source = dataset_loader(config, stage.tokenizer)
             algorithm_of(config).run(stage, policy, source, config.algorithm, *critics)
@@ -150,9 +168,8 @@ def _run_algorithm(stage: Stage, rollouts: ScoredRollouts) -> None:
         stage.checkpointer.exporter.close()
         for part in stage.closing:
             part.close()
-        stage.engine.close()
-        if stage.eval_sets is not None:
-            stage.eval_sets.close()
+        engine.close()
+        stage.evaluations.close()
 
 
 @contextmanager

@@ -20,7 +20,9 @@ from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
 from rl_megatron.rollouts.statistics import statistics
 from rl_megatron.runs import checkpointer
 from rl_megatron.runs import stage as stage_module
+from rl_megatron.runs.evaluations import Evaluations
 from rl_megatron.runs.stage import Stage
+from rl_megatron.timing import PhaseTimer
 from tests.unit.algorithms.fakes import ONE_RANK, Scripted
 
 OVERRIDES = (
@@ -121,10 +123,11 @@ def run(monkeypatch):
         )
         tokenizer = SimpleNamespace(digest="t")
         where = Path("checkpoints/ppo")
+        policy, heldout = Model("policy", log), SimpleNamespace(evaluate=lambda policy, engine: ({}, []))
+        evaluations = Evaluations("ppo", config.train, policy, Scripted({}), heldout, metrics_logger, PhaseTimer())
         stage = Stage(
-            "ppo", config, Model("policy", log), Scripted({}), tokenizer, metrics_logger, where, lambda: ({}, []),
-            "init_from=null", Model("critic", log),
-        )  # fmt: skip
+            "ppo", config, policy, tokenizer, metrics_logger, where, evaluations, "init_from=null", Model("critic", log)
+        )
         training_loop.ppo(stage, stage.policy, Rollouts(stage, config.algorithm), config.algorithm, stage.critic)
         return log, records["train"]
 

@@ -20,7 +20,7 @@ from rl_megatron.topology.ranks import Ranks
 def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, error):
     done = []
 
-    def fail(stage, settings):
+    def fail(loop, policy, data, algorithm):
         raise error("a later record is bad")
 
     def closing(part):
@@ -31,13 +31,13 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     stage = SimpleNamespace(
         profiler=None,
         checkpointer=SimpleNamespace(complete=lambda: done.append("complete"), exporter=closing("export")),
-        config=config.first, keep=lambda name, part: None,
-        timer=PhaseTimer(), eval_sets=None, closing=[],
+        config=config.first, keep=lambda name, part: None, policy=None, critic=None, tokenizer=None,
+        timer=PhaseTimer(), evaluations=closing("sets"), closing=[],
     )  # fmt: skip
     fakes = {"SyncedEngine": closing("engine"), "Scorer": closing("scorer"), "build_evaluation": closing("evaluation")}
     fakes |= {"MegatronPolicy": None, "build_engine": None, "stage_sampling": None, "LogprobCheck": None}
     fakes |= {"Stage": stage, "algorithm_of": algorithm, "build_runner": closing("rollout worker")}
-    fakes |= {"StepMeter": SimpleNamespace(timer=stage.timer), "StepProfiler": None}
+    fakes |= {"StepMeter": SimpleNamespace(timer=stage.timer), "StepProfiler": None, "dataset_loader": None}
     for name, made in fakes.items():
         monkeypatch.setattr(stage_runner, name, lambda *args, made=made, **options: made)
     logger, layout = (
@@ -48,7 +48,7 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     with pytest.raises(error, match="a later record is bad"):
         stages = stage_runner.StageRunner(config, layout, tokenizer, logger, "", Stopping(), Position())
         stages.run("sft", Path("x"), None, "", RollBack())
-    assert done == ["complete", "export", "engine", "rollout worker", "scorer"]
+    assert done == ["complete", "export", "engine", "sets", "rollout worker", "scorer"]
 
 
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("a bad key"), 2), (RewardFailed("no judge"), 1)])

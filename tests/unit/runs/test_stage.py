@@ -20,9 +20,11 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import NLLLoss, build_loss
 from rl_megatron.runs import checkpointer
 from rl_megatron.runs import stage as stage_module
+from rl_megatron.runs.evaluations import Evaluations
 from rl_megatron.runs.stage import Stage
 from rl_megatron.runs.stopping import RunStopped
 from rl_megatron.runs.verify import manifest_at_the_end
+from rl_megatron.timing import PhaseTimer
 from rl_megatron.training.metrics import NonFiniteLoss
 from tests.unit.algorithms.fakes import ONE_RANK, Characters, Echo, ScoredHere, Scripted, rollouts_of, whole
 
@@ -123,8 +125,10 @@ def make(monkeypatch):
         monkeypatch.setattr(ResumedState, "load", lambda *_: None)  # the checkpoint of the policy here keeps nothing
         config = load_config([])
         config = replace(config.first, train=replace(config.first.train, **train))
-        args = (Engine(log), Characters(), Silent(log), "here", lambda: ({"accuracy": 0.75}, ["sample"]), "a")
-        return Stage("sft", config, Policy(log, nan_at), *args)
+        policy, logger, timer = Policy(log, nan_at), Silent(log), PhaseTimer()
+        heldout = SimpleNamespace(evaluate=lambda policy, engine: ({"accuracy": 0.75}, ["sample"]))
+        evaluations = Evaluations("sft", config.train, policy, Engine(log), heldout, logger, timer)
+        return Stage("sft", config, policy, Characters(), logger, "here", evaluations, "a", timer=timer)
 
     return build
 
@@ -153,12 +157,12 @@ def test_a_goal_that_an_evaluation_reaches_ends_the_stage(make):
 def test_what_was_not_due_when_a_goal_was_reached_is_evaluated_then(make):
     log = []
     stage = make(log, steps=6, eval_every=3, stop_at={"often/avg@1": 0.5})
-    stage.eval_sets = Sets()
+    stage.evaluations.sets = Sets()
     walk(stage, log)
     assert happened(log, "step", "eval", "save") == [
         ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("eval", 2), ("save", 2),
     ]  # fmt: skip
-    assert stage.results["measures"] == {"often/avg@1": 0.5, "late/avg@1": 0.5, "accuracy": 0.75}
+    assert stage.evaluations.results["measures"] == {"often/avg@1": 0.5, "late/avg@1": 0.5, "accuracy": 0.75}
 
 
 def test_a_run_that_is_asked_to_stop_after_a_save_that_failed_saves_again(make):
@@ -223,7 +227,7 @@ def test_a_stage_resumed_at_its_end_takes_no_step_and_has_its_results(make):
     stage = make(log, saved=["6"], steps=6)
     walk(stage, log)
     assert log == [("load", "6"), ("begin", 6), ("end",)]
-    assert stage.results["measures"] == {"accuracy": 0.25}
+    assert stage.evaluations.results["measures"] == {"accuracy": 0.25}
 
 
 def test_the_display_ends_when_a_training_loop_fails(make):
