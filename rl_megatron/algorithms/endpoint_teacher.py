@@ -122,7 +122,7 @@ class EndpointTeacher:
 
     def _of_all(self, batch: Batch, k: int, make: Callable[[Sequence[Entry], Sequence[int]], _T]) -> list[_T]:
         """Return what `make` makes of the logprobs and the ids of each sequence of all ranks."""
-        whole = batch.on_rank_0(_READ)
+        whole = batch.gather_on_rank_0(_READ)
 
         def ask() -> list[_T]:
             lengths = whole["input_lengths"].tolist()

@@ -277,21 +277,21 @@ class Batch(MutableMapping[str, Any]):
         numbers = (owners == self.topology.data_rank).nonzero().flatten()
         return replace(self, own=own, numbers=numbers, owners=owners, steps=ownership.steps)
 
-    def at_homes(self, keys: Sequence[str]) -> BatchedDataDict:
+    def gather_at_homes(self, keys: Sequence[str]) -> BatchedDataDict:
         """Return these keys of the sequences that this rank has produced, in the order of their numbers. Collective.
 
         Only the first rank of a data-parallel replica gets any; a single process has produced all of them.
         """
         return self._send_own(keys, self.homes)
 
-    def on_rank_0(self, keys: Sequence[str]) -> BatchedDataDict:
+    def gather_on_rank_0(self, keys: Sequence[str]) -> BatchedDataDict:
         """Return these keys of all sequences on the ranks of the first replica, and of none on others. Collective.
 
         Every rank has all sequences of a whole batch already.
         """
         return self._send_own(keys, torch.zeros_like(self.homes))
 
-    def from_rank_0(self, key: str, made: BatchedDataDict) -> Tensor:
+    def scatter_from_rank_0(self, key: str, made: BatchedDataDict) -> Tensor:
         """Return a value of each token, [n, width] fp32, of this rank's sequences. Collective.
 
         Args:

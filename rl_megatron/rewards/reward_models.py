@@ -63,7 +63,7 @@ class SequenceScorer:
         with self._host.on_device() if self._host is not None else nullcontext():
             batch = self._policy.distribute(Batch.gather_facts(own, topology))
             batch["scores"] = self._policy.score(batch)["scores"].cpu()
-        at_home = batch.at_homes(["scores"])
+        at_home = batch.gather_at_homes(["scores"])
         return ranks.share(at_home["scores"].tolist)
 
     def close(self) -> None:

@@ -255,7 +255,7 @@ class RolloutRecord:
             orders, advantages = torch.zeros(0), torch.zeros(0)
         else:
             orders = learned.facts[ORDER][learned.homes == 0]
-            advantages = learned.at_homes(["advantages"])["advantages"]
+            advantages = learned.gather_at_homes(["advantages"])["advantages"]
         of_sequences = dict(zip(orders.tolist(), advantages, strict=False))  # none are on ranks other than 0
         path = rollout_file(self._directory, step)
         failure = self._ranks.try_on_rank0(lambda: write_rows(path, self._rows(step, of_sequences, newest_version)))

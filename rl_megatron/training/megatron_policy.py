@@ -232,8 +232,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
             mbs: The number of sequences per forward pass. The default is that of `batching`.
             sizes: The number of sequences of each optimizer step, instead of `gbs`.
             teacher: The model whose logits the loss reads as `teacher_logits`, sharded like the policy's.
-            on_policy: The policy has not changed since it sampled `data`, so that a policy gradient loss may take
-                `prev_logprobs` from the forward pass of the one step, if the batch does not have them.
+            on_policy: A policy gradient loss may take `prev_logprobs` from the forward pass of the one step, if the
+                batch does not have them, because they are those of the policy before that step.
 
         Returns:
             The loss's metrics, with `packing_efficiency` (tokens per token slot that the model computed), `grad_norm`

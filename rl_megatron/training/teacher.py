@@ -98,7 +98,7 @@ class Teacher:
         """Return the sequences that the model reads: all of them on every rank if it has another layout."""
         if batch.is_whole or not self._own_layout:
             return batch
-        values = batch.on_rank_0([key for key in _READ if key in batch])
+        values = batch.gather_on_rank_0([key for key in _READ if key in batch])
         return Batch.whole(self.model.topology.ranks.share(lambda: values))
 
     def _keep_own(self, batch: Batch, values: Tensor) -> Tensor:

@@ -255,7 +255,7 @@ def brought_back(parallel) -> tuple[list, list]:
     drawn = as_produced(batch, policy, True)
     before = drawn.own["advantages"].tolist() if len(drawn.numbers) else []
     owned = policy.distribute(drawn)
-    found = owned.at_homes(["advantages"])["advantages"]
+    found = owned.gather_at_homes(["advantages"])["advantages"]
     return found.tolist(), before
 
 
