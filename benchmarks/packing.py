@@ -42,7 +42,7 @@ from rich.table import Table
 
 from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
+from rl_megatron.batching.microbatch_plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.order import epoch_order
 from rl_megatron.data.run_tokenizer import build_tokenizer

@@ -76,11 +76,11 @@ STEP = (
     Box("runs/stage.py", "Stage.train", "checks that ranks agree, and measures what the step costs"),
     Box("training/megatron_policy.py", "MegatronPolicy.train", "takes a Batch, or makes one of a dictionary"),
     Box("training/steps.py", "StepPlanner.plan_steps", "cuts the batch into optimizer steps, and counts denominators"),
-    Box("training/trainer.py", "Trainer.step", "accumulates, clips, updates, advances the schedule"),
+    Box("training/trainer.py", "Trainer.step", "takes one optimizer step; its end is below"),
     Box("training/runner.py", "Runner.train_step", "runs megatron-core's pipeline schedule"),
-    Box("training/model_input.py", "ModelInput.build", "makes this rank's tokens of a microbatch"),
+    Box("training/model_input.py", "ModelInput.build", "makes this rank's tokens of every microbatch"),
     Box("losses/base.py", "LogprobLoss.read_output", "asks for logprobs of the model's output"),
-    Box("logprobs/next_token.py", "next_token_stats", "gathers them over CP ranks into whole sequences"),
+    Box("logprobs/next_token.py", "next_token_stats", "shifts the labels, and gives each rank its own"),
     Box("logprobs/api.py", "vocab_parallel_logprobs", "checks shapes, and chooses the kernels"),
     Box(
         "logprobs/vocab_parallel.py",
@@ -88,7 +88,22 @@ STEP = (
         "merges the shards: one collective over TP",
     ),
     Box("logprobs/kernels/torch.py", "row_stats", "reads the logits once (triton.py on GPUs)"),
+    Box("topology/token_layout.py", "TokenLayout.gather", "puts logprobs of CP ranks together to whole sequences"),
     Box("losses/clipped_pg.py", "ClippedPGLossFn.evaluate", "computes the loss of whole sequences"),
+    Box("training/metrics.py", "reduce_metrics", "adds up over ranks, and raises a loss that is not finite"),
+    Box("training/trainer.py", "Trainer.update", "measures norms, clips, updates, advances the schedule"),
+)
+# What is done in the schedule, for each microbatch, and what is said of it.
+OF_A_MICROBATCH = ("losses/base.py", "losses/clipped_pg.py")
+OF_A_MICROBATCH_NOTE = (
+    "For each microbatch, after",
+    "the model's forward pass,",
+    "on the last pipeline stage.",
+    "With train.fused_head,",
+    "linear.py instead of api.py.",
+    "Then the backward pass,",
+    "in which gradients are",
+    "added up over ranks.",
 )
 
 
@@ -171,6 +186,7 @@ def _box(x: int, y: int, width: int, height: int, name: str, note: str) -> str:
 
 
 _WIDTH, _HEIGHT, _COLUMN, _ROW = 244, 46, 262, 72  # of a box, and between boxes
+_STEP = 62  # between the boxes of a training step
 
 
 def packages_picture() -> str:
@@ -199,14 +215,19 @@ def step_picture() -> str:
     """Return the picture of a training step as SVG, with the files in the order of their calls."""
 
     def parts() -> Iterator[str]:
+        files = [box.file for box in STEP]
+        first, last = (16 + _STEP * files.index(file) for file in OF_A_MICROBATCH)
+        yield f'<path d="M550 {first} h10 V{last + _HEIGHT} h-10" fill="none" stroke="#57606a" stroke-width="1.4"/>'
+        middle = (first + last + _HEIGHT - 18 * len(OF_A_MICROBATCH_NOTE)) // 2 + 14
+        for number, line in enumerate(OF_A_MICROBATCH_NOTE):
+            yield f'<text class="note" x="572" y="{middle + 18 * number}">{line}</text>'
         for number, box in enumerate(STEP):
-            y = 16 + 62 * number
+            y = 16 + _STEP * number
             if number:
                 yield f'<path class="arrow" d="M60 {y - 16} L60 {y - 2}"/>'
-            title = f"{box.file}{': ' if box.name else ''}{box.name}"
-            yield _box(20, y, 520, _HEIGHT, title, box.does)
+            yield _box(20, y, 520, _HEIGHT, f"{box.file}: {box.name}", box.does)
 
-    return _picture("One training step, by file", 560, 16 + 62 * len(STEP), parts())
+    return _picture("One training step, by file", 750, 16 + _STEP * len(STEP), parts())
 
 
 def packages_table() -> str:
@@ -214,6 +235,10 @@ def packages_table() -> str:
     lines = ["| package | what lives here | you touch it when |", "|---|---|---|"]
     lines += [f"| `{package}` | {DESCRIPTIONS[package][1]} | {DESCRIPTIONS[package][2]} |" for package in PACKAGES]
     return "\n".join(lines)
+
+
+def _has_functions(path: Path) -> bool:
+    return any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in ast.parse(path.read_text()).body)
 
 
 def files_list() -> str:
@@ -225,7 +250,8 @@ def files_list() -> str:
             said = ast.get_docstring(ast.parse(path.read_text())) or ""
             paragraph = said.split("\n\n")[0].replace("\n", " ")
             sentence = re.split(r"(?<=\.)\s", paragraph, maxsplit=1)[0].rstrip(":")
-            if path.name != "__init__.py" and sentence:
+            is_empty = path.name == "__init__.py" and not _has_functions(path)
+            if sentence and not is_empty:
                 name = path.relative_to(PACKAGE / package).as_posix()
                 lines.append(f"- [{name}](../rl_megatron/{package}/{name}): {sentence}")
         lines.append("")

@@ -30,8 +30,8 @@ def test_a_picture_without_the_arrows_that_follow_from_others():
     assert generate_architecture.needed_arrows(graph) == {("c", "b"), ("b", "a")}
 
 
-@pytest.mark.change
-def test_a_training_step_enters_the_files_of_the_picture_in_their_order():
+def functions_of_a_step() -> list[tuple[str, str]]:
+    """Return (file, function) of the package in the order in which a training step enters them."""
     policy = build_policy({})
     mask = torch.ones(4, 8)
     mask[:, 0] = 0
@@ -50,6 +50,10 @@ def test_a_training_step_enters_the_files_of_the_picture_in_their_order():
         policy.train(batch, build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0}))
     finally:
         sys.setprofile(None)
-    policy.shutdown()
+    return list(entered)
+
+
+@pytest.mark.change
+def test_a_training_step_enters_the_files_of_the_picture_in_their_order(fresh_process):
     shown = [(box.file, box.name) for box in generate_architecture.STEP[2:]]
-    assert [each for each in entered if each in shown] == shown
+    assert [each for each in fresh_process.run(functions_of_a_step) if each in shown] == shown

@@ -75,7 +75,7 @@ AMBIGUOUS = {
     "units": (), "room": (), "rooms": (), "measure": (), "measures": (), "agreement": (), "filler": (),
     "platform": (("checkpoint/save.py", r"platform", "Python's module"), ("generation/", r"platform", "sys.platform"),
                  ("workers/linux.py", r"\.?platform", "sys.platform"),
-                 ("workers/confined.py", r"\.platform", "sys.platform")),
+                 ("workers/program_limits.py", r"\.platform", "sys.platform")),
     "inputs": (("compat/", r".*", "NeMo RL's names"), ("config/advantages.py", r".*", "what an estimator gets"),
                ("algorithms/advantage_estimators.py", r".*", "what an estimator gets")),
     "contents": (),

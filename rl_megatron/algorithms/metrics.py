@@ -1,7 +1,7 @@
 """Declare the metrics of training steps, rollouts and the logprob check.
 
 Importing this module declares every metric that a run of this package writes: `config.metrics.METRICS` for training
-steps and engines, `config.eval_metrics.EVAL_METRICS` for evaluations.
+steps and engines, `config.metrics.EVAL_METRICS` for evaluations.
 """
 
 from __future__ import annotations

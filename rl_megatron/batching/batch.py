@@ -22,8 +22,9 @@ from rl_megatron.batching.exchange import (
     is_first_of_replica,
 )
 from rl_megatron.batching.host_memory import TensorStore
-from rl_megatron.batching.ownership import PADDING, Ownership, StepPlan
+from rl_megatron.batching.ownership import Ownership
 from rl_megatron.batching.rank_plan import sequence_lengths
+from rl_megatron.batching.step_plan import PADDING, StepPlan
 from rl_megatron.batching.trajectory_index import TRAJECTORY, TrajectoryIndex
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import is_per_token

@@ -17,14 +17,14 @@ from torch import Tensor
 from rl_megatron.batching.config import Batching, DynamicPlanArgs, PackingPlanArgs, require_count
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import Microbatch
-from rl_megatron.batching.packing import round_up
-from rl_megatron.batching.plan import (
+from rl_megatron.batching.microbatch_plan import (
     MicrobatchPlan,
     plan_dynamic_batching,
     plan_padded,
     plan_sequence_packing,
     require_within_width,
 )
+from rl_megatron.batching.packing import round_up
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.topology.degrees import SequenceLayout, zigzag_slices
 

@@ -1,79 +1,77 @@
-"""The microbatches of each rank in an optimizer step, or in a pass over a whole batch."""
+"""`StepPlan`: which sequences form which microbatch of an optimizer step."""
 
 from __future__ import annotations
 
-from rl_megatron.batching.batch import Batch
-from rl_megatron.batching.blocks import Blocks
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.microbatch import Microbatch
-from rl_megatron.batching.ownership import PADDING, OwnershipPlanner, Shapes, StepPlan, agreed_shapes, rank_shapes
-from rl_megatron.batching.rank_plan import RankPlan, plan_lengths
-from rl_megatron.topology.degrees import SequenceLayout
+
+PADDING = -1
+"""It replaces the number of a sequence in microbatches that need a padding sequence."""
 
 
-def plan_step(
-    batch: Batch,
-    start: int,
-    stop: int,
-    batching: Batching,
-    layout: SequenceLayout,
-    data_rank: int,
-    group_size: int = 1,
-    cost: SequenceCost = SequenceCost(),
-) -> StepPlan:
-    """Return the microbatches of some sequences of a batch. Collective over the ranks that share it.
+@dataclass(frozen=True)
+class Shapes:
+    """How the microbatches of a rank are formed.
 
-    Ranks have as many microbatches. If every rank has the whole batch, each plans for all of them. Otherwise the plan
-    that the ownership follows from is used if it is for the same sequences, or every rank packs its own sequences, and
-    all agree on the number.
-
-    Args:
-        batch: The batch, whole or with sequences that are with their owners.
-        start: The number of the first sequence in the global batch.
-        stop: The number after the last sequence.
-        batching: How sequences form microbatches.
-        layout: The layout, whose data-parallel ranks compute the batch.
-        data_rank: This data-parallel rank.
-        group_size: Sequences in a row that stay together, such as preference pairs. All of a group have the same owner.
-        cost: The cost of a sequence, by which packs are balanced.
-
-    Raises:
-        ConfigError: A group alone exceeds `batching.tokens`.
+    Attributes:
+        sequences: The numbers of the sequences of each microbatch in the global batch, and `PADDING` for each padding
+            sequence.
+        widths: The columns of each microbatch if it is dynamic.
+        tokens: Tokens of the sequences of the rank.
+        slots: Token slots that the model computes for them.
+        largest: Token slots of the largest microbatch, before it is split.
     """
-    if batch.is_whole:
-        lengths = batch.lengths[start:stop].tolist()
-        planned = plan_lengths(lengths, batch.width, batching, layout, layout.data, group_size, cost)
-        ranks = rank_shapes(planned, range(start, stop), lengths, layout)
-        return StepPlan(start, stop, batching, group_size, ranks, planned.efficiency, data_rank)
-    for step in batch.steps:
-        if (step.start, step.stop, step.batching, step.group_size) == (start, stop, batching, group_size):
-            return step
-    own = batch.numbers[(batch.numbers >= start) & (batch.numbers < stop)].numpy()
-    planner = OwnershipPlanner(batch.lengths.numpy(), batch.width, batching, layout, cost, Blocks(1), group_size)
-    planner.check_longest()
-    _, (shapes,) = planner.of_block(own, 1)
-    ((shapes, efficiency),) = agreed_shapes([shapes], group_size, batch.ranks)
-    return StepPlan(start, stop, batching, group_size, [shapes], efficiency)
+
+    sequences: list[list[int]]
+    widths: list[int]
+    tokens: int
+    slots: int
+    largest: int
+
+    def extended(self, count: int, group_size: int) -> Shapes:
+        """Return `count` microbatches with the same sequences: the largest ones are split, or padding ones added."""
+        found = list(zip(self.sequences, self.widths, strict=True))
+        slots = self.slots
+        while len(found) < count:
+            largest = max(range(len(found)), key=lambda place: len(found[place][0]))
+            chosen, width = found[largest]
+            if len(chosen) <= group_size:
+                found.append(([PADDING] * group_size, min(width for _, width in found)))
+                slots += group_size
+                continue
+            half = -(-len(chosen) // group_size // 2) * group_size
+            found[largest : largest + 1] = [(chosen[:half], width), (chosen[half:], width)]
+        return replace(
+            self, sequences=[chosen for chosen, _ in found], widths=[width for _, width in found], slots=slots
+        )
 
 
-def plan_microbatches(batch: Batch, step: StepPlan) -> RankPlan:
-    """Return this rank's microbatches of a step with their sequences."""
-    return RankPlan(form_microbatches(batch, step, step.shapes), step.efficiency)
+@dataclass(frozen=True)
+class StepPlan:
+    """The microbatches of one optimizer step.
 
+    Attributes:
+        start: The number of the step's first sequence in the global batch.
+        stop: The number after its last sequence.
+        batching: How sequences form microbatches.
+        group_size: Sequences that stay together in a microbatch.
+        ranks: The microbatches of each rank whose sequences this rank has: of all data-parallel ranks if the batch is
+            whole, and otherwise of this rank alone. Every rank has as many.
+        efficiency: Tokens per token slot that the model computes, over all ranks.
+        place: The place of this rank among `ranks`.
+    """
 
-def form_microbatches(batch: Batch, step: StepPlan, shapes: Shapes) -> list[Microbatch]:
-    """Return microbatches of a step with their sequences, in the order in which they run."""
-    return [
-        _form_microbatch(batch, step, chosen, width)
-        for chosen, width in zip(shapes.sequences, shapes.widths, strict=True)
-    ]
+    start: int
+    stop: int
+    batching: Batching
+    group_size: int
+    ranks: Sequence[Shapes]
+    efficiency: float
+    place: int = 0
 
-
-def _form_microbatch(batch: Batch, step: StepPlan, chosen: list[int], width: int) -> Microbatch:
-    if step.batching.kind == "padded":
-        return Microbatch(batch.sequences(chosen, None, step.start))
-    if step.batching.kind == "dynamic":
-        return Microbatch(batch.sequences(chosen, width, step.start))
-    lengths = tuple(1 if number == PADDING else max(int(batch.lengths[number]), 1) for number in chosen)
-    return Microbatch(batch.sequences(chosen, max(lengths), step.start), lengths)
+    @property
+    def shapes(self) -> Shapes:
+        """Return the microbatches of this rank."""
+        return self.ranks[self.place]

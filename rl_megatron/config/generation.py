@@ -132,7 +132,7 @@ class VllmConfig(ServersConfig):
     # prompt with a seed must not be divided.
     max_num_batched_tokens: Positive | None = None
     enforce_eager: bool | None = None  # no CUDA graphs and no compilation: slower, but ready sooner. null: on a CPU
-    allow_insecure_serialization: bool = False
+    allow_insecure_serialization: bool = False  # always false: no way of sending weights needs pickles
     # Release the GPUs' memory while the policy trains. null: if servers compute on the policy's GPUs, which
     # generation.refit decides.
     enable_sleep_mode: bool | None = None

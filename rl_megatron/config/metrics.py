@@ -48,7 +48,7 @@ class Metric:
             raise ValueError(f"metric {self.name!r} needs a name, a unit and a meaning")
 
 
-# Metrics of losses, rollouts and engines. Metrics of an evaluation are in `eval_metrics.EVAL_METRICS`.
+# Metrics of losses, rollouts and engines. Metrics of an evaluation are in `EVAL_METRICS`.
 METRICS: Registry[Metric] = Registry("metric")
 
 

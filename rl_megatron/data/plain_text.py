@@ -1,4 +1,4 @@
-"""`PlainText` writes prompts and answers from records with the templates of a data section."""
+"""`PlainText` writes prompts and answers from the fields of records, with the templates of a data section."""
 
 from __future__ import annotations
 

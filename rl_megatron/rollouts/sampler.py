@@ -9,8 +9,8 @@ from typing import Any
 from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.batching.host_memory import TensorStore
 from rl_megatron.batching.trajectory_index import TrajectoryIndex
+from rl_megatron.checkpoint.resumed_state import MustBe
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.sources import build_source
@@ -165,10 +165,7 @@ class Sampler:
             ConfigError: The next round has another seed than the checkpoint says.
         """
         if self._async is None:
-            if state != (own := self.state_dict()):
-                raise ConfigError(
-                    f"next_seed is {state.get('next_seed')} in the checkpoint, and {own['next_seed']} now"
-                )
+            MustBe(self.state_dict()).load_state_dict(state)
             return
         self._policy.model.version = state["weight_version"]  # the log continues with the same numbers
         queue = self._async.queue

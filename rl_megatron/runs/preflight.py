@@ -171,12 +171,12 @@ def check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
 
 def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check a stage by building its sampling, engine settings, loss, training data and held-out data."""
+    check_loss(stage)
     of_sets = set_metric_names(stage, tokenizer)
     check_keep_best(stage, of_sets)
     _check_goals(stage, (*eval_metric_names(stage), *of_sets))
     stage_sampling(stage, tokenizer)
     check_engine(stage, tokenizer.vocab_size)
-    check_loss(stage)
     check_worker(stage, tokenizer, loads=int(os.environ.get("RANK", "0")) == 0)  # the rank that runs the worker
     check_reward_models(stage, tokenizer)
     check_rewards(stage, loads=int(os.environ.get("LOCAL_RANK", "0")) == 0)  # the rank that runs the functions

@@ -1,4 +1,4 @@
-"""Map each token of a batch to its place in the tensors that a model runs on: padded or packed, over any CP ranks."""
+"""Scatter the tokens of a batch to where a model needs them, padded or packed, over any CP ranks, and gather them."""
 
 from __future__ import annotations
 

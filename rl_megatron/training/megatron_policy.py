@@ -38,7 +38,7 @@ from rl_megatron.training.inference import Inference, build_runner, enter_whole
 from rl_megatron.training.metrics import combine_steps
 from rl_megatron.training.reference import AdapterReference, Placement, RecordedReference, ReferenceModel
 from rl_megatron.training.runner import FusedHead
-from rl_megatron.training.steps import PlannedStep, StepPlanner
+from rl_megatron.training.steps import OptimizerStep, StepPlanner
 from rl_megatron.training.teacher import Teacher
 from rl_megatron.training.trainer import Trainer
 from rl_megatron.training.training_memory import TrainingMemory
@@ -294,7 +294,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     def _plan_step(
         self, data: Mapping[str, Any], loss: Loss, mbs: int | None, teacher: Teacher | None = None
-    ) -> PlannedStep:
+    ) -> OptimizerStep:
         batch = self.enter(data)
         (planned,) = self._planner.plan_steps(batch, loss, self._batching(mbs), batch.size or 1, teacher=teacher)
         return planned

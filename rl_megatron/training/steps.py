@@ -13,8 +13,8 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching, require_count
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.ownership import OwnershipPlanner, default_blocks, plan_ownership
+from rl_megatron.batching.plan_step import plan_microbatches, plan_step
 from rl_megatron.batching.rank_plan import RankPlan, required
-from rl_megatron.batching.step_plan import plan_microbatches, plan_step
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import declare_token_keys
 from rl_megatron.losses.base import Loss
@@ -26,7 +26,7 @@ from rl_megatron.training.teacher import Teacher
 
 
 @dataclass(frozen=True)
-class PlannedStep:
+class OptimizerStep:
     """One optimizer step on this rank: its microbatches, and the counts of the step's global batch."""
 
     plan: RankPlan
@@ -49,7 +49,7 @@ class StepPlanner:
         sizes: Sequence[int] | None = None,
         teacher: Teacher | None = None,
         on_policy: bool = True,
-    ) -> Iterator[PlannedStep]:
+    ) -> Iterator[OptimizerStep]:
         """Check a batch, and return an iterator over its optimizer steps, each planned when it is taken.
 
         It is collective over the ranks that share the batch. The arguments and errors are those of
@@ -83,14 +83,14 @@ class StepPlanner:
         batching: Batching,
         group_size: int,
         counts_of: Mapping[str, CountOfSequences],
-    ) -> PlannedStep:
+    ) -> OptimizerStep:
         """Return this rank's part of the step that has the sequences `start` to `stop - 1`. Collective."""
         topology = self.model.topology
         step = plan_step(batch, start, stop, batching, topology, topology.data_rank, group_size, self.cost)
         part = batch.part(start, stop)
         if counts_of:
             batch = replace(batch, own=_add_counts(batch, part, counts_of))
-        return PlannedStep(plan_microbatches(batch, step), Denominators.count(part, batch.ranks))
+        return OptimizerStep(plan_microbatches(batch, step), Denominators.count(part, batch.ranks))
 
     def distribute(self, batch: Batch, batching: Batching, sizes: Sequence[int], groups: Tensor | None) -> Batch:
         """Return the batch with every sequence on the rank that trains on it; see `MegatronPolicy.distribute`."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.batching.batch import Batch
-from rl_megatron.batching.ownership import PADDING, StepPlan
+from rl_megatron.batching.step_plan import PADDING, StepPlan
 from rl_megatron.topology.collectives import from_all_ranks
 from rl_megatron.topology.topology import Topology
 from rl_megatron.topology.transfer import send, to_host

@@ -25,7 +25,7 @@ from rl_megatron.timing import phase
 from rl_megatron.training.metrics import NonFiniteLoss, combine_steps
 from rl_megatron.training.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
 from rl_megatron.training.runner import Runner
-from rl_megatron.training.steps import PlannedStep
+from rl_megatron.training.steps import OptimizerStep
 
 QUARTERS = 4
 # The groups of layers: the embedding, quarters of the layers, and what follows them.
@@ -62,7 +62,7 @@ class Trainer:
         self._clip_grad = config.clip_grad
         self._max_skipped, self._num_skipped = max_skipped_steps, 0
 
-    def train(self, steps: Iterable[PlannedStep], loss: Loss) -> dict[str, Any]:
+    def train(self, steps: Iterable[OptimizerStep], loss: Loss) -> dict[str, Any]:
         """Take optimizer steps, each planned when it is taken, and return the metrics over them."""
         reports = []
         for planned in steps:
@@ -72,7 +72,7 @@ class Trainer:
             counts["skipped_steps"] = int(sum(report["skipped_steps"] for report in reports))
         return combine_steps(reports, loss) | counts
 
-    def step(self, planned: PlannedStep, loss: Loss) -> dict[str, float]:
+    def step(self, planned: OptimizerStep, loss: Loss) -> dict[str, float]:
         """Take one optimizer step, and return the loss's metrics with gradient norms, `lr` and `updated`.
 
         A batch without a valid token changes nothing: weights, moments and learning rate stay the same. If the loss or
@@ -103,7 +103,7 @@ class Trainer:
         report |= {"packing_efficiency": planned.plan.efficiency}
         return report | ({"skipped_steps": 0.0} if self._max_skipped else {})
 
-    def accumulate(self, planned: PlannedStep, loss: Loss) -> dict[str, float]:
+    def accumulate(self, planned: OptimizerStep, loss: Loss) -> dict[str, float]:
         """Return the loss's metrics on one step, and store its gradient in the parameters' `main_grad`."""
         for model_chunk in self._model.wrapped_model_chunks:
             model_chunk.zero_grad_buffer()

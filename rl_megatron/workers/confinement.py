@@ -19,7 +19,7 @@ from pathlib import Path
 from rl_megatron import disk, log
 from rl_megatron.workers.linux import adopt_orphans, end_children, list_children
 
-_CONFINED = Path(__file__).with_name("confined.py")
+_CONFINED = Path(__file__).with_name("program_limits.py")
 # With arenas of its own, each thread would take 64 MiB of address space.
 _ENVIRONMENT = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 _SAID = "RL_MEGATRON_LIMITS_SAID"  # environment variable: the run has logged which limits the system does not have

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
-from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
+from rl_megatron.batching.microbatch_plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
 from rl_megatron.compat.nemo_rl.batch_settings import DynamicBatchingArgs, SequencePackingArgs, plan_args
 from rl_megatron.compat.nemo_rl.errors import MissingKeyError, RangeError, RuleError, require, rule_errors
 from rl_megatron.config.errors import shown

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_megatron.batching.batch import Batch
-from rl_megatron.batching.ownership import PADDING
+from rl_megatron.batching.step_plan import PADDING
 
 
 def values() -> dict:

@@ -20,16 +20,10 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.blocks import Blocks, blocks_of, deal_to_blocks
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.ownership import (
-    PADDING,
-    OwnershipPlanner,
-    Shapes,
-    StepPlan,
-    agreed_shapes,
-    plan_ownership,
-)
+from rl_megatron.batching.ownership import OwnershipPlanner, agreed_shapes, plan_ownership
+from rl_megatron.batching.plan_step import plan_microbatches
 from rl_megatron.batching.rank_plan import plan_lengths
-from rl_megatron.batching.step_plan import plan_microbatches
+from rl_megatron.batching.step_plan import PADDING, Shapes, StepPlan
 from rl_megatron.topology.reductions import ALONE
 
 LAYOUT: Any = SimpleNamespace(context=1, sequence=False, sequence_multiple=1, data=1)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.cost import SequenceCost
+from rl_megatron.batching.microbatch_plan import plan_dynamic_batching, plan_sequence_packing
 from rl_megatron.batching.packing import ALGORITHMS
-from rl_megatron.batching.plan import plan_dynamic_batching, plan_sequence_packing
 
 QUADRATIC = SequenceCost(per_token=1.0, per_pair=1e-3)
 

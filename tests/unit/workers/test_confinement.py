@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_megatron import log
-from rl_megatron.workers import confined
+from rl_megatron.workers import program_limits
 from rl_megatron.workers.child_process import describe_end, environment_of_a_child
 from rl_megatron.workers.confinement import (
     Limits,
@@ -50,13 +50,15 @@ def run(text, *arguments, seconds=10.0):
 @pytest.fixture
 def without_a_filter(monkeypatch, tmp_path):
     """Let programs run on a machine whose system calls are not known."""
-    text = Path(confined.__file__).read_text().replace('"x86_64"', '"another"').replace('"aarch64"', '"yet another"')
-    (tmp_path / "confined.py").write_text(text)
+    text = (
+        Path(program_limits.__file__).read_text().replace('"x86_64"', '"another"').replace('"aarch64"', '"yet another"')
+    )
+    (tmp_path / "program_limits.py").write_text(text)
     python = tmp_path / "python"  # it runs the changed file in the place of the real one
     python.write_text(f"""#!/bin/sh
 for word; do
     shift
-    case $word in */confined.py) word={tmp_path}/confined.py ;; esac
+    case $word in */program_limits.py) word={tmp_path}/program_limits.py ;; esac
     set -- "$@" "$word"
 done
 exec "{sys.executable}" "$@"
@@ -94,7 +96,7 @@ def test_the_numbers_of_system_calls_are_those_of_the_kernel(machine):
     lines = re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", header.read_text())
     numbers = {name: int(number) for name, number in lines}
     numbers.setdefault("newfstatat", numbers.get("fstatat", 0))
-    calls = confined.allowed_calls(machine) | confined.calls_with_a_condition(machine)
+    calls = program_limits.allowed_calls(machine) | program_limits.calls_with_a_condition(machine)
     assert {name: numbers[name] for name in calls} == calls and len(calls) > 130
 
 
@@ -123,7 +125,7 @@ def test_landlock_is_asked_for_what_this_version_of_it_can_refuse(version, handl
     library = SimpleNamespace(syscall=syscall, prctl=lambda *arguments: 0, unshare=lambda flags: -1)
     monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: library)
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
-    assert confined.limit(1, 1 << 30, os.getppid()) == missing and asked == handled
+    assert program_limits.limit(1, 1 << 30, os.getppid()) == missing and asked == handled
 
 
 def test_what_the_system_does_not_have_is_logged_once_and_found_before(without_a_filter, caplog):

@@ -1,4 +1,6 @@
-"""Run a Python program under limits. `confinement` starts this file in a process of its own.
+"""Run a Python program of a model under limits: Landlock, a filter of system calls, and those of memory and processes.
+
+`confinement` starts this file in a process of its own.
 
 The file imports the standard library only, because that process does not find the package. Its arguments are the limit
 of CPU time in seconds, that of memory in bytes, the parent's process id, a descriptor to which it writes the names of

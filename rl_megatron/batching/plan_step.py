@@ -1,0 +1,80 @@
+"""The microbatches of each rank in an optimizer step, or in a pass over a whole batch."""
+
+from __future__ import annotations
+
+from rl_megatron.batching.batch import Batch
+from rl_megatron.batching.blocks import Blocks
+from rl_megatron.batching.config import Batching
+from rl_megatron.batching.cost import SequenceCost
+from rl_megatron.batching.microbatch import Microbatch
+from rl_megatron.batching.ownership import OwnershipPlanner, agreed_shapes, rank_shapes
+from rl_megatron.batching.rank_plan import RankPlan, plan_lengths
+from rl_megatron.batching.step_plan import PADDING, Shapes, StepPlan
+from rl_megatron.topology.degrees import SequenceLayout
+
+
+def plan_step(
+    batch: Batch,
+    start: int,
+    stop: int,
+    batching: Batching,
+    layout: SequenceLayout,
+    data_rank: int,
+    group_size: int = 1,
+    cost: SequenceCost = SequenceCost(),
+) -> StepPlan:
+    """Return the microbatches of some sequences of a batch. Collective over the ranks that share it.
+
+    Ranks have as many microbatches. If every rank has the whole batch, each plans for all of them. Otherwise the plan
+    that the ownership follows from is used if it is for the same sequences, or every rank packs its own sequences, and
+    all agree on the number.
+
+    Args:
+        batch: The batch, whole or with sequences that are with their owners.
+        start: The number of the first sequence in the global batch.
+        stop: The number after the last sequence.
+        batching: How sequences form microbatches.
+        layout: The layout, whose data-parallel ranks compute the batch.
+        data_rank: This data-parallel rank.
+        group_size: Sequences in a row that stay together, such as preference pairs. All of a group have the same owner.
+        cost: The cost of a sequence, by which packs are balanced.
+
+    Raises:
+        ConfigError: A group alone exceeds `batching.tokens`.
+    """
+    if batch.is_whole:
+        lengths = batch.lengths[start:stop].tolist()
+        planned = plan_lengths(lengths, batch.width, batching, layout, layout.data, group_size, cost)
+        ranks = rank_shapes(planned, range(start, stop), lengths, layout)
+        return StepPlan(start, stop, batching, group_size, ranks, planned.efficiency, data_rank)
+    for step in batch.steps:
+        if (step.start, step.stop, step.batching, step.group_size) == (start, stop, batching, group_size):
+            return step
+    own = batch.numbers[(batch.numbers >= start) & (batch.numbers < stop)].numpy()
+    planner = OwnershipPlanner(batch.lengths.numpy(), batch.width, batching, layout, cost, Blocks(1), group_size)
+    planner.check_longest()
+    _, (shapes,) = planner.of_block(own, 1)
+    ((shapes, efficiency),) = agreed_shapes([shapes], group_size, batch.ranks)
+    return StepPlan(start, stop, batching, group_size, [shapes], efficiency)
+
+
+def plan_microbatches(batch: Batch, step: StepPlan) -> RankPlan:
+    """Return this rank's microbatches of a step with their sequences."""
+    return RankPlan(form_microbatches(batch, step, step.shapes), step.efficiency)
+
+
+def form_microbatches(batch: Batch, step: StepPlan, shapes: Shapes) -> list[Microbatch]:
+    """Return microbatches of a step with their sequences, in the order in which they run."""
+    return [
+        _form_microbatch(batch, step, chosen, width)
+        for chosen, width in zip(shapes.sequences, shapes.widths, strict=True)
+    ]
+
+
+def _form_microbatch(batch: Batch, step: StepPlan, chosen: list[int], width: int) -> Microbatch:
+    if step.batching.kind == "padded":
+        return Microbatch(batch.sequences(chosen, None, step.start))
+    if step.batching.kind == "dynamic":
+        return Microbatch(batch.sequences(chosen, width, step.start))
+    lengths = tuple(1 if number == PADDING else max(int(batch.lengths[number]), 1) for number in chosen)
+    return Microbatch(batch.sequences(chosen, max(lengths), step.start), lengths)
