@@ -42,8 +42,8 @@ from torch import Tensor
 
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.weight_sync.buckets import RefitPlan, TensorSpec
 from rl_megatron.weight_sync.ipc import opened
-from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec
 from rl_megatron.weight_sync.process_group import StandaloneGroup
 from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 

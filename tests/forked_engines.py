@@ -25,7 +25,7 @@ from typing import Any
 
 NAME = "rollout engine"  # in /proc/PID/comm, of at most 15 characters
 _PR_SET_NAME, _STDERR = 15, 2
-_OTHERS = ("rl_megatron.rewards.worker", "rl_megatron.rollouts.host_worker")  # new processes: they import little
+_OTHERS = ("rl_megatron.rewards.worker", "rl_megatron.rollouts.host_child")  # new processes: they import little
 _kept: list[object] = []  # what a child must never destroy: a process group would wait for threads that it lacks
 
 

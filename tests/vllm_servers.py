@@ -15,7 +15,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.generation.servers.process import LocalServers
 from rl_megatron.generation.vllm.engine import vllm_dialect
 from rl_megatron.model.families import family_of_model
-from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.buckets import RefitPlan
 
 PYTHON = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"
 needs_vllm = pytest.mark.skipif(

@@ -35,7 +35,7 @@ MOMENTS = {
     "wait": (AsyncRollouts, "take"),
 }
 _ENGINES = ("rl_megatron.generation.transformers.worker", "vllm.entrypoints.cli.main")  # in their command lines
-_HOSTS = ("rl_megatron.rollouts.host_worker",)
+_HOSTS = ("rl_megatron.rollouts.host_child",)
 _CHILD_STARTS_SECONDS = 300.0
 _LONGEST_FULL_SECONDS = 3.0
 

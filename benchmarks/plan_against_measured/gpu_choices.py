@@ -23,7 +23,7 @@ from rl_megatron.logprobs import linear
 from rl_megatron.logprobs.kernels import tiles
 from rl_megatron.model import build
 from rl_megatron.model.layers import attention, gated_activation, weight_gradient
-from rl_megatron.weight_sync import plan as refit_plan
+from rl_megatron.weight_sync import buckets as refit_plan
 
 _PIECE_ELEMENTS = 1 << 16
 _SETTLING_SECONDS = 1.0  # at most

@@ -13,7 +13,7 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import Microbatch, padded_lengths
-from rl_megatron.batching.plan_step import form_microbatches, plan_step
+from rl_megatron.batching.step_microbatches import form_microbatches, plan_step
 from rl_megatron.batching.step_plan import PADDING
 from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data import PROBLEMS

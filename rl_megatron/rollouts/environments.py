@@ -14,7 +14,7 @@ from rl_megatron.config.loading.import_strings import is_import_string
 from rl_megatron.data.conversations import Message
 from rl_megatron.rollouts import environment_adapter
 from rl_megatron.rollouts.environment import EnvironmentStep
-from rl_megatron.rollouts.hosts import HostedCallFailed, HostedObject, HostLimits, HostLost, ProcessHosts
+from rl_megatron.rollouts.host_pool import HostedCallFailed, HostedObject, HostLimits, HostLost, ProcessHosts
 
 _MOST_PROCESSES = 32  # of rollout.environment.processes=null
 _ADAPTER = environment_adapter.__name__

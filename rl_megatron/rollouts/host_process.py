@@ -1,4 +1,4 @@
-"""One process that holds objects of users' code, and the calls that it has, as the asyncio loop of rank 0 sees them."""
+"""The parent's side: a process that holds objects of users' code, and its calls, in the asyncio loop of rank 0."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_megatron.config.errors import describe_error
-from rl_megatron.rollouts.host_worker import LOADING
+from rl_megatron.rollouts.host_child import LOADING
 from rl_megatron.workers.child_process import ChildProcess
 from rl_megatron.workers.plain_data import loads_plain
 
-_MODULE = "rl_megatron.rollouts.host_worker"
+_MODULE = "rl_megatron.rollouts.host_child"
 _SECONDS_TO_LOAD = 120.0  # of the start of a process, and of the import of a user's module
 _SECONDS_BETWEEN_LOOKS = 0.1
 _GRACE_SECONDS = 1.0  # a process whose event loop stands still for this time beyond all limits is taken to hang

@@ -15,7 +15,7 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts import hosted_verifiers
 from rl_megatron.rollouts.client import RolloutClient
 from rl_megatron.rollouts.environments import environment_hosts
-from rl_megatron.rollouts.hosts import HostedCallFailed, HostLost
+from rl_megatron.rollouts.host_pool import HostedCallFailed, HostLost
 from rl_megatron.rollouts.runner import within_limit
 from rl_megatron.rollouts.trajectory import Trajectory
 

@@ -27,7 +27,7 @@ from rl_megatron.topology.collectives import from_all_ranks
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.topology import Topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
-from rl_megatron.weight_sync.plan import fingerprint
+from rl_megatron.weight_sync.buckets import fingerprint
 
 _OF_BATCH = ("input_ids", "input_lengths", "token_mask", "sample_mask", "rewards")
 _MOST_VALUES = 32  # keys of a batch, and facts of a sharded one, that are compared

@@ -14,8 +14,8 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import Microbatch
-from rl_megatron.batching.plan_step import form_microbatches, plan_step
 from rl_megatron.batching.routing import ROUTED_EXPERTS, check_routed_experts
+from rl_megatron.batching.step_microbatches import form_microbatches, plan_step
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict, score_positions

@@ -13,8 +13,8 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching, require_count
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.ownership import OwnershipPlanner, default_blocks, plan_ownership
-from rl_megatron.batching.plan_step import plan_microbatches, plan_step
 from rl_megatron.batching.rank_plan import RankPlan, required
+from rl_megatron.batching.step_microbatches import plan_microbatches, plan_step
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import declare_token_keys
 from rl_megatron.losses.base import Loss

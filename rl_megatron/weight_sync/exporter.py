@@ -31,7 +31,14 @@ from rl_megatron.model.lora.targets import (
 )
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import PADDED, Piece, blocks_of, pieces
-from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec, fingerprint, fingerprint_of_ones, plan_buckets
+from rl_megatron.weight_sync.buckets import (
+    Bucket,
+    RefitPlan,
+    TensorSpec,
+    fingerprint,
+    fingerprint_of_ones,
+    plan_buckets,
+)
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.weight_sync.plan import WeightsRefused
+from rl_megatron.weight_sync.buckets import WeightsRefused
 
 _WORD = torch.int64.itemsize
 _DEVICE_ARGUMENT = 6  # the position of the sender's device number among the arguments of rebuild_cuda_tensor

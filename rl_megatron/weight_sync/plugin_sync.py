@@ -9,7 +9,7 @@ import abc
 import time
 from typing import Any
 
-from rl_megatron.weight_sync.plan import WeightsRefused
+from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.sender import WeightSender
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, WeightServers
 from rl_megatron.weight_sync.vllm_plugin import BACKEND, PROTOCOL, REPORT

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
+from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.process_group import Handle, StandaloneGroup
 
 

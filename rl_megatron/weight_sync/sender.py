@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.model.sharded_model import ShardedModel
+from rl_megatron.weight_sync.buckets import RefitPlan
 from rl_megatron.weight_sync.exporter import DEFAULT_BUCKET_BYTES, AdapterExporter, BaseExporter, WeightExporter
 from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, device_key
-from rl_megatron.weight_sync.plan import RefitPlan
 from rl_megatron.weight_sync.process_group import Handle, StandaloneGroup
 
 _GIGABYTE = 1e9

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.topology.topology import Topology
-from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec, WeightsRefused
+from rl_megatron.weight_sync.buckets import Bucket, RefitPlan, TensorSpec, WeightsRefused
 from rl_megatron.weight_sync.process_group import CollectiveFailed
 from rl_megatron.weight_sync.sender import PendingGroup, SyncTimings, WeightSender
 from rl_megatron.weight_sync.servers import ServerRefused, WeightServers

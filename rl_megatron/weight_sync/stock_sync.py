@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.weight_sync.plan import WeightsRefused
+from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.plugin_sync import confirm
 from rl_megatron.weight_sync.sender import SyncTimings, WeightSender
 from rl_megatron.weight_sync.servers import ServerRefused, WeightServers

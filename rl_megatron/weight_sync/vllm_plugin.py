@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.ipc import WeightHandle, opened
-from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.process_group import StandaloneGroup
 from rl_megatron.weight_sync.receiver import WeightReceiver
 from rl_megatron.weight_sync.vllm_sink import LayerwiseSink

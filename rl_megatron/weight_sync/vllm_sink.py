@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
+from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
 
 # Entries of a config.json that decide what a model computes. Those that both sides have must be equal.
 _DECISIVE = (

@@ -17,7 +17,7 @@ from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS,
 from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.topology.ranks import Ranks
-from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused, fingerprint
+from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused, fingerprint
 
 
 class WeightSource(Protocol):

@@ -22,8 +22,8 @@ from rl_megatron.generation.logprob_check import LIMITS, EngineMismatch, Logprob
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
 from rl_megatron.topology.rank_zero_loop import RankZeroLoop
+from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.exporter import WeightExporter
-from rl_megatron.weight_sync.plan import WeightsRefused
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, WeightServers
 from rl_megatron.weight_sync.vllm_sync import vllm_sync
 from rl_megatron.weight_sync.weights_on_disk import WeightDirectory

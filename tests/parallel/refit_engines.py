@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.ipc import opened
-from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.process_group import StandaloneGroup
 from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 

@@ -12,8 +12,8 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.logprob_check import EngineMismatch
 from rl_megatron.generation.transformers import process as worker_process
 from rl_megatron.losses import NLLLoss
+from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.exporter import WeightExporter
-from rl_megatron.weight_sync.plan import WeightsRefused
 from tests.parallel.test_generation import prompts
 from tests.parallel.test_layouts import random_batch
 from tests.parallel.test_transformers_engine import (

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.families import family_of_config
+from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.exporter import WeightExporter
-from rl_megatron.weight_sync.plan import WeightsRefused
 from rl_megatron.weight_sync.process_group import StandaloneGroup
 from tests.parallel.family_cases import CASES, architecture, hf_model
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, MODEL, build_policy

@@ -19,8 +19,8 @@ from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling, WeightSpan
 from rl_megatron.generation.logprob_check import EngineMismatch
+from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.exporter import WeightExporter
-from rl_megatron.weight_sync.plan import WeightsRefused
 from tests.child_processes import servers
 from tests.parallel.layouts import MODEL, build_policy
 from tests.parallel.test_generation import SAMPLINGS, prompts

@@ -27,8 +27,8 @@ from rl_megatron.generation.transformers.engine import TransformersEngine
 from rl_megatron.generation.transformers.process import EngineRequests, EngineWorkers
 from rl_megatron.losses import build_loss
 from rl_megatron.training.metrics import NonFiniteLoss
+from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.exporter import WeightExporter
-from rl_megatron.weight_sync.plan import WeightsRefused
 from tests.forked_engines import is_engine
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy
 from tests.parallel.test_generation import SAMPLINGS, prompts

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from rl_megatron.compat import nemo_rl
 from rl_megatron.losses import NLLLoss
 from rl_megatron.policy.interfaces import ColocatablePolicyInterface
+from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.ipc import opened
-from rl_megatron.weight_sync.plan import WeightsRefused
 from rl_megatron.weight_sync.process_group import CollectiveFailed
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER
 from tests.parallel.refit_engines import (

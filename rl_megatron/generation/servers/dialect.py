@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_megatron.generation.interfaces import Request
 from rl_megatron.generation.servers.client import ServerClient
-from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.buckets import RefitPlan
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.dialect import Launch, ServerDialect
 from rl_megatron.generation.servers.process import LocalServers
 from rl_megatron.model.families import family_of_model
-from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.buckets import RefitPlan
 from rl_megatron.weight_sync.servers import ServerDied
 
 _POLL_SECONDS = 0.5

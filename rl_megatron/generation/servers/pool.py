@@ -21,7 +21,7 @@ from rl_megatron.generation.servers.dialect import ServerDialect, ServerFacts
 from rl_megatron.generation.servers.process import LocalServers
 from rl_megatron.topology.rank_zero_loop import RankZeroLoop
 from rl_megatron.topology.ranks import Ranks
-from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.buckets import RefitPlan
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 
 _POLL_SECONDS = 0.5

@@ -25,7 +25,7 @@ from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.dialect import Launch, ServerDialect
 from rl_megatron.topology.job_store import is_on_one_node
-from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.buckets import RefitPlan
 from rl_megatron.weight_sync.servers import ServerDied
 from rl_megatron.workers.child_process import environment_of_a_server
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from rl_megatron.checkpoint.peft_format import PEFT_PREFIX
 from rl_megatron.generation.transformers.model import checkpoint_tensors
-from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
+from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
 
 _LETTERS = ("A", "B")
 _ADAPTER = ".lora_"

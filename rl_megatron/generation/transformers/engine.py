@@ -16,8 +16,8 @@ from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLo
 from rl_megatron.generation.transformers.devices import engine_devices
 from rl_megatron.generation.transformers.process import Answers, EngineDied, EngineWorkers
 from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.exporter import AdapterExporter, BaseExporter
-from rl_megatron.weight_sync.plan import WeightsRefused
 from rl_megatron.weight_sync.process_group import CollectiveFailed, free_address
 from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
 

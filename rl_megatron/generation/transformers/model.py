@@ -12,7 +12,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rl_megatron.generation.transformers.attention import ATTENTION, gated_delta
-from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.buckets import RefitPlan
 
 # Part of a module's name in transformers → its name in checkpoints, by model_type, if they differ.
 _RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}

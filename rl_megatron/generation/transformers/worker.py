@@ -28,8 +28,8 @@ from rl_megatron.generation.transformers.model import build_model, checkpoint_te
 from rl_megatron.generation.transformers.pending_requests import PendingRequests
 from rl_megatron.generation.transformers.replica import TransformersReplica
 from rl_megatron.generation.transformers.routing import RoutingRecorder
+from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.ipc import WeightHandle, opened
-from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup
 from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 from rl_megatron.workers.child import connect

@@ -21,8 +21,8 @@ from rl_megatron.batching.blocks import Blocks, blocks_of, deal_to_blocks
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.ownership import OwnershipPlanner, agreed_shapes, plan_ownership
-from rl_megatron.batching.plan_step import plan_microbatches
 from rl_megatron.batching.rank_plan import plan_lengths
+from rl_megatron.batching.step_microbatches import plan_microbatches
 from rl_megatron.batching.step_plan import PADDING, Shapes, StepPlan
 from rl_megatron.topology.reductions import ALONE
 

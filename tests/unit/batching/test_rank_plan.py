@@ -15,8 +15,8 @@ import torch
 
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.plan_step import plan_microbatches, plan_step
 from rl_megatron.batching.rank_plan import RankPlan, sequence_lengths
+from rl_megatron.batching.step_microbatches import plan_microbatches, plan_step
 from rl_megatron.batching.step_plan import PADDING, StepPlan
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
-from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, plan_buckets
+from rl_megatron.weight_sync.buckets import RefitPlan, TensorSpec, plan_buckets
 
 CPU = torch.device("cpu")
 SHAPE = {

@@ -14,7 +14,7 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import padded_lengths
-from rl_megatron.batching.plan_step import plan_microbatches, plan_step
+from rl_megatron.batching.step_microbatches import plan_microbatches, plan_step
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.run_tokenizer import build_tokenizer

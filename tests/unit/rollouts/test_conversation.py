@@ -18,7 +18,7 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.batch import trajectory_batch
 from rl_megatron.rollouts.conversation import Conversation
 from rl_megatron.rollouts.environments import Environments, check_environment
-from rl_megatron.rollouts.hosts import HostLost
+from rl_megatron.rollouts.host_pool import HostLost
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutFailed
 from tests.child_processes import children_with
@@ -214,7 +214,7 @@ def test_a_reward_that_is_not_a_number_is_named_with_its_trajectory():
 
 
 def host_processes():
-    return {child.pid for child in children_with("rl_megatron.rollouts.host_worker")}
+    return {child.pid for child in children_with("rl_megatron.rollouts.host_child")}
 
 
 def test_no_process_is_left_when_a_worker_hangs_and_the_run_ends():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rl_megatron
-from rl_megatron.rollouts.hosts import HostedCallFailed, HostLimits, HostLost, ProcessHosts
+from rl_megatron.rollouts.host_pool import HostedCallFailed, HostLimits, HostLost, ProcessHosts
 from tests.child_processes import children_with
 
 FILE = str(Path(__file__).parent / "hosted_file.py")
@@ -189,7 +189,7 @@ def test_a_call_that_is_no_longer_waited_for_ends_with_its_object(on_loop):
 
 
 def host_processes():
-    return {child.pid for child in children_with("rl_megatron.rollouts.host_worker")}
+    return {child.pid for child in children_with("rl_megatron.rollouts.host_child")}
 
 
 def test_functions_and_objects_are_shared_out_among_processes():

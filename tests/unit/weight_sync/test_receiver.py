@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, WeightsRefused, fingerprint, plan_buckets
+from rl_megatron.weight_sync.buckets import RefitPlan, TensorSpec, WeightsRefused, fingerprint, plan_buckets
 from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 
 SPECS = [TensorSpec("a", (4, 3), "bfloat16"), TensorSpec("b", (5,), "float32"), TensorSpec("c", (2, 2), "bfloat16")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_megatron.weight_sync import sender
-from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, plan_buckets
+from rl_megatron.weight_sync.buckets import RefitPlan, TensorSpec, plan_buckets
 from rl_megatron.weight_sync.sender import WeightSender
 
 PLAN = RefitPlan({}, 10, plan_buckets([TensorSpec(name, (4,), "float32") for name in "abcde"], max_bytes=16))

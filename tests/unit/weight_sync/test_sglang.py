@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_megatron.topology.ranks import Ranks
-from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec, WeightsRefused
+from rl_megatron.weight_sync.buckets import Bucket, RefitPlan, TensorSpec, WeightsRefused
 from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
 from rl_megatron.weight_sync.sglang import ChecksumHistory, SglangSync, flat_order, flattened, sources_of
 

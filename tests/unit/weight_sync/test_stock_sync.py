@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_megatron.topology.ranks import Ranks
-from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, WeightsRefused, plan_buckets
+from rl_megatron.weight_sync.buckets import RefitPlan, TensorSpec, WeightsRefused, plan_buckets
 from rl_megatron.weight_sync.sender import SyncTimings
 from rl_megatron.weight_sync.servers import WeightServers
 from rl_megatron.weight_sync.vllm_sync import transfer_config, transfer_environment, vllm_sync

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rl_megatron.topology.ranks import Ranks
+from rl_megatron.weight_sync.buckets import RefitPlan, TensorSpec, WeightsRefused, fingerprint, plan_buckets
 from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, opened
-from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, WeightsRefused, fingerprint, plan_buckets
 from rl_megatron.weight_sync.plugin_sync import SyncInSharedMemory
 from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
 from rl_megatron.weight_sync.vllm_plugin import PROTOCOL, InitInfo, UpdateInfo, VllmReceiver, report_of

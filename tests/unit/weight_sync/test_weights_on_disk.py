@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl_megatron.topology.ranks import Ranks
-from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, WeightsRefused, plan_buckets
+from rl_megatron.weight_sync.buckets import RefitPlan, TensorSpec, WeightsRefused, plan_buckets
 from rl_megatron.weight_sync.weights_on_disk import ADAPTER_FILES, WeightDirectory
 
 SPECS = [TensorSpec("a", (4, 3), "bfloat16"), TensorSpec("b", (5,), "float32"), TensorSpec("c", (2, 2), "bfloat16")]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from rl_megatron.topology.ranks import Ranks
-from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec
+from rl_megatron.weight_sync.buckets import Bucket, RefitPlan, TensorSpec
 from tests.fake_vllm import VOCAB_SIZE
 
 PLAN = RefitPlan({"model_type": "fake", "dtype": "float32"}, VOCAB_SIZE, (Bucket((TensorSpec("w", (4,), "float32"),)),))

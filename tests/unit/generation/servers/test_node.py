@@ -16,8 +16,8 @@ from rl_megatron.config.generation import VllmConfig
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.node import NodeServers, ServerLauncher, served_model
+from rl_megatron.weight_sync.buckets import RefitPlan
 from rl_megatron.weight_sync.exporter import WeightExporter
-from rl_megatron.weight_sync.plan import RefitPlan
 from tests import child_processes
 from tests.parallel.layouts import MODEL, build_policy
 from tests.ports import free_port

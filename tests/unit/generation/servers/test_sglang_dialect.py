@@ -13,7 +13,7 @@ from rl_megatron.generation.interfaces import Request, Sampling
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.dialect import Launch
 from rl_megatron.generation.sglang.dialect import SglangDialect
-from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.buckets import RefitPlan
 from rl_megatron.weight_sync.servers import ServerRefused
 from rl_megatron.weight_sync.sglang import check_server
 

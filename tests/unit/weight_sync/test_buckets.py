@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_megatron.weight_sync.plan import (
+from rl_megatron.weight_sync.buckets import (
     Bucket,
     TensorSpec,
     WeightsRefused,
@@ -48,8 +48,8 @@ def test_the_fingerprint_equals_its_formula(shape, dtype):
 def test_sums_over_columns_are_exact_at_the_limit_of_fp64(monkeypatch):
     tensor = torch.full((2, 40_000), -(2**15), dtype=torch.int16)  # the largest integers, all of one sign
     whole = fingerprint(tensor)
-    monkeypatch.setattr("rl_megatron.weight_sync.plan.COLUMNS_AT_ONCE", 97)
-    monkeypatch.setattr("rl_megatron.weight_sync.plan.ELEMENTS_AT_ONCE_CPU", 97)
+    monkeypatch.setattr("rl_megatron.weight_sync.buckets.COLUMNS_AT_ONCE", 97)
+    monkeypatch.setattr("rl_megatron.weight_sync.buckets.ELEMENTS_AT_ONCE_CPU", 97)
     assert torch.equal(fingerprint(tensor), whole)
     assert whole == -(2**15) * fingerprint_of_ones(tensor.shape, (0, 0), CPU)
 

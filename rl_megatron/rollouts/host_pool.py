@@ -1,4 +1,7 @@
-"""Processes that hold objects of users' code: environments and tools. The asyncio loop of rank 0 calls them."""
+"""Start processes that hold objects of users' code, environments and tools, and others after one has ended.
+
+The asyncio loop of rank 0 calls them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hold objects of users' code in a process of their own. `host_process` starts it and sends calls over a socket.
+"""The child's side: hold objects of users' code. `host_process` starts the process and sends calls over a socket.
 
 The code may do anything: raise, print, wait, hang, or end the process. Every call is marked in shared memory while it
 runs, so that the parent process knows which call was the last.
