@@ -75,7 +75,7 @@ STEP = (
     Box("algorithms/grpo.py", "grpo", "gets rollouts, adds logprobs and advantages"),
     Box("runs/stage.py", "Stage.train", "checks that ranks agree, and measures what the step costs"),
     Box("training/megatron_policy.py", "MegatronPolicy.train", "takes a Batch, or makes one of a dictionary"),
-    Box("training/steps.py", "StepPlanner.plan_steps", "cuts the batch into optimizer steps, and counts denominators"),
+    Box("training/steps.py", "StepPlanner.plan_steps", "plans each step when it is taken, and counts denominators"),
     Box("training/trainer.py", "Trainer.step", "takes one optimizer step; its end is below"),
     Box("training/runner.py", "Runner.train_step", "runs megatron-core's pipeline schedule"),
     Box("training/model_input.py", "ModelInput.build", "makes this rank's tokens of every microbatch"),

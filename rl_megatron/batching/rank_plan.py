@@ -1,7 +1,7 @@
-"""The microbatches of each rank: one plan for all ranks, made from the lengths of all sequences.
+"""Plan the microbatches of several ranks at once, from the lengths of their sequences.
 
-Ranks that chose their own microbatches would disagree on how many there are and wait for each other for ever. So every
-rank plans for every rank, and all have the same number of microbatches, of similar cost.
+All ranks need the same number of microbatches, or some would wait for ever; and they should be of similar cost. So
+every rank makes the same plan for all ranks that it plans with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names, manifests and completeness of checkpoint directories. This module does not need megatron-core.
+"""Names and manifests of checkpoint directories, and how one is synced and published. It does not need megatron-core.
 
 A checkpoint is a directory `step-000123`. It is written as `step-000123.incomplete`. Once every rank has written its
 part, rank 0 adds `manifest.json` (step, model, size and digest of every file) and renames the directory. A run that is
