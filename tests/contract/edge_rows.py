@@ -16,9 +16,10 @@ import torch
 
 import rl_megatron
 from rl_megatron.algorithms import advantages as A
-from rl_megatron.batching import packing, plan, rank_plan
+from rl_megatron.batching import packing, rank_plan
 from rl_megatron.batching.config import Batching, DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.cost import SequenceCost
+from rl_megatron.batching.microbatch_plan import plan_dynamic_batching, plan_padded, plan_sequence_packing
 from rl_megatron.compat.nemo_rl.batched_data_dict import BatchedDataDict as NemoBatch
 from rl_megatron.compat.nemo_rl.errors import RangeError, RuleError
 from rl_megatron.data.batch import BatchedDataDict, common_size, score_positions
@@ -284,23 +285,23 @@ BATCHING = [
             ("groups of 0", {"lengths": [1], "group_size": 0}, refused(f"group_size {COUNT}")),
         )
     ),
-    Row("plan_padded", "empty", lambda: plan.plan_padded([], 3, 2, 1, SequenceCost()).sequences, [[], []]),
-    Row("plan_padded", "empty, its efficiency", lambda: plan.plan_padded([], 3, 2, 1, SequenceCost()).efficiency, 1.0),
-    Row("plan_padded", "no rank", lambda: plan.plan_padded([1], 3, 0, 1, SequenceCost()), refused("num_shards")),
-    Row("plan_dynamic_batching", "empty", lambda: plan.plan_dynamic_batching([], 3, 2, DynamicPlanArgs(8)).sequences,
+    Row("plan_padded", "empty", lambda: plan_padded([], 3, 2, 1, SequenceCost()).sequences, [[], []]),
+    Row("plan_padded", "empty, its efficiency", lambda: plan_padded([], 3, 2, 1, SequenceCost()).efficiency, 1.0),
+    Row("plan_padded", "no rank", lambda: plan_padded([1], 3, 0, 1, SequenceCost()), refused("num_shards")),
+    Row("plan_dynamic_batching", "empty", lambda: plan_dynamic_batching([], 3, 2, DynamicPlanArgs(8)).sequences,
         [[], []]),
-    Row("plan_dynamic_batching", "no rank", lambda: plan.plan_dynamic_batching([1], 3, 0, DynamicPlanArgs(8)),
+    Row("plan_dynamic_batching", "no rank", lambda: plan_dynamic_batching([1], 3, 0, DynamicPlanArgs(8)),
         refused("num_shards")),
     Row("plan_dynamic_batching", "longer than the width",
-        lambda: plan.plan_dynamic_batching([4], 3, 1, DynamicPlanArgs(8)), refused("the batch is 3 tokens wide")),
-    Row("plan_sequence_packing", "empty", lambda: plan.plan_sequence_packing([], 2, PackingPlanArgs(8)).sequences,
+        lambda: plan_dynamic_batching([4], 3, 1, DynamicPlanArgs(8)), refused("the batch is 3 tokens wide")),
+    Row("plan_sequence_packing", "empty", lambda: plan_sequence_packing([], 2, PackingPlanArgs(8)).sequences,
         [[], []]),
     Row("plan_sequence_packing", "more ranks than sequences",
-        lambda: plan.plan_sequence_packing([1], 2, PackingPlanArgs(8)), refused("do not divide over 2 shards")),
-    Row("plan_sequence_packing", "no rank", lambda: plan.plan_sequence_packing([1], 0, PackingPlanArgs(8)),
+        lambda: plan_sequence_packing([1], 2, PackingPlanArgs(8)), refused("do not divide over 2 shards")),
+    Row("plan_sequence_packing", "no rank", lambda: plan_sequence_packing([1], 0, PackingPlanArgs(8)),
         refused("num_shards")),
     Row("MicrobatchPlan", "empty, its imbalance",
-        lambda: plan.plan_dynamic_batching([], 3, 2, DynamicPlanArgs(8)).shard_imbalance, 0.0),
+        lambda: plan_dynamic_batching([], 3, 2, DynamicPlanArgs(8)).shard_imbalance, 0.0),
     Row("pack_sequences", "empty", lambda: packing.pack_sequences([], 8), []),
     Row("pack_sequences", "an empty sequence", lambda: packing.pack_sequences([0], 8), [[0]]),
     Row("pack_sequences", "negative", lambda: packing.pack_sequences([-1], 8), refused("has length -1")),
