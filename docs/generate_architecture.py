@@ -101,9 +101,10 @@ OF_A_MICROBATCH_NOTE = (
     "on the last pipeline stage.",
     "With train.fused_head,",
     "linear.py instead of api.py.",
-    "Then the backward pass,",
-    "in which gradients are",
-    "added up over ranks.",
+    "Then the backward pass.",
+    "After the last microbatch,",
+    "gradients are added up",
+    "over ranks (optimizer.py).",
 )
 
 

@@ -1,4 +1,4 @@
-"""Send activations and gradients between pipeline stages if microbatches differ in shape.
+"""Send activations and gradients between pipeline stages, whose microbatches may differ in shape.
 
 megatron-core's stages send each other each shape before each tensor. That waits for the device at every send. If two
 stages interleave model chunks, each is both the next and the previous stage of the other, and shapes reach the wrong
