@@ -131,6 +131,7 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
     token, and that there is no evaluation and no checkpoint.
     """
     from rl_megatron.config.loading.load import load_config
+    from rl_megatron.rollouts import sampler
     from rl_megatron.runs import run, stage, stage_runner
 
     _prepare(work.threads)
@@ -142,8 +143,8 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
         def __init__(self, engine: Any):
             self._engine = engine
 
-        def sleep(self) -> None:
-            self._engine.sleep()
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
 
         def complete(self, requests: list[Any]) -> Any:
             endless = [replace(each, sampling=replace(each.sampling, stop_ids=())) for each in requests]
@@ -158,9 +159,6 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            self.engine: Any = FullLength(self.engine)
-            scorer = self.rollouts.scorer
-            scorer.score_samples = clock.timed("reward", scorer.score_samples)
             self.policy.get_logprobs = clock.timed("logprobs", self.policy.get_logprobs)
             self.policy.train = clock.timed("train", self.policy.train)
 
@@ -172,7 +170,15 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
                 yield step
             turns.next()
 
+    class TimedSampler(sampler.Sampler):
+        """A sampler whose completions have their full length."""
+
+        def __init__(self, loop: Any, policy: Any, engine: Any, rollouts: Any):
+            rollouts.scorer.score_samples = clock.timed("reward", rollouts.scorer.score_samples)
+            super().__init__(loop, policy, FullLength(engine), rollouts)  # pyright: ignore[reportArgumentType]
+
     stage_runner.Stage = Raced  # pyright: ignore[reportPrivateImportUsage]
+    stage_runner.Sampler = TimedSampler  # pyright: ignore[reportPrivateImportUsage]
     output_dir = work.directory / "-".join(setting.partition("=")[2] for setting in case)
     config = load_config([*work.overrides, *case, f"output_dir={output_dir}"])
     try:
