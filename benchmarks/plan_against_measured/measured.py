@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +22,6 @@ from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.plan.fake_cuda.device import clear_caches
 from rl_megatron.topology.topology import start_topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.reference import ReferenceModel
@@ -43,7 +44,7 @@ def measure(case: Case) -> OfRank:
     config = load_config(case.configuration).first
     topology = start_topology(config.parallel, device="cpu", seed=config.train.seed)
     loss = configured_loss(config.loss)
-    clear_caches()  # a plan counts the tables that a process makes once, whatever this one has run before
+    _clear_caches()  # a plan counts the tables that a process makes once, whatever this one has run before
     gc.collect()
     earlier, phases = _live_storages(), _Phases()
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
@@ -176,3 +177,12 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def _live_storages() -> dict[int, int]:
     return _storages(thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+
+
+def _clear_caches() -> None:
+    """Clear the caches of the package, which may hold tensors. (The plan's own way is not imported here.)"""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("rl_megatron."):
+            for function in list(vars(module).values()):
+                if isinstance(function, functools._lru_cache_wrapper):
+                    function.cache_clear()
