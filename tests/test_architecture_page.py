@@ -54,6 +54,7 @@ def functions_of_a_step() -> list[tuple[str, str]]:
 
 
 @pytest.mark.change
-def test_a_training_step_enters_the_files_of_the_picture_in_their_order(fresh_process):
+def test_a_training_step_enters_the_files_of_the_picture_in_their_order(ranks):
     shown = [(box.file, box.name) for box in generate_architecture.STEP[2:]]
-    assert [each for each in fresh_process.run(functions_of_a_step) if each in shown] == shown
+    (entered,) = ranks.run(1, functions_of_a_step)
+    assert [each for each in entered if each in shown] == shown
