@@ -22,6 +22,7 @@ PACKAGE = REPOSITORY / "rl_megatron"
 PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
 NOT_OURS = {"does not divide the world size 1"}  # an example
 VALUE = "\0"
+BASES = {"RunFailed"}  # exceptions that have no message of their own, because only classes below them are raised
 FEWEST_CHARACTERS = 10  # in a quote's constant parts; shorter quotes would match too much
 
 
@@ -160,9 +161,7 @@ def test_every_exception_has_an_entry():
     quoted = {call for quote in QUOTES for message in sources_of(quote) for call in message.raised}
     assert exceptions
     assert not [name for name in exceptions if f"`{name}`" not in PAGE], "the page does not name these"
-    calls = (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Call))
-    called = {ast.unparse(call.func).rpartition(".")[2] for call in calls}  # others are only bases
-    assert not exceptions.keys() & called - quoted, "no entry quotes a message of these"
+    assert not exceptions.keys() - BASES - quoted, "no entry quotes a message of these"
 
 
 def raises_config_error(tree: ast.Module) -> bool:

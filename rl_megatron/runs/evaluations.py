@@ -59,7 +59,8 @@ class Evaluations:
         self._evaluate(step, is_due, sets)
         if last or step == 0 or not self._reaches_goal(step):
             return last
-        self._evaluate(step, not is_due, [each for each in self._due(step, last=True)[1] if each not in sets])
+        _, all_sets = self._due(step, last=True)
+        self._evaluate(step, not is_due, [eval_set for eval_set in all_sets if eval_set not in sets])
         return True
 
     def close(self) -> None:
