@@ -7,6 +7,8 @@ from the command to the end and to the first step, medians of all repetitions.
 
     git worktree add outputs/before v0.1.0
     python -m benchmarks.same_results outputs/before . --repeat 3
+
+With --times, a second table has the median milliseconds of a step of each stage, and of the parts of a step.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -30,6 +33,7 @@ from rich.table import Table
 
 from rl_megatron.config.metrics import METRICS_FILE, SAMPLES, is_cost
 
+_TIME = re.compile(r"seconds|time_.*_s")
 _SMALL = (
     "model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=4",
     "model.num_query_groups=2", "tokenizer.vocab_size=272",
@@ -107,6 +111,7 @@ class Compared:
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     to_first_step: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    times: dict[str, dict[tuple[str, str], list[float]]] = field(default_factory=lambda: defaultdict(dict))
     num_values: int = 0
     differences: list[str] = field(default_factory=list)
 
@@ -120,11 +125,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help=f"of {', '.join(RUNS)}"
     )
     parser.add_argument("--repeat", type=int, default=1, help="how often each checkout starts each run")
+    parser.add_argument("--times", action="store_true", help="print the times of steps and of their parts")
     parser.add_argument("--keep", type=Path, help="keep the output directories here")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of both checkouts")
     options = parser.parse_args(arguments)
     checkouts = {"before": options.before.resolve(), "after": options.after.resolve()}
     table = Table("run", "values", "differ", "seconds", "to first step", title="before → after")
+    times = Table("run", "stage", "time", "steps", "milliseconds", title="before → after")
     console, differs = Console(), False
     for checkout in checkouts.values():  # so that no run's time has the compilation
         command = [options.python, "-m", "compileall", "-q", "rl_megatron"]
@@ -144,12 +151,17 @@ def main(arguments: list[str] | None = None) -> int:
                 _ratio(found.seconds),
                 _ratio(found.to_first_step),
             )
+            for stage, metric in sorted(found.times["before"].keys() & found.times["after"].keys()):
+                both = {checkout: taken[stage, metric] for checkout, taken in found.times.items()}
+                times.add_row(name, stage, metric, str(len(both["before"])), _ratio(both, scale=1000))
     console.print(table)
+    if options.times:
+        console.print(times)
     return int(differs)
 
 
-def _ratio(seconds: dict[str, list[float]]) -> str:
-    before, after = (statistics.median(seconds[name]) for name in ("before", "after"))
+def _ratio(seconds: dict[str, list[float]], scale: float = 1) -> str:
+    before, after = (scale * statistics.median(seconds[name]) for name in ("before", "after"))
     return f"{before:.1f} → {after:.1f} ({after / before:.2f})"
 
 
@@ -174,6 +186,8 @@ def compare(run: Run, checkouts: dict[str, Path], directory: Path, python: str, 
             seconds, to_first_step = _start(run, checkout, output, python)
             compared.seconds[name].append(seconds)
             compared.to_first_step[name].append(to_first_step)
+            for key, taken in _step_times(output).items():
+                compared.times[name].setdefault(key, []).extend(taken)
     before, after = directory / "before" / "out", directory / "after" / "out"
     compared.num_values, compared.differences = _differences(before, after)
     resumed = directory / "resumed" / "out"
@@ -229,6 +243,17 @@ def _environment(checkout: Path) -> dict[str, str]:
 
 def _has_step(metrics: Path) -> bool:
     return metrics.exists() and b'"train"' in metrics.read_bytes()
+
+
+def _step_times(output: Path) -> dict[tuple[str, str], list[float]]:
+    """Return the times that training steps have taken, by stage and metric, without the first step of each stage."""
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for line in map(json.loads, (output / METRICS_FILE).read_text().splitlines()):
+        if line["kind"] == "train" and line["step"] > 1:
+            for metric, value in line.items():
+                if _TIME.fullmatch(metric):
+                    times[line["stage"], metric].append(value)
+    return times
 
 
 def _forget_last_checkpoints(output: Path) -> None:

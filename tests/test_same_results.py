@@ -23,7 +23,7 @@ first = 2 if (out / "checkpoints/grpo/step-000002").exists() else 0
 lines = old.read_text().splitlines()[:first] if old.exists() else []
 for step in range(first + 1, 5):
     line = {{"stage": "grpo", "kind": "train", "step": step, "loss": step / 4, "grad_norm": float("nan")}}
-    line["seconds"] = os.getpid()
+    line["seconds"] = changes.get("seconds", 1) if step > 1 else os.getpid()
     if first:
         line["gate_max"] = 1e-7
     lines.append(json.dumps(line | (changes.get("step", {{}}) if step == 4 else {{}})))
@@ -79,9 +79,11 @@ def test_the_command_returns_whether_results_differ(checkouts, capsys, monkeypat
     monkeypatch.setattr(same_results, "RUNS", {"short": RUN})
     command = [str(checkouts / "before"), str(checkouts / "after"), "--python", str(checkouts / "python")]
     assert same_results.main([*command, "--runs", "short", "--repeat", "2"]) == 0
-    (checkouts / "after" / "changes.json").write_text('{"config": "a: 2"}')
-    assert same_results.main([*command, "--runs", "short"]) == 1
-    assert "resumed: config.yaml" in capsys.readouterr().out
+    (checkouts / "after" / "changes.json").write_text('{"config": "a: 2", "seconds": 3}')
+    assert same_results.main([*command, "--runs", "short", "--times"]) == 1
+    printed = capsys.readouterr().out
+    assert "resumed: config.yaml" in printed
+    assert "1000.0 → 3000.0 (3.00)" in printed  # the first step of a stage does not count
 
 
 @pytest.mark.parametrize("name", same_results.RUNS)
