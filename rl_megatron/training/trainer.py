@@ -87,7 +87,7 @@ class Trainer:
             )
         try:
             report = self.accumulate(planned, loss)
-            norms, updated = dict.fromkeys(self._gradients.names, 0.0), False
+            norms, updated = dict.fromkeys((*self._gradients.names, "grad_norm_clipped"), 0.0), False
             if planned.denominators.tokens > 0:
                 with phase("optimizer"):
                     norms, updated = self.update(report["loss"])
@@ -96,11 +96,7 @@ class Trainer:
             return {"lr": lr, "updated": 0.0, "skipped_steps": 1.0}
         if updated:
             self._num_skipped = 0
-        clipped = norms["grad_norm"]
-        if self._clip_grad > 0:  # as megatron-core has clipped it
-            clipped *= min(1.0, self._clip_grad / (clipped + 1e-6))
-        report |= norms | {"grad_norm_clipped": clipped, "lr": lr, "updated": float(updated)}
-        report |= {"packing_efficiency": planned.plan.efficiency}
+        report |= norms | {"lr": lr, "updated": float(updated), "packing_efficiency": planned.plan.efficiency}
         return report | ({"skipped_steps": 0.0} if self._max_skipped else {})
 
     def accumulate(self, planned: OptimizerStep, loss: Loss) -> dict[str, float]:
@@ -117,22 +113,24 @@ class Trainer:
     def update(self, loss: float) -> tuple[dict[str, float], bool]:
         """Update the weights with the gradients in their buffers, unless they are not finite, and advance the schedule.
 
-        Return the norms before clipping, and whether the weights were updated. The loss is for the error message.
+        Return the norms before clipping and the clipped one, and whether the weights were updated. The loss is for the
+        error message.
         """
         self.optimizer.prepare_grads()
         norms = self._gradients.norms()
-        grad_norm = norms["grad_norm"]
+        grad_norm = clipped = norms["grad_norm"]
         if not math.isfinite(grad_norm):  # clipping with it would make every weight NaN
             raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {loss:.4g}")
         if self._clip_grad > 0:
             for part in parts(self.optimizer):
                 clip_grads.clip_grad_by_total_norm_fp32([*part.get_parameters()], self._clip_grad, grad_norm)
+            clipped *= min(1.0, self._clip_grad / (grad_norm + 1e-6))  # as megatron-core has scaled it
         updated = bool(self.optimizer.step_with_ready_grads())
         self._model.mark_updated(updated)
         if updated and self._model.lora is None:  # the routers beside adapters are frozen
             move_biases(moving_routers(self._model.model_chunks), self._model.topology.groups.tp_dp_cp)
         self.scheduler.step(increment=1)
-        return norms, updated
+        return norms | {"grad_norm_clipped": clipped}, updated
 
     def _skip(self, error: NonFiniteLoss) -> None:
         """Count a step as skipped, or raise its error if no further step in a row may be skipped."""
