@@ -87,7 +87,7 @@ class HostPeak:
     def __init__(self) -> None:
         self._reset: BinaryIO | None = None
         with suppress(OSError):  # another system, or a container that does not allow it
-            self._reset = open(_RESET, "wb", buffering=0)  # it stays open, because opening takes longer
+            self._reset = open(_RESET, "wb", buffering=0)  # noqa: SIM115  # opening takes longer
 
     def peak_and_reset(self) -> int | None:
         """Return the largest number of bytes since the last call, or None if the system does not tell it."""

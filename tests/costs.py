@@ -83,7 +83,7 @@ class NightlyTests:
         file = test.partition("::")[0]
         if file not in self._by_file:
             self._by_file[file] = [entry for entry in self._read if fnmatch.fnmatchcase(file, entry.files)]
-        return any([entry.takes(test) for entry in self._by_file[file]])
+        return any(entry.takes(test) for entry in self._by_file[file])
 
 
 def pytest_addoption(parser):

@@ -126,7 +126,7 @@ def test_a_surrogate_has_a_gradient_at_the_ratios_of_its_paper(name, upwards, do
     (surrogate,) = (surrogate for surrogate in generate_losses.SURROGATES if surrogate.name == name)
     for advantage, (low, high) in ((1.0, upwards), (-1.0, downwards)):
         pull = advantage * generate_losses.curves(surrogate, advantage)["gradient"]
-        inside = (low < generate_losses.RATIOS) & (generate_losses.RATIOS < high)
+        inside = (low < generate_losses.RATIOS) & (high > generate_losses.RATIOS)
         assert ((pull > 0) == inside).all() and (pull >= 0).all()
 
 

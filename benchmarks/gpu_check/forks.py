@@ -90,7 +90,7 @@ def end(*processes: Process) -> None:
     for process in processes:
         _signal_group(process.pid, signal.SIGTERM)
     ends = time.monotonic() + 1.5 * _SECONDS_TO_END
-    while time.monotonic() < ends and any([process.poll() is None for process in processes]):
+    while time.monotonic() < ends and any(process.poll() is None for process in processes):
         time.sleep(0.02)
     for process in processes:
         _signal_group(process.pid, signal.SIGKILL)
@@ -99,7 +99,7 @@ def end(*processes: Process) -> None:
     for child in descendants:
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    while any([process.poll() is None for process in processes]):
+    while any(process.poll() is None for process in processes):
         time.sleep(0.02)
 
 

@@ -27,10 +27,7 @@ _PACKAGES = ("torch", "megatron-core", "triton", "trl", "liger-kernel", "cut-cro
 
 def environment(device: torch.device, threads: int, bandwidth: float) -> dict[str, Any]:
     """Return what the figures depend on."""
-    if device.type == "cuda":
-        processor = torch.cuda.get_device_name(device)
-    else:
-        processor = _cpu_name()
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     versions = {}
     for package in _PACKAGES:
         try:

@@ -130,7 +130,7 @@ def swap_logic(place: Place, source: Source) -> Iterator[Change]:
 def change_default(place: Place, source: Source) -> Iterator[Change]:
     """Change the default of an argument or of a dataclass's field."""
     node, parent = place.node, place.parent if place.parents else None
-    if isinstance(node, ast.Constant) and (isinstance(parent, ast.arguments) or isinstance(parent, ast.AnnAssign)):
+    if isinstance(node, ast.Constant) and isinstance(parent, ast.arguments | ast.AnnAssign):
         if isinstance(node.value, bool):
             yield Change(node, str(not node.value), "another default")
         elif isinstance(node.value, int | float):

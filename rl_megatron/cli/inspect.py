@@ -90,9 +90,11 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("held-out", _listed_metrics(eval_metrics) + ("" if at == found["step"] else f" (at step {at})")))
     if "tokenizer" in found:
         facts.append(("tokenizer", f"digest {found['tokenizer']}, vocabulary of {found.get('vocab_size', 'unknown')}"))
-    for name in ("precision", "layout", "weights_from", "data", "versions"):
-        if name in found:
-            facts.append((name, _listed(found[name]) if isinstance(found[name], dict) else str(found[name])))
+    facts += [
+        (name, _listed(found[name]) if isinstance(found[name], dict) else str(found[name]))
+        for name in ("precision", "layout", "weights_from", "data", "versions")
+        if name in found
+    ]
     facts.append(("config", "in the file config.yaml" if found["config"] else "not kept"))
     return facts
 

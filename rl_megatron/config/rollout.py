@@ -143,12 +143,11 @@ class TrajectoryConfig:
             raise ConfigError(
                 f"{where}.tools has no effect without functions; set {where}.tools.functions, or leave the section out"
             )
-        if self.worker in (CONVERSATION, VERIFIERS):
-            if self.worker_kwargs:
-                raise ConfigError(
-                    f"{where}.worker_kwargs has no effect on worker={self.worker}; leave it out, and see "
-                    f"{where}.environment.kwargs for the arguments of an environment"
-                )
+        if self.worker in (CONVERSATION, VERIFIERS) and self.worker_kwargs:
+            raise ConfigError(
+                f"{where}.worker_kwargs has no effect on worker={self.worker}; leave it out, and see "
+                f"{where}.environment.kwargs for the arguments of an environment"
+            )
         if self.worker != CONVERSATION:
             self._refuse_keys_of_conversations(where)
         if self.worker == VERIFIERS:

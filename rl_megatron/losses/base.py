@@ -215,7 +215,7 @@ class LogprobLoss(Loss):
             output,
             require_integers(data, "input_ids", self.display_name).to(output.device),
             sharding,
-            temperature=data["temperature"] if "temperature" in data else 1.0,
+            temperature=data.get("temperature", 1.0),
             entropy=self.needs_entropy,
             mask=self.mask(data).including_first.to(output.device),
             most_counted=sharding.most_counted,

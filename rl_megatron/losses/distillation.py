@@ -126,7 +126,7 @@ class DistillationLossFn(Loss):
         """Return both models' logprobs at the teacher's top-k ids, and H_all if this loss needs it."""
         input_ids = require_integers(data, "input_ids", self.display_name)
         teacher_logits, indices = self._teacher(data, input_ids)
-        temperature = data["temperature"] if "temperature" in data else 1.0
+        temperature = data.get("temperature", 1.0)
         stats = next_token_stats(
             output,
             input_ids.to(output.device),

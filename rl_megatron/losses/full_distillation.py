@@ -107,7 +107,7 @@ class FullDistillationLossFn(Loss):
         layout = sharding.layout(output, batch_shape)
         counted = self.mask(data).tokens.to(output.device) != 0
         labels = pad(input_ids[:, 1:].masked_fill(~counted, IGNORE_INDEX), (0, 1), value=IGNORE_INDEX)
-        temperature = data["temperature"] if "temperature" in data else 1.0
+        temperature = data.get("temperature", 1.0)
         try:
             found = teacher_divergences(
                 output,

@@ -243,7 +243,7 @@ class TokenStreams:
 
     def get(self, key: str) -> Float[Tensor, "batch tokens"] | None:
         """Return self[key], or None if the batch does not have the key."""
-        return self[key] if key in self else None
+        return self[key] if key in self else None  # noqa: SIM401  # this is `get`
 
     def per_sample(self, key: str) -> Float[Tensor, " batch"]:
         """Return data[key] [B], with 0 for masked samples."""

@@ -113,7 +113,7 @@ class RewardFunction:
             "truncated": sample.truncated,
             "answer": reference(problem),
         }
-        named = {"record": problem.record, **{name: given["answer"] for name in _ANSWERS}, **given}
+        named = {"record": problem.record, **dict.fromkeys(_ANSWERS, given["answer"]), **given}
         named |= _of_trajectory(sample)
         if sample.sequence_ids:
             named |= {"sequence_ids": list(sample.sequence_ids), "sequence_text": sample.sequence_text}
@@ -148,7 +148,7 @@ class RewardFunction:
         }
         answers = [reference(problem) for problem in problems]
         of_trajectories = {name: [each[name] for each in trajectories] for name in _OF_TRAJECTORIES}
-        return self._taken(given, {**{name: answers for name in _ANSWERS}, **given, **of_trajectories})
+        return self._taken(given, {**dict.fromkeys(_ANSWERS, answers), **given, **of_trajectories})
 
     def _taken(self, given: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the function takes: all of `given`, or those of `named` that it names."""

@@ -141,9 +141,7 @@ class RewardWorkers:
         if free <= 0:
             return
         ready = [worker for worker in self._workers if worker.is_ready]
-        if not self._workers:
-            self._start_worker()
-        elif self._waiting["list"] and len(ready) == len(self._workers):
+        if not self._workers or self._waiting["list"] and len(ready) == len(self._workers):
             self._start_worker()
         elif ready and waiting * self._seconds_per_call(ready) / len(self._workers) > _WORTH_A_WORKER_SECONDS:
             for _ in range(free):

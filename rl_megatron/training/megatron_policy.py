@@ -75,7 +75,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         batching: How a batch is split into microbatches by default.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # each is a choice of whoever builds a policy from Python
         self,
         model: ModelConfig,
         topology: Topology,
@@ -319,8 +319,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
         if batch is data:
             return replace(batch, own=BatchedDataDict(values))  # pyright: ignore[reportReturnType]  # `data` is a Batch
         home = data["input_ids"].device
-        found = BatchedDataDict({key: value.to(home) for key, value in values.items()})
-        return found  # pyright: ignore[reportReturnType]  # it is a batch of the core's class
+        return BatchedDataDict(  # pyright: ignore[reportReturnType]  # it is a batch of the core's class
+            {key: value.to(home) for key, value in values.items()}
+        )
 
     # --- logprobs and scores ---
 

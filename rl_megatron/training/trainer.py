@@ -64,9 +64,7 @@ class Trainer:
 
     def train(self, steps: Iterable[OptimizerStep], loss: Loss) -> dict[str, Any]:
         """Take optimizer steps, each planned when it is taken, and return the metrics over them."""
-        reports = []
-        for planned in steps:
-            reports.append(self.step(planned, loss))
+        reports = [self.step(planned, loss) for planned in steps]
         counts = {"num_updates": int(sum(report["updated"] for report in reports))}
         if self._max_skipped:
             counts["skipped_steps"] = int(sum(report["skipped_steps"] for report in reports))

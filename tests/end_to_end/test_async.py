@@ -60,9 +60,11 @@ def watched_run(tmp_path_factory, forks):
     """The directory of an asynchronous run on two ranks that nothing disturbs, and where its processes listened."""
     directory = tmp_path_factory.mktemp("asynchronous")
     (directory / "reward.py").write_text(REWARD)
-    with forks.start(directory, "train", *OPTIONS, "parallel.tensor=2", ranks=2) as running:
-        with watched(running.pids) as addresses:
-            ranks = running.finish_ranks()
+    with (
+        forks.start(directory, "train", *OPTIONS, "parallel.tensor=2", ranks=2) as running,
+        watched(running.pids) as addresses,
+    ):
+        ranks = running.finish_ranks()
     assert [rank.status for rank in ranks] == [0, 0], ranks[0].err
     return directory, addresses
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -75,10 +76,9 @@ def again_with_another_model(arguments):
     import rl_megatron
 
     exec(compile(CELL, "<cell>", "exec"), sys.modules["__main__"].__dict__)
-    config = json.loads(open("qwen2/config.json").read())
+    config = json.loads(Path("qwen2/config.json").read_text())
     sys.modules["__main__"].__dict__["run"]("one")
-    with open("qwen2/config.json", "w") as file:
-        json.dump(config | {"comment": "changed"}, file)
+    Path("qwen2/config.json").write_text(json.dumps(config | {"comment": "changed"}))
     with pytest.raises(rl_megatron.ConfigError, match="one.imported/checkpoint was made from other files"):
         sys.modules["__main__"].__dict__["run"]("one")
     return 0

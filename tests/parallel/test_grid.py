@@ -77,7 +77,7 @@ def test_the_grid_has_every_pair_of_values_that_eight_ranks_allow():
     layouts = whole_grid()
     assert all(is_possible(layout.factors) for layout in layouts)
     assert set().union(*(pairs(layout.factors) for layout in layouts)) == possible_pairs()
-    assert {name for name in Factors._fields} == set(VALUES)
+    assert set(Factors._fields) == set(VALUES)
 
 
 def test_the_page_has_every_layout_of_the_grid():

@@ -100,11 +100,12 @@ class Weighted(NLLLoss):
 
 def losses_of_weighted_tokens() -> list[float]:
     """Return the loss of tokens with weights, padded to the batch's width and to that of a microbatch."""
-    batch, found = random_batch(8, 16, 0), []
+    batch = random_batch(8, 16, 0)
     batch["weights_of_next_tokens"] = torch.rand(8, 16, generator=torch.Generator().manual_seed(1))
-    for batching in (Batching(sequences=8), Batching("dynamic", tokens=32)):
-        found.append(build_policy({}, batching=batching).train(batch, Weighted(), gbs=8)["loss"])
-    return found
+    return [
+        build_policy({}, batching=batching).train(batch, Weighted(), gbs=8)["loss"]
+        for batching in (Batching(sequences=8), Batching("dynamic", tokens=32))
+    ]
 
 
 def test_a_microbatch_gets_its_tokens_of_the_keys_that_a_loss_declares(ranks):

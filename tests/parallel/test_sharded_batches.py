@@ -223,7 +223,7 @@ def moved_bytes(parallel) -> tuple[int, int, int, list[int]]:
     """Return the bytes that a rank sent and received, those of its sequences, and the owners of all."""
     policy, batch = build_policy(parallel, batching=PACKED), whole_batch()
     found = policy.distribute(as_produced(batch, policy, False))
-    own = {key: value for key, value in found.own.items()}
+    own = dict(found.own)
     of_sequences = {key for key, value in own.items() if value.dim() == 1} | {"features"}
     tokens = int(found.lengths[found.numbers].sum())
     held = sum(tokens * own[key].element_size() for key in own.keys() - of_sequences)

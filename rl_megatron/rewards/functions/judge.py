@@ -85,7 +85,7 @@ class Judge:
         ValueError: An argument is wrong; the message names it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the arguments are keys of a configuration
         self,
         url: str,
         model: str,

@@ -105,7 +105,6 @@ class Server:
         with self.scheduler.lock:
             if not self.scheduler.flush():
                 raise Refused("Flush cache failed.")
-        return None
 
     # --- weights ---
 

@@ -153,7 +153,7 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
     config = load_config([*overrides, "loss.reference_policy_kl_type=k1"]).first
     loop, policy, sampler = sampling(
         config,
-        Scripted({prompt: DIFFER * 2 for prompt in "abcd"}),
+        Scripted(dict.fromkeys("abcd", DIFFER * 2)),
         ScoredHere(Echo()),
         policy=policy_with_a_reference(),
         steps=lambda: [1],

@@ -177,7 +177,7 @@ def test_documents_are_text_files_and_records_with_a_text(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     (tmp_path / "b.txt").write_text("three\nfour\n")
     texts = TextSource(None, TextConfig(path=str(tmp_path), heldout_fraction=0.5))
-    assert [part for part in texts.documents()] == [["one\n", "three\n"], ["two\n", "four\n"]]
+    assert list(texts.documents()) == [["one\n", "three\n"], ["two\n", "four\n"]]
     (tmp_path / "t.jsonl").write_text(jsonl([{"text": "five"}, {"text": "six"}]))
     path = [str(tmp_path / name) for name in ("a.txt", "b.txt", "t.jsonl")]
     mixed = TextSource(None, TextConfig(path=path, heldout_fraction=0.0))

@@ -138,7 +138,7 @@ def test_checkpoints_have_weights_and_optimizer_state_and_the_critics():
 
 
 def test_the_shared_memory_is_that_of_linux():
-    assert machine.SHARED_MEMORY == Path("/dev/shm")
+    assert Path("/dev/shm") == machine.SHARED_MEMORY
 
 
 def test_limits_that_the_system_does_not_have_are_found_if_a_model_writes_programs(monkeypatch):

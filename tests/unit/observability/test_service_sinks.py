@@ -62,13 +62,11 @@ def records_of(path, record_class):
 
 
 def history(records):
-    rows = []
-    for record in records:
-        if record.WhichOneof("record_type") == "history":
-            rows.append(
-                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            )
-    return rows
+    return [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
 
 
 @pytest.mark.change

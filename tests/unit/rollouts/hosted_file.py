@@ -30,7 +30,7 @@ class Thing:
     def with_a_loop_of_its_own(self):
         return asyncio.run(self.wait(0.0))
 
-    def misbehave(self, how):
+    def misbehave(self, how):  # noqa: RET503  # most ways do not return
         match how:
             case "raise":
                 raise ValueError("on purpose")

@@ -6,6 +6,7 @@ import re
 import resource
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -176,10 +177,8 @@ def test_requests_at_the_same_time_share_the_limit_of_tokens():
 def test_a_worker_that_ignores_its_end_is_left_behind(caplog):
     async def ignores_its_end(client, record, sampling):
         for _ in range(2):
-            try:
+            with suppress(asyncio.CancelledError):
                 await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                pass
 
     (result,) = run(
         ignores_its_end, prompts(1), RandomTokens(range(1, 9)), TOKENIZER, fails_run=False, timeout_seconds=0.1,
