@@ -1,0 +1,116 @@
+"""Functions of the package are named by verbs, and local variables by what they are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
+
+# Packages whose names are not looked at yet. An entry leaves when its package has followed; none is added.
+LATER = {
+    "algorithms", "api", "batching", "certify", "checkpoint", "cli", "compat", "config", "data", "doctor", "evaluation",
+    "generation", "logprobs", "losses", "model", "observability", "plan", "policy", "rewards", "rollouts", "runs",
+    "topology", "training", "weight_sync", "workers", "log", "disk", "timing",
+}  # fmt: skip
+
+_IRREGULAR = (
+    "begun|bound|bought|brought|built|chosen|cut|done|drawn|driven|fallen|found|given|gone|grown|heard|held|hidden|kept|"
+    "known|laid|left|lent|lost|made|meant|met|put|run|said|seen|sent|set|shown|split|spent|taken|thrown|told|written"
+)
+# A participle alone says what comes out, but neither what is done nor with what.
+PARTICIPLE = re.compile(rf"_*([a-z]+ed|{_IRREGULAR})(_(at|by|for|from|in|off|on|out|to|with))?")
+POSSESSIVE = re.compile(r"_*(of|of_.*|.*_of)")
+VERBS = {"cut", "embed", "exceed", "feed", "need", "proceed", "put", "run", "seed", "set", "shed", "speed", "split"}
+LOCALS = {"each", "found", "given", "known", "made", "place", "own", "before", "taken", "said"}
+_NOUNS = {"property", "cached_property", "setter"}
+
+# Names that a protocol, another library or a user's file fixes, or that are verbs or nouns after all.
+ALLOWED: dict[str, set[str]] = {}
+
+
+def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield the functions of a module with their qualified names, without properties."""
+
+    def visit(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{prefix}{child.name}"
+                if not isinstance(child, ast.ClassDef) and not _is_noun(child):
+                    yield name, child
+                yield from visit(child, f"{name}.")
+            else:
+                yield from visit(child, prefix)
+
+    return visit(tree, "")
+
+
+def _is_noun(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    names = {
+        node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in function.decorator_list
+    }
+    return bool(names & _NOUNS)
+
+
+def is_refused(name: str) -> bool:
+    """Return whether a function's name is a possessive or a bare participle."""
+    if POSSESSIVE.fullmatch(name):
+        return True
+    match = PARTICIPLE.fullmatch(name)
+    return bool(match) and match[1] not in VERBS
+
+
+def refused_names(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and name of each function and each local variable of a module that has a refused name."""
+    tree = ast.parse(text)
+    for name, function in definitions(tree):
+        if is_refused(function.name):
+            yield function.lineno, name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in LOCALS:
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg) and node.arg in LOCALS:
+            yield node.lineno, node.arg
+
+
+def files() -> Iterator[tuple[str, Path]]:
+    """Yield each file that is looked at, with its name in `ALLOWED`."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE)
+        if name.parts[0].removesuffix(".py") not in LATER:
+            yield str(name), path
+
+
+def test_functions_are_named_by_verbs_and_locals_by_what_they_are():
+    refused = [
+        f"{name}:{line}: {word}"
+        for name, path in files()
+        for line, word in refused_names(path.read_text())
+        if word not in ALLOWED.get(name, ())
+    ]
+    assert not refused, "\n".join(refused)
+
+
+def test_every_exception_is_needed():
+    unused = {
+        (name, word)
+        for name, path in files()
+        for word in ALLOWED.get(name, set()) - {word for _, word in refused_names(path.read_text())}
+    }
+    assert not unused and not ALLOWED.keys() - {name for name, _ in files()}
+
+
+def test_a_possessive_a_participle_and_an_empty_local_are_refused():
+    text = "def lengths_of(x):\n    for each in x:\n        yield each\nclass A:\n    def joined(self): ...\n"
+    text += "    @property\n    def kept(self): ...\n    def embed(self): ...\n    def reset_weights(self): ...\n"
+    assert [word for _, word in refused_names(text)] == ["lengths_of", "A.joined", "each"]
+
+
+if __name__ == "__main__":  # how many names each package still has
+    counts = Counter(
+        path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") for _ in refused_names(path.read_text())
+    )
+    print(sum(counts.values()), dict(counts.most_common()))
