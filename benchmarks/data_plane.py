@@ -125,11 +125,11 @@ def others(
         objects[0] = alike.columns, alike.padding
 
     with (
-        mock.patch.object(batch_module, "from_all_ranks", lambda values, _: answers[values.dtype]),
+        mock.patch.object(batch_module, "gather_from_ranks", lambda values, _: answers[values.dtype]),
         mock.patch.object(dist, "broadcast_object_list", describe),
-        mock.patch.object(ownership_module, "from_all_ranks", lambda *_: torch.from_numpy(gifts)[None]),
+        mock.patch.object(ownership_module, "gather_from_ranks", lambda *_: torch.from_numpy(gifts)[None]),
         mock.patch.object(dist, "all_reduce", lambda values, **_: values.copy_(torch.from_numpy(local))),
-        mock.patch.object(reductions, "from_all_ranks", lambda values, _: values[None]),
+        mock.patch.object(reductions, "gather_from_ranks", lambda values, _: values[None]),
     ):
         yield
 

@@ -28,7 +28,7 @@ from rl_megatron.batching.step_plan import PADDING, StepPlan
 from rl_megatron.batching.trajectory_index import TRAJECTORY, TrajectoryIndex
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import is_per_token
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.reductions import ALONE, RankReduction
 
@@ -373,7 +373,7 @@ def _count_sequences(own: BatchedDataDict | None, topology: Topology | None, mov
 def _gather_from_replicas(values: Tensor, topology: Topology) -> Tensor:
     """Return the values [ranks, …] of the first ranks of all replicas, on the host."""
     if is_first_of_replica(topology):
-        every = from_all_ranks(values, topology.groups.dp).contiguous()
+        every = gather_from_ranks(values, topology.groups.dp).contiguous()
     else:
         every = values.new_empty(topology.data, *values.shape)
     return from_first_of_replica(every, topology).cpu()

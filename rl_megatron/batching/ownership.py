@@ -20,7 +20,7 @@ from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.packing import round_up
 from rl_megatron.batching.rank_plan import LengthPlan, plan_lengths
 from rl_megatron.batching.step_plan import PADDING, Shapes, StepPlan
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.degrees import SequenceLayout
 from rl_megatron.topology.reductions import RankReduction
 
@@ -250,7 +250,7 @@ def _gifts(given: np.ndarray, members: range, rank: int, ranks: RankReduction) -
     most = int(ranks.max(torch.tensor([len(own)])).item())
     padded = torch.full((most, 2), -1, dtype=torch.int32)
     padded[: len(own)] = torch.from_numpy(own)
-    found = from_all_ranks(padded.to(ranks.device), ranks.group).flatten(0, 1).cpu().numpy()
+    found = gather_from_ranks(padded.to(ranks.device), ranks.group).flatten(0, 1).cpu().numpy()
     return found[found[:, 0] >= 0].astype(np.int64)
 
 

@@ -35,7 +35,7 @@ from rl_megatron.config.loading.hints import explain, key_of
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.runs.stop_signals import SIGNALS
-from rl_megatron.topology.job_store import JOB, TIMEOUT_MINUTES, store_of_attempt
+from rl_megatron.topology.job_store import JOB, TIMEOUT_MINUTES, open_attempt_store
 
 _LONGEST_NAME = 120  # characters of a directory's name
 _LONGEST_WORDS = 30  # of them, the words of a value that is no name
@@ -183,7 +183,7 @@ def _shared_store() -> Any:
     if not of_launcher:
         return store
     timeout = timedelta(minutes=TIMEOUT_MINUTES)
-    return store_of_attempt(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
+    return open_attempt_store(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
 
 
 def _status(process: BaseProcess, number: int, store: Any) -> int:

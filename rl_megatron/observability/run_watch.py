@@ -16,7 +16,7 @@ from rl_megatron.observability.heartbeat import Heartbeat
 from rl_megatron.observability.position import Position
 from rl_megatron.observability.waiting import stacks
 from rl_megatron.observability.watchdog import Watchdog
-from rl_megatron.topology.job_store import launcher_has_the_store
+from rl_megatron.topology.job_store import launcher_has_store
 
 _LONGEST_INTERVAL = 5.0  # seconds between two heartbeats
 _INTERVALS_PER_LIMIT = 8
@@ -71,7 +71,7 @@ class RunWatch:
         log.follow_progress(self.position.progress)
         if self._store is not None and self._limit > 0:
             self._threads = [threading.Thread(target=self._run, name="heartbeat", daemon=True)]
-            if self._rank < 2 and self._world_size > 1 and (launcher_has_the_store() == (self._rank == 0)):
+            if self._rank < 2 and self._world_size > 1 and (launcher_has_store() == (self._rank == 0)):
                 self._threads.append(threading.Thread(target=self._watch_store, name="store watch", daemon=True))
             for thread in self._threads:
                 thread.start()
@@ -118,7 +118,7 @@ class RunWatch:
             first = shared.record(failure)
             if self._rank == 0:
                 self._say_failure(shared, first)
-                if not (failure["on_all_ranks"] or launcher_has_the_store()):
+                if not (failure["on_all_ranks"] or launcher_has_store()):
                     self._keep_store(shared, first)
                 return
             if first["rank"] == self._rank and not failure["on_all_ranks"]:
@@ -165,9 +165,9 @@ class RunWatch:
 
     def _say_without_store(self, failure: dict[str, Any], error: RuntimeError) -> None:
         """Report a failure if the store's process has ended, which nobody can be asked about."""
-        holder = "the launcher" if launcher_has_the_store() else "rank 0"
+        holder = "the launcher" if launcher_has_store() else "rank 0"
         failure = failure | {"message": f"{failure['message']}; the store of {holder} at {_address()}: {error}"}
-        if self._rank == (0 if launcher_has_the_store() else 1) and self._others_failed_at is None:
+        if self._rank == (0 if launcher_has_store() else 1) and self._others_failed_at is None:
             self._print(failure, self.file.write(failure, _TRACEBACK))
 
     def _run(self) -> None:
@@ -242,7 +242,7 @@ class RunWatch:
             f"has not answered for {seconds:.0f} s (it holds the job's store at {_address()}, so the rest is what the "
             "ranks wrote before)"
         )
-        if launcher_has_the_store():
+        if launcher_has_store():
             diagnosis = Diagnosis(None, seconds, f"the launcher on the first node {reason}")
         else:
             diagnosis = Diagnosis(0, seconds, reason)

@@ -86,7 +86,7 @@ def _batch_view(
     group_size: int,
     ranks: int,
 ) -> BatchView:
-    layout = ConfiguredLayout.of(stage.parallel, ranks)
+    layout = ConfiguredLayout.from_config(stage.parallel, ranks)
     cost = SequenceCost.of_model(stage.model, tokenizer.vocab_size)
     batching = Batching.of(stage.train)
     whole = Batch.whole(batch)

@@ -10,7 +10,7 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.model.flops import model_flops
 from rl_megatron.observability.cost_metrics import INNER_PHASES, OUTER_PHASES, TOKEN_PHASES, TRAINING_PHASES
 from rl_megatron.timing import DevicePeak, HostClock, HostPeak, PhaseTimer, StepTimes, StreamClock
-from rl_megatron.topology.gpus import gpu_of_device
+from rl_megatron.topology.gpus import find_gpu
 from rl_megatron.topology.topology import Topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
@@ -34,7 +34,7 @@ class StepMeter:
         self._device, self._num_ranks, self._pipelined = topology.device, topology.world_size, topology.pipeline > 1
         clock, memory = (StreamClock(), DevicePeak()) if topology.is_cuda else (HostClock(), HostPeak())
         self.timer = PhaseTimer(clock, memory)
-        gpu = gpu_of_device(torch.cuda.get_device_name()) if topology.is_cuda else None
+        gpu = find_gpu(torch.cuda.get_device_name()) if topology.is_cuda else None
         if topology.is_cuda and gpu is None:
             log.once(f"the peak of {torch.cuda.get_device_name()} is unknown, so there is no metric mfu")
         self._peak_tflops = None if gpu is None else gpu.tflops(precision)

@@ -66,14 +66,14 @@ class ModelInput:
         local_length = microbatch.shape(topology)[1] // topology.context
         packing, boundaries = None, (None, None)
         if microbatch.lengths is None:
-            layout = TokenLayout.padded((ids.size(0), ids.size(1)), local_length, groups.cp, ids.device)
+            layout = TokenLayout.from_padded_batch((ids.size(0), ids.size(1)), local_length, groups.cp, ids.device)
         else:
             padded = padded_lengths(microbatch.lengths, topology)
             starts, padded_starts = boundaries = tuple(
                 torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (microbatch.lengths, padded)
             )
             packing = packing_params(padded, topology, backend)
-            layout = TokenLayout.packed(starts, padded_starts, ids.size(1), local_length, groups.cp)
+            layout = TokenLayout.from_pack(starts, padded_starts, ids.size(1), local_length, groups.cp)
         most_counted = _most_counted(batch, layout, topology.tensor if topology.sequence else 1)
         sharding = Sharding(groups.tp, groups.cp, vocab_size, *boundaries, most_counted=most_counted)
         experts, padding = None, None

@@ -22,8 +22,8 @@ from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.topology.device import TIMEOUT_MINUTES
-from rl_megatron.topology.topology import Topology, build_beside, in_megatron
+from rl_megatron.topology.job_store import TIMEOUT_MINUTES
+from rl_megatron.topology.topology import Topology, build_beside, use_in_megatron
 from rl_megatron.training.inference import Inference, build_runner
 from rl_megatron.training.reference import HostWeights, Placement
 from rl_megatron.training.runner import FusedHead
@@ -110,7 +110,7 @@ class Teacher:
         """Keep the weights on the device, and the teacher's layout in megatron-core, within the block."""
         with ExitStack() as stack:
             if self._own_layout:
-                stack.enter_context(in_megatron(self.model.topology))
+                stack.enter_context(use_in_megatron(self.model.topology))
             if self._host_weights is not None:
                 stack.enter_context(self._host_weights.on_device())
             yield
@@ -144,7 +144,7 @@ def load_teacher(
     own_layout = config.parallel is not None
     if config.parallel is not None:
         topology = build_beside(config.parallel, topology, timeout_minutes)
-    with in_megatron(topology) if own_layout else nullcontext():
+    with use_in_megatron(topology) if own_layout else nullcontext():
         model = ShardedModel(shape, topology, vocab_size=vocab_size, precision=precision, initialise=False)
         if weights is not None:
             weights.load_into(model)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.step_plan import PADDING, StepPlan
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.topology import Topology
 from rl_megatron.topology.transfer import send, to_host
 
@@ -81,7 +81,7 @@ class TokenValues:
         step = max(1, self._block_bytes() // (group.size() * flat.element_size()))
         found = torch.empty(group.size(), len(flat), dtype=flat.dtype)
         for start in range(0, len(flat), step):
-            found[:, start : start + step] = to_host(from_all_ranks(flat[start : start + step], group))
+            found[:, start : start + step] = to_host(gather_from_ranks(flat[start : start + step], group))
         return found.view(group.size(), *mine.shape)
 
     def _block_bytes(self) -> int:

@@ -107,7 +107,7 @@ def test_the_batch_is_the_one_that_training_gets_at_that_step(stages, data, kind
 def test_the_microbatches_are_those_of_every_data_parallel_rank(stages, kind):
     stage, tokenizer = batched(stages["dpo"][0], kind, context=2), stages["dpo"][1]
     view, batch = view_step("dpo", stage, tokenizer, STEP, ranks=6), trained_batch(stage, tokenizer)
-    layout = ConfiguredLayout.of(stage.parallel, 6)
+    layout = ConfiguredLayout.from_config(stage.parallel, 6)
     shown = iter(view.groups)
     for rank in range(layout.data):
         cost = SequenceCost.of_model(stage.model, tokenizer.vocab_size)
