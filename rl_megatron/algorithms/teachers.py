@@ -119,7 +119,7 @@ class Teachers:
                 loop.close_at_end(model)
         total = sum(each.weight for each in teachers)
         shares = [each.weight / total for each in teachers]
-        batching, k = Batching.of(config.train), min(top_k, loop.tokenizer.vocab_size)
+        batching, k = Batching.from_config(config.train), min(top_k, loop.tokenizer.vocab_size)
         mixture = [each.shown_name for each in config.data.mix]
         data_sets = [tuple(mixture.index(name) for name in each.data_sets) for each in teachers]
         return cls(models, shares, batching, k, data_sets)
@@ -173,7 +173,7 @@ class Teachers:
     def _weights(self, batch: Batch) -> Tensor:
         """Return the share of each teacher in each sequence, [n, teachers]; the shares of a sequence sum to 1."""
         weights = torch.stack(self._taught(batch), dim=1) * torch.tensor(self.shares)
-        return batch.own_facts(weights / weights.sum(dim=1, keepdim=True))
+        return batch.select_local(weights / weights.sum(dim=1, keepdim=True))
 
     @staticmethod
     def _read(
@@ -186,7 +186,7 @@ class Teachers:
         if taught.all():
             return read(batch)
         if taught.any():  # all ranks take part if one has a sequence for it
-            own = batch.own_facts(taught)
+            own = batch.select_local(taught)
             for values, found in zip(blank, read(batch.select(taught)), strict=True):
                 values[own] = found
         return blank

@@ -12,9 +12,8 @@ from itertools import chain
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.microbatch import Microbatch, padded_lengths
+from rl_megatron.batching.microbatch import PADDING, Microbatch, padded_lengths
 from rl_megatron.batching.step_microbatches import form_microbatches, plan_step
-from rl_megatron.batching.step_plan import PADDING
 from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data import PROBLEMS
 from rl_megatron.config.errors import ConfigError
@@ -87,9 +86,9 @@ def _batch_view(
     ranks: int,
 ) -> BatchView:
     layout = ConfiguredLayout.from_config(stage.parallel, ranks)
-    cost = SequenceCost.of_model(stage.model, tokenizer.vocab_size)
-    batching = Batching.of(stage.train)
-    whole = Batch.whole(batch)
+    cost = SequenceCost.from_model(stage.model, tokenizer.vocab_size)
+    batching = Batching.from_config(stage.train)
+    whole = Batch.from_whole(batch)
     planned = plan_step(whole, 0, whole.size, batching, layout, 0, group_size, cost)
     shown = _Shown(tokenizer)
     groups = [

@@ -71,8 +71,8 @@ def _describe_trajectories(rollouts: Batch) -> tuple[Tensor, Tensor, Tensor, Ten
     """Return the reward of each trajectory, whether it has not failed, its sampled tokens, and whether it stopped."""
     numbers, index = rollouts.facts, rollouts.trajectories
     return (
-        index.of_first(numbers["rewards"]), index.of_first(numbers["sample_mask"]) > 0,
-        index.total(numbers[SAMPLED]).float(), index.of_last(numbers["stopped"]).float(),
+        index.take_first(numbers["rewards"]), index.take_first(numbers["sample_mask"]) > 0,
+        index.total(numbers[SAMPLED]).float(), index.take_last(numbers["stopped"]).float(),
     )  # fmt: skip
 
 

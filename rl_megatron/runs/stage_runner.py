@@ -221,7 +221,7 @@ def _model(
         optimizer=optimizer,
         total_steps=total_steps,
         global_batch_size=config.train.global_batch_size,
-        batching=Batching.of(config.train),
+        batching=Batching.from_config(config.train),
         head=head,
         fused_head=FusedHead() if config.train.fused_head else None,
         max_skipped_steps=config.train.max_nonfinite_steps if config.train.on_nonfinite == "skip" else 0,

@@ -52,7 +52,7 @@ def enter_whole(model: ShardedModel, data: Mapping[str, Any]) -> Batch:
         ValueError: `input_lengths` or `temperature` does not fit the batch, a token is not in the vocabulary, or a
             temperature is not positive and finite.
     """
-    batch = Batch.whole(BatchedDataDict(data).to("cpu"))
+    batch = Batch.from_whole(BatchedDataDict(data).to("cpu"))
     ids = batch["input_ids"]
     check_width(model.config, batch.width)
     wrong = (ids < 0) | (ids >= model.vocab_size)
@@ -118,7 +118,7 @@ def prepare(model: ShardedModel, batch: Batch) -> Batch:
         # A rank may own no sequences.
         batch.all_ranks.all_or_none(lambda: check_routed_experts(batch, model.config) if len(batch.numbers) else None)
         return batch
-    return replace(batch, own=BatchedDataDict({key: batch[key] for key in batch if key != ROUTED_EXPERTS}))
+    return replace(batch, local=BatchedDataDict({key: batch[key] for key in batch if key != ROUTED_EXPERTS}))
 
 
 class Inference:
@@ -130,7 +130,7 @@ class Inference:
 
     def __init__(self, model: ShardedModel, runner: Runner):
         self.model, self.runner = model, runner
-        self.cost = SequenceCost.of_model(model.config, model.vocab_size)
+        self.cost = SequenceCost.from_model(model.config, model.vocab_size)
 
     def logprobs(self, batch: Batch, batching: Batching, replay_routing: bool = False) -> Tensor:
         """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entry 0 is 0.
@@ -190,11 +190,11 @@ class Inference:
         """
         own = BatchedDataDict({key: batch[key] for key in keys if key in batch})
         own["sample_mask"] = torch.ones(len(batch.numbers))
-        batch = prepare(self.model, replace(batch, own=own))
+        batch = prepare(self.model, replace(batch, local=own))
         topology = self.model.topology
         step = plan_step(batch, 0, batch.size, batching, topology, topology.data_rank, cost=self.cost)
         values = TokenValues(batch, step, first_column, topology, self._hidden_bytes())
-        return values.gather(read(form_microbatches(batch, step, step.shapes)), entry)
+        return values.gather(read(form_microbatches(batch, step, step.local)), entry)
 
     def _hidden_bytes(self) -> int:
         """Return the bytes of the hidden state of one token."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching, require_count
-from rl_megatron.batching.rank_plan import RankPlan, required
+from rl_megatron.batching.rank_plan import RankPlan, require_key
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.checkpoint.adapters import adapter_entries, holds_adapter, saved_base
 from rl_megatron.checkpoint.directory import check_head, read_manifest, saved_model
@@ -309,7 +309,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         if isinstance(data, Batch):
             return data
-        required(data, "input_ids")
+        require_key(data, "input_ids")
         return enter_whole(self.model, {key: data[key] for key in keys or data if key in data})
 
     def _read(self, data: BatchT, read: Callable[[Batch], dict[str, Tensor]]) -> BatchT:
@@ -317,7 +317,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         batch = self.enter(data, _READ)
         values = read(batch)
         if batch is data:
-            return replace(batch, own=BatchedDataDict(values))  # pyright: ignore[reportReturnType]  # `data` is a Batch
+            return replace(batch, local=BatchedDataDict(values))  # pyright: ignore[reportReturnType]  # `data` is a Batch
         home = data["input_ids"].device
         return BatchedDataDict(  # pyright: ignore[reportReturnType]  # it is a batch of the core's class
             {key: value.to(home) for key, value in values.items()}

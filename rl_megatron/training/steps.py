@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from rl_megatron.batching.batch import Batch
+from rl_megatron.batching.blocks import Blocks
 from rl_megatron.batching.config import Batching, require_count
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.ownership import OwnershipPlanner, default_blocks, plan_ownership
-from rl_megatron.batching.rank_plan import RankPlan, required
+from rl_megatron.batching.ownership import OwnershipPlanner, plan_ownership
+from rl_megatron.batching.rank_plan import RankPlan, require_key
 from rl_megatron.batching.step_microbatches import plan_microbatches, plan_step
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import declare_token_keys
@@ -67,7 +68,7 @@ class StepPlanner:
         counts_of = {key: count for key, count in loss.global_counts.items() if key not in batch}
 
         for key in ("token_mask", "sample_mask"):
-            required(batch, key)
+            require_key(batch, key)
         batch = prepare(self.model, batch)
         parts = pairwise([0, *(accumulate(sizes) if sizes else [*range(gbs, batch.size, gbs), batch.size])])
         steps = (self._plan(batch, *part, batching, loss.group_size, counts_of) for part in parts)
@@ -87,15 +88,15 @@ class StepPlanner:
         """Return this rank's part of the step that has the sequences `start` to `stop - 1`. Collective."""
         topology = self.model.topology
         step = plan_step(batch, start, stop, batching, topology, topology.data_rank, group_size, self.cost)
-        part = batch.part(start, stop)
+        part = batch.slice(start, stop)
         if counts_of:
-            batch = replace(batch, own=_add_counts(batch, part, counts_of))
+            batch = replace(batch, local=_add_counts(batch, part, counts_of))
         return OptimizerStep(plan_microbatches(batch, step), Denominators.count(part, batch.ranks))
 
     def distribute(self, batch: Batch, batching: Batching, sizes: Sequence[int], groups: Tensor | None) -> Batch:
         """Return the batch with every sequence on the rank that trains on it; see `MegatronPolicy.distribute`."""
         topology = self.model.topology
-        blocks, of_groups = default_blocks(topology.data), None if groups is None else groups.numpy()
+        blocks, of_groups = Blocks(topology.data), None if groups is None else groups.numpy()
         planner = OwnershipPlanner(
             batch.lengths.numpy(), batch.width, batching, topology, self.cost, blocks, group_size=1, groups=of_groups
         )
@@ -139,4 +140,4 @@ def _add_counts(batch: Batch, part: BatchedDataDict, counts_of: Mapping[str, Cou
     """
     own = torch.stack([count(part).double().sum() for count in counts_of.values()])
     repeated = zip(counts_of, batch.ranks.sum(own).float(), strict=True)
-    return BatchedDataDict({**batch.own, **{key: value.expand(len(batch.numbers)) for key, value in repeated}})
+    return BatchedDataDict({**batch.local, **{key: value.expand(len(batch.numbers)) for key, value in repeated}})

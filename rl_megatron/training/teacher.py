@@ -99,11 +99,11 @@ class Teacher:
         if batch.is_whole or not self._own_layout:
             return batch
         values = batch.gather_on_rank_0([key for key in _READ if key in batch])
-        return Batch.whole(self.model.topology.ranks.share(lambda: values))
+        return Batch.from_whole(self.model.topology.ranks.share(lambda: values))
 
     def _keep_own(self, batch: Batch, values: Tensor) -> Tensor:
         """Return the values of this rank's sequences from those of `_gather`."""
-        return values if batch.is_whole or not self._own_layout else batch.own_facts(values)
+        return values if batch.is_whole or not self._own_layout else batch.select_local(values)
 
     @contextmanager
     def _ready(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.batching.batch import Batch
-from rl_megatron.batching.step_plan import PADDING, StepPlan
+from rl_megatron.batching.microbatch import PADDING, StepPlan
 from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.topology import Topology
 from rl_megatron.topology.transfer import send, to_host
@@ -50,7 +50,7 @@ class TokenValues:
             entry: […] Zeros of the shape and dtype of one value. They fill entries without a value: those before
                 `first_column` and those beyond a sequence's end.
         """
-        batch, topology, place = self.batch, self.topology, self.step.place
+        batch, topology, place = self.batch, self.topology, self.step.index
         lengths = batch.lengths.tolist()
 
         def count(number: int) -> int:  # a padding sequence has no values

@@ -110,9 +110,9 @@ def test_the_microbatches_are_those_of_every_data_parallel_rank(stages, kind):
     layout = ConfiguredLayout.from_config(stage.parallel, 6)
     shown = iter(view.groups)
     for rank in range(layout.data):
-        cost = SequenceCost.of_model(stage.model, tokenizer.vocab_size)
-        whole = Batch.whole(batch)
-        step = plan_step(whole, 0, whole.size, Batching.of(stage.train), layout, rank, 2, cost)
+        cost = SequenceCost.from_model(stage.model, tokenizer.vocab_size)
+        whole = Batch.from_whole(batch)
+        step = plan_step(whole, 0, whole.size, Batching.from_config(stage.train), layout, rank, 2, cost)
         for microbatch in plan_microbatches(whole, step).microbatches:
             group = next(shown)
             assert f"rank {rank}" in group.title and len(group.sequences) == microbatch.batch.size

@@ -39,7 +39,7 @@ class Policy:
         self.log, self.nan_at, self.trained = log, nan_at, 0
 
     def enter(self, data):
-        return data if isinstance(data, Batch) else Batch.whole(data)
+        return data if isinstance(data, Batch) else Batch.from_whole(data)
 
     def train(self, batch, loss_fn, **options):
         self.trained += 1
