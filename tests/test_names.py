@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
 LATER = {
     "algorithms", "api", "certify", "checkpoint", "cli", "compat", "config", "data", "doctor", "evaluation",
     "generation", "logprobs", "losses", "model", "observability", "plan", "rewards", "rollouts", "runs",
-    "training", "weight_sync", "workers", "log", "disk", "timing",
+    "weight_sync", "workers", "log", "disk", "timing",
 }  # fmt: skip
 
 _IRREGULAR = (

@@ -23,7 +23,7 @@ from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.runner import FusedHead
-from rl_megatron.training.teacher import Teacher, check_vocabulary_of, load_teacher, teacher_model
+from rl_megatron.training.teacher import Teacher, check_vocabulary, load_teacher, open_teacher
 
 # The keys that teachers add to a batch, for a loss over their top-k and for one over all logits.
 TOPK_KEYS = frozenset({"teacher_topk_logits", "teacher_topk_indices"})
@@ -65,8 +65,8 @@ def check_each_teacher(
                 f"algorithm.teachers: there is no directory {teacher.path}; set path to a checkpoint or to a Hugging "
                 "Face directory"
             )
-        check_vocabulary_of(path, tokenizer)
-        model, _ = teacher_model(path)
+        check_vocabulary(path, tokenizer)
+        model, _ = open_teacher(path)
         if longest > model.max_sequence_length:
             raise ConfigError(
                 f"algorithm.teachers: {teacher.path} reads at most {model.max_sequence_length} tokens, and the data "

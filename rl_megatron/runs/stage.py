@@ -186,7 +186,7 @@ class Stage(Loop):
         model: MegatronPolicy | None = None,
         teacher: Teacher | None = None,
     ) -> dict[str, float]:
-        batch = (model or self.policy).enter(batch)
+        batch = (model or self.policy).as_batch(batch)
         self._desync.check(step, batch, self.models)
         if model is None:
             self._batch = batch

@@ -53,8 +53,7 @@ class StepPlanner:
     ) -> Iterator[OptimizerStep]:
         """Check a batch, and return an iterator over its optimizer steps, each planned when it is taken.
 
-        It is collective over the ranks that share the batch. The arguments and errors are those of
-        `MegatronPolicy.train`.
+        It is collective over the ranks that share the batch; arguments and errors are those of `MegatronPolicy.train`.
         """
         declare_token_keys(*loss.next_token_keys)
         if sizes is not None:
@@ -65,13 +64,13 @@ class StepPlanner:
         _require_logprobs(batch, loss, on_policy, -(-batch.size // gbs) if sizes is None else len(sizes))
         per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
         _require_whole_groups(loss, {"the batch": batch.size, "gbs": gbs, **per_microbatch})
-        counts_of = {key: count for key, count in loss.global_counts.items() if key not in batch}
+        counters = {key: count for key, count in loss.global_counts.items() if key not in batch}
 
         for key in ("token_mask", "sample_mask"):
             require_key(batch, key)
         batch = prepare(self.model, batch)
         parts = pairwise([0, *(accumulate(sizes) if sizes else [*range(gbs, batch.size, gbs), batch.size])])
-        steps = (self._plan(batch, *part, batching, loss.group_size, counts_of) for part in parts)
+        steps = (self._plan(batch, *part, batching, loss.group_size, counters) for part in parts)
         if teacher is None:
             return steps
         return (replace(step, plan=teacher.attach_logits(step.plan)) for step in steps)
@@ -83,29 +82,29 @@ class StepPlanner:
         stop: int,
         batching: Batching,
         group_size: int,
-        counts_of: Mapping[str, CountOfSequences],
+        counters: Mapping[str, CountOfSequences],
     ) -> OptimizerStep:
         """Return this rank's part of the step that has the sequences `start` to `stop - 1`. Collective."""
         topology = self.model.topology
         step = plan_step(batch, start, stop, batching, topology, topology.data_rank, group_size, self.cost)
         part = batch.slice(start, stop)
-        if counts_of:
-            batch = replace(batch, local=_add_counts(batch, part, counts_of))
+        if counters:
+            batch = replace(batch, local=_add_counts(batch, part, counters))
         return OptimizerStep(plan_microbatches(batch, step), Denominators.count(part, batch.ranks))
 
     def distribute(self, batch: Batch, batching: Batching, sizes: Sequence[int], groups: Tensor | None) -> Batch:
         """Return the batch with every sequence on the rank that trains on it; see `MegatronPolicy.distribute`."""
         topology = self.model.topology
-        blocks, of_groups = Blocks(topology.data), None if groups is None else groups.numpy()
         planner = OwnershipPlanner(
-            batch.lengths.numpy(), batch.width, batching, topology, self.cost, blocks, group_size=1, groups=of_groups
-        )
+            batch.lengths.numpy(), batch.width, batching, topology, self.cost, Blocks(topology.data),
+            groups=None if groups is None else groups.numpy(),
+        )  # fmt: skip
         ownership = plan_ownership(planner, sizes, batch.homes.numpy(), topology.data_rank, batch.ranks)
         return batch.move_to_owners(ownership)
 
 
 def _require_logprobs(batch: Batch, loss: Loss, on_policy: bool, steps: int) -> None:
-    """Refuse a batch without the logprobs of before the first step that the loss reads, unless it may do without."""
+    """Refuse a batch without the logprobs from before the first step, if the loss reads them and needs them."""
     missing = ", ".join(repr(key) for key in sorted(loss.on_policy_keys) if key not in batch)
     if not missing or not loss.reads_on_policy_keys:
         return
@@ -133,11 +132,11 @@ def _require_whole_groups(loss: Loss, counts: Mapping[str, int]) -> None:
             )
 
 
-def _add_counts(batch: Batch, part: BatchedDataDict, counts_of: Mapping[str, CountOfSequences]) -> BatchedDataDict:
+def _add_counts(batch: Batch, part: BatchedDataDict, counters: Mapping[str, CountOfSequences]) -> BatchedDataDict:
     """Return this rank's sequences with counts over a step's global batch, repeated per sequence. Collective.
 
     `part` has this rank's sequences of the step.
     """
-    own = torch.stack([count(part).double().sum() for count in counts_of.values()])
-    repeated = zip(counts_of, batch.ranks.sum(own).float(), strict=True)
-    return BatchedDataDict({**batch.local, **{key: value.expand(len(batch.numbers)) for key, value in repeated}})
+    counts = batch.ranks.sum(torch.stack([count(part).double().sum() for count in counters.values()])).float()
+    repeated = {key: value.expand(len(batch.numbers)) for key, value in zip(counters, counts, strict=True)}
+    return BatchedDataDict({**batch.local, **repeated})

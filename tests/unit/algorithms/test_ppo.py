@@ -39,7 +39,7 @@ class Model:
     def __init__(self, name, log):
         self.name, self.log = name, log
 
-    def enter(self, data):
+    def as_batch(self, data):
         return data
 
     def distribute(self, batch, groups=None):
