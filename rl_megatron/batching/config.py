@@ -36,7 +36,7 @@ def check_groups(group_size: int, **values: Sized) -> None:
 
 @dataclass(frozen=True)
 class Batching:
-    """How sequences form microbatches.
+    """The choice of how sequences form microbatches.
 
     Attributes:
         kind: "padded": `sequences` at a time, each as wide as the global batch. "dynamic": sequences of similar length,

@@ -17,38 +17,47 @@ class ParallelDegrees(Protocol):
     @property
     def tensor(self) -> int:
         """Return the tensor-parallel degree."""
+        ...
 
     @property
     def sequence(self) -> bool:
         """Return whether activations are sharded over the tensor-parallel ranks."""
+        ...
 
     @property
     def pipeline(self) -> int:
         """Return the number of pipeline stages."""
+        ...
 
     @property
     def virtual_pipeline(self) -> int:
         """Return the number of model chunks per pipeline stage."""
+        ...
 
     @property
     def context(self) -> int:
         """Return the context-parallel degree."""
+        ...
 
     @property
     def expert(self) -> int:
         """Return the expert-parallel degree."""
+        ...
 
     @property
     def expert_tensor(self) -> int:
         """Return the expert-tensor-parallel degree."""
+        ...
 
     @property
     def first_stage_layers(self) -> int | None:
         """Return the layers of the first pipeline stage, or None."""
+        ...
 
     @property
     def last_stage_layers(self) -> int | None:
         """Return the layers of the last pipeline stage, or None."""
+        ...
 
 
 class SequenceLayout(Protocol):
@@ -57,14 +66,17 @@ class SequenceLayout(Protocol):
     @property
     def data(self) -> int:
         """Return the number of data-parallel ranks, which share the batch."""
+        ...
 
     @property
     def context(self) -> int:
         """Return the context-parallel degree."""
+        ...
 
     @property
     def sequence_multiple(self) -> int:
         """Return the number that padded lengths are a multiple of."""
+        ...
 
 
 @dataclass(frozen=True)

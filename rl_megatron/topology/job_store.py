@@ -1,7 +1,7 @@
 """The store in which the ranks of a job meet.
 
 torchrun's agents keep one store for all attempts of a job. A rank that is started again would find the addresses of
-dead ranks there, and connect to them. So the ranks of each attempt meet under a name of their own.
+dead ranks there, and connect to them. So the ranks of each attempt meet under a separate name.
 """
 
 from __future__ import annotations
