@@ -52,7 +52,7 @@ class SequenceCost:
         ignores norms, biases, the embedding's look-up, what `model.recompute` computes again, and what a sliding window
         saves. The gated delta rule handles each token on its own.
         """
-        attention, width = _measure_attention(model)
+        attention, width = _count_attention(model)
         with_delta_rule = sum(LayerKind.of(model, layer).has_delta_rule for layer in range(model.num_layers))
         with_attention = model.num_layers - with_delta_rule
         mlp = 3 * model.hidden_size * model.ffn_hidden_size
@@ -78,7 +78,7 @@ def _count_delta_rule(model: ModelConfig) -> int:
     return shape.groups * (projections + 3 * shape.values * shape.key * shape.value)
 
 
-def _measure_attention(model: ModelConfig) -> tuple[int, float]:
+def _count_attention(model: ModelConfig) -> tuple[int, float]:
     """Return (parameters of a layer's projections, width of its heads: the mean of keys' and values')."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.kv_lora_rank is None:

@@ -95,7 +95,7 @@ class RankZeroLoop:
         return ()
 
     def close(self) -> None:
-        """Cancel the coroutines that run, and end the thread."""
+        """End the running coroutines, and the thread."""
         if self._loop is None:
             return
         loop, self._loop = self._loop, None

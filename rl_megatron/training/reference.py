@@ -167,9 +167,9 @@ class RecordedReference:
             digests = _compute_digests(batch)
             fresh = [index for index, digest in enumerate(digests) if digest not in self._sequences]
             if fresh:
-                rows = logprobs(batch if len(fresh) == batch.size else batch.select_indices(fresh)).cpu()
-                for index, values in zip(fresh, rows, strict=True):
-                    self._sequences[digests[index]] = values[: int(batch["input_lengths"][index])].clone()
+                values = logprobs(batch if len(fresh) == batch.size else batch.select_indices(fresh)).cpu()
+                for index, sequence in zip(fresh, values, strict=True):
+                    self._sequences[digests[index]] = sequence[: int(batch["input_lengths"][index])].clone()
         if len(self._sequences) > num_recorded:
             failure = self._ranks.try_on_rank0(self._write, lambda error: disk.describe(error, self._path))
             if failure is not None:
