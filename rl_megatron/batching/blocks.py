@@ -30,7 +30,6 @@ class Blocks:
     ranks_per_block: int = BLOCK_RANKS
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
         return -(-self.num_ranks // self.ranks_per_block)
 
     def sizes(self) -> np.ndarray:
@@ -38,11 +37,9 @@ class Blocks:
         return np.diff(np.minimum(np.arange(len(self) + 1) * self.ranks_per_block, self.num_ranks))
 
     def find_block(self, rank: int) -> int:
-        """Return the block of a rank."""
         return rank // self.ranks_per_block
 
     def ranks(self, block: int) -> range:
-        """Return the ranks of a block."""
         start = block * self.ranks_per_block
         return range(start, min(start + self.ranks_per_block, self.num_ranks))
 

@@ -61,7 +61,6 @@ class Batching:
 
     @classmethod
     def from_config(cls, train: TrainConfig) -> Self:
-        """Return the batching of a train section."""
         return cls(train.batching, train.micro_batch_size, train.micro_batch_tokens)
 
 

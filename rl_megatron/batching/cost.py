@@ -40,7 +40,6 @@ class SequenceCost:
             )
 
     def __call__(self, length: int) -> float:
-        """Return the cost of a sequence of `length` tokens."""
         return (self.per_token + self.per_pair * length) * length
 
     @classmethod

@@ -16,7 +16,6 @@ Packs = list[list[int]]
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is no less than `value`."""
     return -(-value // multiple) * multiple
 
 

@@ -15,68 +15,44 @@ class ParallelDegrees(Protocol):
     """The degrees, of a configuration or of a running topology, that a model and its sequences have to fit."""
 
     @property
-    def tensor(self) -> int:
-        """Return the tensor-parallel degree."""
-        ...
+    def tensor(self) -> int: ...
 
     @property
-    def sequence(self) -> bool:
-        """Return whether activations are sharded over the tensor-parallel ranks."""
-        ...
+    def sequence(self) -> bool: ...  # whether activations are sharded over the tensor-parallel ranks
 
     @property
-    def pipeline(self) -> int:
-        """Return the number of pipeline stages."""
-        ...
+    def pipeline(self) -> int: ...
 
     @property
-    def virtual_pipeline(self) -> int:
-        """Return the number of model chunks per pipeline stage."""
-        ...
+    def virtual_pipeline(self) -> int: ...  # model chunks per pipeline stage
 
     @property
-    def context(self) -> int:
-        """Return the context-parallel degree."""
-        ...
+    def context(self) -> int: ...
 
     @property
-    def expert(self) -> int:
-        """Return the expert-parallel degree."""
-        ...
+    def expert(self) -> int: ...
 
     @property
-    def expert_tensor(self) -> int:
-        """Return the expert-tensor-parallel degree."""
-        ...
+    def expert_tensor(self) -> int: ...
 
     @property
-    def first_stage_layers(self) -> int | None:
-        """Return the layers of the first pipeline stage, or None."""
-        ...
+    def first_stage_layers(self) -> int | None: ...
 
     @property
-    def last_stage_layers(self) -> int | None:
-        """Return the layers of the last pipeline stage, or None."""
-        ...
+    def last_stage_layers(self) -> int | None: ...
 
 
 class SequenceLayout(Protocol):
     """The part of a layout that a plan of microbatches reads."""
 
     @property
-    def data(self) -> int:
-        """Return the number of data-parallel ranks, which share the batch."""
-        ...
+    def data(self) -> int: ...  # data-parallel ranks, which share the batch
 
     @property
-    def context(self) -> int:
-        """Return the context-parallel degree."""
-        ...
+    def context(self) -> int: ...
 
     @property
-    def sequence_multiple(self) -> int:
-        """Return the number that padded lengths are a multiple of."""
-        ...
+    def sequence_multiple(self) -> int: ...  # padded lengths are a multiple of it
 
 
 @dataclass(frozen=True)

@@ -51,32 +51,26 @@ class Topology:
 
     @property
     def ranks(self) -> Ranks:
-        """Return all ranks of this run."""
         return Ranks(self.rank, self.world_size, self.device)
 
     @property
     def is_cuda(self) -> bool:
-        """Return whether this rank computes on a GPU."""
         return self.device.type == "cuda"
 
     @property
     def tensor_rank(self) -> int:
-        """Return this rank's position among its tensor-parallel ranks."""
         return self.groups.tp.rank()
 
     @property
     def pipeline_rank(self) -> int:
-        """Return this rank's pipeline stage."""
         return self.groups.pp.rank()
 
     @property
     def context_rank(self) -> int:
-        """Return this rank's position among its context-parallel ranks."""
         return self.groups.cp.rank()
 
     @property
     def data_rank(self) -> int:
-        """Return this rank's position among its data-parallel ranks."""
         return self.groups.dp.rank()
 
     @property
@@ -91,7 +85,6 @@ class Topology:
 
     @property
     def sequence_multiple(self) -> int:
-        """Return the number that padded lengths are a multiple of."""
         return sequence_multiple(self)
 
     def describe(self) -> str:
