@@ -102,7 +102,7 @@ def _batch_view(
     tokens, trained = (sum(map(count, sequences)) for count in (lambda s: len(s.tokens), lambda s: s.num_trained))
     padding = sum(sequence.padding for sequence in sequences)
     share = trained / max(tokens, 1)
-    per_rank = len(planned.shapes.sequences)
+    per_rank = len(planned.local.sequences)
     on = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""
     facts = [
         ("data", _data(stage)),
