@@ -17,7 +17,7 @@ from rl_megatron import disk
 from rl_megatron.config.metrics import is_cost, is_eval_metric
 from rl_megatron.observability.curves import Points, line_chart, stacked_chart
 from rl_megatron.observability.page_template import TEMPLATE
-from rl_megatron.observability.run_files import RecordedRun, flat
+from rl_megatron.observability.run_files import RecordedRun, flatten
 from rl_megatron.workers.child_process import environment_of_a_child
 
 REPORT = "report.html"
@@ -135,7 +135,7 @@ def _failure(run: RecordedRun) -> dict[str, str] | None:
 
 
 def _stage_section(run: RecordedRun, stage: str, number: int) -> dict[str, Any]:
-    train, evals = run.metric_names(stage, "train"), run.metric_names(stage, "eval")
+    train, evals = run.list_metrics(stage, "train"), run.list_metrics(stage, "eval")
     shown = {name for _, names, _ in (*_MAIN, *_SPEED) for name in names}
     phases = [name for name in train if name.startswith(_PHASE[0]) and name not in _NOT_PHASES]
     outer = [name for name in phases if not _is_part_of_training(name)]
@@ -150,7 +150,7 @@ def _stage_section(run: RecordedRun, stage: str, number: int) -> dict[str, Any]:
         (_OTHERS, [
             line_chart(name, {name: points})
             for name in train
-            if name not in shown and not is_cost(name) and len(points := run.curve(stage, "train", name)) > 1
+            if name not in shown and not is_cost(name) and len(points := run.get_curve(stage, "train", name)) > 1
         ]),
     ]  # fmt: skip
     return {
@@ -168,32 +168,32 @@ def _is_part_of_training(name: str) -> bool:
 def _charts(run: RecordedRun, stage: str, wanted: Iterable[tuple[str, tuple[str, ...], bool]]) -> list[str]:
     charts = []
     for title, names, logarithmic in wanted:
-        curves = {name: points for name in names if (points := run.curve(stage, "train", name))}
+        curves = {name: points for name in names if (points := run.get_curve(stage, "train", name))}
         if curves:
             charts.append(line_chart(title, curves, logarithmic=logarithmic))
     return charts
 
 
 def _eval_charts(run: RecordedRun, stage: str, names: Iterable[str]) -> list[str]:
-    curves = {name: run.curve(stage, "eval", name) for name in names if is_eval_metric(name)}
+    curves = {name: run.get_curve(stage, "eval", name) for name in names if is_eval_metric(name)}
     return [line_chart(f"evaluation: {name}", {name: points}) for name, points in curves.items() if points]
 
 
 def _stacked(run: RecordedRun, stage: str, title: str, names: Sequence[str]) -> list[str]:
-    parts = {_between(name, _PHASE).removeprefix("train_"): run.curve(stage, "train", name) for name in names}
+    parts = {_between(name, _PHASE).removeprefix("train_"): run.get_curve(stage, "train", name) for name in names}
     parts = {name: points for name, points in parts.items() if any(value > 0 for _, value in points)}
     return [stacked_chart(title, parts)] if parts else []
 
 
 def _memory(run: RecordedRun, stage: str, names: Iterable[str]) -> list[str]:
-    peaks = {_between(name, _PEAK): run.curve(stage, "train", name) for name in names if name.startswith(_PEAK[0])}
+    peaks = {_between(name, _PEAK): run.get_curve(stage, "train", name) for name in names if name.startswith(_PEAK[0])}
     return [line_chart("peak memory (GB)", peaks)] if peaks else []
 
 
 def _shares(run: RecordedRun, stage: str, names: Iterable[str]) -> list[tuple[str, str, str]]:
     """Return each phase with its mean seconds per step and its share, the longest first."""
-    sums = {_between(name, _PHASE): sum(value for _, value in run.curve(stage, "train", name)) for name in names}
-    steps, total = len(run.curve(stage, "train", "time_step_s")), sum(sums.values())
+    sums = {_between(name, _PHASE): sum(value for _, value in run.get_curve(stage, "train", name)) for name in names}
+    steps, total = len(run.get_curve(stage, "train", "time_step_s")), sum(sums.values())
     ordered = sorted(sums.items(), key=lambda item: -item[1])
     return [(name, f"{value / steps:.3f}", f"{value / total:.1%}") for name, value in ordered if total and steps]
 
@@ -215,11 +215,11 @@ def _changed_from_defaults(run: RecordedRun) -> list[tuple[str, ...]]:
     """Return the settings of the run that differ from those of configs/config.yaml."""
     from rl_megatron.config.loading.load import load_config, to_yaml
 
-    base = flat(next(iter(yaml.safe_load(to_yaml(load_config([])))["stages"].values())))
+    base = flatten(next(iter(yaml.safe_load(to_yaml(load_config([])))["stages"].values())))
     rows: list[tuple[str, ...]] = []
     for stage, settings in run.config.get("stages", {}).items():
         where = f"stages.{stage}." if len(run.config["stages"]) > 1 else ""
-        for key, value in flat(settings).items():
+        for key, value in flatten(settings).items():
             if key not in base or base[key] != value:
                 rows.append((where + key, _shown(base.get(key, "")), _shown(value)))
     return rows
@@ -227,7 +227,7 @@ def _changed_from_defaults(run: RecordedRun) -> list[tuple[str, ...]]:
 
 def _differences(runs: Sequence[RecordedRun]) -> list[tuple[str, ...]]:
     """Return the settings that are not the same in all runs."""
-    each = [flat(run.config) for run in runs]
+    each = [flatten(run.config) for run in runs]
     keys = dict.fromkeys(key for settings in each for key in settings)
     rows = [(key, [settings.get(key, "") for settings in each]) for key in keys]
     return [(key, *map(_shown, values)) for key, values in rows if any(value != values[0] for value in values)]
@@ -253,7 +253,7 @@ def _compared(runs: Sequence[RecordedRun], names: Sequence[str], stage: str) -> 
     charts: dict[str, list[str]] = {"Evaluations": [], "Learning": [], "Speed": [], _OTHERS: []}
     main, speed = ([name for _, group, _ in several for name in group] for several in (_MAIN, _SPEED))
     for kind in ("eval", "train"):
-        recorded = dict.fromkeys(name for run in runs for name in run.metric_names(stage, kind))
+        recorded = dict.fromkeys(name for run in runs for name in run.list_metrics(stage, kind))
         first = [name for name in (*main, "time_step_s", *speed) if name in recorded]
         for name in dict.fromkeys([*first, *recorded]) if kind == "train" else recorded:
             curves = _curves_of_runs(runs, names, stage, kind, name)
@@ -274,7 +274,7 @@ def _is_shown_in_comparisons(kind: str, name: str) -> bool:
 def _curves_of_runs(
     runs: Sequence[RecordedRun], names: Sequence[str], stage: str, kind: str, metric: str
 ) -> Mapping[str, Points]:
-    found = {name: run.curve(stage, kind, metric) for name, run in zip(names, runs, strict=True)}
+    found = {name: run.get_curve(stage, kind, metric) for name, run in zip(names, runs, strict=True)}
     return {name: points for name, points in found.items() if points}
 
 

@@ -20,7 +20,7 @@ from urllib.request import url2pathname
 
 from rl_megatron import disk, log
 from rl_megatron.config.loggers import LoggerConfig, MlflowConfig, SwanlabConfig, TrackioConfig, WandbConfig
-from rl_megatron.observability.run_files import flat
+from rl_megatron.observability.run_files import flatten
 from rl_megatron.observability.run_info import RunInfo
 from rl_megatron.observability.sinks import MetricLine, MetricSink
 
@@ -97,14 +97,14 @@ class MlflowSink:
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         place = {"tracking_uri": chosen and log.redact(chosen), "experiment_name": settings.experiment_name}
         known = KnownRun(output_dir / "mlflow_run.json", place)
-        tags = {"mlflow.source.git.commit": info.git_revision, **flat(_facts(info)), **settings.tags}
+        tags = {"mlflow.source.git.commit": info.git_revision, **flatten(_facts(info)), **settings.tags}
         if known.id is None:
             found = self._client.get_experiment_by_name(settings.experiment_name)
             experiment = found.experiment_id if found else self._client.create_experiment(settings.experiment_name)
             name = settings.run_name or output_dir.resolve().name
             self.run_id = self._client.create_run(experiment, run_name=name).info.run_id
             known.keep(self.run_id)
-            values = [Param(key, _cut(value, 6000)) for key, value in flat(info.config).items()]
+            values = [Param(key, _cut(value, 6000)) for key, value in flatten(info.config).items()]
             for start in range(0, len(values), 100):  # the most of one request
                 self._client.log_batch(self.run_id, params=values[start : start + 100])
         else:  # parameters cannot change: the settings of the first start stay

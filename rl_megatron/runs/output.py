@@ -12,7 +12,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.run_tokenizer import save_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.observability.attempts import Attempts
+from rl_megatron.observability.failures import Attempts
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.run_info import RunInfo
 from rl_megatron.observability.service_sinks import service_sinks

@@ -26,8 +26,8 @@ from rl_megatron.generation.logprob_check import LIMITS, LogprobCheck
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.model.build import Head
+from rl_megatron.observability.liveness import Position
 from rl_megatron.observability.metrics_logger import MetricsLogger
-from rl_megatron.observability.position import Position
 from rl_megatron.observability.recorded_metrics import RecordedMetrics
 from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.rewards.reward_models import RewardModels

@@ -9,8 +9,8 @@ import pytest
 
 from rl_megatron import log
 from rl_megatron.config.loading.load import load_config, to_yaml
-from rl_megatron.observability.attempts import Attempts
 from rl_megatron.observability.curves import smoothed
+from rl_megatron.observability.failures import Attempts
 from rl_megatron.observability.html_report import compare_page, report_page
 from rl_megatron.observability.run_files import RecordedRun
 
@@ -48,7 +48,7 @@ def test_a_failure_is_on_the_page_and_nothing_is_executed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("summary", "state"), [({"stages": {}}, "complete"), ({"stopped": {}}, "stopped, and can go on")]
+    ("summary", "state"), [({"stages": {}}, "complete"), ({"stopped": {}}, "stopped, and can continue")]
 )
 def test_an_end_is_told_by_the_summary(tmp_path, summary, state):
     assert written(tmp_path / "mine", summary__json=summary).state == state
