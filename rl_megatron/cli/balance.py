@@ -10,7 +10,7 @@ from rl_megatron.cli.serve import servers_of, stages_with_servers
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.config.schema import RunConfig, StageConfig
-from rl_megatron.observability.recorded_metrics import readable_lines
+from rl_megatron.observability.recorded_metrics import read_metric_lines
 from rl_megatron.rollouts.pace import DeviceBalance, Division, devices_per_server
 from rl_megatron.topology.degrees import validate
 
@@ -58,7 +58,7 @@ def engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, first: int 
         )
     possible = _possible(config, nodes, ranks_per_node)
     file = Path(config.output_dir) / METRICS_FILE
-    lines = readable_lines(file) if file.is_file() else []
+    lines = read_metric_lines(file) if file.is_file() else []
     measured = DeviceBalance.of(line for line in lines if line["stage"] == name and line["kind"] == "train")
     devices = {
         Division((nodes - engine) * ranks_per_node, engine * _devices_of_node(stage)): engine for engine in possible
