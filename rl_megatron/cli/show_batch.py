@@ -11,9 +11,7 @@ from rl_megatron.config.errors import ConfigError, bad_input_named, nearest
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import run_tokenizer
-from rl_megatron.observability.batch_html import batch_page
-from rl_megatron.observability.batch_text import print_batch
-from rl_megatron.observability.batch_view import BatchView
+from rl_megatron.observability.batch_view import BatchView, print_batch, render_batch_page
 from rl_megatron.observability.step_view import view_heldout, view_step
 from rl_megatron.runs.rerun import earlier_run
 
@@ -38,9 +36,9 @@ def show_batch(config: RunConfig, options: argparse.Namespace) -> int:
     view = bad_input_named(lambda: _view(config, name, stage, options, ranks))
     console = Console(highlight=False)
     if options.html is None:
-        print_batch(console, view.shortened(options.sequences or _SEQUENCES_SHOWN), options.ids)
+        print_batch(console, view.shorten(options.sequences or _SEQUENCES_SHOWN), options.ids)
         return 0
-    page = batch_page(view if options.sequences is None else view.shortened(options.sequences))
+    page = render_batch_page(view if options.sequences is None else view.shorten(options.sequences))
     try:
         Path(options.html).write_text(page, "utf-8")
     except OSError as error:
