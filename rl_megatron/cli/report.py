@@ -15,10 +15,10 @@ def report(run: Path) -> int:
     Raises:
         ConfigError: `run` is not the output directory of a run, or the page cannot be written.
     """
-    from rl_megatron.observability.html_report import REPORT, report_page
+    from rl_megatron.observability.html_report import REPORT, render_report
     from rl_megatron.observability.run_files import RecordedRun
 
-    return _written(run / REPORT, report_page(RecordedRun.read(run)))
+    return _written(run / REPORT, render_report(RecordedRun.read(run)))
 
 
 def compare(runs: Sequence[Path], output: Path) -> int:
@@ -27,12 +27,12 @@ def compare(runs: Sequence[Path], output: Path) -> int:
     Raises:
         ConfigError: One of them is not the output directory of a run, or the page cannot be written.
     """
-    from rl_megatron.observability.html_report import compare_page
+    from rl_megatron.observability.html_report import render_comparison
     from rl_megatron.observability.run_files import RecordedRun
 
     if len(runs) < 2:
         raise ConfigError("compare needs at least two runs; rl-megatron report shows one")
-    return _written(output, compare_page([RecordedRun.read(run) for run in runs]))
+    return _written(output, render_comparison([RecordedRun.read(run) for run in runs]))
 
 
 def _written(path: Path, page: str) -> int:

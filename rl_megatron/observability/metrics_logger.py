@@ -14,7 +14,7 @@ from rich.console import Console
 from rl_megatron import disk, log
 from rl_megatron.config.loggers import PrometheusConfig
 from rl_megatron.config.metrics import SAMPLES
-from rl_megatron.observability.html_report import REPORT, ReportPages, quietly, write_html_report
+from rl_megatron.observability.html_report import REPORT, ReportPages, warn_if_it_fails, write_html_report
 from rl_megatron.observability.progress import ConsoleProgress
 from rl_megatron.observability.recorded_metrics import drop_later_lines
 from rl_megatron.observability.report import write_report
@@ -152,4 +152,4 @@ class MetricsLogger:
             return
         self.close()
         write_report(self.output_dir, summary, self._console, next_commands, has_trained)
-        quietly(REPORT, lambda: write_html_report(self.output_dir))
+        warn_if_it_fails(REPORT, lambda: write_html_report(self.output_dir))

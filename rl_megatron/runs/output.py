@@ -67,7 +67,7 @@ def open_metrics(config: RunConfig, layout: Topology, attempts: Attempts) -> Met
     try:
         services = {}
         if is_writer:
-            info = RunInfo.of(config, layout.describe(), layout.device.type)
+            info = RunInfo.from_config(config, layout.describe(), layout.device.type)
             info.write(output_dir)
             attempts.begin(info.layout)
             services = prepare_service_sinks(config.logger, output_dir, info)

@@ -23,7 +23,7 @@ from rl_megatron.config.errors import STOPPED, ConfigError, RunFailed
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.config.stages import stage_before
 from rl_megatron.observability.failures import Attempts, FailureFile
-from rl_megatron.observability.html_report import start_to_write
+from rl_megatron.observability.html_report import start_writing_report
 from rl_megatron.observability.run_watch import RunWatch
 from rl_megatron.runs import preflight, verify
 from rl_megatron.runs.desync import check_configuration
@@ -127,7 +127,9 @@ def run_stages(config: RunConfig) -> RunResults:
                 attempts.end("failed", watch.position.place.describe())
                 if layout.rank == 0 and file.has_begun:
                     with suppress(OSError):
-                        start_to_write(file.path.parent)  # report.html, in a process that survives the end of this one
+                        start_writing_report(
+                            file.path.parent
+                        )  # report.html, in a process that survives the end of this one
                 if foreseen or layout.world_size == 1:
                     raise
                 raise RankFailed(f"rank {layout.rank} was ended by an error: {error}") from error

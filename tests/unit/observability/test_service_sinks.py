@@ -219,7 +219,7 @@ def test_run_info_is_a_file_for_own_sinks(tmp_path):
 def test_run_info_has_the_configuration_without_secrets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(["logger.mlflow.tracking_uri=https://me:hunter2@host/mlflow"])
-    info = RunInfo.of(config, "1 rank", "cpu")
+    info = RunInfo.from_config(config, "1 rank", "cpu")
     assert info.config["logger"]["mlflow"]["tracking_uri"] == "https://***@host/mlflow"
     assert info.git_revision is None, "the directory is not in a repository"
     assert "hunter2" not in repr(info)
