@@ -92,7 +92,7 @@ class Position:
         self._move_to(self.place._replace(step=step))
 
     def enter(self, phase: str | None) -> None:
-        """Enter a phase; None means between two phases. `PhaseTimer` calls it as its observer."""
+        """Begin a phase; None means between two phases. `PhaseTimer` calls it as its observer."""
         number = self.place.phase_number + 1
         self._move_to(self.place._replace(phase=phase, phase_number=number, done=0, total=0, noun=""))
 

@@ -258,7 +258,7 @@ class PrometheusSink:
     """
 
     def __init__(self, settings: PrometheusConfig, output_dir: Path):
-        """Listen at the address. Raise ConfigError if it is in use, or not an address of this machine."""
+        """Start listening at the address. Raise ConfigError if it is in use, or not an address of this machine."""
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         self._gauge = Gauge
