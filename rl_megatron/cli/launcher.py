@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed.signals_to_handle = _OTHER_SIGNALS
     _meet_safely(parsed)
     launcher_api.LocalElasticAgent = RunAgent  # pyright: ignore[reportPrivateImportUsage]  # torch has no argument for it
-    with tempfile.TemporaryDirectory(prefix=disk.prefix_of_process("launcher")) as directory:
+    with tempfile.TemporaryDirectory(prefix=disk.make_temporary_prefix("launcher")) as directory:
         os.environ[FILE] = str(Path(directory) / "step_times.json")
         try:
             run(parsed)

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from rl_megatron import disk, log
 from rl_megatron.config.loggers import ProfileConfig
-from rl_megatron.timing import Path as Phases
-from rl_megatron.timing import PhaseTimer, Span, recording_spans
+from rl_megatron.timing import Phases, PhaseTimer, Span, collect_spans
 
 _MAX_ALLOCATIONS = 200_000  # in a snapshot of memory
 # The errors of a full disk: from writing, from torch's file without an end, and from gzip when it reads such a file.
@@ -44,7 +43,7 @@ class StepProfiler:
         if step not in self._config.steps:
             return
         self._step = step
-        self._spans = self._open.enter_context(recording_spans())
+        self._spans = self._open.enter_context(collect_spans())
         self._timer.listener = self._switch_phases
         if not self._is_chosen:
             return

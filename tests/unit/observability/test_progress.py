@@ -259,9 +259,9 @@ def test_a_negative_mean_reward_is_not_an_accuracy(shown):
 
 def test_nobody_watches_after_the_stage(shown):
     display, _ = shown()
-    assert not log.is_watched()
+    assert not log.has_watcher()
     display.begin_stage("sft", 0, 1)
-    assert log.is_watched()
+    assert log.has_watcher()
     display.end_stage()
-    assert not log.is_watched()
+    assert not log.has_watcher()
     log.report_progress(1, 2, "sequences")
