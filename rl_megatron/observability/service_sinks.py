@@ -107,8 +107,8 @@ class MlflowSink:
         if uri.startswith("file:"):  # MLflow refuses directories otherwise; a database needs its larger package
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        place = {"tracking_uri": chosen and log.redact(chosen), "experiment_name": settings.experiment_name}
-        saved_id = SavedRunId(output_dir / "mlflow_run.json", place)
+        destination = {"tracking_uri": chosen and log.redact(chosen), "experiment_name": settings.experiment_name}
+        saved_id = SavedRunId(output_dir / "mlflow_run.json", destination)
         tags = {"mlflow.source.git.commit": info.git_revision, **flatten(_collect_facts(info)), **settings.tags}
         if saved_id.id is None:
             experiment = self._client.get_experiment_by_name(settings.experiment_name)
@@ -171,8 +171,8 @@ class SwanlabSink:
         """Begin the run, or continue the one whose id swanlab_run.json has."""
         import swanlab  # slow to import, and only rank 0 needs it
 
-        place = {"project": settings.project, "workspace": settings.workspace, "mode": settings.mode}
-        saved_id = SavedRunId(output_dir / "swanlab_run.json", place)
+        destination = {"project": settings.project, "workspace": settings.workspace, "mode": settings.mode}
+        saved_id = SavedRunId(output_dir / "swanlab_run.json", destination)
         run_id = saved_id.id or uuid.uuid4().hex[:21]
         saved_id.save(run_id)
         self._run = swanlab.init(
@@ -222,8 +222,8 @@ class TrackioSink:
         """
         import trackio  # slow to import, and only rank 0 needs it
 
-        place = {"project": settings.project, "space_id": settings.space_id, "directory": settings.directory}
-        saved_id = SavedRunId(output_dir / "trackio_run.json", place)
+        destination = {"project": settings.project, "space_id": settings.space_id, "directory": settings.directory}
+        saved_id = SavedRunId(output_dir / "trackio_run.json", destination)
         name = saved_id.id or f"{settings.name or output_dir.resolve().name}-{uuid.uuid4().hex[:6]}"
         saved_id.save(name)
         self._run = trackio.init(
@@ -314,13 +314,13 @@ class PrometheusSink:
 class SavedRunId:
     """The id of a service's run, in a file of the output directory, with which a resumed run continues it."""
 
-    def __init__(self, path: Path, place: Mapping[str, Any]):
-        """Read the file. The id is not used if it was saved for another place of the service."""
-        self._path, self._place = path, dict(place)
+    def __init__(self, path: Path, destination: Mapping[str, Any]):
+        """Read the file. The id is not used if it was saved for another destination."""
+        self._path, self._destination = path, dict(destination)
         self.id: str | None = None
         try:
             content = json.loads(path.read_text())
-            if content["place"] == self._place:
+            if content["place"] == self._destination:
                 self.id = str(content["id"])
         except FileNotFoundError:
             return
@@ -330,7 +330,7 @@ class SavedRunId:
     def save(self, run_id: str) -> None:
         """Write the id to the file."""
         self.id = run_id
-        disk.replace_file(self._path, json.dumps({"id": run_id, "place": self._place}) + "\n")
+        disk.replace_file(self._path, json.dumps({"id": run_id, "place": self._destination}) + "\n")
 
 
 SERVICES: dict[str, Callable[[Any, Path, RunInfo], MetricSink]] = {
