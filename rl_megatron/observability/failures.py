@@ -15,8 +15,9 @@ from typing import Any
 from rl_megatron import disk, log
 from rl_megatron.config.errors import describe_error
 from rl_megatron.observability.liveness import Place, locate_error
-from rl_megatron.observability.run_files import ATTEMPTS, EARLIER_FAILURE, FAILURE
+from rl_megatron.observability.run_files import ATTEMPTS, FAILURE
 
+_EARLIER_FAILURE = "failure.previous.json"  # the failure of the previous attempt
 # Keys of the job's store.
 _FIRST, _REPORTED, _INFORMED = "failure/first", "failure/reported", "failure/known"
 # What torch reports on a rank whose peer has ended.
@@ -73,7 +74,7 @@ class FailureFile:
         """Let `write` write; if `is_writer`, keep the file of an earlier attempt under another name."""
         self.has_begun = True
         if is_writer and self.path.is_file():
-            self.path.replace(self.path.with_name(EARLIER_FAILURE))
+            self.path.replace(self.path.with_name(_EARLIER_FAILURE))
 
     def write(self, content: Mapping[str, Any], what: str) -> str:
         """Write the file. Return a sentence that tells where `what` is, or why no file has it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 
 from rl_megatron import disk, log
 from rl_megatron.config.metrics import is_cost, is_eval_metric
-from rl_megatron.observability.curves import Points, draw_lines, draw_stack
+from rl_megatron.observability.curves import draw_lines, draw_stack
 from rl_megatron.observability.page_template import TEMPLATE
 from rl_megatron.observability.run_files import RecordedRun, flatten
 from rl_megatron.workers.child_process import environment_of_a_child
@@ -249,12 +249,15 @@ def _draw_comparison(runs: Sequence[RecordedRun], names: Sequence[str], stage: s
         recorded = dict.fromkeys(name for run in runs for name in run.list_metrics(stage, kind))
         first = [name for name in (*main, "time_step_s", *speed) if name in recorded]
         for name in dict.fromkeys([*first, *recorded]) if kind == "train" else recorded:
-            curves = _read_curves(runs, names, stage, kind, name)
-            if not curves or not _is_compared(kind, name):
-                continue
-            heading = "Learning" if name in main else "Speed" if is_cost(name) else _OTHERS
-            chart = draw_lines(name, curves, logarithmic=name.startswith("grad_norm"))
-            charts["Evaluations" if kind == "eval" else heading].append(chart)
+            curves = {
+                run_name: points
+                for run_name, run in zip(names, runs, strict=True)
+                if (points := run.get_curve(stage, kind, name))
+            }
+            if curves and _is_compared(kind, name):
+                heading = "Learning" if name in main else "Speed" if is_cost(name) else _OTHERS
+                chart = draw_lines(name, curves, logarithmic=name.startswith("grad_norm"))
+                charts["Evaluations" if kind == "eval" else heading].append(chart)
     return [(heading, group) for heading, group in charts.items() if group]
 
 
@@ -262,13 +265,6 @@ def _is_compared(kind: str, name: str) -> bool:
     if kind == "eval":
         return is_eval_metric(name)
     return name != "seconds" and not name.startswith(("peak_memory_", "time_train_"))
-
-
-def _read_curves(
-    runs: Sequence[RecordedRun], names: Sequence[str], stage: str, kind: str, metric: str
-) -> Mapping[str, Points]:
-    curves = {name: run.get_curve(stage, kind, metric) for name, run in zip(names, runs, strict=True)}
-    return {name: points for name, points in curves.items() if points}
 
 
 def _choose_distinct_names(runs: Sequence[RecordedRun]) -> list[str]:

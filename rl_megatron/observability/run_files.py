@@ -14,7 +14,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import METRICS_FILE, SAMPLES
 
 CONFIG, SUMMARY, RUN_INFO = "config.yaml", "summary.json", "run_info.json"
-ATTEMPTS, FAILURE, EARLIER_FAILURE = "attempts.jsonl", "failure.json", "failure.previous.json"
+ATTEMPTS, FAILURE = "attempts.jsonl", "failure.json"
 _NOT_METRICS = ("stage", "step", "kind")
 
 
@@ -27,7 +27,6 @@ class RecordedRun:
         config: The effective configuration.
         summary: The content of summary.json; empty if the run has not ended in an orderly way.
         failure: The content of failure.json, or None.
-        earlier_failure: The content of the previous attempt's failure.json, or None.
         samples: The lines of samples.jsonl: completions of evaluations.
         info: Git revision, versions and layout; empty if they are unknown.
         attempts: For each start of the run, when it began and, if it was not killed, how it ended.
@@ -38,14 +37,13 @@ class RecordedRun:
     config: dict[str, Any]
     summary: dict[str, Any] = field(default_factory=dict)
     failure: dict[str, Any] | None = None
-    earlier_failure: dict[str, Any] | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
     attempts: list[dict[str, str]] = field(default_factory=list)
 
     @classmethod
     def read(cls, directory: Path) -> RecordedRun:
-        """Read the output directory of a run, which may still run. Raise ConfigError if it is not one."""
+        """Read the output directory of a run, which may still be running. Raise ConfigError if it is not one."""
         if not (directory / CONFIG).is_file():
             raise ConfigError(f"{directory} is not the output_dir of a run: it has no {CONFIG}")
         return cls(
@@ -54,7 +52,6 @@ class RecordedRun:
             yaml.safe_load((directory / CONFIG).read_text()),
             _read_object(directory / SUMMARY) or {},
             _read_object(directory / FAILURE),
-            _read_object(directory / EARLIER_FAILURE),
             _read_lines(directory / SAMPLES),
             _read_object(directory / RUN_INFO) or {},
             _join_attempts(_read_lines(directory / ATTEMPTS)),

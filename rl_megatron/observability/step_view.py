@@ -97,11 +97,13 @@ def _view_batch(
     share = trained / max(tokens, 1)
     per_rank = len(planned.shapes.sequences)
     on = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""
+    is_padded = batching.kind == "padded"
+    limit = _format_count(batching.sequences, "sequence") if is_padded else f"{batching.tokens:,} tokens"
     facts = [
         ("data", _describe_data(stage)),
         ("sequences", f"{batch.size}" + (f" ({batch.size // 2} pairs)" if group_size == 2 else "")),
         ("tokens", f"{tokens:,}, of which {trained:,} are trained ({share:.1%}); {padding:,} padding"),
-        ("microbatches", f"{per_rank}{on}: train.batching={batching.kind}, {_describe_limit(batching)}"),
+        ("microbatches", f"{per_rank}{on}: train.batching={batching.kind}, at most {limit} each"),
         ("efficiency", f"{planned.efficiency:.1%} of the token positions that the model computes are tokens"),
     ]
     return BatchView(title, facts, groups)
@@ -146,12 +148,6 @@ def _view_microbatch(
         sequences,
         pack if microbatch.lengths is not None else (),
     )
-
-
-def _describe_limit(batching: Batching) -> str:
-    if batching.kind == "padded":
-        return f"at most {_format_count(batching.sequences, 'sequence')} each"
-    return f"at most {batching.tokens:,} tokens each"
 
 
 # --- prompts ---
