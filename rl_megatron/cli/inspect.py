@@ -83,17 +83,12 @@ def _list_facts(checkpoint: dict[str, Any]) -> list[tuple[str, str]]:
         note = "" if step == checkpoint["step"] else f" (at step {step})"
         facts.append(("held-out", _format_metrics(eval_metrics) + note))
     if "tokenizer" in checkpoint:
-        facts.append(
-            ("tokenizer", f"digest {checkpoint['tokenizer']}, vocabulary of {checkpoint.get('vocab_size', 'unknown')}")
-        )
+        vocabulary = checkpoint.get("vocab_size", "unknown")
+        facts.append(("tokenizer", f"digest {checkpoint['tokenizer']}, vocabulary of {vocabulary}"))
     for name in ("precision", "layout", "weights_from", "data", "versions"):
         if name in checkpoint:
-            facts.append(
-                (
-                    name,
-                    _format_values(checkpoint[name]) if isinstance(checkpoint[name], dict) else str(checkpoint[name]),
-                )
-            )
+            value = checkpoint[name]
+            facts.append((name, _format_values(value) if isinstance(value, dict) else str(value)))
     facts.append(("config", "in the file config.yaml" if checkpoint["config"] else "not kept"))
     return facts
 
