@@ -63,7 +63,7 @@ class TensorStore:
 
     def _map_file(self, size: int, dtype: torch.dtype) -> Tensor:
         if self._directory is None:
-            prefix = disk.prefix_of_process("sequences", Path(self._parent) if self._parent else None)
+            prefix = disk.make_temporary_prefix("sequences", Path(self._parent) if self._parent else None)
             self._directory = tempfile.TemporaryDirectory(prefix=prefix, dir=self._parent)
         self._number += 1
         path = Path(self._directory.name) / str(self._number)
