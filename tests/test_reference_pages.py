@@ -19,6 +19,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS, RunConfig, StageConfig
 from rl_megatron.data.tasks.registry import TASKS
 from rl_megatron.losses import LOSSES, build_loss
+from rl_megatron.runs.rerun import MAY_CHANGE
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 COMING_FROM = sorted((DOCS / "coming_from").glob("*.md"))
@@ -169,3 +170,9 @@ def test_the_glossary_has_every_word_of_the_naming_section():
         sorted(word for word in words - avoided if not {word, word.removesuffix("s"), f"{word} data"} & set(TERMS))
         == []
     )
+
+
+@pytest.mark.parametrize("key", [key for keys in MAY_CHANGE.values() for key in keys])
+def test_the_page_on_checkpoints_has_every_key_that_may_change(key):
+    page = (DOCS / "checkpoints.md").read_text()
+    assert f"`{key}…`" in page if key.endswith(".") else f"`{key}`" in page or f"`{key.split('.')[-1]}`" in page
