@@ -169,9 +169,9 @@ def _overview() -> Iterator[str]:
     yield "add up. [A loss of your own](tutorials/own_loss.md) shows how to add one."
     yield ""
     rolled = [name for name in FORMULAS if build_loss(name).next_token_keys & {"reference_policy_logprobs"}]
-    yield f"The key `reference_policy_logprobs` (of the losses {_names(rolled)}) is rolled by −1: entry t corresponds to"
-    yield "token t+1. Of log-probabilities x that are aligned with `input_ids`, `torch.roll(x, -1, dims=-1)` gives this"
-    yield "form. The algorithms of the package do this."
+    yield f"The key `reference_policy_logprobs` (of the losses {_names(rolled)}) is rolled by −1: entry t corresponds"
+    yield "to token t+1. Of log-probabilities x that are aligned with `input_ids`, `torch.roll(x, -1, dims=-1)` gives"
+    yield "this form. The algorithms of the package do this."
     yield ""
     yield "| name | class | reads | mean over |"
     yield "|---|---|---|---|"
