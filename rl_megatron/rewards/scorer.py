@@ -16,9 +16,9 @@ from rl_megatron.config.errors import ConfigError, RunFailed, describe_error
 from rl_megatron.config.reward_models import REWARD_MODEL, on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.tasks.task import Problem, Task
-from rl_megatron.rewards.loading import configured_functions, task_function
-from rl_megatron.rewards.results import ERRORS, SCORE, TIMEOUTS, BadResult, is_finite_reward, read_result
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.loading import build_specs, build_task_spec
+from rl_megatron.rewards.metrics import RewardMetrics
+from rl_megatron.rewards.reward_function import ERRORS, SCORE, TIMEOUTS, BadResult, is_finite_reward, read_result
 from rl_megatron.rewards.reward_models import RewardModel
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
 from rl_megatron.rewards.workers import RewardWorkers
@@ -93,9 +93,9 @@ class Scorer:
                 "reward.functions: reward_model with init_from or hf runs on the ranks of a stage that trains and "
                 "waits for its rollouts; serve the model elsewhere, and set url"
             )
-        of_workers = configured_functions(self._settings)
+        of_workers = build_specs(self._settings)
         if not self._functions:
-            of_workers = [task_function(self._task())]
+            of_workers = [build_task_spec(self._task())]
         self._specs = of_workers + [
             FunctionSpec(self._settings.functions[place].shown_name, f"reward.functions[{place}]")
             for place in self._models

@@ -28,8 +28,8 @@ from rl_megatron.data.tasks import Problem
 from rl_megatron.evaluation.heldout import HeldoutPairs
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import PreferenceLoss
-from rl_megatron.rewards.calling import RewardFunction
 from rl_megatron.rewards.functions import RewardModelServer
+from rl_megatron.rewards.reward_function import RewardFunction
 from rl_megatron.rewards.reward_models import RewardModels
 from tests.http_server import HttpServer
 from tests.parallel.layouts import MODEL, build_policy

@@ -16,10 +16,9 @@ from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rl_megatron.rewards.answer_cache import AnswerCache
-from rl_megatron.rewards.calling import OF_LISTS, OF_VERL
 from rl_megatron.rewards.endpoint import BadReply, Endpoint
 from rl_megatron.rewards.registry import register_reward
-from rl_megatron.rewards.results import SCORE
+from rl_megatron.rewards.reward_function import LIST_PARAMETERS, SCORE, VERL_PARAMETERS
 
 _RANGE = r"-?\d+(?:\.\d+)?\s?(?:-|–|to)\s?\d+(?:\.\d+)?"
 # Which scores there are, as judges repeat it: "(0-10)", "0-10:" or "(out of 10):".
@@ -199,10 +198,10 @@ def _read_template(template: str) -> tuple[Any, set[str]]:
         raise ValueError(f"{where} is not a Jinja template: {error}") from error
     if not variables & _OF_THE_SAMPLE:
         raise ValueError(f"{where} shows the judge no completion: use {{{{ completion }}}}, or messages or turns")
-    if variables & (OF_LISTS | OF_VERL):
+    of_lists = variables & (LIST_PARAMETERS | VERL_PARAMETERS)
+    if of_lists:
         raise ValueError(
-            f"{where} uses {sorted(variables & (OF_LISTS | OF_VERL))}, which a single sample does not have; write "
-            "prompt and completion"
+            f"{where} uses {sorted(of_lists)}, which a single sample does not have; write prompt and completion"
         )
     return compiled, variables
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from rl_megatron.rewards.endpoint import BadReply, Endpoint
 from rl_megatron.rewards.registry import register_reward
-from rl_megatron.rewards.results import SCORE
+from rl_megatron.rewards.reward_function import SCORE
 
 Protocol = Literal["pooling", "classify", "score"]
 Sent = Literal["string", "tokens", "completion"]

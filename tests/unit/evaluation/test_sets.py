@@ -11,7 +11,7 @@ from rl_megatron.data.eval_problems import check_set_files, problems_of_set
 from rl_megatron.evaluation import sets as eval_sets
 from rl_megatron.evaluation.results import results_file
 from rl_megatron.evaluation.sets import EvalSet, EvalSets, set_metric_names
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.runs.preflight import check_keep_best
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms.fakes import Characters, completed, runner_of_completions

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from rl_megatron.data.tasks import Problem
-from rl_megatron.rewards.calling import RewardFunction
 from rl_megatron.rewards.functions import RewardModelServer
+from rl_megatron.rewards.reward_function import RewardFunction
 from rl_megatron.rewards.running_statistics import RunningStatistics
 from rl_megatron.rewards.samples import Sample
 from tests.http_server import HttpServer

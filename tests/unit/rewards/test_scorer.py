@@ -13,7 +13,7 @@ from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards import workers
 from rl_megatron.rewards.loading import check_rewards
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.rewards.workers import WORKER_MODULE
 from rl_megatron.topology.ranks import Ranks
