@@ -82,7 +82,7 @@ class EvalSet:
         encoded = encoded_prompts(of_set, self._problems.problems, build_source(of_set).renderer(tokenizer))
         self._prompts: Sequence[EncodedPrompt] = encoded.prompts
         self._sampling: Sampling = stage_sampling(of_set, tokenizer, end_of_turn_ids=encoded.end_of_turn_ids)
-        of_ranks = None if models is None else models.of(of_set.reward)
+        of_ranks = None if models is None else models.load(of_set.reward)
         self.scorer = Scorer(of_set.reward, lambda: self._problems.task, ranks, models=of_ranks)
         self.digest = _digest(self._prompts, of_set, config)
         names = statistic_names(config.n, self._problems.reads_answers)

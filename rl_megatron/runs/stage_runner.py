@@ -98,7 +98,7 @@ class StageRunner:
             config, layout, tokenizer, lambda other: complete_checkpoints(directory.parent / other)[-1]
         )
         scorer = Scorer(
-            config.reward, lambda: build_source(config).task(), layout.ranks, models=models.of(config.reward)
+            config.reward, lambda: build_source(config).task(), layout.ranks, models=models.load(config.reward)
         )
         runner = build_runner(config, tokenizer, layout)
         components = isinstance(settings, RolloutConfig) and settings.reads_components

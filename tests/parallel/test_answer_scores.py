@@ -107,14 +107,14 @@ def train_and_score(home: Path) -> dict[str, dict[str, Any]]:
     stage = load_config(["data=arithmetic", "algorithm=grpo"]).first
     models = RewardModels(stage, policy.topology, tokenizer, Path)  # pyright: ignore[reportArgumentType]
     function: Any = {"name": "reward_model", "kwargs": {"init_from": str(checkpoint)}}
-    (model,) = models.of(RewardConfig(functions=(function,))).values()
+    (model,) = models.load(RewardConfig(functions=(function,))).values()
     found = {}
     for kind, (heldout, samples) in answers(home / "tokenizer").items():
         found[kind] = {
             "margin": HeldoutPairs(heldout).evaluate(policy)[0]["preference_margin"],
             "scores": policy.score(heldout)["scores"].tolist(),
             "trained": policy.train(heldout, PreferenceLoss(), gbs=heldout.size, eval_mode=True),
-            "rewards": [each["score"] for each in model.results([sample.sequence_ids for sample in samples])],
+            "rewards": [each["score"] for each in model.score([sample.sequence_ids for sample in samples])],
         }
     models.close()
     return found

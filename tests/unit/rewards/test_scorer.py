@@ -83,7 +83,7 @@ def test_workers_that_cannot_start_are_an_error_that_names_them(monkeypatch):
     monkeypatch.setattr(workers, "ChildProcess", refused)
     scorer = Scorer(RewardConfig(functions=(function("length"),)), lambda: None, Ranks())
     scorer.start()  # the other ranks do not learn of it here
-    with pytest.raises(RewardFailed, match="the reward workers cannot go on: .*too many processes"):
+    with pytest.raises(RewardFailed, match="the reward workers cannot continue: .*too many processes"):
         scorer.score([Problem("p", "a")], ["x"], [[1]], [False])
 
 
