@@ -37,7 +37,9 @@ _SMALLEST_STD = 1e-6  # scores that are all equal become 0
 
 @dataclass
 class RunningStatistics:
-    """The count, the mean and the sum of squared deviations, in double precision.
+    """The mean and the standard deviation of all numbers so far, in double precision.
+
+    `squares` is the sum of squared deviations.
 
     Source: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     """
