@@ -26,8 +26,8 @@ _PROGRAM = "program.py"
 _LONGEST_ANSWER = 100  # bytes
 
 # The child runs the program, sends an empty line, and then gets one test at a time. It answers with the number that
-# came with the test if the test raises nothing. A program cannot answer before its tests by exiting or by writing to the
-# socket, because it does not know these numbers. A child that it forked does not continue with the tests.
+# came with the test if the test raises nothing. A program cannot answer before its tests by exiting or by writing to
+# the socket, because it does not know these numbers. A child that it forked does not continue with the tests.
 _CHILD = """
 import json, os, socket, sys
 descriptor, name = sys.argv[1:]
