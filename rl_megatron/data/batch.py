@@ -1,9 +1,13 @@
-"""`BatchedDataDict`: a batch of sequences, with one entry per sequence under each key; and where scores are read."""
+"""`BatchedDataDict`: a batch of sequences, with one entry per sequence under each key.
+
+`Padding` makes batches of lists of token ids. `score_positions` says where the score of a sequence is read.
+"""
 
 from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -192,6 +196,40 @@ def _concatenate(key: str, tensors: list[torch.Tensor], pad_value: int | float) 
         joined[start : start + tensor.shape[0], : tensor.shape[1]] = tensor
         start += tensor.shape[0]
     return joined
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The rule by which lists of token ids become a tensor `[B, S]`, padded on the right.
+
+    Attributes:
+        multiple: S is the length of the longest list, rounded up to a multiple of this.
+    """
+
+    pad_id: int
+    multiple: int
+
+    def __post_init__(self) -> None:
+        if self.multiple < 1:
+            raise ValueError(f"pad_to_multiple_of must be at least 1, got {self.multiple}.")
+
+    def collate(self, sequences: list[list[int]]) -> BatchedDataDict:
+        """Return `input_ids` `[B, S]` with S ≥ 1, `input_lengths` `[B]` and a `sample_mask` `[B]` of ones."""
+        if not sequences:
+            raise ValueError("a batch needs at least one sequence, got none.")
+        lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long)
+        width = -(-max(int(lengths.max()), 1) // self.multiple) * self.multiple
+        return BatchedDataDict(
+            input_ids=torch.tensor([sequence + [self.pad_id] * (width - len(sequence)) for sequence in sequences]),
+            input_lengths=lengths,
+            sample_mask=torch.ones(len(sequences)),
+        )
+
+
+def span_mask(starts: torch.Tensor, ends: torch.Tensor, width: int) -> torch.Tensor:
+    """Return a mask `[B, width]` fp32 that is 1 from `starts[b]` to `ends[b] - 1` and 0 elsewhere."""
+    positions = torch.arange(width)
+    return ((positions >= starts[:, None]) & (positions < ends[:, None])).float()
 
 
 def score_positions(data: Mapping[str, Any]) -> Int[Tensor, " batch"]:

@@ -16,8 +16,7 @@ from typing import Protocol
 import torch
 
 from rl_megatron.data.answers import LABEL, check_labels, check_pair
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.collate import Padding, span_mask
+from rl_megatron.data.batch import BatchedDataDict, Padding, span_mask
 from rl_megatron.data.encoding import EncodedSequence, Limit, TooLong, within_limit
 from rl_megatron.data.records import NothingLeft, Record
 from rl_megatron.data.rendering import Renderer

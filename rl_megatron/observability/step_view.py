@@ -22,9 +22,8 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.sources import HeldoutBatch, build_source
-from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.training_data import EncodedPrompts, RolloutPrompts, encoded_prompts
+from rl_megatron.data.training_data import EncodedPrompts, RolloutPrompts, dataset_loader, encoded_prompts
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.observability.batch_view import BatchView, ShownGroup, ShownSequence, Token
 from rl_megatron.topology.degrees import ConfiguredLayout

@@ -23,7 +23,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.reward_models import OF_STAGES, RewardModelArguments, ScoringModel, on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.data.collate import Padding
+from rl_megatron.data.batch import Padding
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.topology import degrees
 from rl_megatron.topology.topology import Topology

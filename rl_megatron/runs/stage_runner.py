@@ -17,8 +17,8 @@ from rl_megatron.config.errors import ConfigError, RunFailed
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.sources import build_source
-from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import dataset_loader
 from rl_megatron.evaluation.heldout import build_evaluation
 from rl_megatron.evaluation.sets import EvalSets
 from rl_megatron.generation.engines import build_engine

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.collate import Padding, span_mask
-from rl_megatron.data.stage_loader import in_memory_loader
+from rl_megatron.data.batch import BatchedDataDict, Padding, span_mask
+from rl_megatron.data.training_data import in_memory_loader
 from rl_megatron.losses import build_loss
 from rl_megatron.runs.stage import Stage
 from tests.parallel.layouts import VOCAB_SIZE, build_policy, weights, worst_relative_error

@@ -13,7 +13,7 @@ from rl_megatron.data.plain_text import plain_texts
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources.registry import register_source
 from rl_megatron.data.sources.source import DataSource, HeldoutProblemSet
-from rl_megatron.data.tasks.registry import build_task, called, check_task_files, reads_path
+from rl_megatron.data.tasks.registry import build_task, call_task, check_task_files, reads_path
 from rl_megatron.data.tasks.task import Demonstration, GeneratedTask, Problem, Task, TooFewProblems
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -125,6 +125,6 @@ class TaskSource(DataSource[TaskConfig]):
         If the task has too few problems, the error begins with `asked`, the key that asks for them and its value.
         """
         try:
-            return called(self.data.task["name"], call)
+            return call_task(self.data.task["name"], call)
         except TooFewProblems as error:
             raise ValueError(f"{asked}: {error}") from error

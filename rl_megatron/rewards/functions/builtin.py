@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.data.math_answers import are_equal, read_answer, read_reference, require_math_verify
 from rl_megatron.data.tasks.gsm8k import extract_answer
+from rl_megatron.data.tasks.math import are_equal, read_answer, read_reference, require_math_verify
 from rl_megatron.rewards.registry import register_reward
 
 _FENCED_JSON = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)

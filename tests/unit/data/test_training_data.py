@@ -9,8 +9,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.data.sources import HeldoutBatch, build_source
-from rl_megatron.data.stage_loader import dataset_loader
-from rl_megatron.data.training_data import RolloutPrompts, check_dataset
+from rl_megatron.data.training_data import RolloutPrompts, check_dataset, dataset_loader
 
 TOKENIZER = train_bpe(["question answer good bad text 0123456789\n" * 3], 270)
 SMALL = ("data.num_eval_examples=4", "train.steps=9", "model.max_sequence_length=128")
