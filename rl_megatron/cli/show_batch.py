@@ -10,7 +10,7 @@ from rich.console import Console
 from rl_megatron.config.errors import ConfigError, bad_input_named, nearest
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
-from rl_megatron.data.run_tokenizer import run_tokenizer
+from rl_megatron.data.run_tokenizer import get_run_tokenizer
 from rl_megatron.observability.batch_html import batch_page
 from rl_megatron.observability.batch_text import print_batch
 from rl_megatron.observability.batch_view import BatchView
@@ -50,7 +50,7 @@ def show_batch(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def _view(config: RunConfig, name: str, stage: StageConfig, options: argparse.Namespace, ranks: int) -> BatchView:
-    tokenizer = run_tokenizer(config.first, earlier_run(config))
+    tokenizer = get_run_tokenizer(config.first, earlier_run(config))
     if options.heldout:
         return view_heldout(name, stage, tokenizer, ranks)
     return view_step(name, stage, tokenizer, options.step, ranks)

@@ -26,7 +26,7 @@ class Record:
     location: str
 
 
-def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+def drop_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a record without those that are null or NaN, and without such keys of messages and tools.
 
     A null means that the record does not have the field: tables have a value in every row, and writers of JSON follow
@@ -34,16 +34,16 @@ def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     `extra_info`, keep their nulls.
     """
     return {
-        key: _without_null_keys(value) if isinstance(value, list) else value
+        key: _drop_null_keys(value) if isinstance(value, list) else value
         for key, value in values.items()
         if not _is_null(value)
     }
 
 
-def _without_null_keys(value: Any) -> Any:
+def _drop_null_keys(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_null_keys(each) for key, each in value.items() if not _is_null(each)}
-    return [_without_null_keys(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_null_keys(each) for key, each in value.items() if not _is_null(each)}
+    return [_drop_null_keys(each) for each in value] if isinstance(value, list) else value
 
 
 def _is_null(value: Any) -> bool:
@@ -136,14 +136,14 @@ class Renamed(Reader):
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
         """Yield each record from `start` on, with the position after it."""
         for record, position in self._reader.read(start):
-            yield Record(self._renamed(record), record.location), position
+            yield Record(self._rename(record), record.location), position
 
-    def _renamed(self, record: Record) -> dict[str, Any]:
-        taken = {name: self._field(record, name, theirs) for name, theirs in self._names.items()}
+    def _rename(self, record: Record) -> dict[str, Any]:
+        taken = {name: self._find_field(record, name, theirs) for name, theirs in self._names.items()}
         kept = {name: value for name, value in record.values.items() if name not in self._names.values()}
         return kept | taken
 
-    def _field(self, record: Record, name: str, theirs: str) -> Any:
+    def _find_field(self, record: Record, name: str, theirs: str) -> Any:
         if theirs in record.values:
             return record.values[theirs]
         value: Any = record.values

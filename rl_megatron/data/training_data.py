@@ -16,16 +16,16 @@ from rl_megatron.config.train import TrainConfig
 from rl_megatron.data import token_cache
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import Dataset
-from rl_megatron.data.encoding import EncodedPrompt, Limit, within_limit
+from rl_megatron.data.encoding import EncodedPrompt, Limit, apply_limit
 from rl_megatron.data.loader import Component, DataLoader, InMemory, ItemList, Items, Streamed
-from rl_megatron.data.mixture import MixtureCounts, configured_weights
+from rl_megatron.data.mixture import MixtureCounts, load_weights
 from rl_megatron.data.order import check_batch_size
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.sources import DataSource, RecordSource, build_source
-from rl_megatron.data.sources.mixed import mixed_stages
+from rl_megatron.data.sources.mixed import split_mixture
 from rl_megatron.data.tasks import Problem
-from rl_megatron.data.token_cache import content_of
+from rl_megatron.data.token_cache import serialize_record
 from rl_megatron.data.tokenizer import Tokenizer
 
 BatchT = TypeVar("BatchT")
@@ -34,7 +34,7 @@ BatchT = TypeVar("BatchT")
 # --- datasets and loaders ---
 
 
-def training_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Dataset:
+def build_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Dataset:
     """Return the training data that the stage's algorithm learns from, of a stage with one data set in memory."""
     return build_source(stage).dataset(stage.algorithm.learns_from, tokenizer)
 
@@ -48,12 +48,12 @@ def check_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[in
         ConfigError: There are fewer pairs than a batch has.
         ValueError: There are fewer sequences than a batch has.
     """
-    loader = dataset_loader(stage, tokenizer)
+    loader = build_dataset_loader(stage, tokenizer)
     datasets = [cast(Dataset, component.first) for component in loader.components]
     return [lengths for dataset in datasets for lengths in dataset.item_lengths()]
 
 
-def dataset_loader(stage: StageConfig, tokenizer: Tokenizer) -> DataLoader[BatchedDataDict]:
+def build_dataset_loader(stage: StageConfig, tokenizer: Tokenizer) -> DataLoader[BatchedDataDict]:
     """Return the loader of the training data that the stage's algorithm learns from.
 
     Raises:
@@ -68,7 +68,7 @@ def dataset_loader(stage: StageConfig, tokenizer: Tokenizer) -> DataLoader[Batch
         size = whole.size // len(order)  # sequences of an item
         return whole.select_indices([item * size + each for item in order for each in range(size)])
 
-    components = components_of(stage, build)
+    components = build_components(stage, build)
     group_size = getattr(components[0].first, "group_size", 1)
     items = stage.train.global_batch_size // group_size
     if len(components) == 1 and group_size == 2 and items > len(components[0].first) and not stage.data.streaming:
@@ -76,18 +76,18 @@ def dataset_loader(stage: StageConfig, tokenizer: Tokenizer) -> DataLoader[Batch
             f"train.global_batch_size={stage.train.global_batch_size} is {items} pairs of two sequences, and data.path="
             f"{stage.data.path} has {len(components[0].first)} pairs to train on; lower it, or provide more data"
         )
-    return loader_of(stage, components, items, join)
+    return build_loader(stage, components, items, join)
 
 
-def in_memory_loader(dataset: Dataset, train: TrainConfig) -> DataLoader[BatchedDataDict]:
+def build_in_memory_loader(dataset: Dataset, train: TrainConfig) -> DataLoader[BatchedDataDict]:
     """Return the loader of a dataset in memory."""
     items = train.global_batch_size // dataset.group_size
     check_batch_size(len(dataset), items)
     counts = MixtureCounts(["data"], items, lambda step: [1.0])
-    return DataLoader([InMemory("data", dataset, train.seed)], counts, train.seed, _never)
+    return DataLoader([InMemory("data", dataset, train.seed)], counts, train.seed, _refuse_join)
 
 
-def loader_of(
+def build_loader(
     stage: StageConfig,
     components: Sequence[Component[BatchT]],
     batch_size: int,
@@ -110,14 +110,14 @@ def loader_of(
     if len(components) == 1 and not stage.data.streaming:
         check_batch_size(len(components[0].first), batch_size)
     names = [component.name for component in components]
-    counts = MixtureCounts(names, batch_size, configured_weights(stage.data), batches_per_step)
+    counts = MixtureCounts(names, batch_size, load_weights(stage.data), batches_per_step)
     if len(components) > 1:
         counts.at(0)
     can_fail = stage.data.streaming or stage.data.mix_weights is not None
     return DataLoader(components, counts, stage.train.seed, join, can_fail)
 
 
-def components_of(
+def build_components(
     stage: StageConfig, build: Callable[[str, StageConfig, DataSource], Items[BatchT]]
 ) -> list[Component[BatchT]]:
     """Return the data sets of a stage.
@@ -128,14 +128,14 @@ def components_of(
     """
     if not stage.data.mix:
         name = stage.data.dataset_name or str(stage.data.path)
-        return [_component(name, stage, build, stage.train.seed)]
+        return [_build_component(name, stage, build, stage.train.seed)]
     return [
-        _component(name, of_component, build, f"{stage.train.seed}/{name}")
-        for name, of_component in mixed_stages(stage)
+        _build_component(name, of_component, build, f"{stage.train.seed}/{name}")
+        for name, of_component in split_mixture(stage)
     ]
 
 
-def _component(
+def _build_component(
     name: str, stage: StageConfig, build: Callable[[str, StageConfig, DataSource], Items[BatchT]], seed: int | str
 ) -> Component[BatchT]:
     source = build_source(stage)
@@ -145,13 +145,13 @@ def _component(
     return Streamed(
         name,
         source.training_reader(),
-        lambda records: build(name, stage, source.of_block(records)),
+        lambda records: build(name, stage, source.with_block(records)),
         stage.data.shuffle_block,
         seed,
     )
 
 
-def _never(batches: list[BatchedDataDict], order: list[int]) -> BatchedDataDict:
+def _refuse_join(batches: list[BatchedDataDict], order: list[int]) -> BatchedDataDict:
     raise AssertionError("a loader of one data set in memory has nothing to join")
 
 
@@ -171,7 +171,7 @@ class EncodedPrompts:
     end_of_turn_ids: tuple[int, ...]
 
 
-def encoded_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: Renderer) -> EncodedPrompts:
+def encode_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: Renderer) -> EncodedPrompts:
     """Return the prompts of problems as tokens, with space for a completion behind each.
 
     `data.too_long` says what happens to a prompt that leaves too little space.
@@ -194,16 +194,16 @@ def encoded_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: R
     )
     records = [problem.as_record() for problem in problems]
     # Generated problems repeat. The tokens may follow from any field, such as messages.
-    keys = [content_of(record) for record in records]
+    keys = [serialize_record(record) for record in records]
     different: dict[str, Record] = {}
     for key, record in zip(keys, records, strict=True):
         different.setdefault(key, record)
-    ids = dict(zip(different, token_cache.encoded_prompts(renderer, list(different.values())), strict=True))
+    ids = dict(zip(different, token_cache.encode_prompts(renderer, list(different.values())), strict=True))
     prompts = [
-        renderer.with_prompt(problem, record, ids[key])
+        renderer.build_prompt(problem, record, ids[key])
         for problem, record, key in zip(problems, records, keys, strict=True)
     ]
-    return EncodedPrompts(bad_input_named(lambda: within_limit(prompts, limit)), renderer.end_of_turn_ids)
+    return EncodedPrompts(bad_input_named(lambda: apply_limit(prompts, limit)), renderer.end_of_turn_ids)
 
 
 class RolloutPrompts:
@@ -226,18 +226,18 @@ class RolloutPrompts:
         wanted = algorithm.prompts_of_all_steps(stage.train)
 
         def build(name: str, of_component: StageConfig, source: DataSource[Any]) -> ItemList[EncodedPrompt]:
-            encoded = encoded_prompts(of_component, source.problems(wanted), source.renderer(tokenizer))
+            encoded = encode_prompts(of_component, source.problems(wanted), source.renderer(tokenizer))
             self.end_of_turn_ids = tuple(dict.fromkeys((*self.end_of_turn_ids, *encoded.end_of_turn_ids)))
             return ItemList([replace(prompt, data_set=name) for prompt in encoded.prompts])
 
-        components = components_of(stage, build)
+        components = build_components(stage, build)
         self._first = [prompt for component in components for prompt in cast(ItemList, component.first).items]
         if len(self._first) < algorithm.prompts_per_step:
             raise ConfigError(
                 f"algorithm.prompts_per_step={algorithm.prompts_per_step} exceeds the {len(self._first)} training "
                 "problems; lower it, or provide more data"
             )
-        self.loader = loader_of(stage, components, algorithm.prompts_per_step, _joined, self._rounds)
+        self.loader = build_loader(stage, components, algorithm.prompts_per_step, _join_prompts, self._rounds)
 
     @property
     def longest(self) -> int:
@@ -249,6 +249,6 @@ class RolloutPrompts:
         return self.loader.batch((step - 1) * self._rounds + round_)
 
 
-def _joined(parts: list[list[EncodedPrompt]], order: list[int]) -> list[EncodedPrompt]:
+def _join_prompts(parts: list[list[EncodedPrompt]], order: list[int]) -> list[EncodedPrompt]:
     prompts = [prompt for part in parts for prompt in part]
     return [prompts[place] for place in order]

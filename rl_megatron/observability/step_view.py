@@ -23,7 +23,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.sources import HeldoutBatch, build_source
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.training_data import EncodedPrompts, RolloutPrompts, dataset_loader, encoded_prompts
+from rl_megatron.data.training_data import EncodedPrompts, RolloutPrompts, build_dataset_loader, encode_prompts
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.observability.batch_view import BatchView, ShownGroup, ShownSequence, Token
 from rl_megatron.topology.degrees import ConfiguredLayout
@@ -51,7 +51,7 @@ def view_step(name: str, stage: StageConfig, tokenizer: Tokenizer, step: int, ra
             f"algorithm={stage.algorithm.name} chooses its prompts itself, because its settings are not a "
             "RolloutConfig; --heldout shows its held-out problems"
         )
-    loader = dataset_loader(stage, tokenizer)
+    loader = build_dataset_loader(stage, tokenizer)
     places, batch = loader.locations(step - 1), loader.batch(step - 1)
     return _batch_view(title, stage, tokenizer, batch, places, loader.group_size, ranks)
 
@@ -67,9 +67,9 @@ def view_heldout(name: str, stage: StageConfig, tokenizer: Tokenizer, ranks: int
     source = build_source(stage)
     heldout = source.heldout(tokenizer)
     if isinstance(heldout, HeldoutBatch):
-        size = dataset_loader(stage, tokenizer).group_size
+        size = build_dataset_loader(stage, tokenizer).group_size
         return _batch_view(title, stage, tokenizer, heldout.batch, heldout.locations, size, ranks)
-    prompts = encoded_prompts(stage, heldout.problems, source.renderer(tokenizer))
+    prompts = encode_prompts(stage, heldout.problems, source.renderer(tokenizer))
     return _prompts_view(title, stage, tokenizer, prompts, greedy=True)
 
 
@@ -182,7 +182,7 @@ def _prompts_view(
     rounds = 1 if greedy else getattr(algorithm, "rounds_per_step", 1)
     each = f"{_counted(samples, 'completion')} each, {samples * len(prompts)} in all"
     filters = [f"top_k {sampling.top_k}"] * (sampling.top_k > 0) + [f"top_p {sampling.top_p}"] * (sampling.top_p < 1)
-    stops = ", ".join(f"{tokenizer.token_text(id_)!r} ({id_})" for id_ in dict.fromkeys(sampling.stop_ids))
+    stops = ", ".join(f"{tokenizer.decode_token(id_)!r} ({id_})" for id_ in dict.fromkeys(sampling.stop_ids))
     facts = [
         ("data", _data(stage)),
         ("prompts", f"{len(prompts)}, {num_tokens:,} tokens; {'answered greedily' if greedy else each}"),
@@ -222,7 +222,7 @@ class _Shown:
 
     def tokens(self, ids: Sequence[int], trained: Sequence[bool] | None = None) -> list[Token]:
         """Return the tokens of a sequence, and which are trained; None if it has no loss mask."""
-        texts = self._tokenizer.token_texts(ids)
+        texts = self._tokenizer.decode_tokens(ids)
         flags = [False] * len(ids) if trained is None else trained
         values = zip(ids, texts, flags, strict=True)
         return [Token(token_id, text, flag, token_id in self._special) for token_id, text, flag in values]

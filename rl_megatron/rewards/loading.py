@@ -12,7 +12,7 @@ from rl_megatron.config.loading.import_strings import is_import_string
 from rl_megatron.config.reward_models import on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.data.eval_problems import problems_of_set
+from rl_megatron.data.eval_problems import read_set_problems
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.rewards import functions
@@ -71,7 +71,7 @@ def check_rewards(stage: StageConfig, loads: bool) -> None:
         check_functions(stage.reward, build_source(stage).problems(1))
     for eval_set in stage.eval.sets:
         if eval_set.task is None:
-            check_functions(stage.reward, problems_of_set(stage, eval_set).problems[:1])
+            check_functions(stage.reward, read_set_problems(stage, eval_set).problems[:1])
 
 
 def check_functions(settings: RewardConfig, problems: Iterable[Problem]) -> None:

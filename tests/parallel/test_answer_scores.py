@@ -68,12 +68,12 @@ def answers(directory: Path) -> dict[str, tuple[Any, list[Any]]]:
         prompts, written, pairs = [], [], records(100 + number, 32)
         for record in pairs:
             asked = record.values["prompt"]
-            prompt = rendered.prompt_ids(record)
+            prompt = rendered.encode_prompt(record)
             for side in ("chosen", "rejected"):
                 messages = [*asked, assistant(record.values[side])]
                 whole = theirs.apply_chat_template(messages, chat_template=template, return_dict=False)
                 written.append([*whole[len(prompt) :], tokenizer.eos_id])
-                prompts.append(rendered.with_prompt(Problem("", ""), record, prompt))
+                prompts.append(rendered.build_prompt(Problem("", ""), record, prompt))
         sampling = Sampling(100, stop_ids=(tokenizer.eos_id, *rendered.end_of_turn_ids))
         if kind == "cut":
             longest = max(len(prompt.ids) for prompt in prompts) + 16

@@ -33,7 +33,7 @@ class RecordSource(DataSource[ConfigT]):
         self._block: list[Record] | None = None
         self._renderers: list[Renderer] = []  # the renderer of all blocks
 
-    def of_block(self, records: list[Record]) -> Self:
+    def with_block(self, records: list[Record]) -> Self:
         """Return a source whose training data are these records, and whose blocks have one renderer."""
         source = copy.copy(self)
         source._block = records
@@ -83,7 +83,7 @@ class RecordSource(DataSource[ConfigT]):
             ValueError: A record lacks it; the message names its place.
         """
 
-    def prepared(self, records: list[Record]) -> list[Record]:
+    def prepare(self, records: list[Record]) -> list[Record]:
         """Return what datasets are made of, if that is not the records of the files themselves."""
         return records
 
@@ -94,13 +94,13 @@ class RecordSource(DataSource[ConfigT]):
             ValueError: There is nothing to read, or a record cannot be read; the message names the place.
         """
         if self._block is not None:
-            return self.prepared(self._block), []
+            return self.prepare(self._block), []
         found = find_parts(self.data, self.plain, self.alone)
         if not self.data.streaming:
             return self.split(found.train.all(), None if found.heldout is None else found.heldout.all())
         train = Part(self.training_reader(), limit=self.data.shuffle_block).all()
         heldout = [] if self._num_heldout == 0 else Part(found.heldout or found.train, limit=self._num_heldout).all()
-        return self.prepared(train), self.prepared(heldout) if heldout else []
+        return self.prepare(train), self.prepare(heldout) if heldout else []
 
     def first_record(self) -> Record:
         """Return the first record of the data."""

@@ -139,7 +139,7 @@ class DataSource(Generic[ConfigT]):
         raise ConfigError(f"data.source={self.data.source} has no held-out data: {type(self).__name__} lacks heldout()")
 
 
-def heldout_part(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
+def require_heldout(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
     """Return the held-out one of the parts (training, held-out).
 
     Raises:
@@ -153,7 +153,7 @@ def heldout_part(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
     return parts[1]
 
 
-def num_evaluated(data: DataConfig, num_heldout: int, noun: str = "sequences") -> int:
+def count_evaluated(data: DataConfig, num_heldout: int, noun: str = "sequences") -> int:
     """Return how many of the held-out sequences, or problems, an evaluation uses.
 
     Args:

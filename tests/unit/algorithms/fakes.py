@@ -75,8 +75,8 @@ class Problems:
     def renderer(self, tokenizer):
         return SimpleNamespace(
             tokenizer=tokenizer, data=_DATA, end_of_turn_ids=(),
-            prompt_ids=lambda record: tokenizer.encode(record.prompt),
-            with_prompt=lambda problem, record, ids: EncodedPrompt(ids, problem, record),
+            encode_prompt=lambda record: tokenizer.encode(record.prompt),
+            build_prompt=lambda problem, record, ids: EncodedPrompt(ids, problem, record),
         )  # fmt: skip
 
     def problems(self, wanted):

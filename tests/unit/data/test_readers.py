@@ -9,7 +9,7 @@ import pytest
 from rl_megatron.config.data_sources import PromptsConfig, TextConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.files import find_parts
-from rl_megatron.data.readers import hub_splits
+from rl_megatron.data.readers import list_hub_splits
 from rl_megatron.data.records import Part
 from rl_megatron.data.sources import PromptsSource, TextSource
 
@@ -208,6 +208,6 @@ def test_a_hub_that_does_not_answer_is_named_without_the_retries_of_the_library(
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
     began = time.monotonic()
     with pytest.raises(ConfigError, match="data.dataset_name=no/such cannot be found: .*set data.path to local files"):
-        hub_splits("no/such", None)
+        list_hub_splits("no/such", None)
     assert time.monotonic() - began < 10
     assert any("does not answer" in line and "no route to host" in line for line in logged)
