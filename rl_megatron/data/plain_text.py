@@ -43,7 +43,7 @@ def require_fields(records: Sequence[Record], template: str, key: str = "templat
 
 
 def find_field(record: Record, candidates: Iterable[str], key: str) -> str:
-    """Return the first of the candidates that is a field of the record. `key` can name another, as the message says."""
+    """Return the first of the candidates that is a field of the record. The setting `key` can name another field."""
     for field in candidates:
         if field in record.values:
             return field

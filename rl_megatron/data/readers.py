@@ -27,7 +27,7 @@ class TextLine(Record):
 
 
 class Lines(Reader):
-    """The lines of a UTF-8 file. A position is the offset in bytes, uncompressed, and the number of lines before.
+    """The lines of a UTF-8 file. A position is the offset in bytes, uncompressed, and the number of lines before it.
 
     A byte order mark at the beginning, which editors on Windows write, is not a part of the text.
     """
@@ -84,7 +84,7 @@ class JsonLines(Lines):
 
 
 def _check_characters(values: dict[str, Any], location: str) -> None:
-    """Check that the escapes of a line are characters: half of a surrogate pair is none, and no tokenizer takes it."""
+    """Check that the escapes of a line are characters. No tokenizer takes half of a surrogate pair, which is none."""
     for key, value in values.items():
         try:
             json.dumps([key, value], ensure_ascii=False).encode()
@@ -129,18 +129,18 @@ class Parquet(Reader):
         try:
             with _parquet().ParquetFile(self.file) as table:
                 for group in range(table.num_row_groups):
-                    rows_of_group = table.metadata.row_group(group).num_rows
-                    if row + rows_of_group <= skipped:
-                        row += rows_of_group
+                    group_rows = table.metadata.row_group(group).num_rows
+                    if row + group_rows <= skipped:
+                        row += group_rows
                         continue
                     for batch in table.iter_batches(batch_size=_ROWS, row_groups=[group]):
-                        wanted = batch.slice(min(max(0, skipped - row), batch.num_rows))
-                        row += batch.num_rows - wanted.num_rows
-                        for values in wanted.to_pylist():
+                        rest = batch.slice(min(max(0, skipped - row), batch.num_rows))
+                        row += batch.num_rows - rest.num_rows
+                        for values in rest.to_pylist():
                             row += 1
                             yield Record(drop_nulls(values), f"{self.file}:{row}"), (row,)
         except (OSError, arrow.ArrowException) as error:
-            raise ValueError(f"{self.file} cannot be read behind row {row}: {_first_line(error)}") from error
+            raise ValueError(f"{self.file} cannot be read after row {row}: {_first_line(error)}") from error
 
 
 class HuggingFaceDirectory(Reader):
@@ -174,9 +174,6 @@ class HubDataset(Reader):
         subset: Its subset, which the Hub calls configuration; None if it has only one.
         split: Its split, such as `train` or `train[:1000]`.
         streaming: Whether rows are read while they are needed, instead of being downloaded first.
-
-    Raises:
-        ConfigError: The data set, the subset or the split cannot be loaded.
     """
 
     def __init__(self, name: str, subset: str | None, split: str, streaming: bool):
@@ -202,11 +199,7 @@ class HubDataset(Reader):
 
 
 def list_hub_splits(name: str, subset: str | None) -> list[str]:
-    """Return the names of the splits of a data set.
-
-    Raises:
-        ConfigError: It cannot be found.
-    """
+    """Return the names of the splits of a data set."""
     library = _import_hub_library(name)
     try:
         with _silence_retries():
@@ -217,7 +210,7 @@ def list_hub_splits(name: str, subset: str | None) -> list[str]:
 
 
 def _skip_rows(rows: Any, skipped: int) -> Any:
-    """Return the rows of a data set behind the first `skipped` ones."""
+    """Return the rows of a data set after the first `skipped` ones."""
     return rows.select(range(skipped, len(rows))) if skipped < len(rows) else ()
 
 
@@ -227,11 +220,7 @@ def _read_rows(rows: Any, name: str, skipped: int) -> Iterator[tuple[Record, Pos
 
 
 def _import_library(name: str, needed_by: str) -> ModuleType:
-    """Return the imported library.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """Return the imported library, which must be installed."""
     import importlib
 
     try:
@@ -245,10 +234,7 @@ def _import_library(name: str, needed_by: str) -> ModuleType:
 def _import_hub_library(needed_by: str) -> ModuleType:
     """Return the library `datasets`, which uses only what it has downloaded before if the Hub does not answer.
 
-    Its own retries would take 23 seconds to say so.
-
-    Raises:
-        ConfigError: It is not installed.
+    Its own retries would take 23 seconds to report that.
     """
     library = _import_library("datasets", needed_by)
     from huggingface_hub import constants
@@ -268,7 +254,7 @@ def _import_hub_library(needed_by: str) -> ModuleType:
 
 @contextmanager
 def _silence_retries() -> Iterator[None]:
-    """Silence the lines that the Hub's library logs before each retry; the error at the end says the same."""
+    """Silence the lines that the Hub's library logs before each retry; the final error has the same message."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -300,7 +286,7 @@ def _is_network_error(error: BaseException | None) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an error of a library, or of the error behind it that names the cause."""
+    """Return the first line of a library's error, or of the error that caused it."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -11,11 +11,11 @@ from typing import Any
 
 from rl_megatron.log import tracked
 
-Position = tuple[int, ...]  # where reading continues; its numbers mean something to its reader only
+Position = tuple[int, ...]  # where reading continues; only its reader knows what the numbers mean
 
 
 class NothingLeft(ValueError):
-    """The records that were read give no item to train on. Of streamed data, such a block is passed over."""
+    """The records that were read give no item to train on. A loader of streamed data passes over such a block."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def drop_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _drop_null_keys(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _drop_null_keys(each) for key, each in value.items() if not _is_null(each)}
-    return [_drop_null_keys(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_null_keys(inner) for key, inner in value.items() if not _is_null(inner)}
+    return [_drop_null_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _is_null(value: Any) -> bool:
@@ -51,20 +51,15 @@ def _is_null(value: Any) -> bool:
 
 
 class Reader(ABC):
-    """Records in a fixed order, which can be read from any position.
+    """Records in a fixed order, which can be read from any position."""
 
-    Attributes:
-        name: What messages call it: its file, or its name on the Hub.
-    """
-
-    name: str
+    name: str  # in messages: its file, or its name on the Hub
 
     @abstractmethod
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
         """Yield each record from `start` on, with the position after it. `()` is the beginning.
 
-        Raises:
-            ValueError: A record cannot be read; the message names its place.
+        A record that cannot be read is a ValueError, which names its place.
         """
 
     @property
@@ -73,11 +68,7 @@ class Reader(ABC):
         return None
 
     def all(self) -> list[Record]:
-        """Return all records.
-
-        Raises:
-            ValueError: There is no record, or one cannot be read.
-        """
+        """Return all records, at least one."""
         records = [record for record, _ in tracked(self.read(), f"records read from {self.name}")]
         if not records:
             raise ValueError(self.nothing)
@@ -85,15 +76,14 @@ class Reader(ABC):
 
     @property
     def nothing(self) -> str:
-        """Return the message of an error: there is no record."""
+        """Return the error message for a reader without a record."""
         return f"{self.name} is empty: it has no records; add some, or set data.path to another file."
 
 
 class Joined(Reader):
-    """Several readers, one after the other. The first number of a position is the index of the reader.
+    """Several readers, one after the other, with the same columns if they are tables.
 
-    Raises:
-        ValueError: Two tables have different columns.
+    The first number of a position is the index of the reader.
     """
 
     def __init__(self, readers: Sequence[Reader]):
@@ -139,27 +129,26 @@ class Renamed(Reader):
             yield Record(self._rename(record), record.location), position
 
     def _rename(self, record: Record) -> dict[str, Any]:
-        taken = {name: self._find_field(record, name, theirs) for name, theirs in self._names.items()}
-        kept = {name: value for name, value in record.values.items() if name not in self._names.values()}
-        return kept | taken
+        renamed = {name: self._find_field(record, name, old_name) for name, old_name in self._names.items()}
+        others = {name: value for name, value in record.values.items() if name not in self._names.values()}
+        return others | renamed
 
-    def _find_field(self, record: Record, name: str, theirs: str) -> Any:
-        if theirs in record.values:
-            return record.values[theirs]
+    def _find_field(self, record: Record, name: str, old_name: str) -> Any:
+        if old_name in record.values:
+            return record.values[old_name]
         value: Any = record.values
-        for part in theirs.split("."):
+        for part in old_name.split("."):
             if not isinstance(value, Mapping) or part not in value:
-                known = ", ".join(record.values)
                 raise ValueError(
-                    f"{record.location}: data.columns.{name}={theirs} names a field that the record does not have; its "
-                    f"fields: {known}."
+                    f"{record.location}: data.columns.{name}={old_name} names a field that the record does not have; "
+                    f"its fields: {', '.join(record.values)}."
                 )
             value = value[part]
         return value
 
 
 class Part(Reader):
-    """The records of a reader behind its first `skipped` ones, which are held out, or only `limit` of them."""
+    """The records of a reader after its first `skipped` ones, which are held out, or only `limit` of them."""
 
     def __init__(self, reader: Reader, *, skipped: int = 0, limit: int | None = None):
         self._reader, self._skipped, self._limit = reader, skipped, limit
@@ -175,7 +164,7 @@ class Part(Reader):
 
     @property
     def nothing(self) -> str:
-        """Return the message of an error: there is no record, or all are held out."""
+        """Return the error message for a reader without a record, or of which all records are held out."""
         if self._skipped == 0:
             return self._reader.nothing
         return (

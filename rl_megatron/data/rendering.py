@@ -41,12 +41,7 @@ class Renderer:
     record decides, and all others must be of its kind. With `format=chat`, conversations and records without messages
     can be mixed.
 
-    Args:
-        data: The data section.
-        tokenizer: The run's tokenizer.
-
-    Raises:
-        ValueError: The chat template's file cannot be read, or `format=chat` and the tokenizer has no chat template.
+    A record that lacks a field or is malformed is a ValueError of each method, which names file:line.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
@@ -60,11 +55,7 @@ class Renderer:
             self._template = load_template(data, tokenizer)
 
     def encode_prompt(self, record: Record) -> list[int]:
-        """Return the tokens of the prompt that the policy completes, for rollouts and evaluation.
-
-        Raises:
-            ValueError: The record lacks a field or is malformed; the message names file:line. So do the other methods.
-        """
+        """Return the tokens of the prompt that the policy completes, for rollouts and evaluation."""
         if self._find_format(record) == CHAT:
             return self._encode_chat_prompt(self._read_prompt(record))
         return self._encode_plain_prompt(record)
@@ -101,11 +92,7 @@ class Renderer:
         return self._encode_chat_example(self._build_conversation(record, record))
 
     def encode_pair(self, record: Record) -> EncodedPair:
-        """Return the sequences of the chosen and of the rejected answer, which end as rollouts do.
-
-        Raises:
-            ValueError: The two are the same tokens.
-        """
+        """Return the sequences of the chosen and of the rejected answer, which end as rollouts do."""
         if self._find_format(record) == PLAIN:
             sides = [self._encode_plain_example(record, side) for side in self.plain.split_sides(record)]
         elif is_conversation(record):
@@ -120,7 +107,7 @@ class Renderer:
         return EncodedPair(chosen, rejected)
 
     def check(self, record: Record, is_pair: bool) -> None:
-        """Check that the record has the fields and messages that `pair`, or otherwise `example`, reads."""
+        """Check that the record has the fields and messages that `encode_pair`, or `encode_example`, reads."""
         if self._find_format(record) == CHAT and is_conversation(record):
             read_preference(record) if is_pair else read_conversation(record)
             return
@@ -152,7 +139,7 @@ class Renderer:
     # --- format ---
 
     def _find_format(self, record: Record) -> str:
-        """Return the format, after checking that the record is of the first one's kind if that chose the format."""
+        """Return the format. If the first record chose it, check that this record is of the same kind."""
         conversation = is_conversation(record)
         if self._first is None:
             self._first, self._first_is_conversation = record.location, conversation
@@ -306,16 +293,9 @@ class Renderer:
 
 
 def check_texts(records: Sequence[Record], data: DataConfig, tokenizer: Tokenizer | None, pairs: bool = False) -> None:
-    """Check that records can be turned into tokens, without doing so for all of them.
+    """Check that the records of one file, or its pairs, can be turned into tokens, and do so for the first of them.
 
-    Args:
-        records: The records of one file.
-        data: Their data section.
-        tokenizer: The run's tokenizer, or None if it has yet to be trained on the records.
-        pairs: Whether they are preference pairs.
-
-    Raises:
-        ValueError: A record lacks a field or is malformed, or the chat template fails.
+    `tokenizer` is None if it has yet to be trained on the records.
     """
     if tokenizer is None:
         for _ in write_texts(records, data, pairs):

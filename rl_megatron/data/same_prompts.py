@@ -19,8 +19,8 @@ _SHOWN = 100
 def find_different_prompts(stages: Mapping[str, StageConfig], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a message for every two stages that would turn the same record into different prompts.
 
-    A model that was trained on one prompt and is then asked with another is not what is usually wanted. The first
-    record of each stage is compared, if it has the fields that the other stage needs.
+    A model is rarely meant to be trained on one prompt and then asked with another. The first record of each stage is
+    compared, if it has the fields that the other stage needs.
     """
     with_prompts = {name: stage for name, stage in stages.items() if stage.algorithm.learns_from != DOCUMENTS}
     for first, second in combinations(with_prompts, 2):
@@ -51,4 +51,4 @@ def _render_prompts(first: StageConfig, second: StageConfig, record: Record, tok
         ids = [build_source(stage).renderer(tokenizer).encode_prompt(record) for stage in (first, second)]
     except ValueError:
         return []
-    return [tokenizer.decode(each, skip_special_tokens=False) for each in ids]
+    return [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in ids]

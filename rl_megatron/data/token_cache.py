@@ -81,7 +81,7 @@ def encode_documents(documents: Sequence[str], tokenizer: Tokenizer, cache_dir: 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Sequences one after the other: `ids` [N] int32, `trained` [N] uint8 or empty, and where each `ends` [B] int64."""
+    """Sequences one after the other: `ids` [N] int32, `trained` [N] uint8 or empty, and their `ends` [B] int64."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -89,13 +89,13 @@ class _Tokens:
 
 
 class TokenCache:
-    """Where tokens are kept: those of little text in memory, until others displace them, and all others on disk."""
+    """The tokens of little text in memory, until others displace them, and those of more text on disk."""
 
     def __init__(self, smallest: int = 4 * 2**20, most_in_memory: int = 16):
         """Keep nothing yet.
 
         Args:
-            smallest: The size of the text from which on tokens are kept on disk.
+            smallest: The size of the smallest text whose tokens are kept on disk.
             most_in_memory: The most data sets in memory, of a few MiB each at most.
         """
         self._smallest, self._most_in_memory = smallest, most_in_memory
@@ -107,7 +107,7 @@ class TokenCache:
         Args:
             key: The key.
             size: The size of the text, which decides whether they are kept in memory or on disk.
-            cache_dir: Where they are kept on disk, as `data.cache_dir`.
+            cache_dir: The directory on disk, as `data.cache_dir`.
             count: The number of sequences.
             make: Makes the tokens.
         """
@@ -162,19 +162,21 @@ def _encode_records(
     if not records:
         return []
     texts = [serialize_record(record) for record in records]
-    per_record = len(encode(records[0]))  # it also chooses the format of the records, and says so in the log
+    per_record = len(encode(records[0]))  # it also chooses and logs the format of the records
     key = _digest([[kind, *_describe_tokenizer(renderer.tokenizer), *_describe_rendering(renderer)], *texts])
 
-    def tokens() -> _Tokens:
-        sequences = [one for record in tracked(records, "tokenized records", len(records)) for one in encode(record)]
-        ids = np.concatenate([np.asarray(one.ids, np.int32) for one in sequences])
-        trained = np.array(bytearray().join(one.trained for one in sequences), np.uint8)
-        return _Tokens(ids, trained, np.cumsum([one.num_tokens for one in sequences]))
+    def make() -> _Tokens:
+        sequences = [
+            sequence for record in tracked(records, "tokenized records", len(records)) for sequence in encode(record)
+        ]
+        ids = np.concatenate([np.asarray(sequence.ids, np.int32) for sequence in sequences])
+        trained = np.array(bytearray().join(sequence.trained for sequence in sequences), np.uint8)
+        return _Tokens(ids, trained, np.cumsum([sequence.num_tokens for sequence in sequences]))
 
-    kept = CACHE.get(key, sum(map(len, texts)), renderer.data.cache_dir, len(records) * per_record, tokens)
-    bounds = [0, *kept.ends.tolist()]
+    tokens = CACHE.get(key, sum(map(len, texts)), renderer.data.cache_dir, len(records) * per_record, make)
+    bounds = [0, *tokens.ends.tolist()]
     return [
-        _Mapped(kept, start, stop, records[number // per_record])
+        _Mapped(tokens, start, stop, records[number // per_record])
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
     ]
 
@@ -182,8 +184,8 @@ def _encode_records(
 def serialize_record(record: Record) -> str:
     """Return everything of a record that its tokens may follow from."""
     # A task's own prompt and answer need not be among the fields.
-    own = [record.prompt, record.answer] if isinstance(record, TaskRecord) else []
-    return json.dumps([record.values, *own], ensure_ascii=False, default=str, skipkeys=True)
+    task_texts = [record.prompt, record.answer] if isinstance(record, TaskRecord) else []
+    return json.dumps([record.values, *task_texts], ensure_ascii=False, default=str, skipkeys=True)
 
 
 def _describe_tokenizer(tokenizer: Tokenizer) -> list[Any]:
@@ -221,9 +223,9 @@ def _find_directory(cache_dir: str | None, key: str) -> Path | None:
 
 def _keep_on_disk(directory: Path | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:
     """Return the tokens in the directory, or make them and write them there; None keeps nothing."""
-    found = None if directory is None else _read(directory, count)
-    if found is not None or directory is None:
-        return make() if found is None else found
+    kept = None if directory is None else _read(directory, count)
+    if kept is not None or directory is None:
+        return make() if kept is None else kept
     tokens = make()
     try:
         _write(directory, tokens)

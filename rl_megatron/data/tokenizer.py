@@ -1,4 +1,4 @@
-"""`Tokenizer` converts text to token ids and back; and what its files declare: special tokens and chat templates."""
+"""`Tokenizer` converts text to token ids and back. Its files declare special tokens and chat templates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHER_BYTES = (byte for byte in range(0x100) if byte not in _VISIBLE_BYTES)
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE_BYTES} | {chr(0x100 + n): b for n, b in enumerate(_OTHER_BYTES)}
 _MOST_BYTES = 4  # of a character in UTF-8
 _SHORT = 4096  # characters; while a longer text is encoded, other threads run
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are decoded to
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of bytes that are not a character
 
 
 class Tokenizer:
@@ -45,9 +45,6 @@ class Tokenizer:
     Attributes:
         chat_templates: Name → Jinja text of the chat templates. The name of the usual one is "default".
         longest_token: The most characters with which the vocabulary writes a token.
-
-    Raises:
-        ValueError: A token is not in the vocabulary.
     """
 
     def __init__(
@@ -131,9 +128,6 @@ class Tokenizer:
 
         Special tokens that are spelled in the template become special tokens. Those that are spelled in the values stay
         text, so that data cannot forge the markers of a chat format.
-
-        Raises:
-            KeyError: A field of the template is missing in `values`.
         """
         if not self.special_tokens:
             return self.encode(template.format_map(values))
@@ -150,9 +144,6 @@ class Tokenizer:
         """Return the encoding of `text`, in which special tokens that the text spells are special.
 
         Nothing is put before or after the text: a BOS token is there only if the text spells it.
-
-        Raises:
-            ValueError: The text spells a special token that the model cannot read.
         """
         encoding = _encode(self._special_backend, text)
         beyond = next((id_ for id_ in encoding.ids if id_ >= self.vocab_size), None)
@@ -164,7 +155,7 @@ class Tokenizer:
         return encoding
 
     def is_added(self, token_id: int) -> bool:
-        """Return whether a token was added to the vocabulary, as special tokens are, and is no result of merges."""
+        """Return whether a token was added to the vocabulary, as special tokens are, and is not a result of merges."""
         return token_id in self._added
 
     @property
@@ -177,9 +168,9 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def decode_token(self, token_id: int) -> str:
-        """Return the text of one token, as it reads behind another token."""
-        alone = self.decode([token_id], skip_special_tokens=False)
-        return self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]  # keeps a leading space
+        """Return the text of one token, as it reads after another token."""
+        first = self.decode([token_id], skip_special_tokens=False)
+        return self.decode([token_id, token_id], skip_special_tokens=False)[len(first) :]  # keeps a leading space
 
     def decode_tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token. Together they are the text of `ids`, with special tokens.
@@ -199,7 +190,7 @@ class Tokenizer:
         return texts
 
     def _find_character_end(self, ids: Sequence[int], texts: Sequence[str], first: int) -> int:
-        """Return the index behind the tokens that are a character together; behind `first` if they are none."""
+        """Return the index after the tokens that are a character together; after `first` if they are none."""
         for last in range(first + 1, min(first + _MOST_BYTES, len(texts)) + 1):
             if _REPLACEMENT not in texts[last - 1]:
                 break
@@ -210,8 +201,8 @@ class Tokenizer:
     def _spell_bytes(self, token_id: int) -> str:
         """Return the bytes of a token of a byte-level vocabulary, or its name in another vocabulary."""
         name = self._backend.id_to_token(token_id) or ""
-        known = all(character in _BYTE_OF for character in name)
-        return "".join(f"<0x{_BYTE_OF[character]:02X}>" for character in name) if known else name
+        is_byte_level = all(character in _BYTE_OF for character in name)
+        return "".join(f"<0x{_BYTE_OF[character]:02X}>" for character in name) if is_byte_level else name
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write a Hugging Face tokenizer directory, which `load_tokenizer` and `transformers.AutoTokenizer` read."""
@@ -247,7 +238,7 @@ def read_named_tokens(config: Mapping[str, Any], side_files: Mapping[str, str]) 
 
 
 def read_declarations(tokenizer: Any) -> dict[str, Any]:
-    """Return what a Hugging Face tokenizer object declares that its backend does not: named tokens, chat template."""
+    """Return what a Hugging Face tokenizer declares and its backend does not: named tokens and a chat template."""
     declared = dict(getattr(tokenizer, "special_tokens_map", {}))
     template = getattr(tokenizer, "chat_template", None)
     return declared if template is None else declared | {"chat_template": template}

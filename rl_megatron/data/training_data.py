@@ -43,10 +43,6 @@ def check_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[in
     """Check that there are enough items for a batch; return for each item the numbers of tokens of its sequences.
 
     Of streamed data, the first block is checked.
-
-    Raises:
-        ConfigError: There are fewer pairs than a batch has.
-        ValueError: There are fewer sequences than a batch has.
     """
     loader = build_dataset_loader(stage, tokenizer)
     datasets = [cast(Dataset, component.first) for component in loader.components]
@@ -54,19 +50,15 @@ def check_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[in
 
 
 def build_dataset_loader(stage: StageConfig, tokenizer: Tokenizer) -> DataLoader[BatchedDataDict]:
-    """Return the loader of the training data that the stage's algorithm learns from.
+    """Return the loader of the training data that the stage's algorithm learns from."""
 
-    Raises:
-        ConfigError: There is too little data for a batch, or none.
-    """
-
-    def build(_: str, of_component: StageConfig, source: DataSource) -> Dataset:
-        return source.dataset(of_component.algorithm.learns_from, tokenizer)
+    def build(_: str, component_stage: StageConfig, source: DataSource) -> Dataset:
+        return source.dataset(component_stage.algorithm.learns_from, tokenizer)
 
     def join(batches: list[BatchedDataDict], order: list[int]) -> BatchedDataDict:
         whole = BatchedDataDict.from_batches(batches, {"input_ids": tokenizer.pad_id})
         size = whole.size // len(order)  # sequences of an item
-        return whole.select_indices([item * size + each for item in order for each in range(size)])
+        return whole.select_indices([item * size + offset for item in order for offset in range(size)])
 
     components = build_components(stage, build)
     group_size = getattr(components[0].first, "group_size", 1)
@@ -102,10 +94,6 @@ def build_loader(
         batch_size: The items of a batch.
         join: Returns one batch of several, with the items in the order of these indices.
         batches_per_step: The batches that a step may take.
-
-    Raises:
-        ValueError: The only data set is in memory and has fewer items than a batch.
-        ConfigError: `data.mix_weights` cannot be imported, or does not return weights for the first step.
     """
     if len(components) == 1 and not stage.data.streaming:
         check_batch_size(len(components[0].first), batch_size)
@@ -130,8 +118,8 @@ def build_components(
         name = stage.data.dataset_name or str(stage.data.path)
         return [_build_component(name, stage, build, stage.train.seed)]
     return [
-        _build_component(name, of_component, build, f"{stage.train.seed}/{name}")
-        for name, of_component in split_mixture(stage)
+        _build_component(name, component_stage, build, f"{stage.train.seed}/{name}")
+        for name, component_stage in split_mixture(stage)
     ]
 
 
@@ -160,36 +148,23 @@ def _refuse_join(batches: list[BatchedDataDict], order: list[int]) -> BatchedDat
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts, as a rollout engine gets them for rollouts and for evaluations.
-
-    Attributes:
-        prompts: The prompts.
-        end_of_turn_ids: The token with which the chat template ends a completion, or nothing.
-    """
+    """Prompts, as a rollout engine gets them, and the token with which the chat template ends a completion, if any."""
 
     prompts: list[EncodedPrompt]
     end_of_turn_ids: tuple[int, ...]
 
 
 def encode_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: Renderer) -> EncodedPrompts:
-    """Return the prompts of problems as tokens, with space for a completion behind each.
+    """Return the prompts of problems as tokens, with space for a completion after each.
 
-    `data.too_long` says what happens to a prompt that leaves too little space.
-
-    Args:
-        stage: The stage.
-        problems: The problems.
-        renderer: The renderer of their data source.
-
-    Raises:
-        ConfigError: A prompt is too long under "error", or none is left.
+    `data.too_long` decides what happens to a prompt that leaves too little space.
     """
-    wanted = stage.generation.max_new_tokens
+    length, max_new_tokens = stage.model.max_sequence_length, stage.generation.max_new_tokens
     limit = Limit(
-        stage.model.max_sequence_length - wanted,
+        length - max_new_tokens,
         stage.data.too_long,
         noun="prompt",
-        name=f"model.max_sequence_length={stage.model.max_sequence_length} without generation.max_new_tokens={wanted}",
+        name=f"model.max_sequence_length={length} without generation.max_new_tokens={max_new_tokens}",
         remedy="lower generation.max_new_tokens or raise model.max_sequence_length",
     )
     records = [problem.as_record() for problem in problems]
@@ -215,18 +190,15 @@ class RolloutPrompts:
     Attributes:
         end_of_turn_ids: The tokens with which chat templates end a completion. A mixture has those of all its data.
         loader: The loader of the prompts.
-
-    Raises:
-        ConfigError: There are fewer prompts than a step has, or one is too long for a completion.
     """
 
     def __init__(self, stage: StageConfig, algorithm: RolloutConfig, tokenizer: Tokenizer):
         self._rounds = algorithm.rounds_per_step
         self.end_of_turn_ids: tuple[int, ...] = ()
-        wanted = algorithm.prompts_of_all_steps(stage.train)
+        number = algorithm.prompts_of_all_steps(stage.train)
 
-        def build(name: str, of_component: StageConfig, source: DataSource[Any]) -> ItemList[EncodedPrompt]:
-            encoded = encode_prompts(of_component, source.problems(wanted), source.renderer(tokenizer))
+        def build(name: str, component_stage: StageConfig, source: DataSource[Any]) -> ItemList[EncodedPrompt]:
+            encoded = encode_prompts(component_stage, source.problems(number), source.renderer(tokenizer))
             self.end_of_turn_ids = tuple(dict.fromkeys((*self.end_of_turn_ids, *encoded.end_of_turn_ids)))
             return ItemList([replace(prompt, data_set=name) for prompt in encoded.prompts])
 
@@ -251,4 +223,4 @@ class RolloutPrompts:
 
 def _join_prompts(parts: list[list[EncodedPrompt]], order: list[int]) -> list[EncodedPrompt]:
     prompts = [prompt for part in parts for prompt in part]
-    return [prompts[place] for place in order]
+    return [prompts[index] for index in order]

@@ -40,8 +40,8 @@ class AnswerSource(RecordSource[ConfigT]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first held-out records."""
         answers = self._build_dataset(require_heldout(self.parts(), self.data), tokenizer)
-        chosen = range(count_evaluated(self.data, len(answers)))
-        return HeldoutBatch(answers.batch(chosen), locations=tuple(map(answers.location, chosen)))
+        indices = range(count_evaluated(self.data, len(answers)))
+        return HeldoutBatch(answers.batch(indices), locations=tuple(map(answers.location, indices)))
 
     def _build_dataset(self, records: list[Record], tokenizer: Tokenizer) -> PromptAnswerDataset:
         return self._dataset_class()(
@@ -104,8 +104,8 @@ class PreferenceSource(RecordSource[PreferenceConfig]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first held-out pairs in the order of the data, two sequences each."""
         pairs = self._build_dataset(require_heldout(self.parts(), self.data), tokenizer)
-        chosen = range(count_evaluated(self.data, 2 * len(pairs)) // 2)
-        return HeldoutBatch(pairs.batch(chosen), locations=tuple(map(pairs.location, chosen)))
+        indices = range(count_evaluated(self.data, 2 * len(pairs)) // 2)
+        return HeldoutBatch(pairs.batch(indices), locations=tuple(map(pairs.location, indices)))
 
     def prepare(self, records: list[Record]) -> list[Record]:
         """Return the pairs of the records."""
@@ -120,7 +120,7 @@ class PreferenceSource(RecordSource[PreferenceConfig]):
 
     @property
     def num_asked_for(self) -> int:
-        """Return how many pairs evaluation asks for; a pair is two sequences."""
+        """Return the number of pairs that evaluation asks for; a pair is two sequences."""
         return -(-super().num_asked_for // 2)
 
     def _build_dataset(self, records: list[Record], tokenizer: Tokenizer) -> PreferenceDataset:

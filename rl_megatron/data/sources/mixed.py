@@ -22,19 +22,19 @@ def split_mixture(stage: StageConfig) -> list[tuple[str, StageConfig]]:
     data = stage.data
     whole = dataclasses.replace(data, mix=(), mix_weights=None)
     sections = []
-    for each, share in zip(data.mix, _share_eval_examples(data), strict=True):
-        place = {key: getattr(each, key) for key in ("path", "dataset_name", "subset", "split")}
-        columns = data.columns if each.columns is None else each.columns
-        # The held-out data of `eval_path` is no data set's own.
-        wanted = None if data.num_eval_examples is None else share
-        section = dataclasses.replace(whole, **place, columns=columns, eval_path=None, num_eval_examples=wanted)
-        sections.append((each.shown_name, dataclasses.replace(stage, data=section)))
+    for data_set, share in zip(data.mix, _share_eval_examples(data), strict=True):
+        location = {key: getattr(data_set, key) for key in ("path", "dataset_name", "subset", "split")}
+        columns = data.columns if data_set.columns is None else data_set.columns
+        # The held-out data of `eval_path` belongs to no data set.
+        number = None if data.num_eval_examples is None else share
+        section = dataclasses.replace(whole, **location, columns=columns, eval_path=None, num_eval_examples=number)
+        sections.append((data_set.shown_name, dataclasses.replace(stage, data=section)))
     return sections
 
 
 def _share_eval_examples(data: DataConfig) -> list[int]:
     """Return how many held-out examples each data set gives: shares by weight, in whole pairs, at least one."""
-    names, weights = [each.shown_name for each in data.mix], [each.weight for each in data.mix]
+    names, weights = [data_set.shown_name for data_set in data.mix], [data_set.weight for data_set in data.mix]
     pairs = max(1, (data.num_eval_examples or USUAL_EVAL_EXAMPLES) // 2)
     counts = MixtureCounts(names, pairs, lambda step: weights)
     return [max(2, 2 * count) for count in counts.at(0)[1]]
@@ -68,7 +68,7 @@ class MixedSource(DataSource[DataConfig]):
         """Check the files of every data set, and the weights of the first step."""
         for source in self.sources:
             source.check_files(tokenizer)
-        names = [each.shown_name for each in self.data.mix]
+        names = [data_set.shown_name for data_set in self.data.mix]
         self._check_kinds(names)
         MixtureCounts(names, 1, load_weights(self.data)).at(0)
 
@@ -101,11 +101,12 @@ class MixedSource(DataSource[DataConfig]):
             return type(self.sources[0])(dataclasses.replace(self.stage, data=section), section).heldout(tokenizer)
         shares = zip(self.data.mix, self.sources, _share_eval_examples(self.data), strict=True)
         parts = [
-            _take_first(_read_heldout(source, each.shown_name, tokenizer), share) for each, source, share in shares
+            _take_first(_read_heldout(source, data_set.shown_name, tokenizer), share)
+            for data_set, source, share in shares
         ]
-        problems = [part for part in parts if isinstance(part, HeldoutProblemSet)]
-        if problems:
-            return HeldoutProblemSet(problems[0].task, [each for part in problems for each in part.problems])
+        sets = [part for part in parts if isinstance(part, HeldoutProblemSet)]
+        if sets:
+            return HeldoutProblemSet(sets[0].task, [problem for part in sets for problem in part.problems])
         return _join([part for part in parts if isinstance(part, HeldoutBatch)], tokenizer)
 
 
@@ -131,7 +132,7 @@ def _join(parts: list[HeldoutBatch], tokenizer: Tokenizer) -> HeldoutBatch:
     batch = BatchedDataDict.from_batches([part.batch for part in parts], {"input_ids": tokenizer.pad_id})
     factors = [part.tokens_per_character for part in parts if part.tokens_per_character is not None]
     if len(factors) < len(parts):
-        return HeldoutBatch(batch, locations=tuple(place for part in parts for place in part.locations))
+        return HeldoutBatch(batch, locations=tuple(location for part in parts for location in part.locations))
     tokens = [float(part.batch["token_mask"].sum()) for part in parts]
     characters = sum(number / factor for number, factor in zip(tokens, factors, strict=True))
     return HeldoutBatch(batch, sum(tokens) / characters)

@@ -18,7 +18,7 @@ from rl_megatron.data.tokenizer import Tokenizer
 
 
 class PromptsTask:
-    """The task of problems without a reward of their own: `reward.functions` or an environment reward them."""
+    """The task of problems without a reward of their own, which `reward.functions` or an environment reward."""
 
     name: ClassVar[str] = "prompts"
 
@@ -85,15 +85,11 @@ class PromptsSource(RecordSource[PromptsConfig]):
         return HeldoutProblemSet(PromptsTask([], problems), problems)
 
     def build_problem(self, record: Record) -> Problem:
-        """Return the problem of a record.
-
-        Raises:
-            ValueError: The record has no prompt; the message names its place.
-        """
+        """Return the problem of a record, which must have a prompt."""
         return Problem(self._write_prompt(record), find_reference_answer(record), record.values, record.location)
 
     def _write_prompt(self, record: Record) -> str:
-        """Return the prompt as text: what the template makes of the record, or the last message of a conversation."""
+        """Return the prompt as text: the filled template, or the last message of a conversation."""
         if self.data.format != "plain" and is_conversation(record):
             return get_message_text(read_prompt(record).messages[-1])
         return self._texts.write_prompt(record)
@@ -104,8 +100,9 @@ def find_reference_answer(record: Record) -> str:
 
     It is empty if the record has none of them.
     """
-    graded = record.values.get("reward_model")
-    answer = record.values.get("answer", graded.get("ground_truth") if isinstance(graded, Mapping) else None)
+    reward_model = record.values.get("reward_model")
+    ground_truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    answer = record.values.get("answer", ground_truth)
     if answer is None:
         answer = find_last_answer(record)
     return "" if answer is None else str(answer)

@@ -39,5 +39,5 @@ def register_source(config: type[DataConfig]) -> Callable[[SourceT], SourceT]:
 def build_source(stage: StageConfig) -> DataSource[Any]:
     """Return the data source of a stage."""
     if stage.data.mix:
-        return MixedSource(stage, [build_source(of_component) for _, of_component in split_mixture(stage)])
+        return MixedSource(stage, [build_source(component_stage) for _, component_stage in split_mixture(stage)])
     return SOURCES[stage.data.source](stage, stage.data)

@@ -140,11 +140,7 @@ class DataSource(Generic[ConfigT]):
 
 
 def require_heldout(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
-    """Return the held-out one of the parts (training, held-out).
-
-    Raises:
-        ConfigError: It is empty.
-    """
+    """Return the held-out one of the parts (training, held-out), which must not be empty."""
     if not parts[1]:
         raise ConfigError(
             f"data.heldout_fraction={data.heldout_fraction} leaves nothing of data.path={data.path} to evaluate on; "
@@ -154,22 +150,13 @@ def require_heldout(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
 
 
 def count_evaluated(data: DataConfig, num_heldout: int, noun: str = "sequences") -> int:
-    """Return how many of the held-out sequences, or problems, an evaluation uses.
-
-    Args:
-        data: The data section.
-        num_heldout: How many are held out.
-        noun: What they are, in the plural.
-
-    Raises:
-        ConfigError: `data.num_eval_examples` asks for more.
-    """
-    wanted = data.num_eval_examples
-    if wanted is None:
+    """Return how many of the held-out sequences, or problems, an evaluation uses. Messages call them by `noun`."""
+    number = data.num_eval_examples
+    if number is None:
         return min(num_heldout, USUAL_EVAL_EXAMPLES)
-    if wanted > num_heldout:
+    if number > num_heldout:
         raise ConfigError(
-            f"data.num_eval_examples={wanted} exceeds the number of held-out {noun}, {num_heldout}; lower it, leave it "
+            f"data.num_eval_examples={number} exceeds the number of held-out {noun}, {num_heldout}; lower it, leave it "
             "out to use all of them, or hold out more with data.heldout_fraction or data.eval_path"
         )
-    return wanted
+    return number

@@ -38,8 +38,8 @@ class TaskSource(DataSource[TaskConfig]):
         if isinstance(task, GeneratedTask):
             yield from self._generate_documents(task)
         else:
-            shown = self._call(task.demonstrations)
-            yield from write_texts([example.as_record() for example in shown], self.data)
+            demonstrations = self._call(task.demonstrations)
+            yield from write_texts([example.as_record() for example in demonstrations], self.data)
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the task's documents or demonstrations."""
@@ -54,11 +54,7 @@ class TaskSource(DataSource[TaskConfig]):
         return self._draw_demonstrations(1)[0].as_record()
 
     def task(self) -> Task:
-        """Return the task with its options.
-
-        Raises:
-            ConfigError: `data.path` is set, and the task reads no files.
-        """
+        """Return the task with its options."""
         options = dict(self.data.task)
         if self.data.path is not None:
             if not reads_path(options["name"]):

@@ -45,15 +45,15 @@ class TextSource(RecordSource[TextConfig]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first windows of the held-out text."""
         windows = self._build_windows(require_heldout(self.read_documents(), self.data), tokenizer)
-        # Of streamed data, as many records are held out, which may be fewer windows.
-        all_are_asked_for = self.data.streaming and len(windows) <= (self.data.num_eval_examples or 0)
-        number = len(windows) if all_are_asked_for else count_evaluated(self.data, len(windows), "windows")
+        # Of streamed data, that many records are held out, which may be fewer windows.
+        takes_all = self.data.streaming and len(windows) <= (self.data.num_eval_examples or 0)
+        number = len(windows) if takes_all else count_evaluated(self.data, len(windows), "windows")
         batch = windows.batch(range(number))
         return HeldoutBatch(batch, windows.num_predicted_tokens / windows.num_characters)
 
     @property
     def num_asked_for(self) -> int:
-        """Return 0: how many windows a document has depends on its length."""
+        """Return 0: the number of a document's windows depends on its length."""
         return 0
 
     def _build_windows(self, documents: list[str], tokenizer: Tokenizer) -> TextDataset:
@@ -76,11 +76,7 @@ class TextSource(RecordSource[TextConfig]):
 
 
 def build_documents(records: Sequence[Record]) -> list[str]:
-    """Return the documents of records: the field `text` of each, but consecutive lines of a text file as one document.
-
-    Raises:
-        ValueError: A record has no text; the message names its place.
-    """
+    """Return the documents of records: the field `text` of each. Consecutive lines of a text file are one document."""
     for record in records:
         if "text" not in record.values:
             fields = ", ".join(map(str, record.values)) or "none"
@@ -90,7 +86,7 @@ def build_documents(records: Sequence[Record]) -> list[str]:
                 f"{fields}); name the field of the text, as in data.columns={{text: {name}}}, or choose an algorithm "
                 "for this data, such as sft."
             )
-    return ["".join(map(_read_text, of_document)) for _, of_document in itertools.groupby(records, _name_document)]
+    return ["".join(map(_read_text, lines)) for _, lines in itertools.groupby(records, _name_document)]
 
 
 def _name_document(record: Record) -> str:

@@ -44,7 +44,7 @@ class Mathematics(FileTask):
     def __post_init__(self) -> None:
         require_math_verify("data.task.name=math")
 
-    def checked(self, record: Record) -> Record:
+    def normalize(self, record: Record) -> Record:
         """Return the record with its question and answer under our names."""
         self.require(record, [("question_field", self.question_field), ("answer_field", self.answer_field)])
         question, answer = record.values[self.question_field], record.values[self.answer_field]

@@ -16,12 +16,7 @@ class TooFewProblems(ValueError):
 
 @dataclass(frozen=True)
 class TaskRecord(Record):
-    """A record whose prompt and answer a task has written. They are used unless the data section has templates.
-
-    Attributes:
-        prompt: The task's own prompt.
-        answer: The task's own answer.
-    """
+    """A record whose prompt and answer a task has written. They are used unless the data section has templates."""
 
     prompt: str
     answer: str
@@ -38,7 +33,7 @@ class Problem:
         location: Where the problem was read, as file:line, for messages.
 
     Raises:
-        ValueError: The prompt is no text.
+        ValueError: The prompt is not a text.
     """
 
     prompt: str
@@ -55,7 +50,7 @@ class Problem:
 
     def as_record(self) -> TaskRecord:
         """Return the fields that templates can use: those of the record, and `prompt` and `answer`."""
-        return _as_record(self.prompt, self.answer, self.record, self.location or f"problem {self.prompt[:60]!r}")
+        return _build_record(self.prompt, self.answer, self.record, self.location or f"problem {self.prompt[:60]!r}")
 
 
 class Demonstration(NamedTuple):
@@ -68,10 +63,12 @@ class Demonstration(NamedTuple):
 
     def as_record(self) -> TaskRecord:
         """Return the fields that templates can use: those of the record, and `prompt` and `answer`."""
-        return _as_record(self.prompt, self.answer, self.record, self.location or f"demonstration {self.prompt[:60]!r}")
+        return _build_record(
+            self.prompt, self.answer, self.record, self.location or f"demonstration {self.prompt[:60]!r}"
+        )
 
 
-def _as_record(prompt: str, answer: str, fields: Mapping[str, Any], location: str) -> TaskRecord:
+def _build_record(prompt: str, answer: str, fields: Mapping[str, Any], location: str) -> TaskRecord:
     return TaskRecord({"prompt": prompt, "answer": answer, **fields}, location, prompt, answer)
 
 
