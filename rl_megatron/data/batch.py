@@ -132,7 +132,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         numbers = list(indices)
         if wrong := [number for number in numbers if not -size <= number < size]:
             raise IndexError(f"sequence {wrong[0]} of a batch with {size} sequences.")
-        # These are copies, not views: pickling a view sends the whole storage behind it to the other process.
+        # These are copies, not views: pickling a view sends its whole storage to the other process.
         return self.map_values(
             lambda tensor: tensor[torch.tensor(numbers, dtype=torch.long, device=tensor.device)],
             lambda items: [items[number] for number in numbers],

@@ -29,7 +29,7 @@ class ChatTemplate:
     Args:
         texts: Name → Jinja text. "default" is used, or "tool_use" for conversations with tools, if there is one.
         variables: Further variables of the template: the tokenizer's named tokens, and the user's.
-        name: What messages call the template: its file, or the tokenizer's template.
+        name: The template's name in messages: its file, or "the tokenizer's chat template".
     """
 
     def __init__(self, texts: Mapping[str, str], variables: Mapping[str, Any], name: str):
@@ -83,13 +83,13 @@ class ChatTemplate:
 
     def _compare_turn(self, conversation: Conversation, turn: int, text: str) -> Span:
         """Return where the message with index `turn` begins and ends in the text of the whole conversation."""
-        before = self._render(conversation, turn, generation_prompt=True)
-        after = text if turn == len(conversation.messages) - 1 else self._render(conversation, turn + 1)
-        if text.startswith(after) and after.startswith(before):
-            return len(before), len(after)
+        prompt = self._render(conversation, turn, generation_prompt=True)
+        answered = text if turn == len(conversation.messages) - 1 else self._render(conversation, turn + 1)
+        if text.startswith(answered) and answered.startswith(prompt):
+            return len(prompt), len(answered)
         reason = (
             "the prompt for it is not the beginning of the conversation"
-            if not text.startswith(before)
+            if not text.startswith(prompt)
             else "its text changes with the messages after it"
         )
         raise ValueError(

@@ -136,7 +136,7 @@ class PromptAnswerDataset:
         return [(sequence.num_tokens,) for sequence in self._sequences]
 
     def location(self, index: int) -> str:
-        """Return the place of a record, as file:line."""
+        """Return the location of a record, as file:line."""
         return self._sequences[index].record.location
 
     def batch(self, indices: Sequence[int]) -> BatchedDataDict:
@@ -192,7 +192,7 @@ class PreferenceDataset:
         return [(pair.chosen.num_tokens, pair.rejected.num_tokens) for pair in self._pairs]
 
     def location(self, index: int) -> str:
-        """Return the place of a pair's record, as file:line."""
+        """Return the location of a pair's record, as file:line."""
         return self._pairs[index].record.location
 
     def batch(self, pairs: Sequence[int]) -> BatchedDataDict:

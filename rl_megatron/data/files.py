@@ -1,6 +1,6 @@
 """Find the files of a data section, read them as a whole, and split them into a training and a held-out part.
 
-Files of records become records, which keep their place for messages; plain text stays one string.
+Files of records become records, which keep their location for messages; plain text stays one string.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _JSON = (".jsonl", ".ndjson", ".json")
 _GLOB = re.compile(r"[*?\[]")
 _NUM_NAMES_SHOWN = 10
 
-Place = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def find_parts(data: DataConfig, plain: Callable[[Path], Reader] = JsonLines, al
 
 
 def find_files(
-    path: Place | Sequence[Place],
+    path: PathLike | Sequence[PathLike],
     split: str | None = None,
-    eval_path: Place | Sequence[Place] | None = None,
+    eval_path: PathLike | Sequence[PathLike] | None = None,
     eval_split: str | None = None,
     alone: Sequence[str] = (),
 ) -> Files:
@@ -97,7 +97,7 @@ def find_files(
     return files
 
 
-def require_existing(path: Place, key: str = "data.path") -> Path:
+def require_existing(path: PathLike, key: str = "data.path") -> Path:
     """Return `path`, with `~` expanded, if there is a file or a directory."""
     expanded = Path(path).expanduser()
     if not expanded.exists():
@@ -156,12 +156,12 @@ def _build_hub_reader(data: DataConfig, split: str) -> Reader:
     return HubDataset(data.dataset_name, data.subset, split, data.streaming)
 
 
-def _list_paths(path: Place | Sequence[Place]) -> list[Place]:
+def _list_paths(path: PathLike | Sequence[PathLike]) -> list[PathLike]:
     return [path] if isinstance(path, (str, os.PathLike)) else list(path)
 
 
 def _find_files_at(
-    path: Place, split: str | None, eval_split: str | None, alone: Sequence[str], key: str = "data.path"
+    path: PathLike, split: str | None, eval_split: str | None, alone: Sequence[str], key: str = "data.path"
 ) -> Files:
     expanded = Path(path).expanduser()
     if _GLOB.search(str(path)) and not expanded.exists():
@@ -230,7 +230,9 @@ ItemT = TypeVar("ItemT")
 _SPLIT_SEED = 0
 
 
-def load_records(path: Place | Sequence[Place], heldout_fraction: float = 0.05) -> tuple[list[Record], list[Record]]:
+def load_records(
+    path: PathLike | Sequence[PathLike], heldout_fraction: float = 0.05
+) -> tuple[list[Record], list[Record]]:
     """Return the (training, held-out) records of `data.path`, which `find_files` describes.
 
     If it has no held-out files, `heldout_fraction` of the records is held out: always the same records of the same

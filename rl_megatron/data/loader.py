@@ -93,7 +93,7 @@ class InMemory(Component[BatchT]):
         self._epochs = ShuffledEpochs(len(items), seed)
 
     def draw(self, start: int, count: int) -> list[Drawn[BatchT]]:
-        """Return `count` items from place `start` of the epochs on."""
+        """Return `count` items from position `start` of the epochs on."""
         return [Drawn(self.first, index, index) for index in self._epochs.items(start, count)]
 
 
@@ -268,7 +268,7 @@ class DataLoader(Generic[BatchT]):
         return [item for _, item in drawn]
 
     def locations(self, number: int) -> list[str]:
-        """Return the place of every item of batch `number`, as file:line; empty for items that have none."""
+        """Return the location of every item of batch `number`, as file:line; empty for items that have none."""
         drawn = [item for _, item in self._draw(number)]
         return [getattr(item.among, "location", lambda index: "")(item.index) for item in drawn]
 

@@ -37,21 +37,16 @@ class MixtureCounts:
         if number < self._number:
             self._begin()
         while self._number < number:
-            self._advance()
+            counts = self._compute_counts()
+            self._owed = [due - count for due, count in zip(self._compute_due(), counts, strict=True)]
+            self._taken = [taken + count for taken, count in zip(self._taken, counts, strict=True)]
+            self._number += 1
         return list(self._taken), self._compute_counts()
 
     def _begin(self) -> None:
         self._number = 0
         self._taken = [0] * len(self.names)
-        self._owed = [0.0] * len(
-            self.names
-        )  # items that rounding has taken from each data set so far; they add up to 0
-
-    def _advance(self) -> None:
-        counts = self._compute_counts()
-        self._owed = [due - count for due, count in zip(self._compute_due(), counts, strict=True)]
-        self._taken = [taken + count for taken, count in zip(self._taken, counts, strict=True)]
-        self._number += 1
+        self._owed = [0.0] * len(self.names)  # what rounding has taken from each data set so far; it adds up to 0
 
     def _compute_due(self) -> list[float]:
         weights = self._read_weights(self._number // self._batches_per_step + 1)

@@ -26,16 +26,16 @@ class ShuffledEpochs:
         self._orders: dict[int, list[int]] = {}
 
     def items(self, start: int, count: int) -> list[int]:
-        """Return the indices of `count` items from place `start` ≥ 0 on."""
-        return [self._item(place) for place in range(start, start + count)]
+        """Return the indices of `count` items from position `start` ≥ 0 on."""
+        return [self._item(position) for position in range(start, start + count)]
 
     def _item(self, position: int) -> int:
-        epoch, place = divmod(position, self.num_items)
+        epoch, offset = divmod(position, self.num_items)
         if epoch not in self._orders:
             # Neighbouring items span at most two epochs, so that older orders are not needed again.
             self._orders = {number: order for number, order in self._orders.items() if number == epoch - 1}
             self._orders[epoch] = epoch_order(self.num_items, self.seed, epoch).tolist()
-        return self._orders[epoch][place]
+        return self._orders[epoch][offset]
 
 
 def check_batch_size(num_items: int, batch_size: int) -> None:

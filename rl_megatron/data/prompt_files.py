@@ -23,7 +23,7 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.log import tracked
 
 IDS = "prompt_ids"  # the field of a record that holds a prompt as token ids
-# The keys of a data section that say how records become prompts.
+# The keys of a data section that decide how records become prompts.
 RENDERING_KEYS = (
     "split", "columns", "format", "prompt_template", "system_prompt", "chat_template", "chat_template_kwargs",
     "too_long",
@@ -96,7 +96,7 @@ def read_prompts(
     """
     try:
         return _read_prompts(data, tokenizer, max_sequence_length, max_new_tokens)
-    except (ValueError, OSError) as error:  # the readers call the place of the files by its key
+    except (ValueError, OSError) as error:  # the readers' messages name the key of a data section
         raise ConfigError(str(error).replace("data.path", "--prompts")) from error
 
 

@@ -1,4 +1,4 @@
-"""`Record`, one object of a data file with its place, and `Reader`, the interface of everything that yields records."""
+"""`Record`, one object of a data file with its location, and `Reader`, the interface of all that yields records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NothingLeft(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """The fields of one record, and the place where it was read: `file:line`, or `file:row` of a table."""
+    """The fields of one record, and the location where it was read: `file:line`, or `file:row` of a table."""
 
     values: Mapping[str, Any]
     location: str
@@ -59,7 +59,7 @@ class Reader(ABC):
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
         """Yield each record from `start` on, with the position after it. `()` is the beginning.
 
-        A record that cannot be read is a ValueError, which names its place.
+        A record that cannot be read is a ValueError, which names its location.
         """
 
     @property

@@ -57,7 +57,8 @@ class Renderer:
     def encode_prompt(self, record: Record) -> list[int]:
         """Return the tokens of the prompt that the policy completes, for rollouts and evaluation."""
         if self._find_format(record) == CHAT:
-            return self._encode_chat_prompt(self._read_prompt(record))
+            conversation = self._read_prompt(record)
+            return self._encode(self._get_template().prompt(conversation), conversation.record).ids
         return self._encode_plain_prompt(record)
 
     def render_prompt(self, record: Record) -> str:
@@ -206,9 +207,6 @@ class Renderer:
     def _get_template(self) -> ChatTemplate:
         assert self._template is not None  # _find_format has chosen the format
         return self._template
-
-    def _encode_chat_prompt(self, conversation: Conversation) -> list[int]:
-        return self._encode(self._get_template().prompt(conversation), conversation.record).ids
 
     def _read_prompt(self, record: Record) -> Conversation:
         if is_conversation(record):

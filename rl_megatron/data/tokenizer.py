@@ -74,7 +74,9 @@ class Tokenizer:
             if token.special
         }
         self._added = frozenset(self._backend.get_added_tokens_decoder())
-        self.prefix_ids = self._find_prefix_ids()
+        # The ids that the tokenizer puts before every text (such as Llama's BOS), but not an added <eos>.
+        of_no_text = self._backend.encode("").ids
+        self.prefix_ids: list[int] = of_no_text[:-1] if of_no_text[-1:] == [self.eos_id] else of_no_text
         self.chat_templates = read_chat_templates(self._config, self._side_files)
         self._backend.encode_special_tokens = True  # "<eos>" in a text is five characters
 
@@ -113,11 +115,6 @@ class Tokenizer:
         if token_id is None:
             raise ValueError(f"{role} {token!r} is not in the tokenizer's vocabulary: use a token that is.")
         return token_id
-
-    def _find_prefix_ids(self) -> list[int]:
-        """Return the ids that the tokenizer puts before every text (such as Llama's BOS), but not an added `<eos>`."""
-        alone = self._backend.encode("").ids
-        return alone[:-1] if alone and alone[-1] == self.eos_id else alone
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without special tokens before, in or after it."""

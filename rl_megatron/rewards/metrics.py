@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rl_megatron.config.metrics import Metric
 
-# The names of these metrics have the label of a function, and what the function calls its own metrics.
+# The names of these metrics contain the label of a function, and its own names of metrics.
 OF_FUNCTIONS = (
     Metric("reward_<function>_score", "reward", "The mean score of the function, before its weight.", "mean"),
     Metric(

@@ -1,7 +1,7 @@
 """Call reward functions of three forms, and read what they return.
 
 The forms are ours, for one sample at a time; TRL's, for whole lists; and verl's. The names of a function's parameters
-say which form it has.
+show which form it has.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class RewardFunction:
             "log_extra": lambda column, values: None,  # the table of completions is not written
         }
         answers = dict.fromkeys(_ANSWER_NAMES, [get_reference_answer(problem) for problem in problems])
-        of_trajectories = {name: [each[name] for each in trajectories] for name in _TRAJECTORY_PARAMETERS}
+        of_trajectories = {name: [arguments[name] for arguments in trajectories] for name in _TRAJECTORY_PARAMETERS}
         return self._select_arguments(for_all, {**answers, **for_all, **of_trajectories})
 
     def _select_arguments(self, for_all: dict[str, Any], by_name: dict[str, Any]) -> dict[str, Any]:

@@ -105,8 +105,8 @@ def pickle_for_worker(value: Callable[..., Any] | object, where: str) -> bytes:
     """Return a function, or an instance of a user's class, so that another process can load it.
 
     What a fresh process can import is sent by name. Everything else, such as a function of `__main__` or of a cell of a
-    notebook, is sent with its code. `where` says in a message what it is, if it refers to something that cannot be
-    sent, such as an open file.
+    notebook, is sent with its code. If it refers to something that cannot be sent, such as an open file, a ConfigError
+    names it as `where`.
     """
     import cloudpickle
 

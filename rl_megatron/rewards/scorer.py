@@ -33,11 +33,11 @@ _T = TypeVar("_T")
 
 
 class RewardFailed(RunFailed):
-    """A reward function failed, and the configuration says that the run ends then."""
+    """A reward function failed, and the configuration lets that end the run."""
 
 
 class _Report(NamedTuple):
-    """What one rank reports when all ranks meet.
+    """The report of one rank when all ranks meet.
 
     Attributes:
         is_done: Whether it has nothing left to score.
@@ -118,8 +118,8 @@ class Scorer:
     ) -> tuple[Tensor, RewardMetrics]:
         """Return the reward of each completion, [B] fp32, and the metrics of the functions, on rank 0. Collective.
 
-        Ranks other than 0 may give any samples, which are not used, and get no rewards and metrics. `truncated` says of
-        each completion whether it ended without a stop token.
+        Ranks other than 0 may give any samples, which are not used, and get no rewards and metrics. An entry of
+        `truncated` is true if its completion ended without a stop token.
 
         Raises:
             RewardFailed: A function gave no score, and `reward.on_error` or `on_timeout` is "error". The message names

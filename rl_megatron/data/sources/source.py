@@ -32,7 +32,7 @@ class HeldoutBatch:
     Attributes:
         batch: The sequences. The two of a pair are adjacent, the chosen one first.
         tokens_per_character: The factor from nats per token to nats per character. It is set only for plain text.
-        locations: The place of the record of each sequence, or of each pair, as file:line; empty if there is none.
+        locations: Where the record of each sequence, or of each pair, was read, as file:line; empty if there is none.
     """
 
     batch: BatchedDataDict

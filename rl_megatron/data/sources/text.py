@@ -90,7 +90,7 @@ def build_documents(records: Sequence[Record]) -> list[str]:
 
 
 def _name_document(record: Record) -> str:
-    """Return the name of a record's document: its file, or its own place if it is not a line of a text file."""
+    """Return the name of a record's document: its file, or its own location if it is not a line of a text file."""
     return record.location.rpartition(":")[0] if isinstance(record, TextLine) else record.location
 
 

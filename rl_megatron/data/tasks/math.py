@@ -76,7 +76,7 @@ class Mathematics(FileTask):
 
 
 def require_math_verify(user: str) -> None:
-    """Raise ConfigError if math-verify is not installed; `user` says in the message what needs it."""
+    """Raise ConfigError if math-verify is not installed. `user` is what needs it, for the message."""
     try:
         import math_verify  # noqa: F401  # here, because most runs do without it
     except ImportError as error:

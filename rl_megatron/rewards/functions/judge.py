@@ -74,7 +74,7 @@ class Judge:
         score_range: The lowest and the highest score that the judge may give, which become 0 and 1. A score outside
             counts as none. None: scores are taken as they are.
         unparsed_score: The score, after `score_range`, of an answer without a score. None: it is an error, for which
-            `reward.on_error` says what happens.
+            `reward.on_error` decides what happens.
         cache_dir: The directory of kept answers. None: rl_megatron/judge in $XDG_CACHE_HOME or ~/.cache; "off": answers
             are not kept.
         **endpoint: `api_key_env`, `request_seconds`, `retries`, `backoff_seconds` and `longest_wait_seconds` of

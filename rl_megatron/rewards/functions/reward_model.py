@@ -1,4 +1,4 @@
-"""The reward function `reward_model` with `url`: a reward model behind a server, which gets text or tokens."""
+"""The reward function `reward_model` with `url`: a reward model on a server, which gets text or tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RewardModelServer:
     - classify: `{"input": sequence}` → `{"data": [{"probs": [score]}]}`
     - score: `{"text_1": prompt, "text_2": completion}` → `{"data": [{"score": score}]}`
 
-    `sends` says what the sequence is:
+    `sends` decides what the sequence is:
 
     - string: the text that the policy had and sampled, with special tokens, up to the one that ended the completion.
       The tokens that the tokenizer puts before every text (BOS) are left out, because the server puts them there.
