@@ -104,14 +104,18 @@ class EncodedPrompt:
 
     def truncate(self, limit: int) -> EncodedPrompt | None:
         """Return the last tokens, after those that are before every text; None if no other token remains."""
-        num_last = limit - self.num_prefix
-        if num_last < 1:
-            return None
-        return replace(self, ids=self.ids[: self.num_prefix] + self.ids[-num_last:])
+        ids = truncate_prompt(self.ids, self.num_prefix, limit)
+        return None if ids is None else replace(self, ids=ids)
 
     def chat(self) -> tuple[ChatTemplate, Conversation] | None:
         """Return the chat template and the conversation of the prompt, or None if it is plain text."""
         return None if self.renderer is None else self.renderer.chat(self.record)
+
+
+def truncate_prompt(ids: list[int], num_prefix: int, limit: int) -> list[int] | None:
+    """Return the first `num_prefix` ids and the last ones, `limit` in all; None if no other id remains."""
+    num_last = limit - num_prefix
+    return ids[:num_prefix] + ids[-num_last:] if num_last > 0 else None
 
 
 class Limited(Protocol):
@@ -155,6 +159,17 @@ class Limit:
     def __post_init__(self) -> None:
         if self.policy not in get_args(TooLong):
             raise unknown_name("too_long policy", self.policy, get_args(TooLong))
+
+    @classmethod
+    def for_prompts(cls, max_sequence_length: int, max_new_tokens: int, policy: TooLong) -> Limit:
+        """Return the limit of prompts that leave space for a completion."""
+        return cls(
+            max_sequence_length - max_new_tokens,
+            policy,
+            noun="prompt",
+            name=f"model.max_sequence_length={max_sequence_length} without generation.max_new_tokens={max_new_tokens}",
+            remedy="lower generation.max_new_tokens or raise model.max_sequence_length",
+        )
 
 
 def apply_limit(items: Sequence[ItemT], limit: Limit) -> list[ItemT]:

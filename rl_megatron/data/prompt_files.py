@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from rl_megatron.config.data_sources import PromptsConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import DataConfig
-from rl_megatron.data.encoding import Limit, apply_limit
+from rl_megatron.data.encoding import Limit, apply_limit, truncate_prompt
 from rl_megatron.data.files import build_reader, find_files
 from rl_megatron.data.readers import Lines
 from rl_megatron.data.records import Joined, Reader, Record, Renamed
@@ -59,10 +59,8 @@ class FilePrompt:
 
     def truncate(self, limit: int) -> FilePrompt | None:
         """Return the last tokens, after those that are before every text; None if no other token remains."""
-        num_last = limit - self.num_prefix
-        if num_last < 1:
-            return None
-        return replace(self, ids=self.ids[: self.num_prefix] + self.ids[-num_last:])
+        ids = truncate_prompt(self.ids, self.num_prefix, limit)
+        return None if ids is None else replace(self, ids=ids)
 
 
 @dataclass(frozen=True)
@@ -112,13 +110,7 @@ def _read_prompts(
         _encode_prompt(number, record, renderer, tokenizer)
         for number, record in enumerate(tracked(records, "tokenized prompts", len(records)))
     ]
-    limit = Limit(
-        max_sequence_length - max_new_tokens,
-        data.too_long,
-        noun="prompt",
-        name=f"model.max_sequence_length={max_sequence_length} without generation.max_new_tokens={max_new_tokens}",
-        remedy="lower generation.max_new_tokens or raise model.max_sequence_length",
-    )
+    limit = Limit.for_prompts(max_sequence_length, max_new_tokens, data.too_long)
     return FilePrompts(apply_limit(prompts, limit), renderer.end_of_turn_ids)
 
 

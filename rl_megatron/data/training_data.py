@@ -159,14 +159,7 @@ def encode_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: Re
 
     `data.too_long` decides what happens to a prompt that leaves too little space.
     """
-    length, max_new_tokens = stage.model.max_sequence_length, stage.generation.max_new_tokens
-    limit = Limit(
-        length - max_new_tokens,
-        stage.data.too_long,
-        noun="prompt",
-        name=f"model.max_sequence_length={length} without generation.max_new_tokens={max_new_tokens}",
-        remedy="lower generation.max_new_tokens or raise model.max_sequence_length",
-    )
+    limit = Limit.for_prompts(stage.model.max_sequence_length, stage.generation.max_new_tokens, stage.data.too_long)
     records = [problem.as_record() for problem in problems]
     # Generated problems repeat. The tokens may follow from any field, such as messages.
     keys = [serialize_record(record) for record in records]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 from rl_megatron.data.files import load_records
-from rl_megatron.data.order import epoch_order
 from rl_megatron.data.records import Record
-from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
+from rl_megatron.data.tasks.task import Demonstration, Problem, choose_items
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,11 @@ class FileTask(ABC):
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return all training problems in the file's order, or `count` of them chosen by `seed`."""
-        return [self.problem(record) for record in self._choose(self._splits[0], count, seed)]
+        return [self.problem(record) for record in choose_items(self._splits[0], count, seed, self.name)]
 
     def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return all held-out problems in the file's order, or `count` of them chosen by `seed`."""
-        return [self.problem(record) for record in self._choose(self._splits[1], count, seed)]
+        return [self.problem(record) for record in choose_items(self._splits[1], count, seed, self.name)]
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
         """Return the training problems for this `count` and `seed` with their answers."""
@@ -78,12 +77,3 @@ class FileTask(ABC):
 
     def _normalize_all(self, records: Iterable[Record]) -> list[Record]:
         return [self.normalize(record) for record in records]
-
-    def _choose(self, records: Sequence[Record], count: int | None, seed: int) -> list[Record]:
-        if count is None:
-            return list(records)
-        if count > len(records):
-            raise TooFewProblems(
-                f"{self.name} has {len(records)} of these problems, and {count} were asked for: ask for fewer"
-            )
-        return [records[index] for index in epoch_order(len(records), seed, epoch=0)[:count].tolist()]

@@ -12,8 +12,7 @@ from typing import Any, TypeVar, cast
 from rl_megatron.config.errors import ConfigError, unknown_name
 from rl_megatron.config.loading.import_strings import is_import_string, load_object, raised, user_code
 from rl_megatron.config.loading.registry import Registry
-from rl_megatron.data.order import epoch_order
-from rl_megatron.data.tasks.task import Demonstration, Problem, Task, TooFewProblems
+from rl_megatron.data.tasks.task import Demonstration, Problem, Task, choose_items
 
 TaskT = TypeVar("TaskT", bound=type)
 ResultT = TypeVar("ResultT")
@@ -171,15 +170,11 @@ class PlainTask:
 
     def _choose_problems(self, method: str, count: int | None, seed: int) -> list[Problem]:
         problems = self._make_problems(method, count, seed)
-        if count is None or len(problems) == count:
+        if len(problems) == count:  # in the order of a method that takes `count`
             return problems
-        if count > len(problems):
-            if method == "heldout_problems":
-                return problems  # an evaluation uses all that there are
-            raise TooFewProblems(
-                f"task {self.name!r} has {len(problems)} of these problems, and {count} were asked for: ask for fewer"
-            )
-        return [problems[index] for index in epoch_order(len(problems), seed, epoch=0)[:count].tolist()]
+        if count is not None and count > len(problems) and method == "heldout_problems":
+            return problems  # an evaluation uses all that there are
+        return choose_items(problems, count, seed, f"task {self.name!r}")
 
     def _make_problems(self, method: str, count: int | None, seed: int) -> list[Problem]:
         values = {"count": count, "seed": seed}

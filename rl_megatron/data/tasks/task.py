@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+from rl_megatron.data.order import epoch_order
 from rl_megatron.data.records import Record
+
+ItemT = TypeVar("ItemT")
 
 
 class TooFewProblems(ValueError):
@@ -115,3 +118,12 @@ class AnsweringTask(Task, Protocol):
     def final_answer(self, completion: str) -> str | None:
         """Return the answer of a completion, the same text for equal answers, or None if it has none."""
         ...
+
+
+def choose_items(items: Sequence[ItemT], count: int | None, seed: int, owner: str) -> list[ItemT]:
+    """Return all items in their order, or `count` of them chosen by `seed`. Messages name their `owner`."""
+    if count is None:
+        return list(items)
+    if count > len(items):
+        raise TooFewProblems(f"{owner} has {len(items)} of these problems, and {count} were asked for: ask for fewer")
+    return [items[index] for index in epoch_order(len(items), seed, epoch=0)[:count].tolist()]

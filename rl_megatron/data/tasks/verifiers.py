@@ -16,7 +16,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.extras import check_interpreter
 from rl_megatron.data.order import epoch_order
 from rl_megatron.data.tasks.registry import register_task
-from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
+from rl_megatron.data.tasks.task import Demonstration, Problem, choose_items
 from rl_megatron.workers.child_process import module_command, own_import_path
 
 EXAMPLE = "verifiers_example"  # the field of a record that the rollout worker gives back to the environment
@@ -55,11 +55,11 @@ class Verifiers:
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return all training problems in their order, or `count` of them chosen by `seed`."""
-        return self._choose(self._split_examples()[0], count, seed)
+        return choose_items(self._split_examples()[0], count, seed, self.environment)
 
     def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return all held-out problems in their order, or `count` of them chosen by `seed`."""
-        return self._choose(self._split_examples()[1], count, seed)
+        return choose_items(self._split_examples()[1], count, seed, self.environment)
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
         """Return the training problems with the answers of their examples."""
@@ -92,15 +92,6 @@ class Verifiers:
         check_interpreter(self.python, "rollout.environment.python")
         kwargs = json.dumps(dict(self.kwargs), sort_keys=True)
         return _export(self.environment, kwargs, self.python, self.max_examples)
-
-    def _choose(self, problems: Sequence[Problem], count: int | None, seed: int) -> list[Problem]:
-        if count is None:
-            return list(problems)
-        if count > len(problems):
-            raise TooFewProblems(
-                f"{self.environment} has {len(problems)} of these problems, and {count} were asked for: ask for fewer"
-            )
-        return [problems[index] for index in epoch_order(len(problems), seed, epoch=0)[:count].tolist()]
 
 
 @cache
