@@ -141,11 +141,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def map_values(
         self, of_tensor: Callable[[torch.Tensor], torch.Tensor], of_list: Callable[[list[Any]], list[Any]]
     ) -> Self:
-        """Return a batch with `of_tensor` applied to every tensor and `of_list` applied to every list.
-
-        Raises:
-            ValueError: Keys disagree on the number of sequences.
-        """
+        """Return a batch with `of_tensor` applied to every tensor and `of_list` applied to every list."""
         common_size(self.data)
         mapped = type(self)()
         for key, value in self.data.items():
@@ -154,12 +150,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
 
 def common_size(values: Mapping[str, Any]) -> int:
-    """Return the number of sequences that all values have; 0 if there are no values.
-
-    Raises:
-        ValueError: Two keys disagree.
-        TypeError: A value is neither a tensor with a first dimension nor a list.
-    """
+    """Return the number of sequences of all values, which are tensors or lists of one size; 0 if there are none."""
     sizes = {key: _size(key, value) for key, value in values.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(
@@ -237,10 +228,6 @@ def score_positions(data: Mapping[str, Any]) -> Int[Tensor, " batch"]:
 
     It follows from `input_lengths`. A batch without them has it at the last token with token_mask ≠ 0. It is 0 if there
     is none, or if the length is 0.
-
-    Raises:
-        KeyError: The batch has neither key.
-        ValueError: The batch has no token.
     """
     if "input_lengths" in data:
         return (data["input_lengths"].long() - 1).clamp(min=0)

@@ -79,7 +79,7 @@ class SequenceScorer:
     """One model with a score head. It owns the weights and their placement."""
 
     def __init__(self, policy: MegatronPolicy, tokenizer: Tokenizer, placement: str):
-        """Freeze the model, whose weights are loaded."""
+        """Keep the model, whose weights are loaded, without gradients."""
         for model_chunk in policy.model.model_chunks:
             model_chunk.eval().requires_grad_(False)
         self._policy, self._padding = policy, Padding(tokenizer.pad_id, 1)

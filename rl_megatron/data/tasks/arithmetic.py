@@ -67,22 +67,14 @@ class Arithmetic:
         return frozenset(_find_pair(number) for number in numbers)
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """Return `count` problems, drawn with replacement from all that are not held out.
-
-        Raises:
-            ValueError: `count` is None.
-        """
+        """Return `count` problems, drawn with replacement from all that are not held out. `count` must not be None."""
         if count is None:
             raise ValueError("arithmetic generates its training problems: count must be a number.")
         draws = self._draw_training(f"train/{seed}")
         return [next(draws) for _ in range(count)]
 
     def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """Return `count` different held-out problems, or all of them for None.
-
-        Raises:
-            ValueError: There are fewer than `count`.
-        """
+        """Return `count` different held-out problems, or all of them for None."""
         problems = [
             self._build_problem(first, operator, second)
             for low, high in sorted(self.heldout_pairs)

@@ -40,16 +40,9 @@ def register_task(name: str) -> Callable[[TaskT], TaskT]:
 
 
 def build_task(name: str, **options: Any) -> Task:
-    """Return the task `name` with these options: the fields of its dataclass, or the parameters of its class.
+    """Return a registered task, or that of a class's import string, with the fields or parameters of the class.
 
-    Args:
-        name: A registered name, or the import string of a class.
-        **options: The options.
-
-    Raises:
-        ValueError: The task or an option is unknown (the message names the nearest one), a required option is missing,
-            or the task itself raises it.
-        ConfigError: The import string cannot be loaded, or the user's class raises an error.
+    ValueError is raised if the task or an option is unknown, or a required option is missing.
     """
     task_class, declared = _find_class(name), task_options(name)
     for option in options:
@@ -127,9 +120,6 @@ class PlainTask:
         name: The import string of the user's class.
         options: The arguments of the class.
         task: The user's object.
-
-    Raises:
-        ValueError: A method is missing, or `reward` does not take a problem and a completion.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], task: Any) -> None:
