@@ -391,7 +391,7 @@ def test_a_template_that_renders_no_text_names_the_record_and_the_file(families,
     file = tmp_path / "empty.jinja"
     file.write_text(text)
     rendered = renderer(families["qwen3"][0], format="chat", chat_template=str(file))
-    for encode in (rendered.example, rendered.prompt_ids):
+    for encode in (rendered.encode_example, rendered.encode_prompt):
         with pytest.raises(ValueError, match="chats.jsonl:3: the chat template renders no text .*empty.jinja"):
             encode(record(ONE_TURN))
     assert rendered.end_of_turn_ids == ()
