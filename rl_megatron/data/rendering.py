@@ -49,27 +49,27 @@ class Renderer:
         self.plain = PlainText(data.prompt_template, data.answer_template)
         self._template: ChatTemplate | None = None
         self._first: str | None = None  # the location of the first record
-        self._first_is_conversation = False
+        self._first_has_messages = False
         self.format: str | None = None if data.format == "auto" else data.format
         if self.format == CHAT:
             self._template = load_template(data, tokenizer)
 
     def encode_prompt(self, record: Record) -> list[int]:
         """Return the tokens of the prompt that the policy completes, for rollouts and evaluation."""
-        if self._find_format(record) == CHAT:
+        if self._resolve_format(record) == CHAT:
             conversation = self._read_prompt(record)
             return self._encode(self._get_template().prompt(conversation), conversation.record).ids
         return self._encode_plain_prompt(record)
 
     def render_prompt(self, record: Record) -> str:
         """Return the prompt as text, in which special tokens of a chat template are spelled."""
-        if self._find_format(record) == CHAT:
+        if self._resolve_format(record) == CHAT:
             return self._get_template().prompt(self._read_prompt(record))
         return self.plain.write_prompt(record)
 
     def chat(self, record: Record) -> tuple[ChatTemplate, Conversation] | None:
         """Return the chat template and the conversation of the record's prompt, or None for plain text."""
-        if self._find_format(record) != CHAT:
+        if self._resolve_format(record) != CHAT:
             return None
         return self._get_template(), self._read_prompt(record)
 
@@ -86,7 +86,7 @@ class Renderer:
 
     def encode_example(self, record: Record) -> EncodedSequence:
         """Return the sequence of prompt and answer, or of a conversation, with the tokens to learn."""
-        if self._find_format(record) == PLAIN:
+        if self._resolve_format(record) == PLAIN:
             return self._encode_plain_example(record, record)
         if is_conversation(record):
             return self._encode_chat_example(self._add_system_prompt(read_conversation(record)))
@@ -94,7 +94,7 @@ class Renderer:
 
     def encode_pair(self, record: Record) -> EncodedPair:
         """Return the sequences of the chosen and of the rejected answer, which end as rollouts do."""
-        if self._find_format(record) == PLAIN:
+        if self._resolve_format(record) == PLAIN:
             sides = [self._encode_plain_example(record, side) for side in self.plain.split_sides(record)]
         elif is_conversation(record):
             pair = read_preference(record)
@@ -109,7 +109,7 @@ class Renderer:
 
     def check(self, record: Record, is_pair: bool) -> None:
         """Check that the record has the fields and messages that `encode_pair`, or `encode_example`, reads."""
-        if self._find_format(record) == CHAT and is_conversation(record):
+        if self._resolve_format(record) == CHAT and is_conversation(record):
             read_preference(record) if is_pair else read_conversation(record)
             return
         self.plain.prompt_parts(record)
@@ -139,34 +139,34 @@ class Renderer:
 
     # --- format ---
 
-    def _find_format(self, record: Record) -> str:
+    def _resolve_format(self, record: Record) -> str:
         """Return the format. If the first record chose it, check that this record is of the same kind."""
-        conversation = is_conversation(record)
+        has_messages = is_conversation(record)
         if self._first is None:
-            self._first, self._first_is_conversation = record.location, conversation
-            self._choose_format(record, conversation)
-        elif self.data.format == "auto" and conversation != self._first_is_conversation:
+            self._first, self._first_has_messages = record.location, has_messages
+            self._choose_format(record, has_messages)
+        elif self.data.format == "auto" and has_messages != self._first_has_messages:
             kinds = ("has no messages", "is a conversation")
             raise ValueError(
-                f"{record.location}: the record {kinds[conversation]}, and {self._first} "
-                f"{kinds[self._first_is_conversation]}: set data.format=chat, which renders both kinds with the chat "
+                f"{record.location}: the record {kinds[has_messages]}, and {self._first} "
+                f"{kinds[self._first_has_messages]}: set data.format=chat, which renders both kinds with the chat "
                 "template, or keep records of one kind in a data section."
             )
         assert self.format is not None
         return self.format
 
-    def _choose_format(self, record: Record, conversation: bool) -> None:
+    def _choose_format(self, record: Record, has_messages: bool) -> None:
         data = self.data
         if self.format is None:
-            self.format = CHAT if conversation else PLAIN
-            if conversation:
+            self.format = CHAT if has_messages else PLAIN
+            if has_messages:
                 log.once("data.format: the records are conversations, which the chat template renders (format=chat)")
                 self._template = load_template(data, self.tokenizer)
             else:
                 check_plain(data, "data.format=auto and records without messages")
                 if self.tokenizer.chat_templates:
                     log.once("the tokenizer's chat template is not used; data.format=chat uses it")
-        if self.format == CHAT and conversation:
+        if self.format == CHAT and has_messages:
             for key in ("prompt_template", "answer_template"):
                 if getattr(data, key) is not None:
                     raise ValueError(
@@ -205,7 +205,7 @@ class Renderer:
     # --- conversations ---
 
     def _get_template(self) -> ChatTemplate:
-        assert self._template is not None  # _find_format has chosen the format
+        assert self._template is not None  # _resolve_format has chosen the format
         return self._template
 
     def _read_prompt(self, record: Record) -> Conversation:
