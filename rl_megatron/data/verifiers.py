@@ -215,7 +215,7 @@ class TasksetEnvironment:
         return [_build_example(number, task.data.model_dump(mode="json")) for number, task in tasks]
 
     async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-        """Run one episode, and return its task's results. RolloutFailed is raised if one agent has no finite reward."""
+        """Run one episode, and return its task's results; raises RolloutFailed unless one agent has a finite reward."""
         import verifiers.v1 as library  # pyright: ignore[reportMissingImports]
 
         task = self._find_task(example)
