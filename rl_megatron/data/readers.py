@@ -84,7 +84,7 @@ class JsonLines(Lines):
 
 
 def _check_characters(values: dict[str, Any], location: str) -> None:
-    """Check that the escapes of a line are characters. No tokenizer takes half of a surrogate pair, which is none."""
+    """Check that the escapes of a line are characters: no tokenizer takes half of a surrogate pair."""
     for key, value in values.items():
         try:
             json.dumps([key, value], ensure_ascii=False).encode()
