@@ -177,14 +177,14 @@ def test_documents_are_text_files_and_records_with_a_text(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     (tmp_path / "b.txt").write_text("three\nfour\n")
     texts = TextSource(None, TextConfig(path=str(tmp_path), heldout_fraction=0.5))
-    assert [part for part in texts.documents()] == [["one\n", "three\n"], ["two\n", "four\n"]]
+    assert [part for part in texts.read_documents()] == [["one\n", "three\n"], ["two\n", "four\n"]]
     (tmp_path / "t.jsonl").write_text(jsonl([{"text": "five"}, {"text": "six"}]))
     path = [str(tmp_path / name) for name in ("a.txt", "b.txt", "t.jsonl")]
     mixed = TextSource(None, TextConfig(path=path, heldout_fraction=0.0))
-    assert mixed.documents() == (["one\ntwo\n", "three\nfour\n", "five", "six"], [])
+    assert mixed.read_documents() == (["one\ntwo\n", "three\nfour\n", "five", "six"], [])
     (tmp_path / "t.jsonl").write_text(jsonl([{"id": 1, "texts": "five"}]))
     with pytest.raises(ValueError, match=r"t.jsonl:1: .*'text', .*its fields: id, texts\).*\{text: texts\}"):
-        mixed.documents()
+        mixed.read_documents()
 
 
 def test_the_first_records_can_be_left_out(written):

@@ -61,7 +61,7 @@ def test_gsm8k_compares_numbers(completion, answer, score):
 
 
 def test_gsm8k_refuses_a_reference_answer_without_a_number():
-    with pytest.raises(ValueError, match="'twelve' is no number"):
+    with pytest.raises(ValueError, match="'twelve' is not a number"):
         gsm8k("#### 12", "twelve")
 
 
