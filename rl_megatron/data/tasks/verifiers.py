@@ -30,9 +30,9 @@ class Verifiers:
     """The problems of an environment's dataset. The rollout worker `verifiers` gives each to the environment.
 
     Args:
-        environment: `rollout.environment.name`.
-        kwargs: `rollout.environment.kwargs`.
-        python: `rollout.environment.python`.
+        environment: The same as `rollout.environment.name`.
+        kwargs: The same as `rollout.environment.kwargs`.
+        python: The same as `rollout.environment.python`.
         heldout_fraction: The share of examples that is held out if the environment has none for evaluation.
         max_examples: The most examples that are read of each dataset; None for all.
 
