@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from rl_megatron import disk
-from rl_megatron.checkpoint.save import versions
+from rl_megatron.checkpoint.save import collect_versions
 from rl_megatron.config.loading.load import to_yaml
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.observability.run_files import RUN_INFO
@@ -34,14 +34,14 @@ class RunInfo:
 
     config: dict[str, Any]
     git_revision: str | None
-    versions: dict[str, str]
+    collect_versions: dict[str, str]
     layout: str
     device: str
 
     @classmethod
     def of(cls, config: RunConfig, layout: str, device: str) -> RunInfo:
         """Return what the run of `config` in this process is."""
-        return cls(yaml.safe_load(to_yaml(config)), git_revision(Path.cwd()), versions(), layout, device)
+        return cls(yaml.safe_load(to_yaml(config)), git_revision(Path.cwd()), collect_versions(), layout, device)
 
     def write(self, output_dir: Path) -> None:
         """Write run_info.json. Users' own sinks, which get only `output_dir`, read it there."""

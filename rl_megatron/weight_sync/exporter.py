@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, peft_config
+from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, build_peft_config
 from rl_megatron.config.engines import refuse_several
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import Shape, Slab, WeightTable
@@ -271,7 +271,7 @@ class AdapterExporter(WeightExporter):
                 for of_hf, offset, view in blocks_of(piece, table_of(model.config, rows)):
                     name = f"{PEFT_PREFIX}{of_hf.hf_name}"
                     blocks.setdefault(name, []).append(_Block(view, offset, None))
-        plan = RefitPlan(peft_config(model.lora, linears, None), model.vocab_size, plan_buckets(specs, max_bytes))
+        plan = RefitPlan(build_peft_config(model.lora, linears, None), model.vocab_size, plan_buckets(specs, max_bytes))
         unknown = [name for name in blocks if name.removeprefix(PEFT_PREFIX) not in shapes]
         self._prepare(model, plan, {spec.name: spec.shape for spec in specs}, blocks, unknown)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_megatron.checkpoint.optimizer_state import parts
+from rl_megatron.checkpoint.optimizer_state import list_parts
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
@@ -114,7 +114,7 @@ def allocated(
                 add(gradients, parameter.main_grad)
     for _, original in whole_parameters(policy.model.model_chunks):
         add(weights, original)
-    for part in parts(policy.optimizer):
+    for part in list_parts(policy.optimizer):
         for tensor in (p for group in part.optimizer.param_groups for p in group["params"]):
             add(state, tensor)
         for entry in part.optimizer.state.values():
