@@ -20,19 +20,19 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig, check_together
 from rl_megatron.model.families.table import Rows, WeightTable
-from rl_megatron.model.lora.dora import factors_of, squared_lengths
-from rl_megatron.model.lora.layers import with_update
-from rl_megatron.model.lora.modules import whole_tensors
+from rl_megatron.model.lora.dora import compute_factors, compute_squared_lengths
+from rl_megatron.model.lora.layers import add_update
+from rl_megatron.model.lora.modules import find_whole_tensors
 from rl_megatron.model.lora.targets import (
     MAGNITUDE,
     Part,
-    adapted_linears,
-    adapter_shapes,
-    tensor_key,
-    tensor_name,
+    find_adapted_linears,
+    list_adapter_shapes,
+    name_tensor,
+    name_tensor_key,
 )
 from rl_megatron.model.sharded_model import Base, ShardedModel
-from rl_megatron.model.shards import HEAD, blocks_of, pieces
+from rl_megatron.model.shards import HEAD, pieces, split_piece
 
 _WEIGHT = ".weight"
 _TENSORS = ".distcp"  # the ending of the files that hold a checkpoint's tensors
@@ -167,8 +167,8 @@ class StoredAdapter:
     ) -> StoredAdapter:
         """Return the adapter with the factors of its magnitudes, which merging DoRA needs.
 
-        `blocks` are those of the base's tensors, as `blocks_of` yields them. If a `device` is given, each rank has some
-        of them, and the call is collective.
+        `blocks` are those of the base's tensors, as `split_piece` yields them. If a `device` is given, each rank has
+        some of them, and the call is collective.
         """
         rows = {part.name: part.out_features for parts in self.linears.values() for part in parts if part.has_adapter}
         total = torch.zeros(sum(rows.values()))
@@ -177,7 +177,7 @@ class StoredAdapter:
             module = hf_rows.hf_name.removesuffix(_WEIGHT)
             if module in squares and block.dim() == 2:
                 matrices = self._select_matrices(module, offset, block)
-                block_squares = squared_lengths(block, *matrices, self.config.scaling).cpu()
+                block_squares = compute_squared_lengths(block, *matrices, self.config.scaling).cpu()
                 squares[module][offset[0] : offset[0] + block.size(0)] += block_squares
         if device is not None and dist.get_world_size() > 1:
             summed = total.to(device)
@@ -185,13 +185,13 @@ class StoredAdapter:
             total.copy_(summed)
         factors = {}
         for module, weight_squares in squares.items():
-            magnitude = self.tensors[tensor_name(module, MAGNITUDE)]
-            factors[f"{module}{_WEIGHT}"] = factors_of(magnitude, weight_squares.sqrt())
+            magnitude = self.tensors[name_tensor(module, MAGNITUDE)]
+            factors[f"{module}{_WEIGHT}"] = compute_factors(magnitude, weight_squares.sqrt())
         return replace(self, factors=factors)
 
     def _select_matrices(self, module: str, offset: tuple[int, ...], block: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of B and the columns of A of a block, on its device."""
-        up, down = (self.tensors[tensor_name(module, letter)] for letter in "BA")
+        up, down = (self.tensors[name_tensor(module, letter)] for letter in "BA")
         rows, columns = up[offset[0] : offset[0] + block.size(0)], down[:, offset[1] : offset[1] + block.size(1)]
         return rows.to(block.device), columns.to(block.device)
 
@@ -201,9 +201,9 @@ class StoredAdapter:
             index = tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))
             return self.whole[hf_name][index].to(block)
         module = hf_name.removesuffix(_WEIGHT)
-        if tensor_name(module, "B") not in self.tensors or block.dim() != 2:
+        if name_tensor(module, "B") not in self.tensors or block.dim() != 2:
             return block
-        whole = with_update(block, *self._select_matrices(module, offset, block), self.config.scaling)
+        whole = add_update(block, *self._select_matrices(module, offset, block), self.config.scaling)
         if self.config.use_dora:
             factors = self.factors[hf_name][offset[0] : offset[0] + block.size(0), None]
             whole *= factors.to(block.device)
@@ -212,7 +212,7 @@ class StoredAdapter:
     def list_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapter's tensors by their keys in a checkpoint."""
         for name, tensor in self.tensors.items():
-            yield tensor_key(name, self.linears, self.config.adapter_name), tensor
+            yield name_tensor_key(name, self.linears, self.config.adapter_name), tensor
         for name, tensor in self.whole.items():
             yield self.keys[name], tensor
 
@@ -263,13 +263,13 @@ class StoredAdapters:
         adapters = self
         if self.use_dora:
             first = (piece for piece in held if piece.is_first_replica)
-            blocks = (block for piece in first for block in blocks_of(piece, table))
+            blocks = (block for piece in first for block in split_piece(piece, table))
             adapters = self.with_factors(blocks, model.topology.device)
         for piece in held:
             if piece.name == HEAD and model.head == "score" and self.head is not None:
                 piece.tensor.copy_(self.head)
                 continue
-            for rows, offset, view in blocks_of(piece, table):
+            for rows, offset, view in split_piece(piece, table):
                 whole = adapters.merge_block(rows.hf_name, offset, view)
                 if whole is not view:
                     view.copy_(whole)
@@ -290,14 +290,14 @@ def read_adapters(checkpoint: Path, manifest: Mapping[str, Any], model: ModelCon
 def _read(
     checkpoint: Path, stored: Mapping[str, StoredTensor], config: LoraConfig, model: ModelConfig, rows: int, kind: str
 ) -> StoredAdapter:
-    linears, tensors = adapted_linears(config, model, rows), {}
-    for name, shape in adapter_shapes(linears, config).items():
-        key = tensor_key(name, linears, config.adapter_name)
+    linears, tensors = find_adapted_linears(config, model, rows), {}
+    for name, shape in list_adapter_shapes(linears, config).items():
+        key = name_tensor_key(name, linears, config.adapter_name)
         if key not in stored or stored[key].shape != shape:
             raise ConfigError(f"checkpoint {checkpoint} lacks {key} of the shape {shape}, which its peft section needs")
         tensors[name] = _read_whole(stored[key])
     whole, keys = {}, {}
-    for key, tensor in whole_tensors(config, model, rows, kind).items():
+    for key, tensor in find_whole_tensors(config, model, rows, kind).items():
         if key not in stored or stored[key].shape[1:] != tensor.shape[1:]:
             raise ConfigError(f"checkpoint {checkpoint} lacks {key}, which peft.modules_to_save of its manifest needs")
         whole[tensor.hf_name], keys[tensor.hf_name] = _read_whole(stored[key])[: tensor.shape[0]], key

@@ -180,9 +180,8 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
         ConfigError: The path is not a checkpoint, or it holds another model.
     """
     if not checkpoint.is_dir():
-        raise ConfigError(
-            f"checkpoint {checkpoint} does not exist; existing checkpoints: {_list_names(checkpoint.parent)}"
-        )
+        existing = ", ".join(path.name for path in find_checkpoints(checkpoint.parent)) or "none"
+        raise ConfigError(f"checkpoint {checkpoint} does not exist; existing checkpoints: {existing}")
     if not (checkpoint / MANIFEST).is_file():
         raise ConfigError(f"checkpoint {checkpoint} {no_checkpoint(checkpoint)}")
     manifest = read_manifest_alone(checkpoint)
@@ -299,7 +298,3 @@ def _find_damage(path: Path, names: Iterable[str], manifest: dict[str, Any]) -> 
         if actual != entry:
             return f"{name} has changed since it was written (its SHA-256 differs)"
     return None
-
-
-def _list_names(directory: Path) -> str:
-    return ", ".join(p.name for p in find_checkpoints(directory)) or "none"

@@ -46,9 +46,9 @@ from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.model.families import family_of_model, read_model, same_weights, text_config
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.score import score_table, with_score_head
+from rl_megatron.model.families.score import build_score_table, describe_classifier
 from rl_megatron.model.families.table import Rows, Shape, WeightTable
-from rl_megatron.model.shards import PADDED, blocks_of_part, stored_name
+from rl_megatron.model.shards import PADDED, split_name, split_part
 
 Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
 
@@ -161,10 +161,10 @@ def export_weights(
         config, table = _cut_unused_rows(config, table, num_tokens, checkpoint)
     stored = _check_tensors(checkpoint, table)
     if adapters is not None and adapters.use_dora:
-        keys = {stored_name(f"{linear}.weight")[0] for linear in adapters.linears}
+        keys = {split_name(f"{linear}.weight")[0] for linear in adapters.linears}
         adapted = {key: tensor for key, tensor in stored.items() if key in keys}
         adapters = adapters.with_factors(_read_hugging_face_blocks(table, adapted))
-    dtypes = {rows.hf_name: stored[stored_name(rows.name)[0]].dtype for rows in table.rows}
+    dtypes = {rows.hf_name: stored[split_name(rows.name)[0]].dtype for rows in table.rows}
     dtype = next(dtype for name, dtype in dtypes.items() if name not in table.fp32)
     with _open_partial(target) as partial:
         writer = WeightWriter(partial, table.hf_shapes, dtypes.__getitem__, max_shard_bytes)
@@ -190,7 +190,7 @@ def _write_checkpoint(
     total = sum(reader.locations[name].num_bytes for name in table.hf_shapes)
     try:
         for name, shape in table.shapes.items():
-            key, expert = stored_name(name)
+            key, expert = split_name(name)
             for first, block in _read_blocks(reader, table, name, shape):
                 offset = (first, *(0 for _ in shape[1:]))
                 if expert is None:
@@ -206,7 +206,7 @@ def _write_checkpoint(
 
 def _read_blocks(reader: WeightReader, table: WeightTable, name: str, shape: Shape) -> Iterator[tuple[int, Tensor]]:
     """Yield (number of the first row, rows) of a Megatron tensor, block by block."""
-    sources = table.of_megatron[name]
+    sources = table.by_name[name]
     dtype = reader.locations[sources[0].hf_name].dtype
     height = choose_block_height(shape[1:], dtype)
     for first in range(0, shape[0], height):
@@ -251,7 +251,7 @@ def describe_for_hugging_face(
     """
     family, config, table = _describe_language_model(model, carried, tokenizer, vocab_size, what)
     if head == "score":
-        return with_score_head(config, family), score_table(table, model.hidden_size)
+        return describe_classifier(config, family), build_score_table(table, model.hidden_size)
     return config, table
 
 
@@ -311,12 +311,12 @@ def _cut_unused_rows(
 def _check_tensors(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
     """Return the checkpoint's tensors, after checking that their names and shapes are those of the table."""
     stored = find_model_tensors(checkpoint)
-    names = {stored_name(name)[0] for name in table.shapes}
+    names = {split_name(name)[0] for name in table.shapes}
     for what, wrong in (("lacks", names - stored.keys()), ("has", stored.keys() - names)):
         if wrong:
             raise ConfigError(f"checkpoint {checkpoint} {what} {sorted(wrong)[0]}, unlike the model in its manifest")
     for name, shape in table.shapes.items():
-        key, expert = stored_name(name)
+        key, expert = split_name(name)
         stored_shape = stored[key].shape if expert is None else stored[key].shape[1:]
         has_tokens = key in PADDED and shape[0] > 1  # a score head has one row
         padded = has_tokens and stored_shape[0] >= shape[0] and stored_shape[1:] == shape[1:]
@@ -336,17 +336,17 @@ def _read_hugging_face_blocks(
     """
     names: dict[str, dict[int | None, str]] = {}
     for name in table.shapes:
-        key, expert = stored_name(name)
+        key, expert = split_name(name)
         if key in stored:
             names.setdefault(key, {})[expert] = name
     done, total = 0, sum(stored[key].num_bytes for key in names)
     for key, by_expert in names.items():
         for part, data in read_parts(stored[key]):
             if None in by_expert:
-                yield from blocks_of_part(by_expert[None], part.offset, data, table)
+                yield from split_part(by_expert[None], part.offset, data, table)
             else:
                 for number, expert_data in enumerate(data, start=part.offset[0]):
-                    yield from blocks_of_part(by_expert[number], part.offset[1:], expert_data, table)
+                    yield from split_part(by_expert[number], part.offset[1:], expert_data, table)
             done += data.nbytes
             progress(done, total)
 

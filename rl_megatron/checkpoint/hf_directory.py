@@ -16,7 +16,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import DEFAULT_ADAPTER, TRAINER_DIRECTORY, plain_name
 from rl_megatron.model.families import read_model
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.score import without_score_head
+from rl_megatron.model.families.score import describe_decoder
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -126,7 +126,7 @@ def read_directory(directory: Path, head: str = "lm") -> tuple[Family, ModelConf
     """
     config_file = directory / "config.json"
     config = read_json(config_file)
-    return read_model(without_score_head(config, str(config_file)) if head == "score" else config, str(config_file))
+    return read_model(describe_decoder(config, str(config_file)) if head == "score" else config, str(config_file))
 
 
 def find_weight_files(directory: Path) -> dict[str, set[str] | None]:

@@ -25,7 +25,7 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.log import once
 from rl_megatron.model.build import Head
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.score import score_table
+from rl_megatron.model.families.score import build_score_table
 from rl_megatron.model.families.table import Rows, Shape, WeightTable
 from rl_megatron.model.families.with_images import is_of_images, text_name
 from rl_megatron.model.sharded_model import ShardedModel
@@ -225,7 +225,7 @@ class HuggingFaceWeights:
         with WeightReader(self.locations) as reader:
             for piece in pieces(model.model_chunks):
                 if model.head == self.head or not piece.name.startswith(HEAD_PREFIX):
-                    _fill(piece, self.table.of_megatron[piece.name], reader)
+                    _fill(piece, self.table.by_name[piece.name], reader)
 
 
 def open_hugging_face(directory: Path, head: Head = "lm") -> HuggingFaceWeights:
@@ -236,7 +236,9 @@ def open_hugging_face(directory: Path, head: Head = "lm") -> HuggingFaceWeights:
     """
     family, model = read_directory(directory, head)
     rows = require_vocab_size(model, directory / "config.json")
-    table = family.table(model, rows) if head == "lm" else score_table(family.table(model, rows), model.hidden_size)
+    table = family.table(model, rows)
+    if head == "score":
+        table = build_score_table(table, model.hidden_size)
     locations = select_text_tensors(find_tensors(directory), family, model, str(directory))
     check_tensors(locations, table, str(directory), lambda name: family.leaves_out(name, model))
     if find_tied_head(locations, table):

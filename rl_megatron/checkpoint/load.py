@@ -27,7 +27,7 @@ from rl_megatron.checkpoint.training_state import TrainingState, load_model
 from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.model.families import family_of_model
-from rl_megatron.model.lora.attach import dora_adapters_of
+from rl_megatron.model.lora.attach import find_dora_adapters
 from rl_megatron.model.lora.originals import keep_originals
 from rl_megatron.model.sharded_model import ShardedModel
 
@@ -64,7 +64,7 @@ def start_from_weights(model: ShardedModel, optimizer: MegatronOptimizer | None)
     rows become the magnitudes of DoRA. Collective.
     """
     keep_originals(model.model_chunks)
-    for adapter in dora_adapters_of(model.model_chunks):
+    for adapter in find_dora_adapters(model.model_chunks):
         adapter.start()
     if optimizer is not None:
         optimizer.reload_model_params()

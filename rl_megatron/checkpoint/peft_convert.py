@@ -24,8 +24,8 @@ from rl_megatron.checkpoint.tensors import TensorWriter
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import DEFAULT_ADAPTER, LoraConfig, check_together
-from rl_megatron.model.lora.modules import whole_tensors
-from rl_megatron.model.lora.targets import MAGNITUDE, adapted_linears, adapter_shapes
+from rl_megatron.model.lora.modules import find_whole_tensors
+from rl_megatron.model.lora.targets import MAGNITUDE, find_adapted_linears, list_adapter_shapes
 
 _SHOWN = 3  # tensors that a message names
 # Keys of adapter_config.json that are read into the section `peft`.
@@ -104,9 +104,9 @@ def import_adapters(source: Path, base: Path, partial: Path) -> dict[str, Any]:
 
 
 def _read(source: Path, config: LoraConfig, model: ModelConfig, rows: int) -> StoredAdapter:
-    linears, whole = adapted_linears(config, model, rows), whole_tensors(config, model, rows)
+    linears, whole = find_adapted_linears(config, model, rows), find_whole_tensors(config, model, rows)
     keys = {tensor.hf_name: key for key, tensor in whole.items()}
-    shapes = adapter_shapes(linears, config) | {tensor.hf_name: tensor.shape for tensor in whole.values()}
+    shapes = list_adapter_shapes(linears, config) | {tensor.hf_name: tensor.shape for tensor in whole.values()}
     tensors = _read_tensors(source, shapes)
     modules = {name: tensors.pop(name) for name in keys}
     return StoredAdapter(config, linears, tensors, modules, keys)

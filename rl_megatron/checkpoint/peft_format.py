@@ -14,7 +14,7 @@ PEFT_PREFIX = "base_model.model."  # of the names of tensors
 def build_peft_config(config: LoraConfig, linears: Mapping[str, tuple[Part, ...]], base: str | None) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
-    `linears` are the parts of every linear that has an adapter (`adapted_linears`), and `base` is the Hugging Face
+    `linears` are the parts of every linear that has an adapter (`find_adapted_linears`), and `base` is the Hugging Face
     directory of the base, if it is known.
     """
     return {
@@ -37,7 +37,7 @@ def build_peft_config(config: LoraConfig, linears: Mapping[str, tuple[Part, ...]
 
 def _list_target_modules(linears: Mapping[str, tuple[Part, ...]]) -> list[str]:
     """Return the ends of names that say which modules have adapters, or their whole names if the ends do not."""
-    parts = [part for of_linear in linears.values() for part in of_linear]
+    parts = [part for linear_parts in linears.values() for part in linear_parts]
     chosen, others = ({p.key for p in parts if p.has_adapter is wanted} for wanted in (True, False))
     if not chosen & others:
         return sorted(chosen)

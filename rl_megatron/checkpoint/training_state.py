@@ -19,7 +19,7 @@ from rl_megatron.checkpoint.optimizer_state import (
     request_optimizer_state,
 )
 from rl_megatron.model.build import unwrap
-from rl_megatron.model.lora.targets import adapter_of
+from rl_megatron.model.lora.targets import parse_adapter
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import SHARDING_METADATA
 
@@ -96,16 +96,16 @@ class TrainingState:
         if self.selection == "all":
             return models
         if self.selection == "base":  # a score head is trained, and starts from that of the base
-            return [{key: entry for key, entry in model.items() if adapter_of(key) is None} for model in models]
+            return [{key: entry for key, entry in model.items() if parse_adapter(key) is None} for model in models]
         beside = [{key: entry for key, entry in model.items() if _is_beside_base(key, entry)} for model in models]
         if self.selection == "adapters" or self.model.lora is None:
             return beside
         trained = self.model.lora.adapter_name
-        return [{key: entry for key, entry in model.items() if adapter_of(key) != trained} for model in beside]
+        return [{key: entry for key, entry in model.items() if parse_adapter(key) != trained} for model in beside]
 
 
 def _is_beside_base(key: str, entry: ShardedTensor | ShardedTensorFactory) -> bool:
-    return adapter_of(key) is not None or (isinstance(entry.data, torch.nn.Parameter) and entry.data.requires_grad)
+    return parse_adapter(key) is not None or (isinstance(entry.data, torch.nn.Parameter) and entry.data.requires_grad)
 
 
 def collect_model_state(model_chunk: GPTModel) -> dict[str, Any]:

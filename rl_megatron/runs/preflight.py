@@ -39,7 +39,7 @@ from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses.foreign import as_loss, check_call
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.model.lora.targets import adapted_linears
+from rl_megatron.model.lora.targets import find_adapted_linears
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.rewards.loading import check_rewards
 from rl_megatron.rewards.reward_models import check_reward_models
@@ -123,7 +123,7 @@ def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:
         adapters_after[name] = {}
         if stage.peft is None:
             continue
-        adapted_linears(stage.peft, stage.model, size)
+        find_adapted_linears(stage.peft, stage.model, size)
         if before is None and not config.init_from:
             raise ConfigError(
                 f"{where} is set, and the stage has no weights to adapt; set init_from, or train all weights in a "

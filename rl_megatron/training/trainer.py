@@ -19,7 +19,7 @@ from rl_megatron import log
 from rl_megatron.checkpoint.optimizer_state import list_main_parameters, list_parts
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.losses.base import Loss
-from rl_megatron.model.layers.router import move_biases, moving_routers
+from rl_megatron.model.layers.router import find_moving_routers, move_biases
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.timing import phase
 from rl_megatron.training.metrics import NonFiniteLoss, combine_steps
@@ -126,7 +126,7 @@ class Trainer:
         updated = bool(self.optimizer.step_with_ready_grads())
         self._model.mark_updated(updated)
         if updated and self._model.lora is None:  # the routers beside adapters are frozen
-            move_biases(moving_routers(self._model.model_chunks), self._model.topology.groups.tp_dp_cp)
+            move_biases(find_moving_routers(self._model.model_chunks), self._model.topology.groups.tp_dp_cp)
         self.scheduler.step(increment=1)
         return norms | {"grad_norm_clipped": clipped}, updated
 

@@ -8,13 +8,13 @@ from typing import Any
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.decoder import read_decoder, write_decoder
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.hf_config import only
+from rl_megatron.model.families.hf_config import require_only
 from rl_megatron.model.families.table import dense_decoder
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Return the model section that a config.json describes."""
-    only(hf, attention_bias=False, mlp_bias=False)
+    require_only(hf, attention_bias=False, mlp_bias=False)
     return ModelConfig(**read_decoder(hf))
 
 
