@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_megatron.model.layers.attention import attend
-from rl_megatron.model.layers.last_queries import (
+from rl_megatron.model.layers.attention_kernels import (
     attend_by_cudnn,
     attend_last,
     attend_within_pack,

@@ -20,7 +20,7 @@ from benchmarks.gpu_check.profiling import profile_of
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.setting import Setting
 from rl_megatron.model.layers.attention import attend, attend_by_cudnn
-from rl_megatron.model.layers.last_queries import attend_within_pack
+from rl_megatron.model.layers.attention_kernels import attend_within_pack
 from rl_megatron.model.layers.packed import build_causal_bias
 from rl_megatron.topology.device import start_device
 

@@ -16,11 +16,7 @@ _NAMES = ExpertNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", 
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes.
-
-    Raises:
-        ConfigError: A key is missing or has a value that is not supported.
-    """
+    """Return the model section that a config.json describes."""
     require_only(hf, use_qk_norm=True, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1)
     hf.get("sliding_window")  # marked as read: it has no effect without use_sliding_window
     if hf.get("mlp_only_layers"):

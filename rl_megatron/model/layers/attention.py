@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rl_megatron.model.layers.last_queries import (
+from rl_megatron.model.layers.attention_kernels import (
     attend_by_cudnn,
     attend_last,
     attend_within_pack,

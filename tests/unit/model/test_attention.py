@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from rl_megatron.model.layers import attention as layers
 from rl_megatron.model.layers.attention import PortableAttention, PortablePacking, PortableRotaryEmbedding
-from rl_megatron.model.layers.last_queries import attend_last, attend_within_pack
+from rl_megatron.model.layers.attention_kernels import attend_last, attend_within_pack
 from rl_megatron.model.layers.packed import LastBiases, PackedSequences
 from rl_megatron.topology.device import start_device
 

@@ -1,4 +1,4 @@
-"""Causal attention without a mask in memory, by an operator that is chosen here and not by torch."""
+"""Causal attention without a mask in memory, by kernels that are chosen here and not by torch."""
 
 from __future__ import annotations
 
