@@ -153,7 +153,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
 def table_of_all() -> WeightTable:
     table = TableBuilder()
     for name, shape in SHAPES.items():
-        table.same(name, name.upper(), *shape, fp32=name == "b")
+        table.add(name, name.upper(), *shape, fp32=name == "b")
     return table.build()
 
 
@@ -203,7 +203,7 @@ def test_a_tied_models_head_must_equal_its_embedding(tmp_path, differs):
         head = head[:8].clone()
     save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": head}, tmp_path / SINGLE)
     table = TableBuilder()
-    table.same("model.embed_tokens.weight", "embedding", 9, 4)
+    table.add("model.embed_tokens.weight", "embedding", 9, 4)
     places, table = find_tensors(tmp_path), table.build()
     check_tensors(places, table, "there")
     assert find_tied_head(places, table) == "lm_head.weight"
