@@ -34,7 +34,7 @@ class RunInfo:
 
     config: dict[str, Any]
     git_revision: str | None
-    collect_versions: dict[str, str]
+    versions: dict[str, str]
     layout: str
     device: str
 
