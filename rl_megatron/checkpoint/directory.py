@@ -42,10 +42,10 @@ _BLOCK = 1 << 20
 class Damaged(ConfigError):
     """Raised for a checkpoint whose files differ from what was written."""
 
-    @classmethod
-    def from_cause(cls, checkpoint: Path, cause: str) -> Damaged:
+    @staticmethod
+    def from_cause(checkpoint: Path, cause: str) -> Damaged:
         """Return the error of a checkpoint, given what is wrong with it."""
-        return cls(f"checkpoint {checkpoint} is damaged: {cause}; use an older one")
+        return Damaged(f"checkpoint {checkpoint} is damaged: {cause}; use an older one")
 
 
 # --- writing ---

@@ -32,8 +32,8 @@ from rl_megatron.model.layers.router import (
     counting,
     find_balancing_routers,
     forget_graphs,
-    measure_expert_load,
-    measure_replaced_share,
+    compute_expert_load,
+    compute_replaced_share,
     sum_balancing_loss,
 )
 from rl_megatron.model.layers.router_replay import find_expert_layers, replaying
@@ -151,9 +151,9 @@ class Runner:
         if self._has_experts and config.moe_router_load_balancing_type != "none":  # a stage may have no router
             metrics["router_aux_loss"] = sum_balancing_loss(find_balancing_routers(self.model_chunks), world, device)
         if self._has_experts:
-            metrics |= measure_expert_load(self.model_chunks, self.topology.groups.tp_dp_cp, world, device)
+            metrics |= compute_expert_load(self.model_chunks, self.topology.groups.tp_dp_cp, world, device)
         if replays:
-            metrics["mismatch_routing"] = measure_replaced_share(self.model_chunks, world, device)
+            metrics["mismatch_routing"] = compute_replaced_share(self.model_chunks, world, device)
         return metrics
 
     @torch.no_grad()

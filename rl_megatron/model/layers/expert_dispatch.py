@@ -101,6 +101,6 @@ def reduce_scatter(
     """
     if input_split_sizes is None:
         return _reduce_scatter(input_, group=group, **options)
-    num_rows = input_split_sizes[group.rank()]
-    received = all_to_all(group, input_, [num_rows] * group.size(), input_split_sizes)
-    return received.unflatten(0, (group.size(), num_rows)).sum(0)
+    count = input_split_sizes[group.rank()]
+    received = all_to_all(group, input_, [count] * group.size(), input_split_sizes)
+    return received.unflatten(0, (group.size(), count)).sum(0)

@@ -217,7 +217,7 @@ def sum_balancing_loss(routers: list[BalancedRouter], group: dist.ProcessGroup, 
     return total
 
 
-def measure_expert_load(
+def compute_expert_load(
     model_chunks: Iterable[torch.nn.Module],
     stage_group: dist.ProcessGroup,
     world: dist.ProcessGroup,
@@ -239,7 +239,7 @@ def measure_expert_load(
     return {"expert_load_max": extremes[0], "expert_load_min": -extremes[1]}
 
 
-def measure_replaced_share(
+def compute_replaced_share(
     model_chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
     """Return the share of replayed (token, layer) pairs of the step for which the router would choose other experts.
