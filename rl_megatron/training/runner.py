@@ -29,11 +29,11 @@ from rl_megatron.model.layers.attention import BIASES
 from rl_megatron.model.layers.router import (
     balances_globally,
     begin_step,
+    compute_expert_load,
+    compute_replaced_share,
     counting,
     find_balancing_routers,
     forget_graphs,
-    compute_expert_load,
-    compute_replaced_share,
     sum_balancing_loss,
 )
 from rl_megatron.model.layers.router_replay import find_expert_layers, replaying
