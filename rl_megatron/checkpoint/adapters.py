@@ -226,7 +226,6 @@ class StoredAdapters:
 
     @property
     def by_name(self) -> dict[str, StoredAdapter]:
-        """Return the adapters by name."""
         return {adapter.config.adapter_name: adapter for adapter in self.adapters}
 
     @property

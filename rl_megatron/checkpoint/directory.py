@@ -52,7 +52,6 @@ class Damaged(ConfigError):
 
 
 def name_checkpoint(step: int) -> str:
-    """Return the directory name of the checkpoint of `step`."""
     return f"step-{step:06d}"
 
 

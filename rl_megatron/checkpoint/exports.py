@@ -45,7 +45,6 @@ def locate_exports(checkpoints: Path) -> Path:
 
 
 def locate_export(checkpoint: Path) -> Path:
-    """Return the directory of the export of a checkpoint."""
     return locate_exports(checkpoint.parent) / checkpoint.name
 
 

@@ -77,7 +77,6 @@ class MustBe:
         self._values = dict(values)
 
     def state_dict(self) -> State:
-        """Return the values."""
         return self._values
 
     def load_state_dict(self, state: State) -> None:

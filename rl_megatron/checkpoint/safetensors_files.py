@@ -39,7 +39,6 @@ class TensorLocation:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -230,7 +229,6 @@ class WeightWriter:
             (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def close(self) -> None:
-        """Close the files."""
         self._files.close()
 
 

@@ -69,7 +69,6 @@ class TensorWriter:
         save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -94,7 +93,6 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

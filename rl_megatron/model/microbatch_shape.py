@@ -29,7 +29,6 @@ class DeltaFlops(NamedTuple):
     needed: int
 
     def times(self, layers: int) -> DeltaFlops:
-        """Return the operations of several layers."""
         return DeltaFlops(*(layers * operations for operations in self))
 
 

@@ -26,7 +26,6 @@ _ABSENT: dict[str, tuple] = {
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
     for key, absent in _ABSENT.items():
         if hf.get(key) not in absent:
             raise ConfigError(f"{key}={hf[key]} is not supported; DeepSeek-V3 needs {key}={absent[-1]} here")
@@ -51,7 +50,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return {
         "architectures": [DEEPSEEK_V3.architecture],
         "model_type": "deepseek_v3",
@@ -77,8 +75,7 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def weight_table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     return build_decoder_table(model, vocab_size, _add_latent_attention, add_dense_or_experts)
 
 
@@ -109,4 +106,4 @@ _IGNORED = frozenset(
         "qk_head_dim", "seq_aux",
     }
 )  # fmt: skip
-DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", read_config, write_config, weight_table, is_dropped, _IGNORED)
+DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", read_config, write_config, build_table, is_dropped, _IGNORED)

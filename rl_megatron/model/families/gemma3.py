@@ -38,7 +38,6 @@ _ABSENT: dict[str, tuple] = {
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
     for key, absent in _ABSENT.items():
         if hf.get(key) not in absent:
             raise ConfigError(f"{key}={hf[key]} is not supported; Gemma 3 needs {key}={absent[-1]} here")
@@ -102,7 +101,6 @@ def _read_ropes(hf: Mapping[str, Any], with_local: bool) -> dict[str, Any]:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     scaling, every = write_scaling(model.rope_scaling), model.global_attention_every
     local_base = DEFAULT_BASE if model.local_rope_base is None else model.local_rope_base
     return {
@@ -134,8 +132,7 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def weight_table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     return build_decoder_table(model, vocab_size, add_normed_attention, _add_sandwiched_mlp)
 
 
@@ -164,6 +161,4 @@ _WITH_IMAGES = WithImages(
         "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
     },
 )  # fmt: skip
-GEMMA3 = Family(
-    "Gemma3ForCausalLM", read_config, write_config, weight_table, ignored=_IGNORED, with_images=_WITH_IMAGES
-)
+GEMMA3 = Family("Gemma3ForCausalLM", read_config, write_config, build_table, ignored=_IGNORED, with_images=_WITH_IMAGES)

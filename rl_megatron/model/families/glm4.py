@@ -14,7 +14,6 @@ ROTATED = 0.5  # the default part of each head that RoPE rotates, in all GLM-4 m
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
     return ModelConfig(
         **read_decoder(hf, ROTATED) | {"head_dim": hf["head_dim"]},  # required: transformers' default is 128
         rope_interleaved=True,
@@ -24,7 +23,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     keys = write_glm(GLM4.architecture, "glm4", model, vocab_size)
     return keys | {"pad_token_id": None}  # the default of transformers is beyond the end of a small vocabulary
 
@@ -36,8 +34,7 @@ def write_glm(architecture: str, model_type: str, model: ModelConfig, vocab_size
     return written | {"partial_rotary_factor": share, "attention_bias": model.qkv_bias}
 
 
-def table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     return build_decoder_table(model, vocab_size, add_normed_attention, _add_sandwiched_mlp)
 
 
@@ -51,4 +48,4 @@ def _add_sandwiched_mlp(table: TableBuilder, model: ModelConfig, layer: Layer) -
     table.add(f"{hf}post_mlp_layernorm.weight", f"{megatron}post_mlp_layernorm.weight", hidden)
 
 
-GLM4 = Family("Glm4ForCausalLM", read_config, write_config, table)
+GLM4 = Family("Glm4ForCausalLM", read_config, write_config, build_table)

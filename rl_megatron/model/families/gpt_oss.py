@@ -27,7 +27,6 @@ _PERIOD = 2  # every second layer has no window, by default
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
     require_only(hf, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0)
     if hf.get("quantization_config"):  # the published weights are in MXFP4
         raise ConfigError(
@@ -48,7 +47,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return write_decoder(GPT_OSS.architecture, "gpt_oss", model, vocab_size) | {
         "intermediate_size": model.expert_ffn_hidden_size or model.ffn_hidden_size,
         "attention_bias": True,
@@ -62,8 +60,7 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     return build_decoder_table(model, vocab_size, add_normed_attention, add_experts_norm, _add_experts)
 
 
@@ -85,4 +82,4 @@ def _add_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
 
 # Keys that repeat others: experts_per_token, and the original context length of rope_scaling.
 _IGNORED = frozenset({"experts_per_token", "initial_context_length", "sliding_window"})
-GPT_OSS = Family("GptOssForCausalLM", read_config, write_config, table, ignored=_IGNORED)
+GPT_OSS = Family("GptOssForCausalLM", read_config, write_config, build_table, ignored=_IGNORED)

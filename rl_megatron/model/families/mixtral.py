@@ -15,7 +15,6 @@ _NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", gate="
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
     require_only(hf, router_jitter_noise=0.0)
     return ModelConfig(
         **read_decoder(hf),
@@ -26,7 +25,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return write_decoder(MIXTRAL.architecture, "mixtral", model, vocab_size) | {
         "intermediate_size": model.expert_ffn_hidden_size or model.ffn_hidden_size,
         "sliding_window": model.sliding_window,
@@ -36,9 +34,8 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     return build_mixture_table(model, vocab_size, _NAMES)
 
 
-MIXTRAL = Family("MixtralForCausalLM", read_config, write_config, table)
+MIXTRAL = Family("MixtralForCausalLM", read_config, write_config, build_table)

@@ -31,7 +31,6 @@ _SIZES = (
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
     return ModelConfig(**read_hybrid(hf))
 
 
@@ -73,7 +72,6 @@ def _list_layer_types(num_layers: int, every: int) -> list[str]:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return write_hybrid(QWEN3_5.architecture, "qwen3_5_text", model, vocab_size)
 
 
@@ -92,8 +90,7 @@ def write_hybrid(architecture: str, model_type: str, model: ModelConfig, vocab_s
     }
 
 
-def table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     return build_decoder_table(model, vocab_size, add_attention_or_delta_rule, add_normed_mlp)
 
 
@@ -127,6 +124,6 @@ def is_dropped(hf_name: str, model: ModelConfig) -> bool:
 
 IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})  # of those layers
 QWEN3_5 = Family(
-    "Qwen3_5ForCausalLM", read_config, write_config, table, is_dropped, IGNORED,
+    "Qwen3_5ForCausalLM", read_config, write_config, build_table, is_dropped, IGNORED,
     WithImages("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
 )  # fmt: skip

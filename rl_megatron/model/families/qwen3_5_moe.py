@@ -31,7 +31,6 @@ _NAMES = ExpertNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", 
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
     if hf.get("mlp_only_layers"):
         raise ConfigError(
             f"config.json: mlp_only_layers={hf['mlp_only_layers']} is not supported: every layer must have experts"
@@ -47,7 +46,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     written = write_hybrid(QWEN3_5_MOE.architecture, "qwen3_5_moe_text", model, vocab_size)
     del written["intermediate_size"]
     return written | {
@@ -59,8 +57,7 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     return build_decoder_table(model, vocab_size, add_attention_or_delta_rule, add_experts_norm, _add_all_experts)
 
 
@@ -72,7 +69,7 @@ def _add_all_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> N
 
 
 QWEN3_5_MOE = Family(
-    "Qwen3_5MoeForCausalLM", read_config, write_config, table, is_dropped, IGNORED,
+    "Qwen3_5MoeForCausalLM", read_config, write_config, build_table, is_dropped, IGNORED,
     WithImages("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
     {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)},
 )  # fmt: skip

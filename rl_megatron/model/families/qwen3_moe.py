@@ -16,7 +16,6 @@ _NAMES = ExpertNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", 
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
     require_only(hf, use_qk_norm=True, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1)
     hf.get("sliding_window")  # marked as read: it has no effect without use_sliding_window
     if hf.get("mlp_only_layers"):
@@ -35,7 +34,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return write_decoder(QWEN3_MOE.architecture, "qwen3_moe", model, vocab_size) | {
         "attention_bias": False,
         "num_experts": model.num_experts,
@@ -50,9 +48,8 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     return build_mixture_table(model, vocab_size, _NAMES)
 
 
-QWEN3_MOE = Family("Qwen3MoeForCausalLM", read_config, write_config, table)
+QWEN3_MOE = Family("Qwen3MoeForCausalLM", read_config, write_config, build_table)

@@ -218,6 +218,5 @@ class LastBiases:
         return self._biases[key]
 
     def clear(self) -> None:
-        """Free the biases."""
         self._sequences = None
         self._biases.clear()
