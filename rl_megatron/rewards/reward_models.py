@@ -16,8 +16,8 @@ from typing import Any
 from rl_megatron import log
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
-from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_manifest, saved_model
-from rl_megatron.checkpoint.hf_load import open_hugging_face
+from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_manifest, read_model_section
+from rl_megatron.checkpoint.hf_weights import open_hugging_face
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.reward_models import OF_STAGES, RewardModelArguments, ScoringModel, on_ranks
@@ -219,7 +219,9 @@ class RewardModels:
         name = source.init_from.removeprefix(OF_STAGES)
         path = Path(source.init_from) if name == source.init_from else self._find_checkpoint(name)
         manifest = read_manifest(path)
-        policy = self._build_policy(saved_model(path, manifest), manifest.get("vocab_size", self._tokenizer.vocab_size))
+        policy = self._build_policy(
+            read_model_section(path, manifest), manifest.get("vocab_size", self._tokenizer.vocab_size)
+        )
         policy.load_checkpoint(path, weights_only=True, verify=name == source.init_from)
         return policy
 
@@ -265,7 +267,7 @@ def _check_model(source: ScoringModel, tokenizer: Tokenizer) -> ModelConfig | No
         return None
     path = Path(source.init_from)
     manifest = read_manifest(path)
-    shape = saved_model(path, manifest)
+    shape = read_model_section(path, manifest)
     check_head(path, manifest, "score", weights_only=False)
     check_checkpoint(path, shape, tokenizer.digest)
     if manifest.get("vocab_size", tokenizer.vocab_size) < tokenizer.vocab_size:

@@ -12,7 +12,7 @@ import torch
 from rl_megatron import log
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.exchange import is_first_of_replica
-from rl_megatron.checkpoint.directory import complete_checkpoints
+from rl_megatron.checkpoint.directory import find_checkpoints
 from rl_megatron.checkpoint.resumed_state import MustBe, Resumable, ResumedState
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.train import TrainConfig
@@ -231,7 +231,7 @@ class Stage(Loop):
         self.metrics_logger.show_phase(phase)
 
     def _resume_from_newest(self) -> int:
-        saved = complete_checkpoints(self.checkpoints)
+        saved = find_checkpoints(self.checkpoints)
         if not saved:
             return 0
         manifest = self.policy.load_checkpoint(saved[-1], verify=False)  # verified at the start of the run
@@ -277,7 +277,7 @@ class Stage(Loop):
             tokenizer=self.tokenizer.digest,
             weights_from=self.weights_from,
             user_files=self._file_digests,
-            stage_state=self._resumed_state.saved(),
+            stage_state=self._resumed_state.state_dict(),
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.batching.config import Batching
-from rl_megatron.checkpoint.directory import check_head, complete_checkpoints, read_manifest
+from rl_megatron.checkpoint.directory import check_head, find_checkpoints, read_manifest
 from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.errors import ConfigError, RunFailed
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -94,9 +94,7 @@ class StageRunner:
         check, replays = _logprob_check(config, policy, tokenizer), config.generation.router_replay
         engine = build_engine(policy, config, logger.output_dir)
         engine = SyncedEngine(engine, check, layout.ranks, logger.note, needs_routing=replays)
-        models = RewardModels(
-            config, layout, tokenizer, lambda other: complete_checkpoints(directory.parent / other)[-1]
-        )
+        models = RewardModels(config, layout, tokenizer, lambda other: find_checkpoints(directory.parent / other)[-1])
         scorer = Scorer(
             config.reward, lambda: build_source(config).task(), layout.ranks, models=models.load(config.reward)
         )
