@@ -73,9 +73,9 @@ class LossFunction(Protocol):
         ...
 
 
-def is_loss_function(found: Any) -> bool:
+def is_loss_function(candidate: Any) -> bool:
     """Return whether an object is itself a loss, and not a class or a function that makes one."""
-    return hasattr(found, "input_type") or takes_logprobs(found)
+    return hasattr(candidate, "input_type") or takes_logprobs(candidate)
 
 
 def takes_logprobs(loss_fn: Any) -> bool:
@@ -86,31 +86,3 @@ def takes_logprobs(loss_fn: Any) -> bool:
     if hasattr(loss_fn, "input_type") or not inspect.isfunction(loss_fn):
         return getattr(loss_fn, "input_type", None) is LossInputType.LOGPROB
     return "next_token_logprobs" in inspect.signature(loss_fn).parameters
-
-
-class CallForms(Protocol):
-    """What a loss declares about the ways to call it. `Loss` explains each attribute."""
-
-    @property
-    def output_name(self) -> str:
-        """Return the keyword of the model's output."""
-        ...
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """Return the keywords of the streams that `Loss.evaluate` needs."""
-        ...
-
-    @property
-    def further_positional(self) -> tuple[str, ...]:
-        """Return the other keywords that may also be given by position."""
-        ...
-
-    @property
-    def display_name(self) -> str:
-        """Return the loss's name for messages."""
-        ...
-
-    def name_of(self, tensor: Tensor) -> str:
-        """Return the keyword of a tensor that is given as the first positional argument."""
-        ...

@@ -18,7 +18,7 @@ from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.streams import real, require, require_integers
+from rl_megatron.losses.streams import require, require_integers, require_real
 
 # The teacher's log-probability of a token outside its top-k. It takes the place of log 0.
 LOG_INFINITESIMAL = -100.0
@@ -48,7 +48,7 @@ class DistillationLossDataDict(TypedDict):
     temperature: NotRequired[Tensor]
 
 
-def weights_of(cfg: FullDistillationLossConfig) -> dict[str, float]:
+def weigh_terms(cfg: FullDistillationLossConfig) -> dict[str, float]:
     """Return the weight of each term of a distillation loss whose weight is not 0, by the name of its metric."""
     forward = {"forward": 1.0, "reverse": 0.0, "mixed": cfg.mixed_kl_weight}.get(cfg.kl_type)
     if forward is None:
@@ -108,7 +108,7 @@ class DistillationLossFn(Loss):
     @property
     def _weights(self) -> dict[str, float]:
         """Return the weight of each term whose weight is not 0."""
-        return weights_of(self.cfg)
+        return weigh_terms(self.cfg)
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
@@ -150,7 +150,7 @@ class DistillationLossFn(Loss):
     def _teacher(self, data: Mapping[str, Any], input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Check the teacher's logits and ids, and return both, [B, S, K]."""
         name = self.display_name
-        logits = real(require(data, "teacher_topk_logits", name), "data['teacher_topk_logits']", name)
+        logits = require_real(require(data, "teacher_topk_logits", name), "data['teacher_topk_logits']", name)
         indices = require_integers(data, "teacher_topk_indices", name)
         if indices.shape != logits.shape or logits.shape[:-1] != input_ids.shape or logits.shape[-1] == 0:
             raise ValueError(
@@ -213,7 +213,7 @@ class DistillationLossFn(Loss):
         if "jensen_shannon" in self._weights:
             terms["jensen_shannon"] = jensen_shannon(student, teacher, self.cfg.jsd_beta, self.cfg.zero_outside_topk)
         weights = data["teacher_weights"].to(student) if "teacher_weights" in data else student.new_ones(1)
-        terms = {name: (weights * of_teachers).sum(dim=-1) for name, of_teachers in terms.items()}
+        terms = {name: (weights * by_teacher).sum(dim=-1) for name, by_teacher in terms.items()}
         if "nll" in self._weights:
             if next_token_logprobs is None:
                 raise ValueError(f"{self.display_name}: nll_weight={self.cfg.nll_weight} needs next_token_logprobs")

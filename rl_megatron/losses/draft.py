@@ -20,7 +20,7 @@ from rl_megatron.losses.calling import Call
 from rl_megatron.losses.contract import Count, CountOfSequences, LossInputType, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.streams import real, require
+from rl_megatron.losses.streams import require, require_real
 
 
 class DraftCrossEntropyLossDataDict(TypedDict):
@@ -76,16 +76,16 @@ class DraftCrossEntropyLossFn(Loss):
         self, cfg: Any = None, *, d2t: Tensor | None = None, vocab_parallel_group: dist.ProcessGroup | None = None
     ) -> None:
         self.cfg = parse_settings(DraftCrossEntropyLossConfig, cfg)
-        self._policy_ids = None if d2t is None else _policy_ids(d2t)
+        self._policy_ids = None if d2t is None else _read_policy_ids(d2t)
         self._vocab_parallel_group = vocab_parallel_group
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
         """Return draft_cross_entropy of the draft's logits against data["teacher_logits"]."""
         name, mask = self.display_name, self.mask(data).including_first.to(output.device)
         layout = sharding.layout(output, (mask.size(0), mask.size(1)))
-        teacher = real(require(data, "teacher_logits", name), "data['teacher_logits']", name)
+        teacher = require_real(require(data, "teacher_logits", name), "data['teacher_logits']", name)
         self._check_alike(output, teacher)
-        teacher, vocab_size = self._restricted(teacher, output, sharding.tp_group, sharding.valid_vocab_size)
+        teacher, vocab_size = self._restrict_to_draft(teacher, output, sharding.tp_group, sharding.valid_vocab_size)
         teacher, positions = layout.following(teacher)
         counted = layout.scatter(pad(mask[:, 1:], (0, 1)), 0) != 0
         cross_entropy = vocab_parallel_soft_cross_entropy(
@@ -98,15 +98,11 @@ class DraftCrossEntropyLossFn(Loss):
         return {"draft_cross_entropy": layout.gather(cross_entropy)[:, :-1]}
 
     def prepare(self, call: Call) -> Call:
-        """Turn a call with teacher_logits= and mask= into a call with draft_cross_entropy, and return it.
-
-        Raises:
-            ValueError: mask= is missing, or shapes do not fit.
-        """
+        """Turn a call with teacher_logits= and mask= into a call with draft_cross_entropy, and return it."""
         student, keywords = call.output, dict(call.keywords)
         if student is None or "teacher_logits" not in keywords:
             return call
-        teacher = real(keywords.pop("teacher_logits"), "teacher_logits", self.display_name)
+        teacher = require_real(keywords.pop("teacher_logits"), "teacher_logits", self.display_name)
         mask = keywords.pop("mask", keywords.pop("token_mask", None))
         if mask is None or mask.shape != student.shape[:-1]:
             raise ValueError(
@@ -115,7 +111,7 @@ class DraftCrossEntropyLossFn(Loss):
             )
         self._check_alike(student, teacher)
         group = call.sharding.tp_group or self._vocab_parallel_group
-        teacher, vocab_size = self._restricted(teacher, student, group, call.sharding.valid_vocab_size)
+        teacher, vocab_size = self._restrict_to_draft(teacher, student, group, call.sharding.valid_vocab_size)
         data = {**call.data, "token_mask": pad(mask, (1, 0))}  # entry t of the mask corresponds to token t+1
         counted = self.mask(data).tokens.to(student.device) != 0
         positions = torch.arange(mask.numel(), device=student.device).view(mask.shape)
@@ -136,12 +132,12 @@ class DraftCrossEntropyLossFn(Loss):
                 f"{tuple(student.shape)}" + ("; a draft with a vocabulary of its own needs d2t" * columns_differ)
             )
 
-    def _restricted(
+    def _restrict_to_draft(
         self, teacher: Tensor, student: Tensor, group: dist.ProcessGroup | None, valid_vocab_size: int | None
     ) -> tuple[Tensor, int | None]:
         """Return the policy's logits over the draft's vocabulary, sharded like the draft's, and this vocabulary's size.
 
-        Without d2t they are the logits and the size that were given.
+        Without d2t they are the arguments.
         """
         if self._policy_ids is None:
             return teacher, valid_vocab_size
@@ -162,12 +158,8 @@ class DraftCrossEntropyLossFn(Loss):
         return loss, {"loss": loss.detach(), "num_valid_samples": streams.sample_mask.sum()}
 
 
-def _policy_ids(d2t: Tensor) -> Tensor:
-    """Return the policy's id of each id of the draft, on the CPU.
-
-    Raises:
-        ValueError: d2t does not hold integer offsets, or maps several ids to one.
-    """
+def _read_policy_ids(d2t: Tensor) -> Tensor:
+    """Return the policy's id of each id of the draft, on the CPU."""
     if d2t.dim() != 1 or len(d2t) == 0 or d2t.is_floating_point():
         raise ValueError(f"d2t must be [V_draft] integer offsets, got {tuple(d2t.shape)} {d2t.dtype}")
     ids = torch.arange(len(d2t)) + d2t.cpu()
@@ -222,7 +214,7 @@ class DraftLossWrapper(Loss):
         # The draft's forward comes last, so that its backward runs first. The policy's backward overwrites the policy's
         # logits, which are the draft's teacher, with their gradient. In the other order the operator would raise.
         name = self.display_name
-        student = real(require(data, "student_logits", name), "data['student_logits']", name)
+        student = require_real(require(data, "student_logits", name), "data['student_logits']", name)
         draft = self.draft_loss_fn.read_output(student, {**data, "teacher_logits": output.detach()}, sharding)
         return policy | draft
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_megatron.logprobs import Sharding
 from rl_megatron.losses.base import LogprobLoss, Loss
-from rl_megatron.losses.calling import NaNLoss, output_form
+from rl_megatron.losses.calling import NaNLoss, describe_sharding
 from rl_megatron.losses.contract import Count, CountOfSequences, LossFunction, LossType, Reduction, takes_logprobs
 
 
@@ -34,19 +34,15 @@ def as_loss(loss_fn: LossFunction | Loss) -> Loss:
 
 
 def check_call(loss: Loss) -> None:
-    """Check that the formula of a loss takes what it will be called with.
-
-    Raises:
-        TypeError: It lacks a parameter or, if it is a function, needs another one.
-    """
-    given = ("data", "global_valid_seqs", "global_valid_toks", *loss.input_names)
+    """Raise TypeError if a loss's formula lacks a parameter that it is called with or, as a function, needs another."""
+    names = ("data", "global_valid_seqs", "global_valid_toks", *loss.input_names)
     try:
         if isinstance(loss, ProtocolLoss):
-            inspect.signature(loss.wrapped).bind(**dict.fromkeys(given))
-        else:  # a `Loss` says itself what its `read_output` gives, and that may be more
-            inspect.signature(loss.evaluate).bind_partial(**dict.fromkeys(given))
+            inspect.signature(loss.wrapped).bind(**dict.fromkeys(names))
+        else:  # a `Loss` declares what its `read_output` returns, and that may be more
+            inspect.signature(loss.evaluate).bind_partial(**dict.fromkeys(names))
     except TypeError as error:
-        raise TypeError(f"{loss.display_name} is called with {', '.join(given)} by name: {error}") from error
+        raise TypeError(f"{loss.display_name} is called with {', '.join(names)} by name: {error}") from error
 
 
 class CalledLoss(Loss):
@@ -104,7 +100,7 @@ class CalledLoss(Loss):
         """Call the loss with the model's output, and return the loss and its metrics."""
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         try:
-            return self._loss_fn(output, data=data, **counts, **output_form(sharding))
+            return self._loss_fn(output, data=data, **counts, **describe_sharding(sharding))
         except NaNLoss as error:  # the caller informs all ranks: an error on one alone would leave the others waiting
             return error.loss, error.metrics
 
@@ -114,16 +110,13 @@ class CalledLoss(Loss):
 
 
 class ProtocolLoss(LogprobLoss):
-    """A `Loss` that runs an object that follows `LossFunction` and takes next_token_logprobs.
+    """A `Loss` that runs an object, `wrapped`, that follows `LossFunction` and takes next_token_logprobs.
 
     The logprobs of masked tokens are 0.
-
-    Attributes:
-        wrapped: The object.
     """
 
     def __init__(self, loss_fn: LossFunction) -> None:
-        self.wrapped, name = loss_fn, _name_of(loss_fn)
+        self.wrapped, name = loss_fn, _get_name(loss_fn)
         if not takes_logprobs(loss_fn):
             raise TypeError(
                 f"{name} takes {getattr(loss_fn, 'input_type', None)}, but a loss function that is not a "
@@ -147,7 +140,7 @@ class ProtocolLoss(LogprobLoss):
     @property
     def display_name(self) -> str:
         """Return the name of the function, or of the object's class."""
-        return _name_of(self.wrapped)
+        return _get_name(self.wrapped)
 
     def evaluate(
         self, data: Mapping[str, Any], global_valid_seqs: Any, global_valid_toks: Any, **keywords: Any
@@ -157,6 +150,6 @@ class ProtocolLoss(LogprobLoss):
         return self.wrapped(data=data, **counts, **keywords)
 
 
-def _name_of(loss_fn: Any) -> str:
+def _get_name(loss_fn: Any) -> str:
     """Return the name of a function, or that of an object's class."""
     return getattr(loss_fn, "__name__", type(loss_fn).__name__)

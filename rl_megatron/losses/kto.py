@@ -105,13 +105,13 @@ class KTOLossFn(LogprobLoss):
         means = {}
         if "num_desirable" in streams:
             num_desirable = streams.per_sample("num_desirable")
-            of_label = {
+            labels = {
                 "rewards_desirable_mean": (desirable, num_desirable),
                 "rewards_undesirable_mean": (1 - desirable, global_valid_seqs - num_desirable),
             }
             means = {
                 name: F.masked_sum(rewards / count.clamp(min=1), weights * chosen).detach()
-                for name, (chosen, count) in of_label.items()
+                for name, (chosen, count) in labels.items()
             }
         return loss, means | {
             "loss": loss.detach(),

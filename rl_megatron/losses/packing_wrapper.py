@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_megatron.logprobs import Sharding
 from rl_megatron.logprobs.vocab_parallel import check
 from rl_megatron.losses.base import Loss
-from rl_megatron.losses.calling import output_form
+from rl_megatron.losses.calling import describe_sharding
 from rl_megatron.losses.contract import Count, LossFunction, Reduction
 from rl_megatron.losses.foreign import as_loss, takes_logprobs
 
@@ -84,7 +84,7 @@ class SequencePackingLossWrapper:
             vocab_parallel_group, context_parallel_group, valid_vocab_size, self.cu_seqlens_q, self.cu_seqlens_q_padded
         )
         keywords |= {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
-        keywords = output_form(sharding) | {"vocab_parallel_rank": vocab_parallel_rank} | keywords
+        keywords = describe_sharding(sharding) | {"vocab_parallel_rank": vocab_parallel_rank} | keywords
         return self._loss(next_token_logits, data=data, **keywords)
 
     def _check_that_all_that_counts_is_packed(self, mask: Tensor) -> None:

@@ -18,7 +18,7 @@ from rl_megatron.losses import functional as F
 from rl_megatron.losses.base import LogprobLoss, Loss, token_scores
 from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.streams import TokenStreams, real
+from rl_megatron.losses.streams import TokenStreams, require_real
 
 
 class PreferenceLossDataDict(TypedDict):
@@ -104,7 +104,8 @@ class PreferenceLoss(Loss):
                 f"{self.display_name}: rewards {tuple(rewards.shape)} do not fit sample_mask "
                 f"{tuple(mask.samples.shape)}"
             )
-        rewards = real(rewards, "rewards", self.display_name).to(torch.promote_types(rewards.dtype, torch.float32))
+        rewards = require_real(rewards, "rewards", self.display_name)
+        rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
         has_tokens = (mask.including_first != 0).any(dim=1)
         loss, metrics = self._over_pairs(rewards, mask.samples, has_tokens, global_valid_seqs, self.cfg.beta)
         return loss, {"loss": loss.detach()} | metrics
@@ -156,11 +157,7 @@ class PreferenceLoss(Loss):
         return mean(losses), mean((chosen > rejected).to(losses)), mean(chosen), mean(rejected)
 
     def _num_pairs(self, global_valid_seqs: Count) -> Tensor | float:
-        """Return the number of pairs in the global batch.
-
-        Raises:
-            TypeError: global_valid_seqs is None.
-        """
+        """Return the number of pairs in the global batch."""
         if global_valid_seqs is None:
             raise TypeError(f"{self.display_name} needs global_valid_seqs, but got None")
         return global_valid_seqs / 2
@@ -171,12 +168,12 @@ class PreferenceLoss(Loss):
 
 
 class LogprobPreferenceLoss(LogprobLoss, PreferenceLoss):
-    """A preference loss whose rewards come from next-token logprobs. Subclasses have the formula of the reward.
+    """A preference loss whose rewards come from next-token logprobs, and an SFT loss, −log π of chosen answers.
 
-    Its parts are the preference loss, and the SFT loss: −log π of chosen answers.
+    Subclasses define the formula of the reward.
     """
 
-    def _of_sequences(self, streams: TokenStreams, values: Tensor, average: bool) -> Tensor:
+    def _reduce_sequences(self, streams: TokenStreams, values: Tensor, average: bool) -> Tensor:
         """Return the sum or the mean of token values over each sequence, [B, S-1] → [B]."""
         over_sequence = F.masked_mean if average else F.masked_sum
         return over_sequence(values, streams.token_mask, dim=-1)
@@ -210,7 +207,7 @@ class LogprobPreferenceLoss(LogprobLoss, PreferenceLoss):
         preference_weight, sft_weight = weights
         sft_loss = logprobs.new_zeros(())
         if sft_weight > 0:
-            chosen, _ = self.split_output_tensor(-self._of_sequences(streams, logprobs, average))
+            chosen, _ = self.split_output_tensor(-self._reduce_sequences(streams, logprobs, average))
             samples, _ = self.split_output_tensor(streams.sample_mask)
             num_pairs = self._num_pairs(global_valid_seqs)
             sft_loss = F.masked_mean(chosen, samples, global_normalization_factor=num_pairs)
@@ -229,5 +226,5 @@ def last_score(
 
     The result of a sequence without a token that counts is 0 and has no gradient.
     """
-    of_sequences = scores.gather(1, score_positions(data).to(scores.device)[:, None])[:, 0]
-    return torch.where((mask != 0).any(dim=1), of_sequences, 0.0)
+    last_scores = scores.gather(1, score_positions(data).to(scores.device)[:, None])[:, 0]
+    return torch.where((mask != 0).any(dim=1), last_scores, 0.0)

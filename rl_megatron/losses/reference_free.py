@@ -44,7 +44,7 @@ class ReferenceFreeLoss(LogprobPreferenceLoss):
         """Return the loss and its metrics from next-token logprobs."""
         streams = self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
-        rewards = self._rewards(self._of_sequences(streams, logprobs, self.averages_logprobs))
+        rewards = self._rewards(self._reduce_sequences(streams, logprobs, self.averages_logprobs))
         preference_loss, metrics = self._over_rewards(streams, rewards, global_valid_seqs, self.beta)
         weights = self.preference_weight, self.sft_weight
         loss, losses = self._with_sft(streams, logprobs, global_valid_seqs, preference_loss, weights, self.sft_average)
