@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.config.checkpoint_metadata import carried_tokenizer
 from rl_megatron.config.commands import command, override
 from rl_megatron.config.errors import ConfigError
@@ -20,7 +20,7 @@ def next_commands(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path) -> 
     output_dir = Path(config.output_dir)
     after = Path(f"{output_dir}-next")
     commands = [("Inspect the checkpoint:", command("inspect", str(checkpoint)))]
-    if algorithm_of(stage).head == "lm" and not stage.train.export_hf and _has_family(config, tokenizer):
+    if get_algorithm(stage).head == "lm" and not stage.train.export_hf and _has_family(config, tokenizer):
         exported = str(output_dir / "exported" / name)
         commands.append(("Export it for Hugging Face:", command("convert", "export", str(checkpoint), exported)))
     if stage.algorithm.leaves_language_model:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rl_megatron import log
-from rl_megatron.algorithms.registry import algorithm_of, eval_metric_names
+from rl_megatron.algorithms.registry import eval_metric_names, get_algorithm
 from rl_megatron.batching.packing import round_up
 from rl_megatron.checkpoint.adapters import check_same_adapter, holds_adapter, saved_adapters, saved_base
 from rl_megatron.checkpoint.directory import (
@@ -90,7 +90,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     if config.init_from:
         path = Path(config.init_from)
         manifest = check_checkpoint(path, config.first.model, tokenizer.digest)
-        check_head(path, manifest, algorithm_of(config.first).head, weights_only=True)
+        check_head(path, manifest, get_algorithm(config.first).head, weights_only=True)
     return tokenizer
 
 
@@ -101,7 +101,7 @@ def _check_exports(config: RunConfig, stage: StageConfig, tokenizer: Tokenizer) 
         ConfigError: The model has no family of Hugging Face, or the disk has too little space.
     """
     check_exports(
-        stage.train, stage.model, head=algorithm_of(stage).head, precision=stage.precision,
+        stage.train, stage.model, head=get_algorithm(stage).head, precision=stage.precision,
         is_adapter=stage.peft is not None, tokenizer=tokenizer, output_dir=Path(config.output_dir),
         init_from=Path(config.init_from) if config.init_from else None,
     )  # fmt: skip
@@ -165,7 +165,7 @@ def _adapters_of(init_from: str | None, peft: LoraConfig | None) -> dict[str, Lo
 def check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check a stage's newest checkpoint and, if steps are left, its critic's checkpoint."""
     manifest = check_checkpoint(newest, stage.model, tokenizer.digest)
-    if manifest["step"] < stage.train.steps and algorithm_of(stage).critic is not None:
+    if manifest["step"] < stage.train.steps and get_algorithm(stage).critic is not None:
         check_checkpoint(critic_checkpoints(newest.parent) / newest.name, stage.model, tokenizer.digest)
 
 
@@ -180,7 +180,7 @@ def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     check_worker(stage, tokenizer, loads=int(os.environ.get("RANK", "0")) == 0)  # the rank that runs the worker
     check_reward_models(stage, tokenizer)
     check_rewards(stage, loads=int(os.environ.get("LOCAL_RANK", "0")) == 0)  # the rank that runs the functions
-    check_budget(stage, algorithm_of(stage).check_data(stage, tokenizer))
+    check_budget(stage, get_algorithm(stage).check_data(stage, tokenizer))
     check_budget(stage, build_evaluation(stage, tokenizer).item_lengths())
 
 
@@ -256,7 +256,7 @@ def check_loss(stage: StageConfig) -> None:
     Raises:
         ConfigError: There is no such loss, a key is wrong, or the algorithm cannot learn with it.
     """
-    algorithm, needs, name = stage.algorithm.name, algorithm_of(stage).loss, stage.loss.get("name")
+    algorithm, needs, name = stage.algorithm.name, get_algorithm(stage).loss, stage.loss.get("name")
     if needs is None:
         return  # the algorithm has a fixed loss
     if name is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.directory import check_head, complete_checkpoints, read_manifest
 from rl_megatron.config.algorithm_kinds import RolloutConfig
@@ -83,7 +83,7 @@ class StageRunner:
         """
         config, layout = self.config.stages[name], self.layout
         tokenizer, logger = self.tokenizer, self.metrics_logger
-        algorithm, settings = algorithm_of(config), config.algorithm
+        algorithm, settings = get_algorithm(config), config.algorithm
         self.position.begin_stage(name, config.train.steps)
         steps = settings.optimizer_steps(config.train)
         policy = _model(config, layout, tokenizer, weights, config.optimizer, steps, algorithm.head)
@@ -158,7 +158,7 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine, rollouts: ScoredRollouts)
                 source = Sampler(stage, policy, engine, rollouts)
             else:
                 source = dataset_loader(config, stage.tokenizer)
-            algorithm_of(config).run(stage, policy, source, config.algorithm, *critics)
+            get_algorithm(config).run(stage, policy, source, config.algorithm, *critics)
     except (ConfigError, RunFailed):  # on every rank, once a step has begun
         stage.checkpointer.complete()
         raise

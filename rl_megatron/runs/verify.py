@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.checkpoint.directory import Damaged, complete_checkpoints, read_manifest
 from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
@@ -62,7 +62,7 @@ def _to_be_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
         if saved:
             if reads:
                 yield saved[-1]
-            if not finished and algorithm_of(stage).critic is not None:
+            if not finished and get_algorithm(stage).critic is not None:
                 yield critic_checkpoints(directory) / saved[-1].name
             begins_with = saved[-1]
 
