@@ -15,7 +15,7 @@ from rl_megatron.observability.batch_html import batch_page
 from rl_megatron.observability.batch_text import print_batch
 from rl_megatron.observability.batch_view import BatchView
 from rl_megatron.observability.step_view import view_heldout, view_step
-from rl_megatron.runs.rerun import earlier_run
+from rl_megatron.runs.rerun import find_earlier_run
 
 _SEQUENCES_SHOWN = 4  # in a terminal
 
@@ -50,7 +50,7 @@ def show_batch(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def _view(config: RunConfig, name: str, stage: StageConfig, options: argparse.Namespace, ranks: int) -> BatchView:
-    tokenizer = run_tokenizer(config.first, earlier_run(config))
+    tokenizer = run_tokenizer(config.first, find_earlier_run(config))
     if options.heldout:
         return view_heldout(name, stage, tokenizer, ranks)
     return view_step(name, stage, tokenizer, options.step, ranks)

@@ -1,4 +1,4 @@
-"""Say what can be done with the result of a run, as commands to copy."""
+"""List commands that continue from the result of a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.model.families import family_of_model
 
 
-def next_commands(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path) -> list[tuple[str, str]]:
-    """Return what can be done with the last checkpoint of a finished run: in words, and the command."""
+def list_next_commands(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path) -> list[tuple[str, str]]:
+    """Return commands for the last checkpoint of a finished run, each after a description."""
     *_, (name, stage) = config.stages.items()
     output_dir = Path(config.output_dir)
     after = Path(f"{output_dir}-next")
