@@ -85,7 +85,10 @@ def bind(forms: CallForms, args: tuple[Any, ...], keywords: Mapping[str, Any]) -
         raise TypeError(f"{forms.display_name} takes {'either ' if len(names) > 1 else ''}{' or '.join(names)}")
     output = named.pop(forms.output_name, None)
     rank, tp_group, cp_group = (named.pop(name, None) for name in _GROUPS)
-    _check_rank(rank, tp_group)
+    if tp_group is not None and rank not in (None, dist.get_rank(tp_group)):
+        raise ValueError(
+            f"vocab_parallel_rank={rank}, but this process is rank {dist.get_rank(tp_group)} of vocab_parallel_group"
+        )
     sharding = Sharding(tp_group, cp_group, **{name: named.pop(name, None) for name in _LAYOUT})
     data, seqs, toks = (named.pop(name) for name in ("data", *_COUNTS))
     return Call(data, seqs, toks, output, sharding, rank, named)
@@ -98,13 +101,6 @@ def _name_positional(forms: CallForms, args: tuple[Any, ...]) -> dict[str, Any]:
     if len(args) > len(names):
         raise TypeError(f"{forms.display_name} takes {len(names)} positional arguments, got {len(args)}")
     return dict(zip(names, args, strict=False))
-
-
-def _check_rank(rank: int | None, group: dist.ProcessGroup | None) -> None:
-    if group is not None and rank not in (None, dist.get_rank(group)):
-        raise ValueError(
-            f"vocab_parallel_rank={rank}, but this process is rank {dist.get_rank(group)} of vocab_parallel_group"
-        )
 
 
 def describe_sharding(sharding: Sharding) -> dict[str, Any]:

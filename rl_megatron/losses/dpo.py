@@ -11,8 +11,8 @@ from torch import Tensor
 from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import DPOLossConfig, IPOLossConfig
 from rl_megatron.losses import functional as F
-from rl_megatron.losses.contract import Count
-from rl_megatron.losses.preference import WITH_SFT, LogprobPreferenceLoss
+from rl_megatron.losses.contract import Count, Reduction
+from rl_megatron.losses.preference import PAIR_METRICS_WITH_SFT, LogprobPreferenceLoss
 from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.streams import TokenStreams
 
@@ -44,7 +44,6 @@ class ReferencePreferenceLoss(LogprobPreferenceLoss):
     aligned with input_ids, use `torch.roll(logprobs, -1, dims=-1)`.
     """
 
-    cfg: DPOLossConfig | IPOLossConfig
     next_token_keys = frozenset({"reference_policy_logprobs"})
 
     @property
@@ -88,12 +87,15 @@ class DPOLossFn(ReferencePreferenceLoss):
     al. 2024, "Iterative Reasoning Preference Optimization" (arXiv:2404.19733).
     """
 
-    metric_reductions = WITH_SFT
-
     cfg: DPOLossConfig
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(DPOLossConfig, cfg)
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Return the loss's metrics with their reductions."""
+        return PAIR_METRICS_WITH_SFT
 
     def evaluate(
         self,

@@ -70,7 +70,6 @@ class DraftCrossEntropyLossFn(Loss):
     output_name = "student_logits"
     input_names = ("draft_cross_entropy",)
     output_keys = ("teacher_logits",)
-    metric_reductions: Mapping[str, Reduction] = Reduction.table("loss", "num_valid_samples")
 
     def __init__(
         self, cfg: Any = None, *, d2t: Tensor | None = None, vocab_parallel_group: dist.ProcessGroup | None = None
@@ -78,6 +77,11 @@ class DraftCrossEntropyLossFn(Loss):
         self.cfg = parse_settings(DraftCrossEntropyLossConfig, cfg)
         self._policy_ids = None if d2t is None else _read_policy_ids(d2t)
         self._vocab_parallel_group = vocab_parallel_group
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Return the loss's metrics with their reductions."""
+        return Reduction.table("loss", "num_valid_samples")
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
         """Return draft_cross_entropy of the draft's logits against data["teacher_logits"]."""

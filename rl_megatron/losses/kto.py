@@ -63,14 +63,16 @@ class KTOLossFn(LogprobLoss):
     """
 
     loss_type = LossType.SEQUENCE_LEVEL
-    metric_reductions: Mapping[str, Reduction] = Reduction.table(
-        "loss", "reference_point", "rewards_desirable_mean", "rewards_undesirable_mean", "num_valid_samples"
-    )
-
-    cfg: KTOLossConfig
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(KTOLossConfig, cfg)
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Return the loss's metrics with their reductions."""
+        return Reduction.table(
+            "loss", "reference_point", "rewards_desirable_mean", "rewards_undesirable_mean", "num_valid_samples"
+        )
 
     @property
     def required_keys(self) -> tuple[str, ...]:

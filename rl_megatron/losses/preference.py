@@ -20,6 +20,9 @@ from rl_megatron.losses.contract import Count, LossInputType, LossType, Reductio
 from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.streams import TokenStreams, require_real
 
+PAIR_METRICS = Reduction.table("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "num_valid_samples")
+PAIR_METRICS_WITH_SFT: Mapping[str, Reduction] = PAIR_METRICS | Reduction.table("preference_loss", "sft_loss")
+
 
 class PreferenceLossDataDict(TypedDict):
     """The batch of `PreferenceLoss`. Sequences 0, 2, 4, … are chosen, and sequences 1, 3, 5, … are rejected.
@@ -62,12 +65,14 @@ class PreferenceLoss(Loss):
     input_type = LossInputType.LOGIT
     output_name = "rewards"
     group_size = 2
-    metric_reductions: Mapping[str, Reduction] = Reduction.table(
-        "loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "num_valid_samples"
-    )
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(PreferenceLossConfig, cfg)
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Return the loss's metrics with their reductions."""
+        return PAIR_METRICS
 
     @property
     def averages_logprobs(self) -> bool:
@@ -214,9 +219,6 @@ class LogprobPreferenceLoss(LogprobLoss, PreferenceLoss):
         loss = preference_weight * preference_loss + sft_weight * sft_loss
         losses = {"loss": loss, "preference_loss": preference_loss, "sft_loss": sft_loss}
         return loss, {name: value.detach() for name, value in losses.items()}
-
-
-WITH_SFT: Mapping[str, Reduction] = PreferenceLoss.metric_reductions | Reduction.table("preference_loss", "sft_loss")
 
 
 def last_score(

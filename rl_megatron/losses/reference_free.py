@@ -11,8 +11,8 @@ from torch import Tensor
 from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import CPOLossConfig, ORPOLossConfig, SimPOLossConfig
 from rl_megatron.losses import functional as F
-from rl_megatron.losses.contract import Count
-from rl_megatron.losses.preference import WITH_SFT, LogprobPreferenceLoss
+from rl_megatron.losses.contract import Count, Reduction
+from rl_megatron.losses.preference import PAIR_METRICS_WITH_SFT, LogprobPreferenceLoss
 from rl_megatron.losses.registry import register_loss
 
 
@@ -23,11 +23,15 @@ class ReferenceFreeLoss(LogprobPreferenceLoss):
     of `PreferenceLoss`, with rewards without β. Pairs, shapes and errors: see `PreferenceLoss`.
     """
 
-    metric_reductions = WITH_SFT
     beta: float
     preference_weight: float = 1.0
     sft_weight: float
     sft_average: bool = True
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Return the loss's metrics with their reductions."""
+        return PAIR_METRICS_WITH_SFT
 
     def _rewards(self, answers: Tensor) -> Tensor:
         """Return the rewards [B] from the log-probabilities of answers [B], sums or means as the loss compares them."""

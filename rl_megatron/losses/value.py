@@ -58,13 +58,17 @@ class MSEValueLoss(ScoreLoss):
     loss_type = LossType.TOKEN_LEVEL
     output_name = "values"
     input_names = ("next_token_values",)
-    metric_reductions: Mapping[str, Reduction] = Reduction.table(
-        "loss", "vf_clipfrac", "returns_mean", "values_mean", "returns_sq_mean", "residual_sq_mean",
-        "num_valid_samples", minima=["values_min"], maxima=["values_max"],
-    )  # fmt: skip
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(MSEValueLossConfig, cfg)
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Return the loss's metrics with their reductions."""
+        return Reduction.table(
+            "loss", "vf_clipfrac", "returns_mean", "values_mean", "returns_sq_mean", "residual_sq_mean",
+            "num_valid_samples", minima=["values_min"], maxima=["values_max"],
+        )  # fmt: skip
 
     @property
     def required_keys(self) -> tuple[str, ...]:

@@ -76,7 +76,11 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
                 raise verify.add_remedy(error, saved[-1], config, read_manifest) from error
     _check_adapters(config, tokenizer)
     for stage in config.stages.values():
-        _check_exports(config, stage, tokenizer)
+        check_exports(
+            stage.train, stage.model, head=get_algorithm(stage).head, precision=stage.precision,
+            is_adapter=stage.peft is not None, tokenizer=tokenizer, output_dir=Path(config.output_dir),
+            init_from=Path(config.init_from) if config.init_from else None,
+        )  # fmt: skip
     for message in different_prompts(config.stages, tokenizer):
         log.LOGGER.warning(message)
     if any(stage.runs_programs for stage in config.stages.values()):
@@ -86,15 +90,6 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
         manifest = check_checkpoint(path, config.first.model, tokenizer.digest)
         check_head(path, manifest, get_algorithm(config.first).head, weights_only=True)
     return tokenizer
-
-
-def _check_exports(config: RunConfig, stage: StageConfig, tokenizer: Tokenizer) -> None:
-    """Check that the checkpoints of a stage can be exported, if `train.export_hf` is set."""
-    check_exports(
-        stage.train, stage.model, head=get_algorithm(stage).head, precision=stage.precision,
-        is_adapter=stage.peft is not None, tokenizer=tokenizer, output_dir=Path(config.output_dir),
-        init_from=Path(config.init_from) if config.init_from else None,
-    )  # fmt: skip
 
 
 def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:

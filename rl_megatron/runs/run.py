@@ -20,7 +20,7 @@ from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import STOPPED, ConfigError, RunFailed
-from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.config.schema import RunConfig
 from rl_megatron.config.stages import stage_before
 from rl_megatron.observability.attempts import Attempts
 from rl_megatron.observability.failure_file import FailureFile
@@ -170,9 +170,12 @@ def _run_locked(
     try:
         for name, stage_config in config.stages.items():
             directory = output_dir / "checkpoints" / name
-            results[name] = _read_finished_results(directory, stage_config)
-            if results[name] is not None:
-                _finish_export(directory, stage_config, ranks)
+            manifest = verify.find_last_manifest(directory, stage_config)
+            if manifest is not None:  # the stage has its last checkpoint already, but perhaps not its export
+                results[name] = manifest["results"]
+                exporter = Exporter(directory, ranks, stage_config.train.export_hf)
+                exporter.begin_missing()
+                exporter.wait()
             else:
                 has_trained = True
                 source = last[stage_before(config.stages, name)]
@@ -225,19 +228,6 @@ def _prepare(action: Callable[[], object], output_dir: Path, ranks: Ranks) -> No
     failure = ranks.try_on_rank0(action, describe)
     if failure is not None:
         raise ConfigError(failure)
-
-
-def _finish_export(directory: Path, config: StageConfig, ranks: Ranks) -> None:
-    """Write the export of a finished stage's last checkpoint if an earlier run was ended before it. Collective."""
-    exporter = Exporter(directory, ranks, config.train.export_hf)
-    exporter.begin_missing()
-    exporter.wait()
-
-
-def _read_finished_results(directory: Path, config: StageConfig) -> dict[str, Any] | None:
-    """Return the results of a stage that has its last checkpoint already, or None."""
-    manifest = verify.find_last_manifest(directory, config)
-    return None if manifest is None else manifest["results"]
 
 
 def _summarise(results: dict[str, Any], layout: Topology, seconds: float) -> dict[str, Any]:
