@@ -31,14 +31,14 @@ from rl_megatron.topology.reductions import ALONE, RankReduction
 
 
 class AdvantageInputs:
-    """What an advantage estimator gets: samples, with those of a prompt next to each other, and their tokens.
+    """The inputs of an advantage estimator: samples, with those of a prompt next to each other, and their tokens.
 
     B is the number of samples, which may be 0, S their padded length, and entry t of a sequence corresponds to token t.
 
     Attributes:
         group_size: The number of samples per prompt.
         ranks: The data-parallel ranks that share the step's samples, with sums, extremes and moments over all of them.
-            What is compared with the whole batch has to be reduced with it, equally often on every rank.
+            Every rank must call them equally often. Comparisons with the whole batch need them.
         leave_one_out: This key of the algorithm section.
         normalize_std: This key of the algorithm section.
     """

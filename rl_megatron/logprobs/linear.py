@@ -16,8 +16,8 @@ from rl_megatron.logprobs.token_blocks import BlockPlan, HiddenBlocks, HiddenGra
 from rl_megatron.logprobs.vocab_parallel import Upstream, merge, read_logits
 
 # The number of logits of a token block. On a GPU they have 512 MiB in bf16: thousands of rows, so that reading the
-# weights for each block is cheap beside the products. On a CPU they have 32 MiB in bf16: about a hundred rows of the
-# largest vocabularies, beyond which more rows are not faster.
+# weights for each block is cheap compared with the products. On a CPU they have 32 MiB in bf16: about a hundred rows of
+# the largest vocabularies, beyond which more rows are not faster.
 BLOCK_ELEMENTS_CPU = 1 << 24
 BLOCK_ELEMENTS_CUDA = 1 << 28
 

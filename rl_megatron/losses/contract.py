@@ -17,14 +17,14 @@ CountOfSequences = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
 
 
 class LossType(enum.Enum):
-    """What a loss averages over, which decides the global count that divides it."""
+    """The unit that a loss averages over, which decides the global count that divides it."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class LossInputType(enum.Enum):
-    """What a loss needs from the model."""
+    """The output that a loss needs from the model."""
 
     LOGIT = "logit"
     LOGPROB = "logprob"

@@ -138,7 +138,7 @@ class DistillationLossFn(Loss):
             most_counted=sharding.most_counted,
         )
         student = stats.gathered
-        assert student is not None  # ids to gather were given
+        assert student is not None  # because of gather_ids
         teacher_logits = teacher_logits[:, :-1].to(student) / _per_prediction(temperature, stats.logprobs)
         if not self.cfg.zero_outside_topk:
             student = self._by_teacher(student, data).log_softmax(dim=-1).flatten(-2)
@@ -276,7 +276,7 @@ def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
 def _per_prediction(temperature: float | Tensor, like: Tensor) -> float | Tensor:
     """Return the temperature of each prediction [B, S-1], shaped [B, S-1, 1], or a number if it is one.
 
-    The temperature is given as a number, [B], or [B, S] aligned with input_ids.
+    The temperature is a number, [B], or [B, S] aligned with input_ids.
     """
     if not isinstance(temperature, Tensor) or temperature.dim() == 0:
         return temperature

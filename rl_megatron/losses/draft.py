@@ -50,7 +50,7 @@ class DraftCrossEntropyLossFn(Loss):
     renormalised. If the vocabulary is sharded, the policy's columns are sent to the ranks that hold the draft's: see
     `vocab_subset`. The policy's ids from valid_vocab_size on are padding, and so are columns after the draft's last id.
 
-    Besides the forms of `Loss`, a call may give teacher_logits= and mask= beside student_logits=. The three must then
+    Besides the forms of `Loss`, a call may have teacher_logits= and mask= besides student_logits=. The three must then
     already be aligned: entry t of each corresponds to the same token, as if p and token_mask were rolled by −1.
 
     Shapes: student_logits is [B, S, V/tp], with context parallelism [B, S/cp, V/tp], packed [1, T/cp, V/tp].

@@ -18,7 +18,7 @@ def as_loss(loss_fn: LossFunction | Loss) -> Loss:
     """Return `loss_fn` as a `Loss` whose `read_output` and `evaluate` run it.
 
     - A `Loss` that does not override `__call__` is returned unchanged.
-    - A `Loss` that overrides `__call__` is run by that method, because it may do more than `evaluate` does. It is given
+    - A `Loss` that overrides `__call__` is run by that method, because it may do more than `evaluate` does. It gets
       the model's whole logits or scores, in NeMo RL's form of call with an output.
     - Any other object must follow `LossFunction` with the input_type LOGPROB. It is called with next_token_logprobs. It
       may declare `metric_reductions`, `required_keys`, `next_token_keys` and `group_size` as a `Loss` does.
