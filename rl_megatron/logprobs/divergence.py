@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_megatron.logprobs.api import flatten_temperature, vocab_shard
 from rl_megatron.logprobs.divergence_rows import (
@@ -20,7 +19,7 @@ from rl_megatron.logprobs.divergence_rows import (
     write_pair_gradients,
 )
 from rl_megatron.logprobs.flatten import from_rows, may_be_overwritten, memory_order, to_rows
-from rl_megatron.logprobs.vocab_parallel import check, load_saved
+from rl_megatron.logprobs.vocab_parallel import check, differentiate_once, load_saved
 from rl_megatron.topology.collectives import from_all_ranks
 
 
@@ -210,7 +209,7 @@ class _Divergence(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiate_once
     def backward(ctx, grad):
         operator = "vocab_parallel_soft_cross_entropy" if ctx.divergence == "cross_entropy" else "vocab_parallel_kl"
         student, teacher, rows, temperature, *normalisers, kl, active = load_saved(ctx, operator)

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_megatron.logprobs.kernels.torch import LOWEST_EXPONENT
 from rl_megatron.logprobs.sampling_filter import filter_thresholds
@@ -15,6 +14,7 @@ from rl_megatron.logprobs.vocab_parallel import (
     Merged,
     Upstream,
     VocabShard,
+    differentiate_once,
     load_saved,
     merge,
     read_logits,
@@ -67,7 +67,7 @@ class FilteredStats(torch.autograd.Function):
         return merged.logprobs, merged.entropy, merged.gathered
 
     @staticmethod
-    @once_differentiable
+    @differentiate_once
     def backward(ctx, target_grad, entropy_grad, gathered_grads):
         """Return the gradient of the logits, in their own buffer if it may be overwritten."""
         unused = (None,) * 9

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, check_shapes, flatten_temperature, vocab_shard
 from rl_megatron.logprobs.kernels.backends import choose_kernels
 from rl_megatron.logprobs.token_blocks import BlockPlan, HiddenBlocks, HiddenGradient
-from rl_megatron.logprobs.vocab_parallel import Upstream, merge, read_logits
+from rl_megatron.logprobs.vocab_parallel import Upstream, differentiate_once, merge, read_logits
 
 # The number of logits of a token block. On a GPU they have 512 MiB in bf16: thousands of rows, so that reading the
 # weights for each block is cheap compared with the products. On a CPU they have 32 MiB in bf16: about a hundred rows of
@@ -216,7 +215,7 @@ class _LinearStats(torch.autograd.Function):
         return merged.logprobs, merged.entropy, merged.gathered
 
     @staticmethod
-    @once_differentiable
+    @differentiate_once
     def backward(ctx, target_grad, entropy_grad, gathered_grads):
         """Return the gradients of hidden and weight, which are computed block by block in reverse order."""
         unused = (None,) * 8

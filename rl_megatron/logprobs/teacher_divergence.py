@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_megatron.logprobs.api import IGNORE_INDEX, flatten_temperature, vocab_shard
 from rl_megatron.logprobs.divergence_rows import Divergence, Normalisers, Pairs, merge_pairs, pair_stats
 from rl_megatron.logprobs.flatten import from_rows, may_be_overwritten, memory_order, to_rows
 from rl_megatron.logprobs.kernels.tiles import exponentials, row_blocks, row_sums, scratch_tiles
 from rl_megatron.logprobs.linear import BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_CUDA, DeferredLogits
-from rl_megatron.logprobs.vocab_parallel import VocabShard, check, load_saved
+from rl_megatron.logprobs.vocab_parallel import VocabShard, check, differentiate_once, load_saved
 from rl_megatron.topology.collectives import from_all_ranks
 
 TeacherDivergence = Literal["forward", "reverse", "jensen_shannon"]
@@ -210,7 +209,7 @@ class _TeacherDivergences(torch.autograd.Function):
         return result, logprobs.masked_fill(~counted, 0.0)
 
     @staticmethod
-    @once_differentiable
+    @differentiate_once
     def backward(ctx, grads, logprob_grad):
         student, temperature, *saved_rows = load_saved(ctx, "teacher_divergences")
         normalisers, (reverse, student_kl, columns, owned, comparable, counted) = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,11 @@ def check(condition: Bool[Tensor, ""], describe: Callable[[], str]) -> None:
         raise ValueError(describe())
 
 
+def differentiate_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's `once_differentiable(backward)`, with a type that overrides `torch.autograd.Function.backward`."""
+    return once_differentiable(backward)
+
+
 class VocabParallelStats(torch.autograd.Function):
     """(logprobs [N], entropy [N] or None, gathered [N, K] or None) of logits [N, V_local]; see `api.py`."""
 
@@ -92,7 +97,7 @@ class VocabParallelStats(torch.autograd.Function):
         return merged.logprobs, merged.entropy, merged.gathered
 
     @staticmethod
-    @once_differentiable
+    @differentiate_once
     def backward(ctx, target_grad, entropy_grad, gathered_grads):
         """Return the gradient of the logits, in their own buffer if it may be overwritten."""
         unused = (None,) * 8

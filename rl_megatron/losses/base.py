@@ -114,7 +114,12 @@ class Loss(ABC):
 
     @abstractmethod
     def evaluate(
-        self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, **keywords: Any
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        *streams: Any,
+        **keywords: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this batch's share of the global loss and of each metric, as tensors, without waiting for the device.
 
@@ -127,7 +132,8 @@ class Loss(ABC):
             data: The batch.
             global_valid_seqs: The number of sequences that count in the global batch.
             global_valid_toks: The number of tokens that count in the global batch.
-            **keywords: The streams of `read_output`, and options of the loss.
+            *streams: The streams of `read_output`, each of which a subclass takes by name.
+            **keywords: The same by name, and options of the loss.
 
         Raises:
             KeyError: A key is missing. The message names the key and the loss.

@@ -24,9 +24,20 @@ _POSITIONAL = ("data", *_COUNTS, *_GROUPS)
 class CallForms(Protocol):
     """The part of a `Loss` that describes the ways to call it. `Loss` explains each attribute."""
 
-    output_name: str
-    input_names: tuple[str, ...]
-    further_positional: tuple[str, ...]
+    @property
+    def output_name(self) -> str:
+        """Return the keyword of the model's output."""
+        ...
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Return the keywords of the streams that `Loss.evaluate` needs."""
+        ...
+
+    @property
+    def further_positional(self) -> tuple[str, ...]:
+        """Return the other keywords that may also be positional."""
+        ...
 
     @property
     def display_name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypedDict
@@ -177,6 +178,17 @@ class LogprobPreferenceLoss(LogprobLoss, PreferenceLoss):
 
     Subclasses define the formula of the reward.
     """
+
+    @abstractmethod
+    def evaluate(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        *streams: Any,
+        **keywords: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and its metrics from next-token logprobs, instead of rewards."""
 
     def _reduce_sequences(self, streams: TokenStreams, values: Tensor, average: bool) -> Tensor:
         """Return the sum or the mean of token values over each sequence, [B, S-1] → [B]."""
