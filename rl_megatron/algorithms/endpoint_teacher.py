@@ -50,7 +50,6 @@ class EndpointTeacher:
             raise ConfigError(f"algorithm.teachers: {error}") from error
 
     def close(self) -> None:
-        """Close the connections."""
         self._runner.close()
 
     def check(self, tokenizer: Tokenizer, top_k: int, longest: int) -> None:

@@ -34,7 +34,6 @@ from rl_megatron.training.megatron_policy import MegatronPolicy
     progress_metric="reward",
 )
 def grpo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: GRPOConfig) -> None:
-    """Train the policy by GRPO."""
     loss_fn = rollout_loss(loop.config)
     recompute, reference = recomputes_logprobs(loop.config, algorithm, loss_fn), needs_reference(loss_fn)
     if reference:

@@ -183,7 +183,6 @@ class HeldoutLabelled(Evaluation):
         return metrics, []
 
     def item_lengths(self) -> list[list[int]]:
-        """Return the number of tokens of every sequence."""
         return self.batch["input_lengths"].view(-1, 1).tolist()
 
     def _accuracy(self, policy: MegatronPolicy) -> float:

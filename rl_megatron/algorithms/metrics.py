@@ -66,7 +66,6 @@ OPTIMIZER = declare_metrics(
 
 
 def _distribution(name: str, unit: str, what: str) -> tuple[Metric, ...]:
-    """Return the metrics of how a value is distributed."""
     return (
         Metric(f"{name}_std", unit, f"The standard deviation of {what}.", "mean"),
         Metric(f"{name}_min", unit, f"The smallest of {what}.", "min"),

@@ -59,7 +59,6 @@ CRITIC = CriticNeeds[PPOConfig](
     progress_metric="reward",
 )
 def ppo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: PPOConfig, critic: MegatronPolicy) -> None:
-    """Train the policy and critic by PPO."""
     policy_loss = rollout_loss(loop.config)
     value_loss = configured_loss(_value_loss(algorithm))
     recompute, reference = recomputes_logprobs(loop.config, algorithm, policy_loss), needs_reference(policy_loss)

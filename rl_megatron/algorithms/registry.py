@@ -102,7 +102,6 @@ ALGORITHMS: Registry[Algorithm[Any]] = Registry("algorithm")
 
 
 def no_reference(stage: StageConfig) -> bool:
-    """Return False: the algorithm has no reference policy."""
     return False
 
 
@@ -146,7 +145,6 @@ def register_algorithm(
 
 
 def get_algorithm(stage: StageConfig) -> Algorithm[Any]:
-    """Return the algorithm of a stage."""
     return ALGORITHMS[stage.algorithm.name]
 
 

@@ -41,7 +41,6 @@ ROLLOUT_LOSS = LossNeeds("advantages", _uses_advantages, ROLLOUT_KEYS, "clipped_
 
 
 def uses_reference(stage: StageConfig) -> bool:
-    """Return whether the stage's loss, or its reward, uses the reference policy."""
     return needs_reference(rollout_loss(stage))
 
 
@@ -128,7 +127,6 @@ def _kl_settings(loss_fn: LossFunction) -> ClippedPGLossConfig | None:
 
 
 def needs_reference(loss_fn: LossFunction) -> bool:
-    """Return whether the loss, or the reward, uses the reference policy."""
     return "reference_policy_logprobs" in getattr(loss_fn, "required_keys", ()) or kl_in_reward(loss_fn) > 0
 
 

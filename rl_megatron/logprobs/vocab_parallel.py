@@ -268,7 +268,6 @@ class Upstream(NamedTuple):
         return cls(base, entropy_grad, named_columns, column_grads, active & touched)
 
     def select_rows(self, rows: slice) -> Upstream:
-        """Return the arguments for some of the rows."""
         return Upstream(
             self.base[rows],
             None if self.entropy_grad is None else self.entropy_grad[rows],

@@ -25,28 +25,18 @@ class CallForms(Protocol):
     """The part of a `Loss` that describes the ways to call it. `Loss` explains each attribute."""
 
     @property
-    def output_name(self) -> str:
-        """Return the keyword of the model's output."""
-        ...
+    def output_name(self) -> str: ...
 
     @property
-    def input_names(self) -> tuple[str, ...]:
-        """Return the keywords of the streams that `Loss.evaluate` needs."""
-        ...
+    def input_names(self) -> tuple[str, ...]: ...
 
     @property
-    def further_positional(self) -> tuple[str, ...]:
-        """Return the other keywords that may also be positional."""
-        ...
+    def further_positional(self) -> tuple[str, ...]: ...
 
     @property
-    def display_name(self) -> str:
-        """Return the loss's name for messages."""
-        ...
+    def display_name(self) -> str: ...
 
-    def name_of(self, tensor: Tensor) -> str:
-        """Return the keyword of a tensor that is the first positional argument."""
-        ...
+    def name_of(self, tensor: Tensor) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,6 @@ class ClippedPGLossFn(LogprobLoss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return every metric that these settings can report, with its reduction."""
         ratios = ("probs_ratio", "probs_ratio_clamped")
         return Reduction.table(
             "loss", *ratios, "kl_penalty", "clip_fraction", "num_valid_samples", "positive_nll_loss", "entropy",
@@ -141,7 +140,6 @@ class ClippedPGLossFn(LogprobLoss):
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys of the batch that these settings need."""
         cfg = self.cfg
         approximates = cfg.use_on_policy_kl_approximation and cfg.kl_coefficient > 0
         conditional = {
@@ -173,7 +171,6 @@ class ClippedPGLossFn(LogprobLoss):
 
     @property
     def needs_entropy(self) -> bool:
-        """Return whether the loss has an entropy term."""
         return self.cfg.entropy_coeff != 0
 
     def evaluate(
@@ -290,7 +287,6 @@ class Means:
     global_valid_toks: Count
 
     def over_tokens(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
-        """Return the mean over tokens."""
         return F.masked_mean(values, self.streams.mask, global_normalization_factor=self.global_valid_toks)
 
     def over_sequences(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, ""]:

@@ -68,9 +68,7 @@ class LossFunction(Protocol):
 
     def __call__(
         self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, **kwargs: Any
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss and its metrics."""
-        ...
+    ) -> tuple[Tensor, dict[str, Any]]: ...
 
 
 def is_loss_function(candidate: Any) -> bool:

@@ -107,17 +107,14 @@ class DistillationLossFn(Loss):
 
     @property
     def _weights(self) -> dict[str, float]:
-        """Return the weight of each term whose weight is not 0."""
         return weigh_terms(self.cfg)
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the metrics of the terms that these settings use, with their reductions."""
         return Reduction.table("loss", "num_valid_samples", *self._weights)
 
     @property
     def needs_entropy(self) -> bool:
-        """Return whether `evaluate` needs H_all."""
         return self.cfg.zero_outside_topk and "reverse_kl" in self._weights
 
     def read_output(

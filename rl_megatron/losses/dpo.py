@@ -48,12 +48,10 @@ class ReferencePreferenceLoss(LogprobPreferenceLoss):
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys of the batch that the loss needs."""
         return (*super().required_keys, "reference_policy_logprobs")
 
     @property
     def averages_logprobs(self) -> bool:
-        """Return whether rewards are means over the tokens of an answer, instead of sums."""
         return self.cfg.preference_average_log_probs
 
     def _over_log_ratios(
@@ -94,7 +92,6 @@ class DPOLossFn(ReferencePreferenceLoss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the loss's metrics with their reductions."""
         return PAIR_METRICS_WITH_SFT
 
     def evaluate(
@@ -105,7 +102,6 @@ class DPOLossFn(ReferencePreferenceLoss):
         next_token_logprobs: Shaped[Tensor, "batch tokens"],
         next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-        """Return the loss and its metrics from next-token logprobs."""
         cfg, streams = self.cfg, self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         preference_loss, metrics = self._over_log_ratios(
@@ -145,7 +141,6 @@ class IPOLossFn(ReferencePreferenceLoss):
         next_token_logprobs: Shaped[Tensor, "batch tokens"],
         next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-        """Return the loss and its metrics from next-token logprobs."""
         streams = self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         loss, metrics = self._over_log_ratios(streams, logprobs, global_valid_seqs, beta=1.0)

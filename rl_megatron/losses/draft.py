@@ -80,7 +80,6 @@ class DraftCrossEntropyLossFn(Loss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the loss's metrics with their reductions."""
         return Reduction.table("loss", "num_valid_samples")
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
@@ -155,7 +154,6 @@ class DraftCrossEntropyLossFn(Loss):
         global_valid_toks: Count,
         draft_cross_entropy: Shaped[Tensor, "batch tokens"],
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-        """Return the loss and its metrics from the cross entropies CE_t, [B, S-1]."""
         streams = self.streams(data, draft_cross_entropy)
         cross_entropy = streams.select("draft_cross_entropy", draft_cross_entropy)
         loss = masked_mean(cross_entropy, streams.mask, global_normalization_factor=global_valid_toks)
@@ -199,21 +197,17 @@ class DraftLossWrapper(Loss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the policy's metrics and draft_loss, with their reductions."""
         return {**self.loss_fn.metric_reductions, "draft_loss": Reduction.SUM}
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys that the policy's loss needs, and student_logits."""
         return (*self.loss_fn.required_keys, "student_logits")
 
     @property
     def global_counts(self) -> Mapping[str, CountOfSequences]:
-        """Return the further counts over the global batch that the policy's loss reads."""
         return self.loss_fn.global_counts
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
-        """Return the streams of both losses."""
         policy = self.loss_fn.read_output(output, data, sharding)
         # The draft's forward comes last, so that its backward runs first. The policy's backward overwrites the policy's
         # logits, which are the draft's teacher, with their gradient. In the other order the operator would raise.
@@ -230,7 +224,6 @@ class DraftLossWrapper(Loss):
         draft_cross_entropy: Shaped[Tensor, "batch tokens"],
         **keywords: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weighted sum of both losses, and their metrics."""
         counts = global_valid_seqs, global_valid_toks
         policy_loss, metrics = self.loss_fn.evaluate(data, *counts, **keywords)
         draft_loss, _ = self.draft_loss_fn.evaluate(data, *counts, draft_cross_entropy)

@@ -57,36 +57,29 @@ class CalledLoss(Loss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the loss's metrics with their reductions."""
         return self._loss_fn.metric_reductions
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys of the batch that the loss needs."""
         return self._loss_fn.required_keys
 
     @property
     def on_policy_keys(self) -> frozenset[str]:
-        """Return the keys that the loss takes from the model's own output if the batch lacks them."""
         return self._loss_fn.on_policy_keys
 
     @property
     def reads_on_policy_keys(self) -> bool:
-        """Return whether other values of `on_policy_keys` could change the loss."""
         return self._loss_fn.reads_on_policy_keys
 
     @property
     def global_counts(self) -> Mapping[str, CountOfSequences]:
-        """Return the loss's further counts over the global batch."""
         return self._loss_fn.global_counts
 
     @property
     def display_name(self) -> str:
-        """Return the loss's name for messages."""
         return self._loss_fn.display_name
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Any]:
-        """Return the output and its sharding, because the loss's own call reads them."""
         return {"output": output, "sharding": sharding}
 
     def evaluate(
@@ -97,7 +90,6 @@ class CalledLoss(Loss):
         output: Tensor,
         sharding: Sharding,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Call the loss with the model's output, and return the loss and its metrics."""
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         try:
             return self._loss_fn(output, data=data, **counts, **describe_sharding(sharding))
@@ -105,7 +97,6 @@ class CalledLoss(Loss):
             return error.loss, error.metrics
 
     def __call__(self, *args: Any, **keywords: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Call the loss as it is."""
         return self._loss_fn(*args, **keywords)
 
 
@@ -129,27 +120,22 @@ class ProtocolLoss(LogprobLoss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the metrics that the object declares, if any."""
         return getattr(self.wrapped, "metric_reductions", {})
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys of the batch that the object declares, if any."""
         return getattr(self.wrapped, "required_keys", ())
 
     @property
     def display_name(self) -> str:
-        """Return the name of the function, or of the object's class."""
         return _get_name(self.wrapped)
 
     def evaluate(
         self, data: Mapping[str, Any], global_valid_seqs: Any, global_valid_toks: Any, **keywords: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Call the object, and return its loss and metrics."""
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         return self.wrapped(data=data, **counts, **keywords)
 
 
 def _get_name(loss_fn: Any) -> str:
-    """Return the name of a function, or that of an object's class."""
     return getattr(loss_fn, "__name__", type(loss_fn).__name__)

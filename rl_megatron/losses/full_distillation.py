@@ -83,7 +83,6 @@ class FullDistillationLossFn(Loss):
 
     @property
     def _weights(self) -> dict[str, float]:
-        """Return the weight of each term whose weight is not 0."""
         return weigh_terms(self.cfg)
 
     @property
@@ -93,7 +92,6 @@ class FullDistillationLossFn(Loss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the metrics of the terms that these settings use, with their reductions."""
         return Reduction.table("loss", "num_valid_samples", *self._weights)
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:

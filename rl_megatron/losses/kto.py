@@ -69,14 +69,12 @@ class KTOLossFn(LogprobLoss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the loss's metrics with their reductions."""
         return Reduction.table(
             "loss", "reference_point", "rewards_desirable_mean", "rewards_undesirable_mean", "num_valid_samples"
         )
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys of the batch that the loss needs."""
         return (*super().required_keys, "reference_policy_logprobs", "desirable", "reference_point")
 
     def evaluate(

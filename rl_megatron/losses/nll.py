@@ -33,7 +33,6 @@ class NLLLoss(LogprobLoss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the loss's metrics with their reductions."""
         return Reduction.table("loss", "num_unmasked_tokens", "num_valid_samples")
 
     def evaluate(

@@ -62,7 +62,6 @@ class SequencePackingLossWrapper:
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the loss's metrics with their reductions."""
         return self._loss.metric_reductions
 
     def __call__(
@@ -78,7 +77,6 @@ class SequencePackingLossWrapper:
         valid_vocab_size: int | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss and its metrics for a packed output and unpacked data."""
         self._check_that_all_that_counts_is_packed(self._loss.mask(data).including_first)
         sharding = Sharding(
             vocab_parallel_group, context_parallel_group, valid_vocab_size, self.cu_seqlens_q, self.cu_seqlens_q_padded

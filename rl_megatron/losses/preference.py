@@ -72,7 +72,6 @@ class PreferenceLoss(Loss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the loss's metrics with their reductions."""
         return PAIR_METRICS
 
     @property
@@ -103,7 +102,6 @@ class PreferenceLoss(Loss):
         global_valid_toks: Count,
         rewards: Shaped[Tensor, " batch"],
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-        """Return the loss and its metrics from the rewards of sequences, [B]."""
         mask = self.mask(data)
         if rewards.shape != mask.samples.shape:
             raise ValueError(
@@ -163,7 +161,6 @@ class PreferenceLoss(Loss):
         return mean(losses), mean((chosen > rejected).to(losses)), mean(chosen), mean(rejected)
 
     def _num_pairs(self, global_valid_seqs: Count) -> Tensor | float:
-        """Return the number of pairs in the global batch."""
         if global_valid_seqs is None:
             raise TypeError(f"{self.display_name} needs global_valid_seqs, but got None")
         return global_valid_seqs / 2

@@ -30,7 +30,6 @@ class ReferenceFreeLoss(LogprobPreferenceLoss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the loss's metrics with their reductions."""
         return PAIR_METRICS_WITH_SFT
 
     def _rewards(self, answers: Tensor) -> Tensor:
@@ -45,7 +44,6 @@ class ReferenceFreeLoss(LogprobPreferenceLoss):
         next_token_logprobs: Shaped[Tensor, "batch tokens"],
         next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-        """Return the loss and its metrics from next-token logprobs."""
         streams = self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         rewards = self._rewards(self._reduce_sequences(streams, logprobs, self.averages_logprobs))

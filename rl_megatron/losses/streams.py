@@ -113,7 +113,6 @@ class TokenMask:
 
     @classmethod
     def from_batch(cls, data: Mapping[str, Any], loss: str) -> TokenMask:
-        """Return the mask of a batch."""
         token_mask, sample_mask = require_mask(data, "token_mask", loss), require_mask(data, "sample_mask", loss)
         if token_mask.dim() != 2 or sample_mask.shape != token_mask.shape[:1]:
             raise ValueError(
@@ -202,7 +201,6 @@ class TokenStreams:
         return self.select(f"data[{key!r}]", value[:, :-1] if key in self._next_token_keys else value[:, 1:])
 
     def get(self, key: str) -> Float[Tensor, "batch tokens"] | None:
-        """Return self[key], or None if the batch does not have the key."""
         return self[key] if key in self else None  # noqa: SIM401  # this is `get`
 
     def per_sample(self, key: str) -> Float[Tensor, " batch"]:

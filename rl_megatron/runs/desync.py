@@ -40,7 +40,6 @@ class RanksDiffer(RunFailed):
 
 
 def digest(*parts: bytes) -> int:
-    """Return 63 bits of a digest of `parts`."""
     hashed = hashlib.blake2b(digest_size=8)
     for part in parts:
         hashed.update(part)

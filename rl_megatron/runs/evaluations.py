@@ -58,7 +58,6 @@ class Evaluations:
         return True
 
     def close(self) -> None:
-        """End the workers of the named sets."""
         if self.sets is not None:
             self.sets.close()
 

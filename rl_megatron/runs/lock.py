@@ -44,7 +44,6 @@ class OutputLock:
         self._file = file
 
     def release(self) -> None:
-        """Remove the lock and its file."""
         if self._file is not None and self._is_current(self._file):
             self._path.unlink()
         self._close()

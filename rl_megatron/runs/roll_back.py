@@ -33,7 +33,6 @@ class RollBack:
         self._target, self._count = -1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return what checkpoints keep."""
         return {"batches_skipped": self.batches_skipped}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

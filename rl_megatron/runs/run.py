@@ -132,7 +132,6 @@ def run_stages(config: RunConfig) -> RunResults:
 
 
 def _list_server_hosts(config: RunConfig) -> list[str]:
-    """Return the hosts of the servers that are already running."""
     kinds = [kind for stage in config.stages.values() for kind in (stage.generation.vllm, stage.generation.sglang)]
     return [urlsplit(url).hostname or "" for kind in kinds for url in kind.urls]
 

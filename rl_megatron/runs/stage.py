@@ -284,7 +284,6 @@ class _Schedules:
         self._models = models
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many optimizer steps each schedule has counted."""
         schedules = {name: model.scheduler for name, model in self._models.items()}
         return {name: 0 if schedule is None else schedule.num_steps for name, schedule in schedules.items()}
 

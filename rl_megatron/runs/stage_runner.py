@@ -141,7 +141,6 @@ class StageRunner:
 
 
 def _run_algorithm(stage: Stage, engine: SyncedEngine, rollouts: ScoredRollouts) -> None:
-    """Run the training loop of a stage, and close its engine."""
     config, policy, critics = stage.config, stage.policy, () if stage.critic is None else (stage.critic,)
     try:
         with timing(stage.timer), _shorten_collections():

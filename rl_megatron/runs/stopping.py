@@ -62,7 +62,6 @@ class Stopping:
         self._save_by = save_by
 
     def record_save(self, seconds: float) -> None:
-        """Record the time that a save took."""
         self._longest_save = max(self._longest_save, seconds)
 
     def begin_step(self) -> None:
