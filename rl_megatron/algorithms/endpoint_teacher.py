@@ -173,4 +173,4 @@ def _pad(values: Sequence[Tensor], batch: Batch) -> Tensor:
     padded = values[0].new_zeros(len(values), batch["input_ids"].size(1), *values[0].shape[1:])
     for sequence, unpadded in zip(padded, values, strict=True):
         sequence[: len(unpadded)] = unpadded
-    return batch.own_facts(padded)
+    return batch.select_local(padded)

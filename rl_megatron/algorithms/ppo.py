@@ -95,9 +95,9 @@ def ppo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: PPOConf
 
 def add_advantages(rollouts: Batch, algorithm: PPOConfig, policy_loss: LossFunction) -> Batch:
     """Add GAE's `advantages` and the critic's `returns`, both [B, S], to rollouts, and return them. Collective."""
-    index = TrajectoryIndex(rollouts.own)
-    per_token = (rewards_per_token(rollouts.own, index, policy_loss), rollouts["values"], rollouts["token_mask"])
-    rewards, values, mask = map(index.joined, per_token)
+    index = TrajectoryIndex(rollouts.local)
+    per_token = (rewards_per_token(rollouts.local, index, policy_loss), rollouts["values"], rollouts["token_mask"])
+    rewards, values, mask = map(index.join, per_token)
     advantages, returns = generalized_advantages(
         rewards, values, mask, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda
     )

@@ -20,7 +20,7 @@ from rl_megatron.logprobs.divergence_rows import (
 )
 from rl_megatron.logprobs.flatten import from_rows, may_be_overwritten, memory_order, to_rows
 from rl_megatron.logprobs.vocab_parallel import check, differentiate_once, load_saved
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 
 
 def vocab_parallel_soft_cross_entropy(
@@ -184,7 +184,7 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx, student, teacher, rows, temperature, shard, divergence, overwrite):
         active = rows >= 0
         pairs = Pairs(student, teacher, rows.clamp(min=0), temperature, shard.num_columns)
-        parts = from_all_ranks(pair_stats(pairs, (divergence,), active), shard.group)
+        parts = gather_from_ranks(pair_stats(pairs, (divergence,), active), shard.group)
         row_max, sums, teacher_max, teacher_sums, products = merge_pairs(parts, (divergence,))
 
         empty, teacher_empty = sums == 0, teacher_sums == 0  # every logit of the row is −inf

@@ -23,7 +23,7 @@ from rl_megatron.config.schema import RunConfig
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces
 from rl_megatron.runs.rerun import iterate_leaves
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.topology import Topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -187,7 +187,7 @@ def _to_bytes(tensor: Tensor) -> bytes:
 
 def _gather(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
     """Return the numbers of every rank. Collective."""
-    return from_all_ranks(torch.tensor(list(numbers), dtype=torch.int64, device=device), dist.group.WORLD).tolist()
+    return gather_from_ranks(torch.tensor(list(numbers), dtype=torch.int64, device=device), dist.group.WORLD).tolist()
 
 
 def _share_from(value: Any, senders: Sequence[int], ranks: Ranks) -> list[Any]:
