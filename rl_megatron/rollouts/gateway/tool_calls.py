@@ -11,8 +11,8 @@ from rl_megatron import log
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.loading.import_strings import is_import_string, load_object
 from rl_megatron.data.chat_template import ChatTemplate
-from rl_megatron.rollouts.tools.calls import MalformedCall, Parser, after_thinking
-from rl_megatron.rollouts.tools.formats import PARSERS, format_of
+from rl_megatron.rollouts.tools.calls import MalformedCall, Parser, drop_thinking
+from rl_megatron.rollouts.tools.formats import PARSERS, detect_format
 
 AUTO = "auto"  # the value of rollout.agent.tool_format that chooses by the chat template
 _KEY = "rollout.agent.tool_format"
@@ -45,7 +45,7 @@ def parser_of(name: str | None, template: ChatTemplate | None) -> Parser | None:
     if template is None:
         return None
     try:
-        return PARSERS[format_of(template.text_with_tools, _KEY)]
+        return PARSERS[detect_format(template.text_with_tools, _KEY)]
     except ConfigError as error:
         log.once(f"agents get tool calls as text: {error}")
         return None
@@ -63,7 +63,7 @@ def tool_calls(parser: Parser | None, text: str, tools: Sequence[Mapping[str, An
         return []
     functions = [tool.get("function", tool) for tool in tools]
     parameters = {str(each["name"]): each.get("parameters", {}) for each in functions if "name" in each}
-    found = parser(after_thinking(text), parameters)
+    found = parser(drop_thinking(text), parameters)
     if any(isinstance(call, MalformedCall) for call in found):
         return []  # the agent gets the text, which says more than an error
     return [

@@ -8,7 +8,7 @@ import pytest
 
 from rl_megatron.rollouts.gateway.application import application
 from rl_megatron.rollouts.limits import TokenLimits
-from rl_megatron.rollouts.tools.json_calls import hermes_calls
+from rl_megatron.rollouts.tools.json_calls import parse_hermes
 from tests.unit.data.chat_families import user
 from tests.unit.rollouts.gateway.agents import acts
 from tests.unit.rollouts.gateway.test_histories import CALL, TOOLS
@@ -89,7 +89,7 @@ async def test_parameters_say_how_completions_are_sampled(qwen):
 @acts
 async def test_a_stream_has_the_parts_of_the_whole_answer(qwen):
     text = "The sum is 5. " * 5
-    agent = qwen.agent(text, CALL, "5", parser=hermes_calls)
+    agent = qwen.agent(text, CALL, "5", parser=parse_hermes)
     found = events(
         await agent.send("/chat/completions", messages=HELLO, stream=True, stream_options={"include_usage": True})
     )
@@ -110,7 +110,7 @@ async def test_a_stream_has_the_parts_of_the_whole_answer(qwen):
 @acts
 async def test_a_policy_that_may_not_call_tools_or_writes_no_call_is_answered_as_text(qwen):
     broken = '<tool_call>{"name": </tool_call>'
-    agent = qwen.agent(CALL, broken, CALL, parser=hermes_calls)
+    agent = qwen.agent(CALL, broken, CALL, parser=parse_hermes)
     for body, text in (({"tools": TOOLS, "tool_choice": "none"}, CALL), ({"tools": TOOLS}, broken), ({}, CALL)):
         (choice,) = (await agent.chat(*HELLO, **body))["choices"]
         assert choice["message"]["content"] == text and "tool_calls" not in choice["message"]
