@@ -183,7 +183,7 @@ class History(ABC):
                 found.append(Segment(segment.ids[: turns[-1].end], turns, segment.parent))
         return found
 
-    def segment_of(self, turn: int) -> int:
+    def find_segment(self, turn: int) -> int:
         """Return the number of the segment that has a completion; completions are numbered from 1."""
         return self._ends[turn - 1].segment
 

@@ -8,7 +8,7 @@ import httpx
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.batch import trajectory_batch
 from rl_megatron.rollouts.client import RolloutClient
-from rl_megatron.rollouts.gateway.application import application
+from rl_megatron.rollouts.gateway.application import build_application
 from rl_megatron.rollouts.gateway.session import Session
 from tests.unit.algorithms.fakes import completed
 from tests.unit.rollouts.engines import NO_LIMITS, RandomTokens
@@ -38,7 +38,7 @@ class Agent:
         self.waits.set()
         self.client = RolloutClient("7-0", 1, prompt, sampling, tokenizer, limits, self._complete, on_rewrite)
         self.session = Session("http://gateway/v1", "the-key", self.client, sampling, parser, **kwargs)
-        transport = httpx.ASGITransport(application({"the-key": self.session}.get))
+        transport = httpx.ASGITransport(build_application({"the-key": self.session}.get))
         headers = {"Authorization": "Bearer the-key"}
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway/v1", headers=headers)
 

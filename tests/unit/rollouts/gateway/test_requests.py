@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from rl_megatron.rollouts.gateway.application import application
+from rl_megatron.rollouts.gateway.application import build_application
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.tools.json_calls import parse_hermes
 from tests.unit.data.chat_families import user
@@ -28,7 +28,7 @@ def events(answer):
 async def test_a_key_opens_its_own_session_alone(qwen):
     one, other = qwen.agent("one"), qwen.agent("other")
     sessions = {"key-1": one.session, "key-2": other.session}
-    transport = httpx.ASGITransport(application(sessions.get))
+    transport = httpx.ASGITransport(build_application(sessions.get))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway/v1") as http:
 
         async def say(key):
@@ -217,7 +217,7 @@ async def test_a_client_that_disconnects_is_not_learned_from(qwen, logged):
         "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "root_path": "",
         "headers": [(b"authorization", b"Bearer the-key")], "http_version": "1.1", "scheme": "http",
     }  # fmt: skip
-    request = asyncio.create_task(application({"the-key": agent.session}.get)(scope, receive, send))
+    request = asyncio.create_task(build_application({"the-key": agent.session}.get)(scope, receive, send))
     await asyncio.sleep(0.01)
     gone.set()
     agent.waits.set()
