@@ -16,7 +16,7 @@ from rl_megatron.rollouts.conversation import Conversation
 from rl_megatron.rollouts.environments import Environments, check_environment
 from rl_megatron.rollouts.gateway.server import Gateway
 from rl_megatron.rollouts.gateway.tool_calls import check_tool_format
-from rl_megatron.rollouts.host_pool import ProcessHosts
+from rl_megatron.rollouts.hosts import ProcessHosts
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.tools.toolbox import check_tools, configured_tools

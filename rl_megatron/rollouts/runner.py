@@ -19,7 +19,7 @@ from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.client import Answer, RolloutClient
 from rl_megatron.rollouts.gateway.server import Gateway
 from rl_megatron.rollouts.history import OnRewrite
-from rl_megatron.rollouts.host_pool import HostLost
+from rl_megatron.rollouts.hosts import HostLost
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.trajectory import Trajectory, checked_values
 from rl_megatron.rollouts.worker import RolloutWorker, completion

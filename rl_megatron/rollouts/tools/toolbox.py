@@ -17,7 +17,7 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.chat_template import ChatTemplate, configured_template
 from rl_megatron.data.conversations import Message
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.rollouts.host_pool import HostedCallFailed, HostLimits, HostLost, ProcessHosts
+from rl_megatron.rollouts.hosts import HostedCallFailed, HostLimits, HostLost, ProcessHosts
 from rl_megatron.rollouts.tools.calls import FoundCall, MalformedCall, Parser, ToolCall, drop_thinking
 from rl_megatron.rollouts.tools.formats import PARSERS, detect_format
 from rl_megatron.rollouts.tools.registry import TOOLS

@@ -18,7 +18,7 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.batch import trajectory_batch
 from rl_megatron.rollouts.conversation import Conversation
 from rl_megatron.rollouts.environments import Environments, check_environment
-from rl_megatron.rollouts.host_pool import HostLost
+from rl_megatron.rollouts.hosts import HostLost
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutFailed
 from tests.child_processes import children_with

@@ -11,7 +11,7 @@ from rl_megatron.config.environments import ToolsConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.registry import UnknownName
 from rl_megatron.data.chat_template import ChatTemplate
-from rl_megatron.rollouts.host_pool import HostLost
+from rl_megatron.rollouts.hosts import HostLost
 from rl_megatron.rollouts.tools import register_tool
 from rl_megatron.rollouts.tools.calls import MalformedCall, ToolCall
 from rl_megatron.rollouts.tools.registry import TOOLS
