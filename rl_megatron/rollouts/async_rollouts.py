@@ -312,7 +312,7 @@ class AsyncRollouts:
         group = Group(number, results, replace(scores, samples=()), ())
         steps = [self._step_of_version[version] for result in results for version in _versions(result)]
         # Masked trajectories are not compared, because nothing would be learned from the difference to their 0.
-        rewards = scores.rewards[self._rollouts.on_failure.samples_that_count(scores.made, len(results))].tolist()
+        rewards = scores.rewards[self._rollouts.on_failure.samples_that_count(scores.succeeded, len(results))].tolist()
         differs = any(reward != rewards[0] for reward in rewards)
         # A group whose trajectories all failed has no token.
         if self.queue.complete(number, min(steps, default=self.queue.next_step), differs):

@@ -25,7 +25,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.rollouts.batch import TURN, TURN_REWARDS, component_keys
+from rl_megatron.rollouts.batch import TURN, TURN_REWARDS, build_component_keys
 
 # Columns that are a number of each trajectory: (the column, the key of the batch, the type of both).
 _NUMBERS = (
@@ -212,7 +212,7 @@ def batch_of(read: Sequence[Mapping[str, Any]], components: Sequence[str] | None
         of_rows = [{each["component"]: each["value"] for each in row["rewards"]} for row in read]
         names = dict.fromkeys(chain(components, *of_rows))
         scores = {name: [of_row.get(name) for of_row in of_rows] for name in names}
-        batch |= component_keys(scores, batch["sample_mask"] != 0, TURN in batch)
+        batch |= build_component_keys(scores, batch["sample_mask"] != 0, TURN in batch)
     return batch
 
 

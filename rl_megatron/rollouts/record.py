@@ -29,7 +29,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.reward_metrics import RewardMetrics
-from rl_megatron.rollouts.batch import COMPONENT, data_set_places
+from rl_megatron.rollouts.batch import COMPONENT, index_data_sets
 from rl_megatron.rollouts.files import KEPT, Draw, batch_of, read_rows, rollout_file, rows, write_rows
 from rl_megatron.topology.ranks import Ranks
 
@@ -207,7 +207,7 @@ class RolloutRecord:
                 f"{unknown[0]!r}, and data.mix has {list(self._mixture)}; algorithm.teachers chooses teachers by data "
                 "set, so set data.mix of the recorded run"
             )
-        return data_set_places(names, self._mixture)
+        return index_data_sets(names, self._mixture)
 
     def logged_metrics(self, step: int) -> dict[str, float]:
         """Return what the log of a replayed asynchronous run says of a step; empty without such a log."""

@@ -20,12 +20,12 @@ from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts, Group
-from rl_megatron.rollouts.batch import data_set_places
+from rl_megatron.rollouts.batch import index_data_sets
 from rl_megatron.rollouts.group_queue import GroupQueue, QueueRules
 from rl_megatron.rollouts.pace import AsyncPace
 from rl_megatron.rollouts.record import ORDER, LoggedStep, RolloutRecord
 from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, RolloutTask
-from rl_megatron.rollouts.scored import Scored, ScoredRollouts, Scores, tasks_of
+from rl_megatron.rollouts.scored import Scored, ScoredRollouts, Scores, build_tasks
 from rl_megatron.rollouts.statistics import informative_groups, statistics
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.loop import Loop
@@ -256,7 +256,7 @@ class Sampler:
 
     def _has_samples(self, group: Group) -> bool:
         """Return whether a sample of a group may be learned from."""
-        return bool(self._rollouts.on_failure.samples_that_count(group.scores.made, self._group_size).any())
+        return bool(self._rollouts.on_failure.samples_that_count(group.scores.succeeded, self._group_size).any())
 
     # --- both ---
 
@@ -264,7 +264,7 @@ class Sampler:
         """Return the tasks of the group at a place of the stream."""
         round_, place = divmod(number, self._per_step)
         prompts, seed = self._round_of_stream(round_)
-        return tasks_of([prompts[place]] * self._group_size, seed, place * self._group_size)
+        return build_tasks([prompts[place]] * self._group_size, seed, place * self._group_size)
 
     def _round_of_stream(self, number: int) -> tuple[list[EncodedPrompt], int]:
         """Return the prompts of a round of the stream, and its seed."""
@@ -289,7 +289,7 @@ def seed_of_batch(seed: int, batch_number: int) -> int:
 def add_data_sets(rollouts: BatchedDataDict | None, prompts: Sequence[EncodedPrompt], mixture: Sequence[str]) -> None:
     """Add the key `data_set` to rollouts of these prompts, if there are any, and data sets to tell apart."""
     if rollouts is not None and mixture:
-        places = data_set_places([prompt.data_set for prompt in prompts], mixture)
+        places = index_data_sets([prompt.data_set for prompt in prompts], mixture)
         rollouts[DATA_SET] = TrajectoryIndex(rollouts).spread(places)
 
 

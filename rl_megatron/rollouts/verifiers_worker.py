@@ -12,7 +12,7 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts import hosted_verifiers
 from rl_megatron.rollouts.client import RolloutClient
 from rl_megatron.rollouts.environments import build_environment_hosts, check_in_process
-from rl_megatron.rollouts.runner import within_limit
+from rl_megatron.rollouts.runner import run_within_limit
 from rl_megatron.rollouts.trajectory import Trajectory
 
 _HOSTED = hosted_verifiers.__name__
@@ -42,7 +42,7 @@ class VerifiersWorker:
                     "rollout", example, session.base_url, session.api_key,
                     timeout=settings.seconds_per_call, waits=math.inf,
                 )  # fmt: skip
-                outcome = await within_limit(call, settings.seconds_per_call, client, _KEY)
+                outcome = await run_within_limit(call, settings.seconds_per_call, client, _KEY)
             finally:
                 await hosted.close()
             metadata = {"metrics": outcome["metrics"], "stop_condition": outcome["stop_condition"]}

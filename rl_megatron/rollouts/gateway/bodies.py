@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from json import decoder, scanner
 from typing import Any
 
-from rl_megatron.rollouts.limits import HistoryFull
+from rl_megatron.rollouts.trajectory import HistoryFull
 
 MOST_LEVELS = 64
 _LEAST_BYTES, _BYTES_OF_A_TOKEN = 1 << 20, 16  # a conversation is sent with what its template leaves out, too

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_megatron.data.conversations import ROLES
 from rl_megatron.rollouts.gateway.bodies import BodyLimits, RequestRefused, check_value, read_json, write_json
-from rl_megatron.rollouts.limits import HistoryFull
+from rl_megatron.rollouts.trajectory import HistoryFull
 
 _LIMITS_OF_ARGUMENTS = BodyLimits(10_000, 1 << 30)  # those of the policy's calls and of the agent's alike
 # What messages are compared by: role, text, tool calls, and the call and the name that a message answers for.

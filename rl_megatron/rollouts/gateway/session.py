@@ -18,11 +18,9 @@ from rl_megatron.rollouts.gateway.messages import Answered, Key, build_key, read
 from rl_megatron.rollouts.gateway.parameters import ParameterReader, Parameters
 from rl_megatron.rollouts.gateway.tool_calls import find_tool_calls
 from rl_megatron.rollouts.gateway.turns import AnsweredTurn, Branch, TextTurns, find_longest_match, join_segments
-from rl_megatron.rollouts.history import History, PastRewritten, TextHistory, check_length
-from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
-from rl_megatron.rollouts.special_tokens import without_special_tokens
+from rl_megatron.rollouts.history import History, PastRewritten, TextHistory, check_length, escape_special_tokens
 from rl_megatron.rollouts.tools.calls import Parser
-from rl_megatron.rollouts.trajectory import Trajectory
+from rl_megatron.rollouts.trajectory import HistoryFull, TokenLimits, Trajectory
 
 _T = TypeVar("_T")
 # What takes a few milliseconds is not worth the change of threads, for which the loop would wait.
@@ -293,8 +291,8 @@ class Session:
     def _begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> History:
         tokenizer = self._client.tokenizer
         return self._client.history(
-            [without_special_tokens(message, tokenizer) for message in messages],
-            [without_special_tokens(tool, tokenizer) for tool in tools] or None,
+            [escape_special_tokens(message, tokenizer) for message in messages],
+            [escape_special_tokens(tool, tokenizer) for tool in tools] or None,
             self.body_limits.characters,
         )
 

@@ -59,7 +59,7 @@ class AnsweredTurn:
     @property
     def can_grow(self) -> bool:
         """Return whether the history can grow as it is. Otherwise something else follows already."""
-        return not self.branch.is_busy and self.branch.history.is_behind(self.number)
+        return not self.branch.is_busy and self.branch.history.is_last_turn(self.number)
 
     @property
     def messages(self) -> list[Message]:

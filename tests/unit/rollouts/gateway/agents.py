@@ -6,7 +6,7 @@ from functools import wraps
 import httpx
 
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.rollouts.batch import trajectory_batch
+from rl_megatron.rollouts.batch import build_trajectory_batch
 from rl_megatron.rollouts.client import RolloutClient
 from rl_megatron.rollouts.gateway.application import build_application
 from rl_megatron.rollouts.gateway.session import Session
@@ -81,7 +81,7 @@ def acts(work):
 
 def learned(agent, trajectory):
     """Return the completions that a batch of the trajectory teaches: (tokens before, tokens), each exactly once."""
-    batch = trajectory_batch([trajectory], [agent.client.prompt], Sampling(8), has_turns=True)
+    batch = build_trajectory_batch([trajectory], [agent.client.prompt], Sampling(8), has_turns=True)
     found = []
     for row in range(batch.size):
         turns = batch["turn"][row]

@@ -8,7 +8,7 @@ import pytest
 
 from rl_megatron.rollouts.gateway.application import build_application
 from rl_megatron.rollouts.gateway.bodies import MOST_LEVELS
-from rl_megatron.rollouts.limits import TokenLimits
+from rl_megatron.rollouts.trajectory import TokenLimits
 from tests.unit.data.chat_families import user
 from tests.unit.rollouts.gateway.agents import acts
 

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from rl_megatron.rollouts.gateway.application import build_application
-from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.tools.json_calls import parse_hermes
+from rl_megatron.rollouts.trajectory import TokenLimits
 from tests.unit.data.chat_families import user
 from tests.unit.rollouts.gateway.agents import acts
 from tests.unit.rollouts.gateway.test_histories import CALL, TOOLS
