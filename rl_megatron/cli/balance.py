@@ -11,7 +11,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.observability.recorded_metrics import readable_lines
-from rl_megatron.rollouts.pace import DeviceBalance, Division, devices_per_server
+from rl_megatron.rollouts.pace import DeviceBalance, Division, count_devices_per_server
 from rl_megatron.topology.degrees import validate
 
 
@@ -59,7 +59,7 @@ def engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, first: int 
     possible = _possible(config, nodes, ranks_per_node)
     file = Path(config.output_dir) / METRICS_FILE
     lines = readable_lines(file) if file.is_file() else []
-    measured = DeviceBalance.of(line for line in lines if line["stage"] == name and line["kind"] == "train")
+    measured = DeviceBalance.from_steps(line for line in lines if line["stage"] == name and line["kind"] == "train")
     devices = {
         Division((nodes - engine) * ranks_per_node, engine * _devices_of_node(stage)): engine for engine in possible
     }
@@ -77,7 +77,7 @@ def engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, first: int 
 
 def _devices_of_node(stage: StageConfig) -> int:
     """Return the devices of a node that runs servers."""
-    return servers_of(stage).num_servers * devices_per_server(stage.generation)
+    return servers_of(stage).num_servers * count_devices_per_server(stage.generation)
 
 
 def _possible(config: RunConfig, nodes: int, ranks_per_node: int) -> list[int]:
