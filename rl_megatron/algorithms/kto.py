@@ -176,7 +176,7 @@ class HeldoutLabelled(Evaluation):
     max_length: int
 
     @classmethod
-    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+    def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
         """Return the evaluation on the held-out answers.
 
         Raises:

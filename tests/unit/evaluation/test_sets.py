@@ -116,7 +116,7 @@ def test_sets_are_evaluated_when_they_are_due(tmp_path):
     ends = "{name: ends, task: arithmetic, num_problems: 2, every: 0}"
     stage = stage_with(SUMS, other, ends)
     sets = EvalSets(stage, "grpo", Characters(), RUNNER, tmp_path)
-    due = {step: [each.config.name for each in sets.due(step, step == 7)] for step in range(8)}
+    due = {step: [each.config.name for each in sets.select_due(step, step == 7)] for step in range(8)}
     everything = ["sums", "other", "ends"]
     assert due == {
         0: everything,

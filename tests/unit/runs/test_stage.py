@@ -297,7 +297,7 @@ def test_heldout_problems_are_answered_and_scored():
     prompts = [EncodedPrompt([ord(each.prompt)], each, each.as_record()) for each in problems]
     engine = Scripted({prompt: ["1" if prompt < "c" else "0"] for prompt in "abcdefgh"})
     evaluation = HeldoutProblems(prompts, Characters(), Sampling(4, temperature=0.0), "accuracy")
-    evaluation = evaluation.made_by(rollouts_of(ScoredHere(Echo())))
+    evaluation = evaluation.with_rollouts(rollouts_of(ScoredHere(Echo())))
     measures, samples = evaluation.evaluate(None, engine)
     assert measures == {"accuracy": 0.25}
     assert samples[0] == {"prompt": "a", "completion": "1", "answer": "1", "reward": 1.0}
