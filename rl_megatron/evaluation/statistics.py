@@ -105,8 +105,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
     If a value is the mean over samples of the problem, this is the standard error that is clustered by problem.
 
-    Raises:
-        ValueError: There is no value.
+    There must be at least one value.
     """
     count = len(values)
     if not count:

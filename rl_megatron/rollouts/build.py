@@ -73,7 +73,7 @@ def build_rollout_rules(settings: TrajectoryConfig, longest: int) -> RolloutRule
 def check_worker(stage: StageConfig, tokenizer: Tokenizer, loads: bool) -> None:
     """Check the rollout worker of a stage that scores completions.
 
-    `loads` tells whether to load the environment, in a process of its own.
+    `loads` tells whether to load the environment, in a separate process.
     """
     if not stage.scores_completions:
         return

@@ -53,7 +53,7 @@ class RolloutClient:
             name: The name of the trajectory, unique among those that run.
             seed: The seed of its first request.
             prompt: The prompt of the task.
-            sampling: How completions are sampled if the worker does not say so.
+            sampling: How completions are sampled if the worker does not choose.
             tokenizer: The run's tokenizer.
             limits: The limits of its tokens.
             answer: Returns the completion of a request.
@@ -77,7 +77,7 @@ class RolloutClient:
 
         Args:
             ids: The tokens, at least one.
-            sampling: How the completion is sampled; None: as the generation section says.
+            sampling: How the completion is sampled; None: as in the generation section.
 
         Raises:
             HistoryFull: No token fits after them.
@@ -190,7 +190,7 @@ class RolloutClient:
 
         Args:
             parser: The parser of tool calls; None: the one that `rollout.agent.tool_format` names.
-            sampling: How completions are sampled if a request does not say so; None: as the generation section says.
+            sampling: How completions are sampled if a request does not choose; None: as in the generation section.
 
         Raises:
             RuntimeError: The client was made without a gateway.

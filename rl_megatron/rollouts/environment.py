@@ -1,6 +1,6 @@
 """`EnvironmentStep`: an environment's response to a turn of the policy, and the check of what environments return.
 
-This module does not import torch, because environments import it in processes of their own.
+This module does not import torch, because environments import it in separate processes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class EnvironmentStep:
     """The response of an environment to a turn of the policy.
 
     Attributes:
-        messages: What the policy sees next: messages with `role` and `content`, or a text, which is one message of the
-            user. The role `environment` stands for `user`.
+        messages: The next observation of the policy: messages with `role` and `content`, or a text, which is one
+            message of the user. The role `environment` stands for `user`.
         reward: The reward of the turn.
         done: Whether the trajectory is at its end.
         truncated: Whether it ends here before its end, as at a limit of the environment's own.

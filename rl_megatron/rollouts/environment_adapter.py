@@ -1,4 +1,4 @@
-"""The adapter of a user's environment in a process of its own, which checks what the environment returns.
+"""The adapter of a user's environment in a separate process, which checks what the environment returns.
 
 An environment of NeMo RL has `step(message_log_batch, metadata)`, here with a batch of one trajectory.
 
@@ -130,9 +130,7 @@ async def make(target: str, kwargs: Mapping[str, Any]) -> HostedEnvironment:
 def check(target: str, kwargs: Mapping[str, Any]) -> None:
     """Check that a name is that of an environment, which takes these arguments. A user's environment is not made.
 
-    Raises:
-        ConfigError: It cannot be loaded.
-        BadAnswer: It is not an environment, or takes other arguments.
+    Raises ConfigError if it cannot be loaded, and BadAnswer if it is not an environment or takes other arguments.
     """
     factory = ENVIRONMENTS.find(target, _KEY)
     if type(factory).__module__.startswith("ray.") or not callable(factory):

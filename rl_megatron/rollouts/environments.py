@@ -1,4 +1,4 @@
-"""The environments of trajectories, in processes of their own, as rollout workers on rank 0 use them."""
+"""The environments of trajectories, in separate processes, as rollout workers on rank 0 use them."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class Environments:
 
 
 def check_environment(settings: EnvironmentConfig) -> None:
-    """Load the environment in a process of its own, and check that it is one and takes its arguments."""
+    """Load the environment in a separate process, and check that it is one and takes its arguments."""
     if settings.name is not None:
         kwargs = {"target": settings.name, "kwargs": settings.kwargs}
         check_in_process(settings, f"{_ADAPTER}:check", kwargs, settings.seconds_per_call)
 
 
 def check_in_process(settings: EnvironmentConfig, function: str, kwargs: Mapping[str, Any], seconds: float) -> None:
-    """Run a function that checks the environment in a process of its own, and raise ConfigError if it fails."""
+    """Run a function that checks the environment in a separate process, and raise ConfigError if it fails."""
     with ThreadPoolExecutor(1) as thread:  # a notebook's thread has an asyncio loop of its own
         thread.submit(asyncio.run, _check(settings, function, kwargs, seconds)).result()
 

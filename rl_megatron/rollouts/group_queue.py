@@ -88,7 +88,7 @@ class GroupQueue:
         self._weights: int | None = None  # the step of the weights that the engine has
         self._dropped: dict[int, str] = {}
         self._still_running: list[int] = []  # of the dropped ones
-        self._num_equal = self._num_missing = 0  # dropped for equal rewards in all, and not made again for this step
+        self._num_equal = self._num_missing = 0  # dropped for equal rewards: in all, and without a replacement
         self._num_to_refill = self._num_refilled = 0
 
     @property
@@ -170,7 +170,7 @@ class GroupQueue:
     # --- runs that are continued ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups that are left, as plain values. Those that were started begin again after a resume."""
+        """Return the groups that are left, as plain values. Those that were started restart after a resume."""
         left = sorted([*self._groups, *self._again])
         return {"step": self._step, "next": self._next, "again": left, "num_equal": self._num_equal}
 

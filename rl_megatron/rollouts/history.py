@@ -120,7 +120,7 @@ class History(ABC):
         """Append the engine's completion, and return it. Its text is the last message.
 
         Args:
-            sampling: How it is sampled; None: as the generation section says.
+            sampling: How it is sampled; None: as in the generation section.
 
         Raises:
             HistoryFull: No token fits.

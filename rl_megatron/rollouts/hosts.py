@@ -181,7 +181,7 @@ class HostProcess:
 
         Args:
             guilty: The call that is the cause.
-            why: What it did, or what the process did if there is no such call; None: the process has ended by itself.
+            why: The end of a message about that call, or about the process; None: the process has ended by itself.
         """
         if self.has_ended:
             return

@@ -37,7 +37,7 @@ class OpenEnv:
         reset_fields: Sequence[str] = (),
         malformed_reward: float = 0.0,
     ):
-        """Load the client and the functions. Nothing is connected yet.
+        """Load the client and the functions, without connecting.
 
         Args:
             base_url: The address of the server; None if the client knows it.

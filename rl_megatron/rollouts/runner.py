@@ -36,7 +36,7 @@ _MOST_LOSSES, _MOST_UNEXPLAINED_LOSSES = 1000, 10
 
 
 class RolloutFailed(RunFailed):
-    """A task failed in all its attempts, and the configuration says that the run ends then."""
+    """A task failed in all its attempts, and `rollout.on_failure` ends the run."""
 
 
 class WorkerLeft(RuntimeError):
@@ -171,8 +171,8 @@ class RolloutRunner:
     async def attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
         """Run a task on the loop until an attempt succeeds or there are no more.
 
-        An attempt whose process was lost does not count. If all attempts failed, RolloutFailed is raised if the rules
-        say so.
+        An attempt whose process was lost does not count. RolloutFailed is raised after the last attempt if a failed
+        task ends the run.
         """
         rules, failed, failure = self.rules, 0, ""
         losses = {True: _MOST_LOSSES, False: _MOST_UNEXPLAINED_LOSSES}

@@ -137,7 +137,7 @@ class ScoredRollouts:
         Args:
             engine: The engine, which has the policy's current weights.
             prompts: The prompts; only rank 0 needs them.
-            sampling: How completions are sampled if the worker does not say so.
+            sampling: How completions are sampled if the worker does not choose.
             seed: The seed of all random numbers of the engine.
             group_size: How many trajectories in a row are compared with each other.
 

@@ -114,7 +114,7 @@ def describe_distribution(name: str, values: Tensor, moments: Moments, ranks: Ra
     """Return the standard deviation, the extremes and some quantiles of all ranks' values; nothing if there are none.
 
     Args:
-        name: What the values are.
+        name: The name of the values.
         values: [n] This rank's.
         moments: All ranks' moments.
         ranks: The ranks that share the values.

@@ -95,7 +95,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What a rollout worker returns for one task.
+    """The result of a rollout worker for one task.
 
     Attributes:
         segments: The histories with their completions. At least one history has a completion.

@@ -55,6 +55,6 @@ class VerifiersWorker:
 
 
 def check_verifiers(settings: EnvironmentConfig) -> None:
-    """Load the environment in a process of its own, or raise ConfigError."""
+    """Load the environment in a separate process, or raise ConfigError."""
     kwargs = {"name": settings.name, "kwargs": settings.kwargs}
     check_in_process(settings, f"{_HOSTED}:check", kwargs, _SECONDS_TO_LOAD)

@@ -18,7 +18,7 @@ _LARGEST = 99  # a number has two digits
 
 @dataclass(frozen=True)
 class GuessingTask(GeneratedConversations):
-    """The problem `01-16`: find a number from 1 to 16. Problems differ in the number, which the prompt does not say.
+    """The problem `01-16`: find a number from 1 to 16. Problems differ in the number, which the prompt hides.
 
     The demonstrations guess at random. Only some of the guesses agree with the answers before.
 
@@ -78,7 +78,7 @@ class GuessingTask(GeneratedConversations):
 
 
 class GuessingGame:
-    """An environment that says whether its number is higher or lower than a guess. The right guess has the reward 1."""
+    """An environment that answers whether its number is higher or lower than a guess. The right guess gets reward 1."""
 
     def reset(self, record: Mapping[str, Any]) -> None:
         """Take the number of a problem. The prompt stays the first message."""

@@ -19,9 +19,6 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the messages of a request, as a chat template takes them.
 
     Parts of text are joined, the arguments of tool calls become mappings, and keys with the value null are left out.
-
-    Raises:
-        RequestRefused: They are malformed, or have parts that are not text.
     """
     if not isinstance(messages, list) or not messages:
         raise RequestRefused("messages must be a list with at least one message", param="messages")

@@ -45,7 +45,7 @@ class Gateway:
 
         Args:
             client: The client that completes tokens.
-            sampling: How completions are sampled if a request does not say so.
+            sampling: How completions are sampled if a request does not choose.
             parser: The parser of tool calls; None: the one that `rollout.agent.tool_format` names.
 
         Raises:

@@ -23,7 +23,7 @@ from rl_megatron.rollouts.tools.calls import Parser
 from rl_megatron.rollouts.trajectory import HistoryFull, TokenLimits, Trajectory
 
 _T = TypeVar("_T")
-# What takes a few milliseconds is not worth the change of threads, for which the loop would wait.
+# Work of a few milliseconds is not worth a change of threads, for which the loop would wait.
 _SHORT_BODY = 8192  # bytes
 _FEW_TURNS = 256  # among which a conversation is looked for
 SHORT_COMPLETION = 1024  # tokens
@@ -98,7 +98,7 @@ class Session:
     Attributes:
         base_url: The address for OpenAI's client.
         api_key: The key of this session alone.
-        body_limits: What the bodies of its requests may have.
+        body_limits: The limits of the bodies of its requests.
         texts: The turns of requests with a prompt of text or tokens.
     """
 
@@ -268,7 +268,7 @@ class Session:
             reward: The environment's reward for the whole.
             truncated: Whether it ended before its end; None: if a history was full, or if the last completion did not
                 end by itself.
-            metadata: What reward functions get as `metadata`. The number of completions that nobody has got is added
+            metadata: What reward functions get as `metadata`. The number of completions that nobody received is added
                 as `unheard_completions`, if there are any.
 
         Raises:

@@ -30,7 +30,7 @@ class Branch:
 
     @property
     def heard(self) -> list[AnsweredTurn]:
-        """Return the turns whose answers the agent has got. Others are the last, because nothing can follow them."""
+        """Return the turns whose answers the agent received. Others are the last, because nothing can follow them."""
         return [turn for turn in self.turns if turn.is_heard]
 
 
@@ -43,7 +43,7 @@ class AnsweredTurn:
         order: Its number among all turns of the session.
         asked: The messages of the request after those of the turn before, as they are compared; none for
             /v1/completions.
-        is_heard: Whether the agent has got the answer.
+        is_heard: Whether the agent received the answer.
         following: The turns that answered requests which continue this one.
     """
 

@@ -66,7 +66,7 @@ def _value(node: ast.expr) -> Value:
 
 
 def _check_power(base: Value, exponent: Value) -> None:
-    """Refuse a power that takes long before it is too large, or that is no real number."""
+    """Refuse a power that takes long before it is too large, or that is not a real number."""
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
         if abs(base) > 1 and base.bit_length() * exponent > 2 * _MOST_BITS:
             raise ValueError("the power is too large")

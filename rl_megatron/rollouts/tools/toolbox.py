@@ -32,7 +32,7 @@ _ID = re.compile(r"[0-9A-Za-z]{9}")  # what Mistral's templates accept
 
 
 class ToolFailed(RuntimeError):
-    """A call of a tool failed or could not be read, and the configuration says that the trajectory fails then."""
+    """A call of a tool failed or could not be read, and `rollout.tools.on_error` is "fail"."""
 
 
 class Hosts(Protocol):

@@ -81,7 +81,7 @@ def _call(function: str, parameters: Parameters) -> ToolCall:
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return what a text stands for; a text that is no JSON and no literal stays text, which the schema refuses."""
+    """Return the value of a text; one that is neither JSON nor a literal stays text, which the schema refuses."""
     if schema.get("type") == "string":
         return None if schema.get("nullable") and text in ("None", "null") else text
     try:
