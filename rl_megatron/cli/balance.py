@@ -63,7 +63,7 @@ def engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, first: int 
     devices = {
         Division((nodes - engine) * ranks_per_node, engine * _devices_of_node(stage)): engine for engine in possible
     }
-    best = measured.best(devices)
+    best = measured.find_best(devices)
     if best is None:
         wanted = nodes // 2 if first is None else first
         chosen = min(possible, key=lambda engine: (abs(engine - wanted), engine))
@@ -71,7 +71,7 @@ def engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, first: int 
             "stage %s: %s has no asynchronous step yet; %d of %d nodes run servers", name, file, chosen, nodes
         )
         return chosen
-    log.LOGGER.info("stage %s: %s; %d of %d nodes run servers", name, measured.said(), devices[best], nodes)
+    log.LOGGER.info("stage %s: %s; %d of %d nodes run servers", name, measured.describe(), devices[best], nodes)
     return devices[best]
 
 

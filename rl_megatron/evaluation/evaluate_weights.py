@@ -161,8 +161,10 @@ def _finish(job: EvalJob, opened: list[_SetFile]) -> None:
     for one in opened:
         lines = one.file.read()
         columns = ([line[key] for line in lines] for key in ("text", "reward", "length", "truncated"))
-        results, name = one.eval_set.results([ScoredCompletions(*columns)]), one.eval_set.config.name
-        metrics |= one.eval_set.metrics(results, None if job.baseline is None else job.baseline / f"{name}.parquet")
+        results, name = one.eval_set.build_results([ScoredCompletions(*columns)]), one.eval_set.config.name
+        metrics |= one.eval_set.compute_metrics(
+            results, None if job.baseline is None else job.baseline / f"{name}.parquet"
+        )
         write_results(job.output / f"{name}.parquet", results, one.eval_set.config.right_from, one.eval_set.digest)
     disk.replace_file(job.output / METRICS, json.dumps(metrics, indent=1) + "\n")
     names = [name for one in opened for name in one.eval_set.metric_names]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron import disk, log
-from rl_megatron.evaluation.statistics import ProblemSamples, problem_values
+from rl_megatron.evaluation.statistics import ProblemSamples, compute_problem_values
 
 _DIGEST, _VALUES = b"problems", "values"
 
@@ -84,7 +84,7 @@ def _build_row(number: int, result: ProblemResult, right_from: float) -> dict[st
         "lengths": list(samples.lengths),
         "truncated": list(samples.truncated),
         "answers": None if samples.answers is None else list(samples.answers),
-        _VALUES: json.dumps(problem_values(samples, right_from)),
+        _VALUES: json.dumps(compute_problem_values(samples, right_from)),
     }
 
 

@@ -18,7 +18,7 @@ from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import encoded_prompts
 from rl_megatron.evaluation.results import ProblemResult, read_start_values, results_file, write_results
-from rl_megatron.evaluation.statistics import ProblemSamples, problem_values, set_metrics
+from rl_megatron.evaluation.statistics import ProblemSamples, compute_problem_values, compute_set_metrics
 from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.stage_sampling import stage_sampling
@@ -76,7 +76,7 @@ class EvalSet:
         self._sampling: Sampling = stage_sampling(of_set, tokenizer, end_of_turn_ids=encoded.end_of_turn_ids)
         of_ranks = None if models is None else models.of(of_set.reward)
         self.scorer = Scorer(of_set.reward, lambda: self._problems.task, ranks, models=of_ranks)
-        self.digest = _digest(self._prompts, of_set, config)
+        self.digest = _compute_digest(self._prompts, of_set, config)
         names = statistic_names(config.n, self._problems.reads_answers)
         self.metric_names = tuple(f"{config.name}/{name}" for name in names)
 
@@ -104,7 +104,7 @@ class EvalSet:
         texts, truncated = zip(*((sample.completion, sample.truncated) for sample in scored.samples), strict=True)
         return ScoredCompletions(list(texts), scored.rewards.tolist(), list(scored.num_sampled), list(truncated))
 
-    def results(self, blocks: Sequence[ScoredCompletions]) -> list[ProblemResult]:
+    def build_results(self, blocks: Sequence[ScoredCompletions]) -> list[ProblemResult]:
         """Return the results of every problem, from the completions of all blocks."""
         texts, rewards, lengths, truncated = (
             [value for block in blocks for value in getattr(block, name)]
@@ -123,15 +123,17 @@ class EvalSet:
         return results
 
     def evaluate(self, engine: RolloutEngine, runner: RolloutRunner) -> list[ScoredCompletions]:
-        """Return the scored completions of all blocks, for `results`. Collective."""
+        """Return the scored completions of all blocks, for `build_results`. Collective."""
         blocks = -(-self.num_completions // COMPLETIONS_PER_BLOCK)
         return [self.complete_block(engine, runner, block) for block in range(blocks)]
 
-    def metrics(self, results: Sequence[ProblemResult], start: Path | None = None) -> dict[str, float]:
+    def compute_metrics(self, results: Sequence[ProblemResult], start: Path | None = None) -> dict[str, float]:
         """Return the metrics of the set, with the changes since the results in the file `start`."""
-        values = [problem_values(result.samples, self.config.right_from) for result in results]
+        values = [compute_problem_values(result.samples, self.config.right_from) for result in results]
         start_values = None if start is None else read_start_values(start, self.digest)
-        return {f"{self.config.name}/{name}": value for name, value in set_metrics(values, start_values).items()}
+        return {
+            f"{self.config.name}/{name}": value for name, value in compute_set_metrics(values, start_values).items()
+        }
 
     def close(self) -> None:
         """End the workers."""
@@ -175,8 +177,8 @@ class EvalSets:
         metrics: dict[str, float] = {}
 
         def write() -> None:
-            results = eval_set.results(completions)
-            metrics.update(eval_set.metrics(results, start))
+            results = eval_set.build_results(completions)
+            metrics.update(eval_set.compute_metrics(results, start))
             write_results(path, results, eval_set.config.right_from, eval_set.digest)
 
         ranks = self._runner.ranks
@@ -196,13 +198,13 @@ def is_multiple(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def set_metric_names(stage: StageConfig, tokenizer: Tokenizer) -> dict[str, EvalSetConfig]:
+def list_set_metric_names(stage: StageConfig, tokenizer: Tokenizer) -> dict[str, EvalSetConfig]:
     """Return the names of the metrics that can choose the best checkpoint, with the sets that have them."""
     sets = [EvalSet(stage, config, tokenizer, Ranks()) for config in stage.eval.sets]
     return {name: eval_set.config for eval_set in sets for name in eval_set.metric_names}
 
 
-def _digest(prompts: Sequence[EncodedPrompt], of_set: StageConfig, config: EvalSetConfig) -> str:
+def _compute_digest(prompts: Sequence[EncodedPrompt], of_set: StageConfig, config: EvalSetConfig) -> str:
     generation = of_set.generation
     keys = ("max_new_tokens", "temperature", "top_k", "top_p", "stop_tokens", "stop_strings")
     sampling = {key: getattr(generation, key) for key in keys} | {"n": config.n, "right_from": config.right_from}

@@ -82,7 +82,7 @@ def majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
     return sum(leading) / len(leading) if leading else 0.0
 
 
-def problem_values(samples: ProblemSamples, right_from: float) -> dict[str, float]:
+def compute_problem_values(samples: ProblemSamples, right_from: float) -> dict[str, float]:
     """Return the statistics of one problem, whose means over problems are those of the set.
 
     Args:
@@ -136,13 +136,13 @@ def paired_change(now: Sequence[float], start: Sequence[float]) -> Change | None
     return Change(difference.mean, difference.standard_error, p_value)
 
 
-def set_metrics(
+def compute_set_metrics(
     problems: Sequence[Mapping[str, float]], start: Sequence[Mapping[str, float]] | None = None
 ) -> dict[str, float]:
     """Return the metrics of a set: each statistic, its standard error and, with `start`, its change since then.
 
     Args:
-        problems: What `problem_values` returned for each problem.
+        problems: What `compute_problem_values` returned for each problem.
         start: The same for the run's start.
     """
     if not problems:

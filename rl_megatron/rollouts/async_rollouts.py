@@ -70,7 +70,7 @@ class StepGroups:
     engine_idle: float = 0.0
     trainer_idle: float | None = None
 
-    def metrics(self) -> dict[str, float]:
+    def compute_metrics(self) -> dict[str, float]:
         """Return the metrics of the queue, which rank 0 has."""
         ages = torch.tensor([age for group in self.used for age in group.ages], dtype=torch.float32)
         reasons = list(self.dropped.values())
@@ -212,7 +212,7 @@ class AsyncRollouts:
 
     async def _open(self, version: int, step: int) -> None:
         self._step_of_version[version] = step
-        self.queue.has_weights(step)
+        self.queue.note_weights(step)
         self._is_lost = False
         self._is_open.set()
         self._start_groups()
@@ -271,7 +271,7 @@ class AsyncRollouts:
 
     async def _attempt(self, task: RolloutTask) -> TaskResult:
         async with self._running_tasks:
-            return await self._rollouts.runner.attempts(self._sampling, task, self._ask)
+            return await self._rollouts.runner.run_attempts(self._sampling, task, self._ask)
 
     async def _ask(self, request: Request) -> Completion:
         """Return the completion of a request, which is repeated on a new engine if the engine is lost."""

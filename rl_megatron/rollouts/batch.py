@@ -101,10 +101,10 @@ def _split_by_filters(segment: Segment) -> list[list[tuple[int, Turn]]]:
     Logprobs are those of one temperature per sequence.
     """
     numbered = enumerate(segment.turns)
-    return [list(part) for _, part in groupby(numbered, lambda entry: _filters(entry[1].sampling))]
+    return [list(part) for _, part in groupby(numbered, lambda entry: _read_filters(entry[1].sampling))]
 
 
-def _filters(sampling: Sampling) -> tuple[float, int, float]:
+def _read_filters(sampling: Sampling) -> tuple[float, int, float]:
     return sampling.temperature, sampling.top_k, sampling.top_p
 
 

@@ -18,7 +18,7 @@ from rl_megatron.rollouts.gateway.server import Gateway
 from rl_megatron.rollouts.gateway.tool_calls import check_tool_format
 from rl_megatron.rollouts.hosts import ProcessHosts
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
-from rl_megatron.rollouts.tools.toolbox import check_tools, configured_tools
+from rl_megatron.rollouts.tools.toolbox import build_tools, check_tools
 from rl_megatron.rollouts.trajectory import TokenLimits
 from rl_megatron.rollouts.verifiers_worker import VerifiersWorker, check_verifiers
 from rl_megatron.rollouts.worker import RolloutWorker, load_worker
@@ -41,11 +41,11 @@ def build_runner(stage: StageConfig, tokenizer: Tokenizer, topology: Topology) -
         if settings.environment.name is not None:
             environments = Environments(settings.environment)
             owned.append(environments)
-        loaded = configured_tools(settings.tools)
+        loaded = build_tools(settings.tools)
         if loaded is not None:
-            hosts = loaded.hosts()
+            hosts = loaded.build_hosts()
             owned.append(hosts)
-            tools = partial(loaded.box, hosts)
+            tools = partial(loaded.open_box, hosts)
         worker = Conversation(environments, tools, settings.max_turns, settings.turn_sampling).rollout
     elif settings.worker == VERIFIERS:
         verifiers = VerifiersWorker(settings.environment)

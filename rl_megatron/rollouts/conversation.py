@@ -32,7 +32,7 @@ class Tools(Protocol):
         """Return how many calls there were and how many failed, by name."""
         ...
 
-    def calls(self, text: str) -> Sequence[Any]:
+    def find_calls(self, text: str) -> Sequence[Any]:
         """Return the calls in a turn of the policy; empty if there are none."""
         ...
 
@@ -119,7 +119,7 @@ class Conversation:
                 break
             text, stop = history.messages[-1]["content"], None
             was_cut = completion.reason != "stop"
-            if tools is not None and (calls := tools.calls(text)):
+            if tools is not None and (calls := tools.find_calls(text)):
                 messages, ends = await tools.answer(calls)
                 was_cut = was_cut or ends  # an answer was still to come
             elif environment is not None:

@@ -103,14 +103,14 @@ def read_step(result: Any) -> EnvironmentStep:
 
 
 def _read_reward(reward: Any) -> float:
-    number = _item(reward)
+    number = _unwrap_item(reward)
     if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
         raise BadAnswer(f"returned the reward {reward!r:.80}; a reward is a finite number")
     return float(number)
 
 
 def _read_switch(name: str, value: Any) -> bool:
-    flag = _item(value)
+    flag = _unwrap_item(value)
     if not isinstance(flag, bool):
         raise BadAnswer(f"returned {name}={value!r:.80}; it is True or False")
     return flag
@@ -122,7 +122,7 @@ def _read_metadata(metadata: Any) -> dict[str, Any]:
     return dict(metadata)
 
 
-def _item(value: Any) -> Any:
+def _unwrap_item(value: Any) -> Any:
     """Return the number in a scalar of numpy or torch, and other values as they are."""
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "shape", None) == () else value

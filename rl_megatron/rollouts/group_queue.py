@@ -106,13 +106,13 @@ class GroupQueue:
         """Return the number of groups that wait to be learned from."""
         return len(self._groups) - self.num_running
 
-    def has_weights(self, step: int) -> None:
+    def note_weights(self, step: int) -> None:
         """Record that the engine has the weights of a step."""
         self._weights = step
 
     def start(self) -> int | None:
         """Return the next group to start, or None if no more may run now."""
-        if self._weights is None or len(self._groups) >= self._capacity(self._weights):
+        if self._weights is None or len(self._groups) >= self._count_capacity(self._weights):
             return None
         if self._again:
             number = self._again.pop(0)
@@ -201,7 +201,7 @@ class GroupQueue:
     def _wanted(self) -> int:
         return self._rules.per_step - self._num_missing
 
-    def _capacity(self, weights: int) -> int:
+    def _count_capacity(self, weights: int) -> int:
         """Return how many groups may run or wait, now that the engine has the weights of a step."""
         rules = self._rules
         steps_ahead = min(weights + rules.max_age, rules.num_steps) - self._step

@@ -54,7 +54,12 @@ class HostWorker:
         if message is None:
             os._exit(0)  # threads of the user's code do not delay the end
         kind, number, owner, *arguments, timeout = message
-        work = {"make": self._make, "method": self._method, "function": self._function, "drop": self._drop}[kind]
+        work = {
+            "make": self._load_class,
+            "method": self._find_method,
+            "function": self._load_function,
+            "drop": self._drop,
+        }[kind]
         calls = self._calls.setdefault(owner, set())
         if kind == "drop":
             for call in calls:
@@ -110,7 +115,7 @@ class HostWorker:
         else:
             self._write(payload)
 
-    def _make(
+    def _load_class(
         self, number: int, owner: int, target: str, kwargs: Mapping[str, Any], imports: list[str]
     ) -> Callable[[], Any]:
         for import_string in imports:
@@ -122,10 +127,10 @@ class HostWorker:
 
         return make
 
-    def _method(self, number: int, owner: int, name: str, arguments: tuple[Any, ...]) -> Callable[[], Any]:
+    def _find_method(self, number: int, owner: int, name: str, arguments: tuple[Any, ...]) -> Callable[[], Any]:
         return functools.partial(getattr(self._objects[owner], name), *arguments)
 
-    def _function(self, number: int, owner: int, target: str, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    def _load_function(self, number: int, owner: int, target: str, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
         return functools.partial(load_object(target, target), **kwargs)
 
     def _drop(self, number: int, owner: int) -> Callable[[], Any]:

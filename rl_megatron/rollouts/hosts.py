@@ -127,10 +127,10 @@ class HostProcess:
             for message in self._process.receive():
                 self._take(*message)
         except Exception as error:  # whatever users' code has written into the socket
-            self._end(self._marked_call(), f"wrote into the socket of its process: {describe_error(error)}")
+            self._end(self._find_marked_call(), f"wrote into the socket of its process: {describe_error(error)}")
             return
         if self._process.has_ended:
-            self._end(self._marked_call(), None)
+            self._end(self._find_marked_call(), None)
 
     def _take(self, kind: str, *parts: Any) -> None:
         if kind == "ready":
@@ -171,7 +171,7 @@ class HostProcess:
             if min(since, now - oldest) > longest:
                 self._end(None, f"did nothing for {longest:g} seconds")
 
-    def _marked_call(self) -> _Call | None:
+    def _find_marked_call(self) -> _Call | None:
         """Return the call that the process runs, or ran when it ended."""
         marked = self._process.mark.read()
         return None if marked is None else self._calls.get(marked[0])

@@ -70,7 +70,7 @@ class AsyncPace:
         return warnings
 
     def _warn_slow(self) -> str | None:
-        waits, idle = (self._median(name) for name in ("trainer_idle", "engine_idle"))
+        waits, idle = (self._compute_median(name) for name in ("trainer_idle", "engine_idle"))
         if waits <= _MOST_WAITING:
             return None
         ratio = 1.0 / max(1.0 - waits, 1e-2)
@@ -98,7 +98,7 @@ class AsyncPace:
             "raise the bound, or set rollout.over_sampling=1, with which no group is dropped for its age"
         )
 
-    def _median(self, name: str) -> float:
+    def _compute_median(self, name: str) -> float:
         return statistics.median(step[name] for step in self._steps)
 
 

@@ -209,7 +209,7 @@ class RolloutRecord:
             )
         return index_data_sets(names, self._mixture)
 
-    def logged_metrics(self, step: int) -> dict[str, float]:
+    def read_logged_metrics(self, step: int) -> dict[str, float]:
         """Return what the log of a replayed asynchronous run has for a step; empty without such a log."""
         if self._config.replay is None:
             return {}

@@ -130,21 +130,21 @@ class RolloutRunner:
 
     def run(self, tasks: Sequence[RolloutTask], engine: RolloutEngine, sampling: Sampling) -> list[TaskResult]:
         """Return the result of each task of rank 0, in order, on rank 0, and none on other ranks. Collective."""
-        rounds = Rounds(partial(self.attempts, sampling), self.rules.concurrency)
+        rounds = Rounds(partial(self.run_attempts, sampling), self.rules.concurrency)
         requests: list[Request] = []  # of a round, on rank 0
         results: list[TaskResult] = []
 
-        async def begins_round() -> bool:
-            requests[:] = await rounds.requests()
+        async def begin_round() -> bool:
+            requests[:] = await rounds.wait_for_requests()
             return bool(requests)
 
         async def end() -> None:
-            results[:] = rounds.results()
+            results[:] = rounds.collect_results()
 
         try:
             if self.ranks.leads:
                 self.loop.wait(rounds.begin(tasks))
-            while self._wait_for_round(begins_round):
+            while self._wait_for_round(begin_round):
                 completions = engine.complete(requests)
                 if self.ranks.leads:
                     self.loop.wait(rounds.answer(completions))
@@ -164,11 +164,11 @@ class RolloutRunner:
             for resource in self._owned:
                 resource.close()
 
-    def _wait_for_round(self, begins_round: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
+    def _wait_for_round(self, begin_round: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
         with phase("environment"):
-            return self.loop.on_all_ranks(begins_round)
+            return self.loop.on_all_ranks(begin_round)
 
-    async def attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
+    async def run_attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
         """Run a task on the loop until an attempt succeeds or there are no more.
 
         An attempt whose process was lost does not count. RolloutFailed is raised after the last attempt if a failed
@@ -285,7 +285,7 @@ class Rounds:
             for number, task in enumerate(tasks)
         ]
 
-    async def requests(self) -> list[Request]:
+    async def wait_for_requests(self) -> list[Request]:
         """Wait for a round, and return its requests in the order of their tasks; none if all tasks have ended.
 
         An error that is not a failure of its task is raised.
@@ -308,7 +308,7 @@ class Rounds:
             if waiting is not None and not waiting[2].done():  # otherwise its task has ended meanwhile
                 waiting[2].set_result(answer)
 
-    def results(self) -> list[TaskResult]:
+    def collect_results(self) -> list[TaskResult]:
         """Return the results of all tasks, in their order."""
         return [work.result() for work in self._work]
 

@@ -188,7 +188,7 @@ class Sampler:
             if sum(part.trajectories.num_trajectories for part in used) >= wanted:
                 break
         outcome = statistics(rounds, self._group_size) | self._ranks.share(metrics.values)
-        outcome |= self._record.logged_metrics(step)
+        outcome |= self._record.read_logged_metrics(step)
         if self._drops_equal:
             outcome["sampling_rounds"] = float(len(rounds))
             used = [part for part in used if part.size] or rounds[-1:]  # if no group differs, the step has no gradient
@@ -224,7 +224,7 @@ class Sampler:
         metrics = RewardMetrics()
         for part in (used_metrics, equal_metrics, *(replace(group.scores.metrics, scores={}) for group in silent)):
             metrics.add(part)
-        others = self._ranks.share(lambda: metrics.values() | groups.metrics() | self._pace.devices)
+        others = self._ranks.share(lambda: metrics.values() | groups.compute_metrics() | self._pace.devices)
         others["old_logprobs_of_engine"] = float(self._loop.config.rollout.correction == "engine")
         outcome = statistics([*used, *equal], self._group_size) | others
         self._new = groups.build_log_entry(step, outcome)

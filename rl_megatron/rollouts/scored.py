@@ -149,11 +149,11 @@ class ScoredRollouts:
         """
         ranks = self.runner.ranks
         results = self.runner.run(build_tasks(prompts, seed) if ranks.leads else (), engine, sampling)
-        batch = ranks.run_on_rank0(lambda: self._batch(results, sampling), ROLLOUT_ERRORS)
+        batch = ranks.run_on_rank0(lambda: self._build_batch(results, sampling), ROLLOUT_ERRORS)
         with phase("reward"):
             scores = self.score(results, self.scorer)
         return ranks.run_on_rank0(
-            lambda: self._with_rewards(cast(BatchedDataDict, batch), results, scores, group_size), ROLLOUT_ERRORS
+            lambda: self._add_rewards(cast(BatchedDataDict, batch), results, scores, group_size), ROLLOUT_ERRORS
         )
 
     def score(self, results: Sequence[TaskResult], scorer: Scorer) -> Scores:
@@ -162,7 +162,7 @@ class ScoredRollouts:
         Ranks other than 0 give no trajectories, and get no scores.
         """
         with_ids = scorer.reads_sequences
-        samples = [self._sample(result, with_ids) for result in results]
+        samples = [self._build_sample(result, with_ids) for result in results]
         succeeded = torch.tensor([result.trajectory is not None for result in results], dtype=torch.bool)
         rewards, metrics = _score_succeeded(scorer, samples, succeeded)
         if self.runner.makes_turns:
@@ -171,16 +171,16 @@ class ScoredRollouts:
 
     def assemble(self, results: Sequence[TaskResult], scores: Scores, sampling: Sampling, group_size: int) -> Scored:
         """Return trajectories that were made and scored, as `make` returns them. It is not collective."""
-        return self._with_rewards(self._batch(results, sampling), results, scores, group_size)
+        return self._add_rewards(self._build_batch(results, sampling), results, scores, group_size)
 
-    def _batch(self, results: Sequence[TaskResult], sampling: Sampling) -> BatchedDataDict:
+    def _build_batch(self, results: Sequence[TaskResult], sampling: Sampling) -> BatchedDataDict:
         trajectories = [result.trajectory for result in results]
         if all(trajectory is None for trajectory in trajectories):
             raise RolloutFailed(f"all {len(results)} trajectories failed; the first one: {results[0].failure}")
         prompts = [result.task.prompt for result in results]
         return build_trajectory_batch(trajectories, prompts, sampling, self.runner.makes_turns)
 
-    def _sample(self, result: TaskResult, with_ids: bool) -> Sample:
+    def _build_sample(self, result: TaskResult, with_ids: bool) -> Sample:
         """Return a trajectory as reward functions get it: the completion is the last turn.
 
         A reward model reads the tokens of the whole sequence, which are added `with_ids`.
@@ -203,7 +203,7 @@ class ScoredRollouts:
         text = self.tokenizer.decode(without, skip_special_tokens=False)
         return replace(sample, sequence_ids=sequence, sequence_text=text)
 
-    def _with_rewards(
+    def _add_rewards(
         self, batch: BatchedDataDict, results: Sequence[TaskResult], scores: Scores, group_size: int
     ) -> Scored:
         """Return a batch with rewards, in which nothing is learned from trajectories that do not count."""

@@ -34,7 +34,7 @@ from rl_megatron.data.run_tokenizer import run_tokenizer
 from rl_megatron.data.same_prompts import different_prompts
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.evaluation.heldout import build_evaluation
-from rl_megatron.evaluation.sets import set_metric_names
+from rl_megatron.evaluation.sets import list_set_metric_names
 from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses.foreign import as_loss, check_call
@@ -172,7 +172,7 @@ def check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
 def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check a stage by building its sampling, engine settings, loss, training data and held-out data."""
     check_loss(stage)
-    of_sets = set_metric_names(stage, tokenizer)
+    of_sets = list_set_metric_names(stage, tokenizer)
     check_keep_best(stage, of_sets)
     _check_goals(stage, (*eval_metric_names(stage), *of_sets))
     stage_sampling(stage, tokenizer)

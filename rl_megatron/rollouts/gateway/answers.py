@@ -108,13 +108,13 @@ def _format_event(body: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n"
 
 
-def _finish_reason(turn: AnsweredTurn) -> str:
+def _choose_reason(turn: AnsweredTurn) -> str:
     if turn.answered.calls:
         return "tool_calls"
     return "stop" if turn.completion.reason == "stop" else "length"
 
 
-def _token_ids(choices: Choices, turn: AnsweredTurn) -> dict[str, Any]:
+def _build_token_ids(choices: Choices, turn: AnsweredTurn) -> dict[str, Any]:
     return {"token_ids": list(turn.completion.ids)} if choices.parameters.token_ids else {}
 
 
@@ -122,17 +122,15 @@ def _describe_end(choices: Choices, turn: AnsweredTurn, tokenizer: Tokenizer) ->
     logprobs = None
     if choices.parameters.logprobs:
         has_top = choices.parameters.top_logprobs
-        content = [
-            {**token, "top_logprobs": [token] if has_top else []} for token in _tokens_with_logprobs(turn, tokenizer)
-        ]
+        content = [{**token, "top_logprobs": [token] if has_top else []} for token in _list_tokens(turn, tokenizer)]
         logprobs = {"content": content, "refusal": None}
-    return {"finish_reason": _finish_reason(turn), "logprobs": logprobs, **_token_ids(choices, turn)}
+    return {"finish_reason": _choose_reason(turn), "logprobs": logprobs, **_build_token_ids(choices, turn)}
 
 
 def _describe_text_end(choices: Choices, turn: AnsweredTurn, tokenizer: Tokenizer) -> dict[str, Any]:
     logprobs = None
     if choices.parameters.logprobs:
-        tokens = _tokens_with_logprobs(turn, tokenizer)
+        tokens = _list_tokens(turn, tokenizer)
         offsets, position = [], 0
         for token in tokens:
             offsets.append(position)
@@ -144,10 +142,10 @@ def _describe_text_end(choices: Choices, turn: AnsweredTurn, tokenizer: Tokenize
             "top_logprobs": [{token["token"]: token["logprob"]} for token in tokens] if has_top else None,
             "text_offset": offsets,
         }
-    return {"finish_reason": _finish_reason(turn), "logprobs": logprobs, **_token_ids(choices, turn)}
+    return {"finish_reason": _choose_reason(turn), "logprobs": logprobs, **_build_token_ids(choices, turn)}
 
 
-def _tokens_with_logprobs(turn: AnsweredTurn, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def _list_tokens(turn: AnsweredTurn, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     completion = turn.completion
     texts = tokenizer.token_texts(completion.ids)
     return [

@@ -41,12 +41,16 @@ def build_application(find_session: Callable[[str], Session | None]) -> Starlett
     async def chat(request: Request) -> Response:
         session = _authorize(request, find_session)
         raw = await _read(request, session)
-        return await _answer(request, session, session.run(session.chat(raw)), build_chat_answer, stream_chat_answer)
+        return await _answer(
+            request, session, session.run(session.answer_chat(raw)), build_chat_answer, stream_chat_answer
+        )
 
     async def text(request: Request) -> Response:
         session = _authorize(request, find_session)
         raw = await _read(request, session)
-        return await _answer(request, session, session.run(session.text(raw)), build_text_answer, stream_text_answer)
+        return await _answer(
+            request, session, session.run(session.answer_text(raw)), build_text_answer, stream_text_answer
+        )
 
     return Starlette(
         routes=[
@@ -55,7 +59,7 @@ def build_application(find_session: Callable[[str], Session | None]) -> Starlett
             Route("/v1/chat/completions", _answer_errors(chat), methods=["POST"]),
             Route("/v1/completions", _answer_errors(text), methods=["POST"]),
         ],
-        exception_handlers={HTTPException: _unknown_path},
+        exception_handlers={HTTPException: _refuse_path},
     )
 
 
@@ -75,7 +79,7 @@ def _answer_errors(handler: Handler) -> Handler:
     return handle
 
 
-async def _unknown_path(request: Request, error: Exception) -> Response:
+async def _refuse_path(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     refused = RequestRefused(
         f"{request.method} {request.url.path}: the gateway answers POST /v1/chat/completions, POST /v1/completions, "
@@ -131,4 +135,4 @@ async def _answer(
     if choices.parameters.stream:
         return StreamingResponse(pieces(choices, session.tokenizer), media_type="text/event-stream")
     is_short = sum(len(turn.completion.ids) for turn in choices.turns) <= SHORT_COMPLETION
-    return await session.work(lambda: JSONResponse(whole(choices, session.tokenizer)), is_short)
+    return await session.run_job(lambda: JSONResponse(whole(choices, session.tokenizer)), is_short)

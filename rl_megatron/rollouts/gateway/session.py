@@ -155,7 +155,7 @@ class Session:
             await asyncio.wait(tasks)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def work(self, job: Callable[[], _T], is_short: bool) -> _T:
+    async def run_job(self, job: Callable[[], _T], is_short: bool) -> _T:
         """Return the result of a function, which the thread of the session runs if it may take long."""
         if self._has_ended:
             raise _refuse_ended()
@@ -169,7 +169,7 @@ class Session:
                 raise _refuse_ended() from None
             raise
 
-    async def chat(self, raw: bytes) -> Choices:
+    async def answer_chat(self, raw: bytes) -> Choices:
         """Answer the body of a request to /v1/chat/completions, or refuse it."""
         return await self._answer(raw, self._prepare_chat)
 
@@ -191,7 +191,7 @@ class Session:
 
         return _Prepared(parameters, previous, extends_branch, histories, tuple(keys[num_known:]), add)
 
-    async def text(self, raw: bytes) -> Choices:
+    async def answer_text(self, raw: bytes) -> Choices:
         """Answer the body of a request to /v1/completions, or refuse it."""
         return await self._answer(raw, self._prepare_text)
 
@@ -222,7 +222,7 @@ class Session:
         try:
             async with self._order:
                 is_short = len(raw) <= _SHORT_BODY and self._num_turns <= _FEW_TURNS
-                prepared = await self.work(lambda: prepare(read_body(raw, self.body_limits)), is_short)
+                prepared = await self.run_job(lambda: prepare(read_body(raw, self.body_limits)), is_short)
                 branches = self._occupy_branches(prepared)
             prompt = branches[0].history.ids
             turns = await self._complete(branches, prepared.parameters, prepared.asked)
@@ -357,7 +357,7 @@ class Session:
             sampling = self._client.fitting(len(ids), parameters.sampling)
             completion = await self._client.complete(ids, sampling)
             async with self._order:
-                grown, answered = await self.work(
+                grown, answered = await self.run_job(
                     lambda: self._read_completion(history.copy(), completion, sampling, parameters),
                     is_short=len(completion.ids) <= SHORT_COMPLETION,
                 )

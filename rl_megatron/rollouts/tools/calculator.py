@@ -41,7 +41,7 @@ def calculator(expression: str) -> str:
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters, and may have {_LONGEST}")
     try:
-        return _write_number(_value(ast.parse(expression.strip(), mode="eval").body))
+        return _write_number(_evaluate(ast.parse(expression.strip(), mode="eval").body))
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{expression!r} is no arithmetic expression; {_FORM}") from error
     except ZeroDivisionError as error:
@@ -50,13 +50,13 @@ def calculator(expression: str) -> str:
         raise ValueError(f"the value of {expression!r} is too large") from error
 
 
-def _value(node: ast.expr) -> Value:
+def _evaluate(node: ast.expr) -> Value:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return _check_size(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_value(node.operand))
+        return _UNARY[type(node.op)](_evaluate(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left), _value(node.right)
+        left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Pow):
             _check_power(left, right)
         return _check_size(_BINARY[type(node.op)](left, right))

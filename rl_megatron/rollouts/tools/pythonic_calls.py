@@ -41,7 +41,7 @@ def parse_pythonic(text: str, parameters: Parameters) -> list[FoundCall]:
     calls: list[FoundCall] = []
     for node in call_nodes[:MOST_CALLS]:
         try:
-            calls.append(_call(node))
+            calls.append(_read_call(node))
         except BadCall as error:
             calls.append(refuse_call(_unparse(node, text), error))
     return calls
@@ -55,12 +55,12 @@ def _unparse(node: ast.Call, text: str) -> str:
         return text
 
 
-def _call(node: ast.Call) -> ToolCall:
+def _read_call(node: ast.Call) -> ToolCall:
     if not isinstance(node.func, ast.Name):
         raise BadCall("does not begin with the name of a tool")
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         raise BadCall("has an argument without a name; write name=value")
-    arguments = {str(keyword.arg): _value(keyword) for keyword in node.keywords}
+    arguments = {str(keyword.arg): _read_value(keyword) for keyword in node.keywords}
     if len(arguments) < len(node.keywords):
         raise BadCall("has an argument twice")
     return ToolCall("", node.func.id, arguments)
@@ -70,7 +70,7 @@ def _describe(error: Exception) -> str:
     return (error.msg if isinstance(error, SyntaxError) else str(error)) or type(error).__name__
 
 
-def _value(keyword: ast.keyword) -> Any:
+def _read_value(keyword: ast.keyword) -> Any:
     try:
         return _as_json(ast.literal_eval(keyword.value))
     except (ValueError, TypeError, RecursionError, MemoryError) as error:

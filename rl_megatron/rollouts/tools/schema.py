@@ -61,7 +61,7 @@ class ArgumentCheck:
             for name, property_ in parameters["properties"].items()
         }
 
-    def problem(self, arguments: Mapping[str, Any]) -> str | None:
+    def find_problem(self, arguments: Mapping[str, Any]) -> str | None:
         """Return what is wrong with arguments, in words for the model, or None."""
         takes = ", ".join(self._names) or "none"
         for name in arguments:

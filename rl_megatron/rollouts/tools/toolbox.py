@@ -86,13 +86,13 @@ class Tools:
         self.parameters = {name: tool.schema["function"]["parameters"] for name, tool in self.tools.items()}
         self._parsers: dict[ChatTemplate | None, Parser] = {}
 
-    def hosts(self) -> ProcessHosts:
+    def build_hosts(self) -> ProcessHosts:
         """Return the processes that run the functions, without starting one."""
         settings = self.settings
         most_bytes = _BYTES_PER_CHARACTER * settings.max_answer_characters + _SPARE
         return ProcessHosts(settings.processes, HostLimits(settings.memory_mb, most_bytes), "tools")
 
-    def parser(self, template: ChatTemplate | None) -> Parser:
+    def choose_parser(self, template: ChatTemplate | None) -> Parser:
         """Return the parser of calls of a model with this chat template; None if prompts are plain text.
 
         Raises ConfigError if the format is not known, or the chat template takes no answers of tools.
@@ -104,9 +104,9 @@ class Tools:
             self._parsers[template] = parser
         return self._parsers[template]
 
-    def box(self, hosts: Hosts, template: ChatTemplate | None) -> ToolBox:
+    def open_box(self, hosts: Hosts, template: ChatTemplate | None) -> ToolBox:
         """Return the tool box of a trajectory; its chat template is None if its prompt is plain text."""
-        return ToolBox(self, hosts, self.parser(template))
+        return ToolBox(self, hosts, self.choose_parser(template))
 
 
 def check_tools(stage: StageConfig, tokenizer: Tokenizer) -> None:
@@ -114,12 +114,12 @@ def check_tools(stage: StageConfig, tokenizer: Tokenizer) -> None:
 
     If the records decide whether there is a chat template, the first trajectory checks its format of calls.
     """
-    tools = configured_tools(stage.rollout.tools)
+    tools = build_tools(stage.rollout.tools)
     if tools is not None and stage.data.format != "auto":
-        tools.parser(configured_template(stage.data, tokenizer) if stage.data.format == "chat" else None)
+        tools.choose_parser(configured_template(stage.data, tokenizer) if stage.data.format == "chat" else None)
 
 
-def configured_tools(settings: ToolsConfig) -> Tools | None:
+def build_tools(settings: ToolsConfig) -> Tools | None:
     """Return the tools of the section `rollout.tools`, or None if it names none."""
     return Tools(settings) if settings.functions else None
 
@@ -144,7 +144,7 @@ class ToolBox:
         """Return the JSON schemas of the tools, as chat templates take them."""
         return self.tools.schemas
 
-    def calls(self, text: str) -> Sequence[FoundCall]:
+    def find_calls(self, text: str) -> Sequence[FoundCall]:
         """Return the calls in the text of a turn, in their order, without those in its thinking."""
         calls = self.parse(drop_thinking(text), self.tools.parameters)
         return [call if _ID.fullmatch(call.id) else replace(call, id=self._new_id()) for call in calls]
@@ -174,7 +174,7 @@ class ToolBox:
             self.counts["malformed_calls"] += isinstance(call, MalformedCall)
             if has_failed:
                 failures.append(text)
-            messages.append({"role": "tool", "tool_call_id": call.id, "name": self._name(call), "content": text})
+            messages.append({"role": "tool", "tool_call_id": call.id, "name": self._choose_name(call), "content": text})
         on_error = self.tools.settings.on_error
         if failures and on_error == "fail":
             raise ToolFailed(f"a call of a tool failed: {failures[0]}")
@@ -190,7 +190,7 @@ class ToolBox:
         tool = self.tools.tools.get(call.name)
         if tool is None:
             return f"Error: there is no tool of this name; the tools are: {', '.join(self.tools.tools)}", True
-        problem = tool.check.problem(call.arguments)
+        problem = tool.check.find_problem(call.arguments)
         if problem is not None:
             return self._cut(f"Error: {problem}"), True
         try:
@@ -219,7 +219,7 @@ class ToolBox:
         most = self.tools.settings.max_answer_characters
         return text if len(text) <= most else f"{text[:most]}… (cut after {most} of {len(text)} characters)"
 
-    def _name(self, call: FoundCall) -> str:
+    def _choose_name(self, call: FoundCall) -> str:
         """Return the name of the tool that answers. A made-up name loses the characters that a template reads."""
         if isinstance(call, MalformedCall):
             return "malformed"

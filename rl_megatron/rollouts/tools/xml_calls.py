@@ -48,7 +48,7 @@ def parse_qwen(text: str, parameters: Parameters) -> list[FoundCall]:
             continue
         position = end.end()
         try:
-            calls.append(_call(text[begin.start(1) : end.end(1)], parameters))
+            calls.append(_read_call(text[begin.start(1) : end.end(1)], parameters))
         except BadCall as error:
             calls.append(refuse_call(text[begin.start() : position], error))
     return calls
@@ -60,7 +60,7 @@ def _explain(text: str) -> BadCall:
     return BadCall("is not <tool_call><function=NAME>…</function></tool_call>")
 
 
-def _call(function: str, parameters: Parameters) -> ToolCall:
+def _read_call(function: str, parameters: Parameters) -> ToolCall:
     match = _FUNCTION.fullmatch(function)
     name = "" if match is None else match[1].strip()
     if match is None or not name:
@@ -75,12 +75,12 @@ def _call(function: str, parameters: Parameters) -> ToolCall:
         key = parameter[1].strip()
         if key in arguments:
             raise BadCall(f"has the parameter {key!r} twice")
-        arguments[key] = _value(parameter[2], properties.get(key, {}))
+        arguments[key] = _read_value(parameter[2], properties.get(key, {}))
         position = parameter.end()
     return ToolCall("", name, arguments)
 
 
-def _value(text: str, schema: Mapping[str, Any]) -> Any:
+def _read_value(text: str, schema: Mapping[str, Any]) -> Any:
     """Return the value of a text; one that is neither JSON nor a literal stays text, which the schema refuses."""
     if schema.get("type") == "string":
         return None if schema.get("nullable") and text in ("None", "null") else text

@@ -104,12 +104,12 @@ def test_a_function_that_cannot_be_a_tool_is_refused(function, rule):
     ],
 )
 def test_arguments_are_compared_with_the_schema(arguments, problem):
-    found = ArgumentCheck(build_tool_schema(search, "key")).problem(arguments)
+    found = ArgumentCheck(build_tool_schema(search, "key")).find_problem(arguments)
     assert found == problem or (problem is not None and found is not None and found.startswith(problem))
 
 
 def test_a_long_message_about_an_argument_is_cut():
-    found = ArgumentCheck(build_tool_schema(search, "key")).problem({"query": "Rome", "most": "x" * 1000})
+    found = ArgumentCheck(build_tool_schema(search, "key")).find_problem({"query": "Rome", "most": "x" * 1000})
     assert found == "the argument 'most' is wrong: '" + "x" * 299
 
 
