@@ -250,11 +250,12 @@ class HeldoutProblems(Evaluation):
         rewards = scored.rewards.tolist()
         shown = zip(self.prompts[:_NUM_SAMPLES_KEPT], scored.samples, rewards, strict=False)
         samples = [
-            {"prompt": self._decode(p), "completion": sample.completion, "answer": p.problem.answer, "reward": reward}
-            for p, sample, reward in shown
+            {
+                "prompt": self.tokenizer.decode(prompt.ids, skip_special_tokens=False),  # as the model saw it
+                "completion": sample.completion,
+                "answer": prompt.problem.answer,
+                "reward": reward,
+            }
+            for prompt, sample, reward in shown
         ]
         return {self.metric: sum(rewards) / len(rewards)} | scored.metrics.values(), samples
-
-    def _decode(self, prompt: EncodedPrompt) -> str:
-        """Return the prompt as the model saw it, with special tokens."""
-        return self.tokenizer.decode(prompt.ids, skip_special_tokens=False)

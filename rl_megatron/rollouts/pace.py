@@ -70,7 +70,8 @@ class AsyncPace:
         return warnings
 
     def _warn_slow(self) -> str | None:
-        waits, idle = (self._compute_median(name) for name in ("trainer_idle", "engine_idle"))
+        names = ("trainer_idle", "engine_idle")
+        waits, idle = (statistics.median(step[name] for step in self._steps) for name in names)
         if waits <= _MOST_WAITING:
             return None
         ratio = 1.0 / max(1.0 - waits, 1e-2)
@@ -97,9 +98,6 @@ class AsyncPace:
             f"{_STEPS} steps were dropped as too old, so that prompts with long trajectories are hardly learned from; "
             "raise the bound, or set rollout.over_sampling=1, with which no group is dropped for its age"
         )
-
-    def _compute_median(self, name: str) -> float:
-        return statistics.median(step[name] for step in self._steps)
 
 
 class Division(NamedTuple):

@@ -26,7 +26,7 @@ from rl_megatron.rollouts.pace import AsyncPace
 from rl_megatron.rollouts.record import ORDER, LoggedStep, RolloutRecord
 from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, RolloutTask
 from rl_megatron.rollouts.scored import Scored, ScoredRollouts, Scores, build_tasks
-from rl_megatron.rollouts.statistics import informative_groups, statistics
+from rl_megatron.rollouts.statistics import describe_rollouts, informative_groups
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -187,7 +187,7 @@ class Sampler:
             used.append(keep_informative(rollouts, self._group_size) if self._drops_equal else rollouts)
             if sum(part.trajectories.num_trajectories for part in used) >= wanted:
                 break
-        outcome = statistics(rounds, self._group_size) | self._ranks.share(metrics.values)
+        outcome = describe_rollouts(rounds, self._group_size) | self._ranks.share(metrics.values)
         outcome |= self._record.read_logged_metrics(step)
         if self._drops_equal:
             outcome["sampling_rounds"] = float(len(rounds))
@@ -226,7 +226,7 @@ class Sampler:
             metrics.add(part)
         others = self._ranks.share(lambda: metrics.values() | groups.compute_metrics() | self._pace.devices)
         others["old_logprobs_of_engine"] = float(self._loop.config.rollout.correction == "engine")
-        outcome = statistics([*used, *equal], self._group_size) | others
+        outcome = describe_rollouts([*used, *equal], self._group_size) | others
         self._new = groups.build_log_entry(step, outcome)
         self._pace.note(step, outcome)
         return used[0], outcome

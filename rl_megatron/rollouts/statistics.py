@@ -43,7 +43,7 @@ def informative_groups(
     return most > least
 
 
-def statistics(parts: Sequence[Batch], group_size: int) -> dict[str, float]:
+def describe_rollouts(parts: Sequence[Batch], group_size: int) -> dict[str, float]:
     """Return metrics of rollouts: how rewards and completion lengths are distributed, and two shares.
 
     `stopped` is the share of completions that ended with a stop token. `informative_groups` is the share of groups

@@ -21,7 +21,7 @@ from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.rollouts.batch import build_trajectory_batch
 from rl_megatron.rollouts.sampler import join, keep_informative
-from rl_megatron.rollouts.statistics import statistics
+from rl_megatron.rollouts.statistics import describe_rollouts
 from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
 
 SAMPLING = Sampling(8)
@@ -122,7 +122,7 @@ def test_groups_are_of_trajectories(batch):
 
 
 def test_statistics_are_over_trajectories_that_have_not_failed(batch):
-    found = statistics([Batch.whole(batch)], 1)
+    found = describe_rollouts([Batch.whole(batch)], 1)
     assert found["reward"] == 3.25 and found["completion_tokens"] == 3.0
     assert found["stopped"] == 0.5 and found["reward_min"] == 2.5
 
