@@ -19,7 +19,7 @@ TOO_OLD, EQUAL_REWARDS, NOT_IN_TIME = "too old", "equal rewards", "not in time" 
 
 @dataclass(frozen=True)
 class QueueRules:
-    """How many groups may run, and how old they may become.
+    """The limits of the number of groups that run, and of their ages.
 
     Attributes:
         per_step: The number of groups that a step learns from.

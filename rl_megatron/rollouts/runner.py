@@ -49,7 +49,7 @@ ROLLOUT_ERRORS = (RolloutFailed, RewardFailed, EngineFailed, NonFiniteLoss, Conf
 
 @dataclass(frozen=True)
 class RolloutRules:
-    """How tasks run.
+    """The limits of tasks, and the handling of failures.
 
     Attributes:
         on_rewrite: What happens if a chat template rewrites the past; see `ChatHistory`.

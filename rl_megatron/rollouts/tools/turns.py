@@ -23,7 +23,7 @@ _ANSWERS = ("ANSWER-5c1e07", "REPLY-5c1e07")
 
 @dataclass(frozen=True)
 class _StandIn:
-    """How a template writes a list of calls.
+    """The text of a template around a list of calls.
 
     Attributes:
         beginning: The text from the beginning of the turn to the name of the first call.
