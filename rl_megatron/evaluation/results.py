@@ -45,7 +45,7 @@ def write_results(path: Path, results: Sequence[ProblemResult], right_from: floa
     import pyarrow
     import pyarrow.parquet
 
-    rows = [_build_row(number, result, right_from) for number, result in enumerate(results)]
+    rows = [_describe_problem(number, result, right_from) for number, result in enumerate(results)]
     table = pyarrow.Table.from_pylist(rows, schema=_build_schema())
     table = table.replace_schema_metadata({_DIGEST: digest.encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def read_start_values(path: Path, digest: str) -> list[Mapping[str, float]] | No
     return [json.loads(text) for text in table.column(_VALUES).to_pylist()]
 
 
-def _build_row(number: int, result: ProblemResult, right_from: float) -> dict[str, Any]:
+def _describe_problem(number: int, result: ProblemResult, right_from: float) -> dict[str, Any]:
     samples = result.samples
     return {
         "problem": number,
