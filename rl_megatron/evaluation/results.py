@@ -45,8 +45,8 @@ def write_results(path: Path, results: Sequence[ProblemResult], right_from: floa
     import pyarrow
     import pyarrow.parquet
 
-    rows = [_describe_problem(number, result, right_from) for number, result in enumerate(results)]
-    table = pyarrow.Table.from_pylist(rows, schema=_build_schema())
+    lines = [_describe_problem(number, result, right_from) for number, result in enumerate(results)]
+    table = pyarrow.Table.from_pylist(lines, schema=_build_schema())
     table = table.replace_schema_metadata({_DIGEST: digest.encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()

@@ -93,7 +93,7 @@ class RolloutClient:
         self._requests.add(request)
         self._num_reserved += sampling.max_new_tokens
         try:
-            with self._measure_wait():
+            with self._time_wait():
                 completion = await request
         finally:
             self._requests.discard(request)
@@ -114,7 +114,7 @@ class RolloutClient:
         return self._seconds_waited + waits
 
     @contextmanager
-    def _measure_wait(self) -> Iterator[None]:
+    def _time_wait(self) -> Iterator[None]:
         if self._num_waiting == 0:
             self._waiting_since = time.monotonic()
         self._num_waiting += 1

@@ -138,7 +138,7 @@ class DeviceBalance:
             self._division, self._busy = division, []
         self._busy.append((1.0 - metrics["trainer_idle"], 1.0 - metrics["engine_idle"]))
 
-    def measure(self) -> tuple[Division, float, float] | None:
+    def summarise(self) -> tuple[Division, float, float] | None:
         """Return (the newest division, the median shares of time in which training and the engine were busy)."""
         if self._division is None:
             return None
@@ -150,7 +150,7 @@ class DeviceBalance:
 
         The measured division is returned if it is among the divisions and no other one makes a step shorter by 5 %.
         """
-        measured = self.measure()
+        measured = self.summarise()
         if measured is None:
             return None
         now, trainer, engine = measured
@@ -166,7 +166,7 @@ class DeviceBalance:
 
     def describe(self) -> str:
         """Return the measurements in words; there is at least one step."""
-        measured = self.measure()
+        measured = self.summarise()
         assert measured is not None
         now, trainer, engine = measured
         return (
@@ -176,7 +176,7 @@ class DeviceBalance:
 
     def report(self) -> str | None:
         """Return the measurements and the balanced division in words, or None without a step."""
-        measured = self.measure()
+        measured = self.summarise()
         if measured is None:
             return None
         now, total = measured[0], sum(measured[0])

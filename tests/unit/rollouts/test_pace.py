@@ -95,7 +95,7 @@ def test_balanced_devices_and_the_fewest_are_said_to_be():
 
 def test_steps_of_an_earlier_division_do_not_count():
     lines = [metrics(4, 4, 0.0, 0.9)] * 9 + [metrics(6, 2, 0.5, 0.0)] * 3
-    assert DeviceBalance.from_steps(lines).measure() == (Division(6, 2), 0.5, 1.0)
+    assert DeviceBalance.from_steps(lines).summarise() == (Division(6, 2), 0.5, 1.0)
 
 
 def test_the_measured_division_stays_if_no_other_is_five_percent_faster():
