@@ -146,7 +146,7 @@ class Doubles:
     def __init__(self, template):
         self.counts = {"tool_calls": 0}
 
-    def calls(self, text):
+    def find_calls(self, text):
         return [int(text.strip("[]"))] if text.startswith("[") else []
 
     async def answer(self, calls):

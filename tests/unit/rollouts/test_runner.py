@@ -184,7 +184,7 @@ def test_a_worker_that_ignores_its_end_is_left_behind(caplog):
         seconds_to_end=0.1,
     )  # fmt: skip
     assert "took longer than rollout.timeout_seconds=0.1" in result.failure
-    assert "goes on although it was cancelled" in caplog.text
+    assert "continues although it was cancelled" in caplog.text
 
 
 def test_an_engine_that_fails_ends_the_run():
