@@ -105,7 +105,7 @@ class Engine:
 class Sets:
     """Two named sets: one that reaches a goal, which is due every 2 steps, and one that is due at the end only."""
 
-    def due(self, step, last):
+    def select_due(self, step, last):
         return [name for name, is_due in (("often", last or step % 2 == 0), ("late", last)) if is_due]
 
     def evaluate(self, step, sets, engine):
@@ -395,7 +395,7 @@ def test_a_reward_model_is_evaluated_by_its_scores():
 def test_pairs_are_compared_as_the_loss_compares_them(average, per_token):
     config = load_config(["algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=x",
                    f"loss.preference_average_log_probs={average}"]).first  # fmt: skip
-    assert HeldoutPairs.of_stage(config, HeldoutBatch(BatchedDataDict()), Characters()).per_token is per_token
+    assert HeldoutPairs.from_stage(config, HeldoutBatch(BatchedDataDict()), Characters()).per_token is per_token
 
 
 def test_a_warning_names_the_records_that_its_step_has_learned_from(make, caplog):
