@@ -72,7 +72,6 @@ class CompletionJob:
         return self.prompts.prompts[prompt], sample
 
     def sampling(self) -> Sampling:
-        """Return how completions are sampled."""
         return stage_sampling(self.stage, self.tokenizer, self.greedy, self.prompts.end_of_turn_ids)
 
 

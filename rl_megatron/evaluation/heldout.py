@@ -98,12 +98,10 @@ class HeldoutAnswers(Evaluation):
 
     @classmethod
     def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
-        """Return the evaluation on the held-out sequences."""
         return cls(heldout.batch)
 
     @classmethod
     def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
-        """Return the names of the eval metrics."""
         return ("nll_per_token",)
 
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> EvalResult:
@@ -111,7 +109,6 @@ class HeldoutAnswers(Evaluation):
         return {"nll_per_token": self._compute_nll(policy)}, []
 
     def item_lengths(self) -> list[list[int]]:
-        """Return the number of tokens of every sequence."""
         return self.batch["input_lengths"].view(-1, 1).tolist()
 
     def _compute_nll(self, policy: MegatronPolicy) -> float:
@@ -140,7 +137,6 @@ class HeldoutText(HeldoutAnswers):
 
     @classmethod
     def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
-        """Return the names of the eval metrics."""
         return ("nll_per_token", "nll_per_character")
 
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> EvalResult:
@@ -163,7 +159,6 @@ class HeldoutPairs(Evaluation):
 
     @classmethod
     def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
-        """Return the evaluation on the held-out pairs."""
         return cls(heldout.batch, per_token=getattr(configured_loss(stage.loss), "averages_logprobs", False))
 
     @classmethod
@@ -219,7 +214,6 @@ class HeldoutProblems(Evaluation):
 
     @classmethod
     def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
-        """Return the evaluation on the held-out problems."""
         encoded = encoded_prompts(stage, heldout.problems, build_source(stage).renderer(tokenizer))
         sampling = stage_sampling(stage, tokenizer, greedy=True, end_of_turn_ids=encoded.end_of_turn_ids)
         (metric,) = cls.metric_names(stage, has_reference=False)

@@ -82,7 +82,6 @@ class EvalSet:
 
     @property
     def num_completions(self) -> int:
-        """Return how many completions an evaluation has."""
         return len(self._prompts) * self.config.n
 
     def complete_block(self, engine: RolloutEngine, runner: RolloutRunner, block: int) -> ScoredCompletions:
@@ -136,7 +135,6 @@ class EvalSet:
         }
 
     def close(self) -> None:
-        """End the workers."""
         self.scorer.close()
 
 
@@ -188,7 +186,6 @@ class EvalSets:
         return ranks.share(lambda: metrics)
 
     def close(self) -> None:
-        """End the workers of all sets."""
         for eval_set in self.sets:
             eval_set.close()
 

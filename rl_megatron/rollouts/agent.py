@@ -56,7 +56,6 @@ class AgentWorker:
     """The worker that runs the command of `rollout.agent` for each trajectory."""
 
     def __init__(self, settings: AgentConfig):
-        """Keep the settings, which have a command."""
         self._settings = settings
         self._command = shlex.split(settings.command or "")
 
@@ -71,7 +70,6 @@ class AgentWorker:
             return [session.trajectory(result.reward, metadata=result.metadata)]
 
     async def _run(self, client: RolloutClient, session: Session, directory: Path) -> None:
-        """Run the program until it ends."""
         guarded = directory / "guarded"  # the guardian removes it
         with (directory / "output").open("w+b") as output:
             process = await asyncio.create_subprocess_exec(

@@ -68,7 +68,6 @@ class Conversation:
         self._max_turns, self._turns = max_turns, turns
 
     async def rollout(self, client: RolloutClient, record: Mapping[str, Any], sampling: Sampling) -> list[Trajectory]:
-        """Return the trajectory of a task."""
         chat = client.prompt.chat()
         tools = None if self._tools is None else self._tools(None if chat is None else chat[0])
         schemas = None if tools is None or chat is None else tools.schemas  # plain text describes tools by its prompt

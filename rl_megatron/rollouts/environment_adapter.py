@@ -91,7 +91,6 @@ class HostedEnvironment:
     """A user's environment, with async methods that return checked values."""
 
     def __init__(self, environment: Any):
-        """Keep the environment."""
         self._environment = environment
         self._nemo = NemoEnvironment(environment) if is_of_nemo(environment) else None
 

@@ -43,7 +43,6 @@ class Environment:
         return EnvironmentStep(**await self._hosted.call("step", answer, timeout=self._seconds))
 
     async def close(self) -> None:
-        """Close the environment, and forget it."""
         await self._hosted.close()
 
 
@@ -55,7 +54,6 @@ class Environments:
         self._settings, self._hosts = settings, build_environment_hosts(settings)
 
     async def make(self) -> Environment:
-        """Return a new environment."""
         settings = self._settings
         kwargs = {"target": settings.name, "kwargs": settings.kwargs}
         seconds, shown = settings.seconds_per_call, f"environment {settings.name}"
@@ -64,7 +62,6 @@ class Environments:
         return Environment(hosted, seconds)
 
     def close(self) -> None:
-        """End the processes."""
         self._hosts.close()
 
 

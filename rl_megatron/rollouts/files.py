@@ -62,7 +62,6 @@ class Draw:
 
 
 def rollout_file(directory: Path, step: int) -> Path:
-    """Return the file of a step."""
     return directory / f"step-{step:06}.parquet"
 
 

@@ -93,12 +93,10 @@ class GroupQueue:
 
     @property
     def next_step(self) -> int:
-        """Return the next step that takes groups."""
         return self._step
 
     @property
     def num_running(self) -> int:
-        """Return the number of groups that run."""
         return sum(group.oldest is None for group in self._groups.values())
 
     @property

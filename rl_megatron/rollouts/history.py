@@ -113,7 +113,6 @@ class History(ABC):
 
     @property
     def num_turns(self) -> int:
-        """Return the number of completions."""
         return len(self._turns) + sum(len(segment.turns) for segment in self._closed)
 
     async def complete(self, sampling: Sampling | None = None) -> Completion:
@@ -227,12 +226,10 @@ class TextHistory(History):
     """A history of plain text, to which texts are appended as they are."""
 
     def __init__(self, client: Completes, tokenizer: Tokenizer, ids: Sequence[int], most_characters: int | None = None):
-        """Begin with the tokens of a prompt."""
         super().__init__(client, ids, [{"role": "user", "content": tokenizer.decode(ids)}], most_characters)
         self._tokenizer = tokenizer
 
     def extend(self, messages: Sequence[Message]) -> None:
-        """Append the texts of messages."""
         text = "".join(message_text(message) for message in messages)
         check_length(text, self._most_characters)
         self.messages += messages

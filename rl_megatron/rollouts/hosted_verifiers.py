@@ -15,7 +15,6 @@ class HostedRollout:
     """One trajectory of an environment that all trajectories of the process share."""
 
     def __init__(self, environment: VerifiersEnvironment):
-        """Keep the environment."""
         self._environment = environment
 
     async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:

@@ -105,7 +105,6 @@ class OpenEnv:
         return EnvironmentStep(message or (), reset_reward + reward if reset_reward else reward, result.done)
 
     async def close(self) -> None:
-        """End the session."""
         if self._client is not None:
             await call_user_code(self._client.close)
 

@@ -114,7 +114,6 @@ class DeviceBalance:
     """
 
     def __init__(self) -> None:
-        """Start without steps."""
         self._division: Division | None = None
         self._busy: list[tuple[float, float]] = []
 

@@ -277,7 +277,6 @@ class Rounds:
         self._failure: Exception | None = None
 
     async def begin(self, tasks: Sequence[RolloutTask]) -> None:
-        """Start the tasks."""
         running = asyncio.Semaphore(self._most)
         self._num_unstarted = len(tasks)
         self._work = [
@@ -313,7 +312,6 @@ class Rounds:
         return [work.result() for work in self._work]
 
     async def cancel(self) -> None:
-        """End all tasks."""
         for work in self._work:
             work.cancel()
 

@@ -88,7 +88,6 @@ class Scored(Scores):
 
     @property
     def num_failed(self) -> int:
-        """Return how many trajectories failed."""
         return len(self.succeeded) - int(self.succeeded.sum())
 
 

@@ -50,7 +50,6 @@ class VerifiersWorker:
             return [session.trajectory(outcome["reward"], truncated=truncated, metadata=metadata)]
 
     def close(self) -> None:
-        """End the processes."""
         self._hosts.close()
 
 

@@ -48,12 +48,10 @@ class GuessingTask(GeneratedConversations):
             raise ValueError(f"{self.name}: share_of_right_guesses={share} must lie between 0 and 1")
 
     def draw(self, source: random.Random) -> Problem:
-        """Return a game with a random number."""
         number = source.randint(1, self.num_numbers)
         return Problem(f"01-{self.num_numbers:02}", f"{number:02}", {"number": number})
 
     def conversation(self, problem: Problem, source: random.Random) -> list[Message]:
-        """Return a game."""
         possible = range(1, self.num_numbers + 1)  # with the answers so far
         game = GuessingGame()
         game.reset(problem.record)
@@ -85,7 +83,6 @@ class GuessingGame:
         self._number = int(record["number"])
 
     def step(self, answer: str) -> EnvironmentStep:
-        """Return the answer to a guess."""
         guess = answer.strip()
         if re.fullmatch("[0-9]{1,4}", guess) is None:
             return EnvironmentStep("number")

@@ -56,7 +56,6 @@ class TextWorldTask(GeneratedConversations):
         return Problem(_describe(start, key, door), "open door", record)
 
     def conversation(self, problem: Problem, source: random.Random) -> list[Message]:
-        """Return a walk."""
         world = TextWorld()
         world.reset(problem.record)
         messages: list[Message] = [{"role": "user", "content": problem.prompt}]
@@ -84,7 +83,6 @@ class TextWorld:
         self._size, self._has_key = int(record["size"]), False
 
     def step(self, answer: str) -> EnvironmentStep:
-        """Return the observation after a command."""
         command = answer.strip()
         if command == "open door" and self._has_key and self._at == self._door:
             return EnvironmentStep(reward=1.0, done=True)

@@ -38,7 +38,6 @@ class RequestRefused(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Return the body of the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

@@ -65,7 +65,6 @@ class Gateway:
             await session.end()
 
     async def close(self) -> None:
-        """End the server."""
         if self._serving is None:
             return
         self._server.should_exit = True

@@ -252,7 +252,6 @@ class Session:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of the run."""
         return self._client.tokenizer
 
     def trajectory(
