@@ -62,7 +62,7 @@ class AgentWorker:
     async def rollout(self, client: RolloutClient, record: Mapping[str, Any], sampling: Sampling) -> list[Trajectory]:
         """Run the program, and return the trajectory of its requests."""
         async with client.openai(sampling=sampling) as session:
-            with TemporaryDirectory(prefix=disk.prefix_of_process("agent")) as scratch:
+            with TemporaryDirectory(prefix=disk.make_temporary_prefix("agent")) as scratch:
                 directory = Path(scratch)
                 (directory / "record.json").write_text(_write_json(record), "utf-8")
                 await self._run(client, session, directory)

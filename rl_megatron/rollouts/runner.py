@@ -148,7 +148,7 @@ class RolloutRunner:
                 completions = engine.complete(requests)
                 if self.ranks.leads:
                     self.loop.wait(rounds.answer(completions))
-            self.loop.on_all_ranks(end)
+            self.loop.run_for_all_ranks(end)
             return results
         finally:
             if self.ranks.leads:
@@ -166,7 +166,7 @@ class RolloutRunner:
 
     def _wait_for_round(self, begin_round: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
         with phase("environment"):
-            return self.loop.on_all_ranks(begin_round)
+            return self.loop.run_for_all_ranks(begin_round)
 
     async def run_attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
         """Run a task on the loop until an attempt succeeds or there are no more.
