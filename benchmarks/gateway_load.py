@@ -133,7 +133,7 @@ def make_client(name: str, texts: Sequence[str]) -> Callable[[str], Any]:
     from rl_megatron.data.tasks import Problem
     from rl_megatron.generation.interfaces import Completion, Request, Sampling, WeightSpan
     from rl_megatron.rollouts.client import RolloutClient
-    from rl_megatron.rollouts.limits import TokenLimits
+    from rl_megatron.rollouts.trajectory import TokenLimits
 
     tokenizer = train_bpe(texts, 8000)
     renderer = Renderer(PromptsConfig(format="chat", chat_template=_TEMPLATE), tokenizer)

@@ -38,7 +38,7 @@ _HOME = {
     "OptimizerConfig": "config.optimizer",
     "ParallelConfig": "config.parallel",
     "Reduction": "losses",
-    "HistoryFull": "rollouts.limits",
+    "HistoryFull": "rollouts.trajectory",
     "RolloutConfig": "config.algorithm_kinds",
     "Sampler": "rollouts.sampler",
     "Sampling": "generation.interfaces",

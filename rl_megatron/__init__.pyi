@@ -50,9 +50,9 @@ from rl_megatron.model.families.family import Family as Family
 from rl_megatron.observability.sinks import register_sink as register_sink
 from rl_megatron.rewards import register_reward as register_reward
 from rl_megatron.rollouts.environment import EnvironmentStep as EnvironmentStep
-from rl_megatron.rollouts.limits import HistoryFull as HistoryFull
 from rl_megatron.rollouts.sampler import Sampler as Sampler
 from rl_megatron.rollouts.tools import register_tool as register_tool
+from rl_megatron.rollouts.trajectory import HistoryFull as HistoryFull
 from rl_megatron.rollouts.trajectory import Segment as Segment
 from rl_megatron.rollouts.trajectory import Trajectory as Trajectory
 from rl_megatron.rollouts.trajectory import Turn as Turn

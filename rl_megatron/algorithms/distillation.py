@@ -16,7 +16,7 @@ from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.rollouts.batch import data_set_places
+from rl_megatron.rollouts.batch import index_data_sets
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
@@ -42,6 +42,6 @@ def distillation(
     mixture = [data_set.shown_name for data_set in loop.config.data.mix]
     for step, batch in loop.batches(data):
         if mixture:
-            batch.facts[DATA_SET] = data_set_places(data.data_sets, mixture)
+            batch.facts[DATA_SET] = index_data_sets(data.data_sets, mixture)
         batch = teachers.add_topk(batch, loss_fn)
         loop.record(step, loop.train(step, batch, loss_fn, teacher=whole))

@@ -20,7 +20,7 @@ from rl_megatron.algorithms.rollout import (
     uses_reference,
 )
 from rl_megatron.config.algorithms import GRPOConfig
-from rl_megatron.rollouts.sampler import Sampler, seed_of_batch
+from rl_megatron.rollouts.sampler import Sampler, derive_batch_seed
 from rl_megatron.rollouts.statistics import correction_statistics, learned_statistics, logprob_mismatch
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -46,7 +46,7 @@ def grpo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: GRPOCo
         rollouts = add_logprobs(rollouts, policy, recompute=recompute, reference=reference, from_engine=from_engine)
         with loop.timer.phase("advantages"):
             rollouts["advantages"] = estimate_advantages(rollouts, algorithm, loss_fn, loop.config.reward)
-            seed = seed_of_batch(loop.config.train.seed, loop.batch_number(step))
+            seed = derive_batch_seed(loop.config.train.seed, loop.batch_number(step))
             rollouts = add_covariance_mask(rollouts, loss_fn, seed)
         sampler.keep(step, rollouts)
         outcome |= learned_statistics(rollouts, policy.weight_version)

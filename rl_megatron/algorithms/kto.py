@@ -153,7 +153,7 @@ class HeldoutLabelled(Evaluation):
     max_length: int
 
     @classmethod
-    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+    def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
         """Return the evaluation on the held-out answers, of which some must be desirable."""
         if not heldout.batch[_LABEL].any():
             raise ConfigError(

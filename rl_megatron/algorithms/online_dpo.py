@@ -15,7 +15,7 @@ from rl_megatron.config.algorithms import OnlineDPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.rollouts.sampler import Sampler, on_every_rank
+from rl_megatron.rollouts.sampler import Sampler, share_rollouts
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
@@ -36,7 +36,7 @@ def online_dpo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: 
         policy.freeze_reference()
     for step in loop.steps():
         rollouts, outcome = sampler.collect(step)
-        pairs = select_pairs(on_every_rank(rollouts), algorithm.samples_per_prompt)
+        pairs = select_pairs(share_rollouts(rollouts), algorithm.samples_per_prompt)
         if reference:
             pairs = add_reference_logprobs(pairs, policy)
         loop.record(step, outcome | loop.train(step, pairs, loss_fn))

@@ -29,7 +29,7 @@ from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.algorithms import PPOConfig
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.rollouts.sampler import Sampler, seed_of_batch
+from rl_megatron.rollouts.sampler import Sampler, derive_batch_seed
 from rl_megatron.rollouts.statistics import (
     correction_statistics,
     learned_statistics,
@@ -80,7 +80,7 @@ def ppo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: PPOConf
             loop.timer.count_tokens(rollouts.num_tokens)
         with loop.timer.phase("advantages"):
             rollouts = add_advantages(rollouts, algorithm, policy_loss)
-            seed = seed_of_batch(loop.config.train.seed, loop.batch_number(step))
+            seed = derive_batch_seed(loop.config.train.seed, loop.batch_number(step))
             rollouts = add_covariance_mask(rollouts, policy_loss, seed)
         sampler.keep(step, rollouts)
         report |= learned_statistics(rollouts, policy.weight_version) | reward_kl(rollouts, policy_loss)

@@ -11,7 +11,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.observability.recorded_metrics import read_metric_lines
-from rl_megatron.rollouts.pace import DeviceBalance, Division, devices_per_server
+from rl_megatron.rollouts.pace import DeviceBalance, Division, count_devices_per_server
 from rl_megatron.topology.degrees import validate
 
 
@@ -43,10 +43,10 @@ def choose_engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, firs
     possible = _list_possible(config, nodes, ranks_per_node)
     file = Path(config.output_dir) / METRICS_FILE
     lines = read_metric_lines(file) if file.is_file() else []
-    measured = DeviceBalance.of(line for line in lines if line["stage"] == name and line["kind"] == "train")
-    devices_per_node = get_servers(stage).num_servers * devices_per_server(stage.generation)
+    measured = DeviceBalance.from_steps(line for line in lines if line["stage"] == name and line["kind"] == "train")
+    devices_per_node = get_servers(stage).num_servers * count_devices_per_server(stage.generation)
     divisions = {Division((nodes - engine) * ranks_per_node, engine * devices_per_node): engine for engine in possible}
-    best = measured.best(divisions)
+    best = measured.find_best(divisions)
     if best is None:
         wanted = nodes // 2 if first is None else first
         chosen = min(possible, key=lambda engine: (abs(engine - wanted), engine))
@@ -54,7 +54,7 @@ def choose_engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, firs
             "stage %s: %s has no asynchronous step yet; %d of %d nodes run servers", name, file, chosen, nodes
         )
         return chosen
-    log.LOGGER.info("stage %s: %s; %d of %d nodes run servers", name, measured.said(), divisions[best], nodes)
+    log.LOGGER.info("stage %s: %s; %d of %d nodes run servers", name, measured.describe(), divisions[best], nodes)
     return divisions[best]
 
 

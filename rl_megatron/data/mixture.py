@@ -39,7 +39,7 @@ class MixtureCounts:
         while self._number < number:
             counts = self._compute_counts()
             self._owed = [due - count for due, count in zip(self._compute_due(), counts, strict=True)]
-            self._taken = [taken + count for taken, count in zip(self._taken, counts, strict=True)]
+            self._taken = [total + count for total, count in zip(self._taken, counts, strict=True)]
             self._number += 1
         return list(self._taken), self._compute_counts()
 

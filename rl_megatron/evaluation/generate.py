@@ -46,8 +46,6 @@ class CompletionJob:
     Attributes:
         stage: The model, the layout, the sampling and the engine.
         weights: A checkpoint, or a Hugging Face directory.
-        tokenizer: The tokenizer.
-        prompts: The prompts.
         output: The file of the completions.
         samples_per_prompt: How many completions each prompt gets.
         seed: The seed of the random numbers of sampling.
@@ -68,17 +66,12 @@ class CompletionJob:
         """Return how many lines the output has in the end."""
         return len(self.prompts.prompts) * self.samples_per_prompt
 
-    def place(self, number: int) -> tuple[FilePrompt, int]:
+    def locate(self, number: int) -> tuple[FilePrompt, int]:
         """Return the prompt of completion `number`, and the number of the sample."""
         prompt, sample = divmod(number, self.samples_per_prompt)
         return self.prompts.prompts[prompt], sample
 
     def sampling(self) -> Sampling:
-        """Return how completions are sampled.
-
-        Raises:
-            ConfigError: A stop token is not exactly one token.
-        """
         return stage_sampling(self.stage, self.tokenizer, self.greedy, self.prompts.end_of_turn_ids)
 
 
@@ -88,10 +81,10 @@ def complete_prompts(job: CompletionJob) -> int:
     Completions that the output has already are not generated again. If the command fails, rank 0 prints one line that
     says why.
     """
-    return exit_status(lambda: _complete_prompts(job), job.output.close)
+    return run_command(lambda: _complete_prompts(job), job.output.close)
 
 
-def exit_status(work: Callable[[], None], close: Callable[[], None]) -> int:
+def run_command(work: Callable[[], None], close: Callable[[], None]) -> int:
     """Do the work of a command, close what it wrote to, and return the exit status, the same on all ranks."""
     try:
         work()
@@ -111,35 +104,30 @@ def _complete_prompts(job: CompletionJob) -> None:
     layout = start_topology(stage.parallel, device=stage.device, seed=job.seed, timeout_minutes=timeout_minutes)
     degrees.validate_model(stage.model, stage.parallel)
     ranks = layout.ranks
-    sampling = ranks.all_or_none(lambda: _checked_sampling(job))
+    sampling = ranks.all_or_none(lambda: _check_sampling(job))
     done = ranks.share(job.output.open, (ConfigError,))
     if done:
         log.LOGGER.info("%s: %d of %d completions are there already", job.output.path, done, job.num_completions)
     if done >= job.num_completions:
         return
-    with loaded_engine(stage, job.weights, job.tokenizer, layout, job.output.path.parent, sampling) as engine:
+    with load_engine(stage, job.weights, job.tokenizer, layout, job.output.path.parent, sampling) as engine:
         _generate(job, sampling, engine, done, ranks)
 
 
-def _checked_sampling(job: CompletionJob) -> Sampling:
+def _check_sampling(job: CompletionJob) -> Sampling:
     check_vocabulary(job.stage.model, job.tokenizer.vocab_size)
     check_engine(job.stage, job.tokenizer.vocab_size)
     return job.sampling()
 
 
 @contextmanager
-def loaded_engine(
+def load_engine(
     stage: StageConfig, weights: Path, tokenizer: Tokenizer, layout: Topology, directory: Path, sampling: Sampling
 ) -> Iterator[RolloutEngine]:
     """Yield the stage's rollout engine with trained weights, and close it afterwards. There is no optimizer.
 
-    Args:
-        stage: The model, the layout and the engine.
-        weights: A checkpoint, or a Hugging Face directory.
-        tokenizer: The tokenizer.
-        layout: The layout of the ranks.
-        directory: The directory for files that the engine shares with its processes.
-        sampling: How the logprob check samples.
+    `weights` is a checkpoint or a Hugging Face directory. The engine shares files with its processes in `directory`,
+    and the logprob check uses `sampling`.
     """
     policy = MegatronPolicy(
         stage.model,
@@ -165,18 +153,20 @@ def loaded_engine(
 def _generate(job: CompletionJob, sampling: Sampling, engine: RolloutEngine, done: int, ranks: Ranks) -> None:
     """Generate the completions from number `done` on, and write them block by block.
 
-    The random numbers of a completion depend on `--seed`, on the number of its block and on its place there. They do
-    not depend on where the command goes on, on the engine, or on what is decoded together.
+    The random numbers of a completion depend on `--seed`, on the number of its block and on its number there. They do
+    not depend on where the command continues, on the engine, or on what is decoded together.
     """
-    total, began, tokens, before = job.num_completions, time.perf_counter(), 0, done
-    with _progress(total) as show:
+    total, began, tokens, first = job.num_completions, time.perf_counter(), 0, done
+    with _show_progress(total) as show:
         while done < total:
             block = done // COMPLETIONS_PER_BLOCK
             numbers = range(block * COMPLETIONS_PER_BLOCK, min((block + 1) * COMPLETIONS_PER_BLOCK, total))
             show(numbers.start, len(numbers))
-            prompts = [list(job.place(number)[0].ids) for number in numbers]
+            prompts = [list(job.locate(number)[0].ids) for number in numbers]
             rollouts = generate(engine, prompts, sampling, request_seed(job.seed, block))
-            failure = ranks.try_on_rank0(lambda n=numbers, r=rollouts, d=done: job.output.append(_lines(job, n, r, d)))
+            failure = ranks.try_on_rank0(
+                lambda n=numbers, r=rollouts, d=done: job.output.append(_build_lines(job, n, r, d))
+            )
             if failure is not None:
                 raise SaveFailed(f"--output {job.output.path} cannot be written: {failure}; free space, and repeat")
             tokens += int((rollouts["input_lengths"] - rollouts["prompt_lengths"]).sum())
@@ -184,17 +174,17 @@ def _generate(job: CompletionJob, sampling: Sampling, engine: RolloutEngine, don
     seconds = time.perf_counter() - began
     log.LOGGER.info(
         "%s: %d completions of %d tokens in %.1f s (%.0f tokens/s, weight sync and logprob check included)",
-        *(job.output.path, done - before, tokens, seconds, tokens / seconds),
+        *(job.output.path, done - first, tokens, seconds, tokens / seconds),
     )
 
 
-def _lines(job: CompletionJob, numbers: range, rollouts: BatchedDataDict, done: int) -> Iterator[dict[str, Any]]:
+def _build_lines(job: CompletionJob, numbers: range, rollouts: BatchedDataDict, done: int) -> Iterator[dict[str, Any]]:
     """Yield the line of each completion from number `done` on."""
     columns = [rollouts[key].tolist() for key in ("prompt_lengths", "input_lengths", "stopped", "weight_version")]
     for index, (number, start, end, stopped, version) in enumerate(zip(numbers, *columns, strict=True)):
         if number < done:
             continue  # its line was written before the command was killed
-        prompt, sample = job.place(number)
+        prompt, sample = job.locate(number)
         ids = rollouts["input_ids"][index, start:end].tolist()
         yield {
             "prompt": prompt.number,
@@ -210,8 +200,8 @@ def _lines(job: CompletionJob, numbers: range, rollouts: BatchedDataDict, done: 
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
-    """Show how many completions are done, on rank 0. Yield the function that is told the start and size of each block.
+def _show_progress(total: int) -> Iterator[Callable[[int, int], None]]:
+    """Show how many completions are done, on rank 0. Yield a function that takes the start and size of each block.
 
     Within a block, the engine's own reports count.
     """

@@ -39,7 +39,7 @@ class Evaluation(ABC):
 
     @classmethod
     @abstractmethod
-    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+    def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
         """Return the evaluation on the held-out data of the stage's data source.
 
         Raises:
@@ -55,12 +55,12 @@ class Evaluation(ABC):
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine) -> EvalResult:
         """Return the eval metrics of the policy, and samples for people to read."""
 
-    def made_by(self, rollouts: ScoredRollouts) -> Self:
-        """Return this evaluation with what makes and scores the stage's trajectories, if it has some."""
+    def with_rollouts(self, rollouts: ScoredRollouts) -> Self:
+        """Return this evaluation with the stage's scored rollouts, if it needs them."""
         return self
 
     def item_lengths(self) -> list[list[int]]:
-        """Return, for each item that goes through the model, the number of tokens of each of its sequences."""
+        """Return, for each item that the model reads, the number of tokens of each of its sequences."""
         return []
 
 
@@ -86,7 +86,7 @@ def metric_names(stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
 def build_evaluation(stage: StageConfig, tokenizer: Tokenizer) -> Evaluation:
     """Return the evaluation on the stage's held-out data."""
     heldout = build_source(stage).heldout(tokenizer)
-    return EVALUATIONS[stage.data.heldout_kind].of_stage(stage, heldout, tokenizer)
+    return EVALUATIONS[stage.data.heldout_kind].from_stage(stage, heldout, tokenizer)
 
 
 @register_evaluation(ANSWERS)
@@ -97,24 +97,21 @@ class HeldoutAnswers(Evaluation):
     batch: BatchedDataDict
 
     @classmethod
-    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
-        """Return the evaluation on the held-out sequences."""
+    def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
         return cls(heldout.batch)
 
     @classmethod
     def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
-        """Return the names of the eval metrics."""
         return ("nll_per_token",)
 
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> EvalResult:
         """Return `nll_per_token` = −Σ log p / number of tokens, in nats."""
-        return {"nll_per_token": self._nll(policy)}, []
+        return {"nll_per_token": self._compute_nll(policy)}, []
 
     def item_lengths(self) -> list[list[int]]:
-        """Return the number of tokens of every sequence."""
         return self.batch["input_lengths"].view(-1, 1).tolist()
 
-    def _nll(self, policy: MegatronPolicy) -> float:
+    def _compute_nll(self, policy: MegatronPolicy) -> float:
         return policy.train(self.batch, NLLLoss(), eval_mode=True, gbs=self.batch.size)["loss"]
 
 
@@ -130,12 +127,8 @@ class HeldoutText(HeldoutAnswers):
     tokens_per_character: float = 1.0
 
     @classmethod
-    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
-        """Return the evaluation on the held-out text.
-
-        Raises:
-            TypeError: The data source did not set `tokens_per_character`.
-        """
+    def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+        """Return the evaluation on the held-out text, for which the data source sets `tokens_per_character`."""
         if heldout.tokens_per_character is None:
             raise TypeError(
                 f"data.source={stage.data.source} holds out text without tokens_per_character: set it in HeldoutBatch"
@@ -144,12 +137,11 @@ class HeldoutText(HeldoutAnswers):
 
     @classmethod
     def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
-        """Return the names of the eval metrics."""
         return ("nll_per_token", "nll_per_character")
 
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> EvalResult:
         """Return `nll_per_token` and `nll_per_character`, in nats."""
-        nll = self._nll(policy)
+        nll = self._compute_nll(policy)
         return {"nll_per_token": nll, "nll_per_character": nll * self.tokens_per_character}, []
 
 
@@ -159,7 +151,6 @@ class HeldoutPairs(Evaluation):
     """Held-out pairs: chosen sequences 0, 2, 4 …, rejected sequences 1, 3, 5 ….
 
     Attributes:
-        batch: The sequences.
         per_token: Whether answers are compared by their mean log-probability per token, rather than by the sum.
     """
 
@@ -167,8 +158,7 @@ class HeldoutPairs(Evaluation):
     per_token: bool = False
 
     @classmethod
-    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
-        """Return the evaluation on the held-out pairs."""
+    def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
         return cls(heldout.batch, per_token=getattr(configured_loss(stage.loss), "averages_logprobs", False))
 
     @classmethod
@@ -186,24 +176,24 @@ class HeldoutPairs(Evaluation):
         `reward_accuracy` and `reward_margin`: the same for log π − log π_ref, which is DPO's reward up to the factor β.
         """
         if policy.model.head == "score":
-            return _preferences("preference_", policy.score(self.batch)["scores"]), []
-        likelihood = self._of_answers(policy.get_logprobs(self.batch)["logprobs"])
-        metrics = _preferences("preference_", likelihood)
+            return _compare_pairs("preference_", policy.score(self.batch)["scores"]), []
+        likelihood = self._reduce_answers(policy.get_logprobs(self.batch)["logprobs"])
+        metrics = _compare_pairs("preference_", likelihood)
         if policy.reference is not None:
-            reference = self._of_answers(policy.get_reference_policy_logprobs(self.batch)["reference_logprobs"])
-            metrics |= _preferences("reward_", likelihood - reference)
+            reference = self._reduce_answers(policy.get_reference_policy_logprobs(self.batch)["reference_logprobs"])
+            metrics |= _compare_pairs("reward_", likelihood - reference)
         return metrics, []
 
     def item_lengths(self) -> list[list[int]]:
         """Return the numbers of tokens of the two sequences of every pair."""
         return self.batch["input_lengths"].view(-1, 2).tolist()
 
-    def _of_answers(self, logprobs: Tensor) -> Tensor:
+    def _reduce_answers(self, logprobs: Tensor) -> Tensor:
         mask = self.batch["token_mask"]
         return masked_mean(logprobs, mask, dim=1) if self.per_token else masked_sum(logprobs, mask, dim=1)
 
 
-def _preferences(prefix: str, values: Tensor) -> dict[str, float]:
+def _compare_pairs(prefix: str, values: Tensor) -> dict[str, float]:
     margins = (values[::2] - values[1::2]).double()
     return {
         f"{prefix}accuracy": ((margins.sign() + 1) / 2).mean().item(),
@@ -223,12 +213,7 @@ class HeldoutProblems(Evaluation):
     rollouts: ScoredRollouts | None = None
 
     @classmethod
-    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
-        """Return the evaluation on the held-out problems.
-
-        Raises:
-            ConfigError: A completion may not fit after a prompt.
-        """
+    def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
         encoded = encode_prompts(stage, heldout.problems, build_source(stage).renderer(tokenizer))
         sampling = stage_sampling(stage, tokenizer, greedy=True, end_of_turn_ids=encoded.end_of_turn_ids)
         (metric,) = cls.metric_names(stage, has_reference=False)
@@ -239,17 +224,17 @@ class HeldoutProblems(Evaluation):
         """Return the names of the eval metrics: the reward of a task is an accuracy, a sum of rewards is not."""
         return ("reward",) if stage.reward.functions or stage.rollout.worker != "completion" else ("accuracy",)
 
-    def made_by(self, rollouts: ScoredRollouts) -> Self:
-        """Return this evaluation with what makes and scores the stage's trajectories."""
+    def with_rollouts(self, rollouts: ScoredRollouts) -> Self:
+        """Return this evaluation with the stage's scored rollouts."""
         return replace(self, rollouts=rollouts)
 
     def evaluate(self, policy: MegatronPolicy | None, engine: RolloutEngine) -> EvalResult:
         """Return the mean reward, the metrics of the reward functions, and a few samples for people to read."""
-        assert self.rollouts is not None  # `made_by` comes first
+        assert self.rollouts is not None  # `with_rollouts` is called first
         scored = self.rollouts.make(engine, self.prompts, self.sampling, seed=0)
-        return self.rollouts.runner.ranks.share(lambda: self._result(scored))
+        return self.rollouts.runner.ranks.share(lambda: self._read_result(scored))
 
-    def _result(self, scored: Scored | None) -> EvalResult:
+    def _read_result(self, scored: Scored | None) -> EvalResult:
         assert scored is not None  # this is rank 0
         if scored.num_failed:
             log.LOGGER.warning(
@@ -259,11 +244,12 @@ class HeldoutProblems(Evaluation):
         rewards = scored.rewards.tolist()
         shown = zip(self.prompts[:_NUM_SAMPLES_KEPT], scored.samples, rewards, strict=False)
         samples = [
-            {"prompt": self._text(p), "completion": sample.completion, "answer": p.problem.answer, "reward": reward}
-            for p, sample, reward in shown
+            {
+                "prompt": self.tokenizer.decode(prompt.ids, skip_special_tokens=False),  # as the model saw it
+                "completion": sample.completion,
+                "answer": prompt.problem.answer,
+                "reward": reward,
+            }
+            for prompt, sample, reward in shown
         ]
         return {self.metric: sum(rewards) / len(rewards)} | scored.metrics.values(), samples
-
-    def _text(self, prompt: EncodedPrompt) -> str:
-        """Return the prompt as the model saw it, with special tokens."""
-        return self.tokenizer.decode(prompt.ids, skip_special_tokens=False)

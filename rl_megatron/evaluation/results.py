@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron import disk, log
-from rl_megatron.evaluation.statistics import ProblemSamples, problem_values
+from rl_megatron.evaluation.statistics import ProblemSamples, compute_problem_values
 
 _DIGEST, _VALUES = b"problems", "values"
 
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """The completions of one problem, and what they are worth.
+    """The completions of one problem with their scores.
 
     Attributes:
         prompt: The prompt as the model saw it.
         answer: The reference answer.
-        location: The place of the problem, as file:line.
-        completions: The texts.
-        samples: Their rewards, lengths and answers.
+        location: The location of the problem, as file:line.
     """
 
     prompt: str
@@ -42,20 +40,13 @@ def results_file(output_dir: Path, stage: str, name: str, step: int) -> Path:
 def write_results(path: Path, results: Sequence[ProblemResult], right_from: float, digest: str) -> None:
     """Write a table with one problem in each row. A file that exists is replaced as a whole.
 
-    Args:
-        path: The file.
-        results: The results, in the order of the problems.
-        right_from: The lowest reward of a right sample.
-        digest: The digest of the set's problems and sampling, which the file keeps.
-
-    Raises:
-        OSError: The file cannot be written.
+    `right_from` is the lowest reward of a right sample. The file keeps the digest of the set's problems and sampling.
     """
     import pyarrow
     import pyarrow.parquet
 
-    lines = [_line(number, result, right_from) for number, result in enumerate(results)]
-    table = pyarrow.Table.from_pylist(lines, schema=_schema())
+    lines = [_describe_problem(number, result, right_from) for number, result in enumerate(results)]
+    table = pyarrow.Table.from_pylist(lines, schema=_build_schema())
     table = table.replace_schema_metadata({_DIGEST: digest.encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
@@ -63,13 +54,8 @@ def write_results(path: Path, results: Sequence[ProblemResult], right_from: floa
     disk.replace_file(path, content.getvalue())
 
 
-def start_values(path: Path, digest: str) -> list[Mapping[str, float]] | None:
-    """Return the statistics of every problem in a file of the run's start, or None if there is nothing to compare with.
-
-    Args:
-        path: The file.
-        digest: The digest of the set's problems and sampling now.
-    """
+def read_start_values(path: Path, digest: str) -> list[Mapping[str, float]] | None:
+    """Return the statistics of every problem in a file of the run's start, or None if it does not have this digest."""
     import pyarrow
     import pyarrow.parquet
 
@@ -86,7 +72,7 @@ def start_values(path: Path, digest: str) -> list[Mapping[str, float]] | None:
     return [json.loads(text) for text in table.column(_VALUES).to_pylist()]
 
 
-def _line(number: int, result: ProblemResult, right_from: float) -> dict[str, Any]:
+def _describe_problem(number: int, result: ProblemResult, right_from: float) -> dict[str, Any]:
     samples = result.samples
     return {
         "problem": number,
@@ -98,11 +84,11 @@ def _line(number: int, result: ProblemResult, right_from: float) -> dict[str, An
         "lengths": list(samples.lengths),
         "truncated": list(samples.truncated),
         "answers": None if samples.answers is None else list(samples.answers),
-        _VALUES: json.dumps(problem_values(samples, right_from)),
+        _VALUES: json.dumps(compute_problem_values(samples, right_from)),
     }
 
 
-def _schema() -> Any:
+def _build_schema() -> Any:
     import pyarrow
 
     text = pyarrow.string()

@@ -17,8 +17,8 @@ from rl_megatron.data.eval_problems import SetProblems, build_set_stage, read_se
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import encode_prompts
-from rl_megatron.evaluation.results import ProblemResult, results_file, start_values, write_results
-from rl_megatron.evaluation.statistics import ProblemSamples, problem_values, set_metrics
+from rl_megatron.evaluation.results import ProblemResult, read_start_values, results_file, write_results
+from rl_megatron.evaluation.statistics import ProblemSamples, compute_problem_values, compute_set_metrics
 from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.stage_sampling import stage_sampling
@@ -34,12 +34,10 @@ SEED = 0  # the same in all runs, so that evaluations of two runs can be compare
 
 
 @dataclass(frozen=True)
-class Answered:
+class ScoredCompletions:
     """The scored completions of a block, in the order of their numbers.
 
     Attributes:
-        texts: The completions.
-        rewards: Their rewards.
         lengths: Their numbers of tokens.
         truncated: Whether each ended without a stop token.
     """
@@ -57,10 +55,8 @@ class EvalSet:
     alone, so more samples of the same problems leave the first ones as they are.
 
     Attributes:
-        config: The settings of the set.
-        scorer: Scores its completions.
         digest: The digest of everything that completions depend on besides the weights.
-        metric_names: The names of its metrics that a checkpoint can be the best by.
+        metric_names: The names of its metrics that can choose the best checkpoint.
     """
 
     def __init__(
@@ -71,11 +67,7 @@ class EvalSet:
         ranks: Ranks,
         models: RewardModels | None = None,
     ):
-        """Read the problems. `ranks` score together, and `models` are the reward models of the stage.
-
-        Raises:
-            ConfigError: They cannot be read, or a completion may not fit after a prompt.
-        """
+        """Read the problems. `ranks` score together, and `models` are the reward models of the stage."""
         self.config, self._tokenizer = config, tokenizer
         of_set = build_set_stage(stage, config)
         self._problems: SetProblems = read_set_problems(stage, config)
@@ -84,25 +76,24 @@ class EvalSet:
         self._sampling: Sampling = stage_sampling(of_set, tokenizer, end_of_turn_ids=encoded.end_of_turn_ids)
         of_ranks = None if models is None else models.load(of_set.reward)
         self.scorer = Scorer(of_set.reward, lambda: self._problems.task, ranks, models=of_ranks)
-        self.digest = _digest(self._prompts, of_set, config)
+        self.digest = _compute_digest(self._prompts, of_set, config)
         names = statistic_names(config.n, self._problems.reads_answers)
         self.metric_names = tuple(f"{config.name}/{name}" for name in names)
 
     @property
     def num_completions(self) -> int:
-        """Return how many completions an evaluation has."""
         return len(self._prompts) * self.config.n
 
-    def answered(self, engine: RolloutEngine, runner: RolloutRunner, block: int) -> Answered:
+    def complete_block(self, engine: RolloutEngine, runner: RolloutRunner, block: int) -> ScoredCompletions:
         """Return the scored completions of a block. Collective."""
         total = self.num_completions
         numbers = range(block * COMPLETIONS_PER_BLOCK, min((block + 1) * COMPLETIONS_PER_BLOCK, total))
         prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
         rollouts = ScoredRollouts(runner, self.scorer, self._tokenizer)
         scored = rollouts.make(engine, prompts, self._sampling, request_seed(SEED, block))
-        return runner.ranks.share(lambda: self._answered(scored))
+        return runner.ranks.share(lambda: self._read_completions(scored))
 
-    def _answered(self, scored: Scored | None) -> Answered:
+    def _read_completions(self, scored: Scored | None) -> ScoredCompletions:
         assert scored is not None  # this is rank 0
         if scored.num_failed:
             log.LOGGER.warning(
@@ -110,9 +101,9 @@ class EvalSet:
                 *(self.config.name, scored.num_failed, len(scored.samples)),
             )
         texts, truncated = zip(*((sample.completion, sample.truncated) for sample in scored.samples), strict=True)
-        return Answered(list(texts), scored.rewards.tolist(), list(scored.num_sampled), list(truncated))
+        return ScoredCompletions(list(texts), scored.rewards.tolist(), list(scored.num_sampled), list(truncated))
 
-    def results(self, blocks: Sequence[Answered]) -> list[ProblemResult]:
+    def build_results(self, blocks: Sequence[ScoredCompletions]) -> list[ProblemResult]:
         """Return the results of every problem, from the completions of all blocks."""
         texts, rewards, lengths, truncated = (
             [value for block in blocks for value in getattr(block, name)]
@@ -122,41 +113,33 @@ class EvalSet:
         read: Callable[[str], str | None] | None = getattr(task, "final_answer", None)
         results = []
         for index, prompt in enumerate(self._prompts):
-            mine = slice(index, None, count)
-            answers = None if read is None else [read(text) for text in texts[mine]]
-            samples = ProblemSamples(rewards[mine], lengths[mine], truncated[mine], answers)
+            samples_here = slice(index, None, count)
+            answers = None if read is None else [read(text) for text in texts[samples_here]]
+            samples = ProblemSamples(rewards[samples_here], lengths[samples_here], truncated[samples_here], answers)
             shown = self._tokenizer.decode(prompt.ids, skip_special_tokens=False)
             problem = prompt.problem
-            results.append(ProblemResult(shown, problem.answer, problem.location, texts[mine], samples))
+            results.append(ProblemResult(shown, problem.answer, problem.location, texts[samples_here], samples))
         return results
 
-    def evaluate(self, engine: RolloutEngine, runner: RolloutRunner) -> list[Answered]:
-        """Return the scored completions of all blocks, for `results`. Collective."""
+    def evaluate(self, engine: RolloutEngine, runner: RolloutRunner) -> list[ScoredCompletions]:
+        """Return the scored completions of all blocks, for `build_results`. Collective."""
         blocks = -(-self.num_completions // COMPLETIONS_PER_BLOCK)
-        return [self.answered(engine, runner, block) for block in range(blocks)]
+        return [self.complete_block(engine, runner, block) for block in range(blocks)]
 
-    def metrics(self, results: Sequence[ProblemResult], start: Path | None = None) -> dict[str, float]:
+    def compute_metrics(self, results: Sequence[ProblemResult], start: Path | None = None) -> dict[str, float]:
         """Return the metrics of the set, with the changes since the results in the file `start`."""
-        values = [problem_values(result.samples, self.config.right_from) for result in results]
-        before = None if start is None else start_values(start, self.digest)
-        return {f"{self.config.name}/{name}": value for name, value in set_metrics(values, before).items()}
+        values = [compute_problem_values(result.samples, self.config.right_from) for result in results]
+        start_values = None if start is None else read_start_values(start, self.digest)
+        return {
+            f"{self.config.name}/{name}": value for name, value in compute_set_metrics(values, start_values).items()
+        }
 
     def close(self) -> None:
-        """End the workers."""
         self.scorer.close()
 
 
 class EvalSets:
-    """The sets of one stage.
-
-    Args:
-        stage: The stage.
-        name: Its name.
-        tokenizer: The run's tokenizer.
-        runner: What makes trajectories.
-        output_dir: The run's directory, for the results of every problem.
-        models: The reward models of the stage.
-    """
+    """The sets of one stage, whose results of every problem are written to the run's `output_dir`."""
 
     def __init__(
         self,
@@ -171,34 +154,30 @@ class EvalSets:
         self._every, self._name, self._output_dir = stage.train.eval_every, name, output_dir
         self._runner = runner
 
-    def due(self, step: int, last: bool) -> list[EvalSet]:
+    def select_due(self, step: int, last: bool) -> list[EvalSet]:
         """Return the sets that are evaluated after a step; step 0 is before the first one."""
-        every = ((each, each.config.every) for each in self.sets)
-        return [
-            each for each, own in every if last or step == 0 or is_multiple(step, self._every if own is None else own)
-        ]
+        if last or step == 0:
+            return list(self.sets)
+        intervals = (self._every if eval_set.config.every is None else eval_set.config.every for eval_set in self.sets)
+        return [eval_set for eval_set, every in zip(self.sets, intervals, strict=True) if is_multiple(step, every)]
 
     def evaluate(self, step: int, sets: Sequence[EvalSet], engine: RolloutEngine) -> dict[str, float]:
-        """Return the metrics of some of the sets, and write the results of every problem. Collective.
-
-        Raises:
-            SaveFailed: The results cannot be written.
-        """
+        """Return the metrics of some of the sets, and write the results of every problem. Collective."""
         metrics: dict[str, float] = {}
-        for each in sets:
-            metrics |= self._recorded(each, each.evaluate(engine, self._runner), step)
+        for eval_set in sets:
+            metrics |= self._record(eval_set, eval_set.evaluate(engine, self._runner), step)
         return metrics
 
-    def _recorded(self, each: EvalSet, answered: list[Answered], step: int) -> dict[str, float]:
+    def _record(self, eval_set: EvalSet, completions: list[ScoredCompletions], step: int) -> dict[str, float]:
         """Read and write the results of a set on rank 0, and return its metrics on all ranks."""
-        start = results_file(self._output_dir, self._name, each.config.name, 0) if step > 0 else None
-        path = results_file(self._output_dir, self._name, each.config.name, step)
+        start = results_file(self._output_dir, self._name, eval_set.config.name, 0) if step > 0 else None
+        path = results_file(self._output_dir, self._name, eval_set.config.name, step)
         metrics: dict[str, float] = {}
 
         def write() -> None:
-            results = each.results(answered)
-            metrics.update(each.metrics(results, start))
-            write_results(path, results, each.config.right_from, each.digest)
+            results = eval_set.build_results(completions)
+            metrics.update(eval_set.compute_metrics(results, start))
+            write_results(path, results, eval_set.config.right_from, eval_set.digest)
 
         ranks = self._runner.ranks
         failure = ranks.try_on_rank0(write)
@@ -207,23 +186,22 @@ class EvalSets:
         return ranks.share(lambda: metrics)
 
     def close(self) -> None:
-        """End the workers of all sets."""
-        for each in self.sets:
-            each.close()
+        for eval_set in self.sets:
+            eval_set.close()
 
 
 def is_multiple(step: int, every: int) -> bool:
-    """Return whether something that is done every so many steps is due after a step; 0 is never."""
+    """Return whether something that happens every `every` steps is due after a step; 0 is never."""
     return bool(every) and step % every == 0
 
 
-def set_metric_names(stage: StageConfig, tokenizer: Tokenizer) -> dict[str, EvalSetConfig]:
-    """Return the names of the metrics of all sets that a checkpoint can be the best by, with their sets."""
-    found = [EvalSet(stage, config, tokenizer, Ranks()) for config in stage.eval.sets]
-    return {name: each.config for each in found for name in each.metric_names}
+def list_set_metric_names(stage: StageConfig, tokenizer: Tokenizer) -> dict[str, EvalSetConfig]:
+    """Return the names of the metrics that can choose the best checkpoint, with the sets that have them."""
+    sets = [EvalSet(stage, config, tokenizer, Ranks()) for config in stage.eval.sets]
+    return {name: eval_set.config for eval_set in sets for name in eval_set.metric_names}
 
 
-def _digest(prompts: Sequence[EncodedPrompt], of_set: StageConfig, config: EvalSetConfig) -> str:
+def _compute_digest(prompts: Sequence[EncodedPrompt], of_set: StageConfig, config: EvalSetConfig) -> str:
     generation = of_set.generation
     keys = ("max_new_tokens", "temperature", "top_k", "top_p", "stop_tokens", "stop_strings")
     sampling = {key: getattr(generation, key) for key in keys} | {"n": config.n, "right_from": config.right_from}

@@ -1,6 +1,6 @@
 """Statistics of an evaluation with several samples of each problem: avg@k, pass@k, maj@k, and how certain they are.
 
-Samples of one problem are alike, so that they say less than as many samples of different problems. Every standard
+Samples of one problem are alike, so they carry less information than samples of different problems. Every standard
 error is therefore that of a mean over problems: it is clustered by problem. This module needs no torch.
 """
 
@@ -35,12 +35,7 @@ class ProblemSamples:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems.
-
-    Attributes:
-        mean: The mean.
-        standard_error: Its standard error; None if there is only one problem.
-    """
+    """A mean over problems, with its standard error; None if there is only one problem."""
 
     mean: float
     standard_error: float | None
@@ -48,13 +43,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Change:
-    """How much a mean over the same problems has changed.
-
-    Attributes:
-        mean: The mean difference.
-        standard_error: Its standard error.
-        p_value: The two-sided p-value of no change.
-    """
+    """The mean difference of a mean over the same problems, with the two-sided p-value of no change."""
 
     mean: float
     standard_error: float
@@ -89,11 +78,11 @@ def majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
         if answer is not None:
             votes.setdefault(answer, []).append(reward)
     most = max(map(len, votes.values()), default=0)
-    leading = [sum(given) / most for given in votes.values() if len(given) == most]
+    leading = [sum(rewards) / most for rewards in votes.values() if len(rewards) == most]
     return sum(leading) / len(leading) if leading else 0.0
 
 
-def problem_values(samples: ProblemSamples, right_from: float) -> dict[str, float]:
+def compute_problem_values(samples: ProblemSamples, right_from: float) -> dict[str, float]:
     """Return the statistics of one problem, whose means over problems are those of the set.
 
     Args:
@@ -116,8 +105,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
     If a value is the mean over samples of the problem, this is the standard error that is clustered by problem.
 
-    Raises:
-        ValueError: There is no value.
+    There must be at least one value.
     """
     count = len(values)
     if not count:
@@ -139,22 +127,22 @@ def paired_change(now: Sequence[float], start: Sequence[float]) -> Change | None
         The change, or None if there is only one problem.
     """
     differences = [new - old for new, old in zip(now, start, strict=True)]
-    found = estimate(differences)
-    if found.standard_error is None:
+    difference = estimate(differences)
+    if difference.standard_error is None:
         return None
     if min(differences) == max(differences):
-        return Change(found.mean, 0.0, 1.0 if found.mean == 0 else 2.0 ** (1 - len(differences)))
-    p_value = two_sided_p_value(found.mean / found.standard_error, len(differences) - 1)
-    return Change(found.mean, found.standard_error, p_value)
+        return Change(difference.mean, 0.0, 1.0 if difference.mean == 0 else 2.0 ** (1 - len(differences)))
+    p_value = two_sided_p_value(difference.mean / difference.standard_error, len(differences) - 1)
+    return Change(difference.mean, difference.standard_error, p_value)
 
 
-def set_metrics(
+def compute_set_metrics(
     problems: Sequence[Mapping[str, float]], start: Sequence[Mapping[str, float]] | None = None
 ) -> dict[str, float]:
     """Return the metrics of a set: each statistic, its standard error and, with `start`, its change since then.
 
     Args:
-        problems: What `problem_values` returned for each problem.
+        problems: What `compute_problem_values` returned for each problem.
         start: The same for the run's start.
     """
     if not problems:
@@ -162,10 +150,10 @@ def set_metrics(
     metrics: dict[str, float] = {}
     for name in problems[0]:
         now = [problem[name] for problem in problems]
-        found = estimate(now)
-        metrics[name] = found.mean
-        if found.standard_error is not None:
-            metrics[name + _STANDARD_ERROR] = found.standard_error
+        now_estimate = estimate(now)
+        metrics[name] = now_estimate.mean
+        if now_estimate.standard_error is not None:
+            metrics[name + _STANDARD_ERROR] = now_estimate.standard_error
         change = None if start is None else paired_change(now, [problem[name] for problem in start])
         if change is not None:
             metrics[name + _CHANGE] = change.mean

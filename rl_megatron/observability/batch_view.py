@@ -221,24 +221,24 @@ def _show_texts(tokens: Sequence[Token]) -> list[str]:
     """
     texts = []
     for index, token in enumerate(tokens):
-        before, after = (tokens[at] if 0 <= at < len(tokens) else None for at in (index - 1, index + 1))
-        previous = before.text[-1:] if before is not None and before.trained == token.trained else "\n"
-        following = after.text[:1] if after is not None and after.trained == token.trained else "\n"
+        left, right = (tokens[at] if 0 <= at < len(tokens) else None for at in (index - 1, index + 1))
+        previous = left.text[-1:] if left is not None and left.trained == token.trained else "\n"
+        following = right.text[:1] if right is not None and right.trained == token.trained else "\n"
         texts.append(show_text(token.text, previous, following))
     return texts
 
 
-def show_text(text: str, before: str = "\n", after: str = "\n") -> str:
+def show_text(text: str, left: str = "\n", right: str = "\n") -> str:
     """Return a token's text with a mark for whitespace that would not be seen.
 
     A newline is shown as `↵` and a line break, a tab as `⇥`, and a space as `·` if it begins or ends a line. Other
-    control characters are escaped. `before` and `after` are the characters around the text: a newline if it begins or
+    control characters are escaped. `left` and `right` are the characters around the text: a newline if it begins or
     ends a line.
     """
     characters = []
     for index, character in enumerate(text):
-        previous = text[index - 1] if index else before
-        following = text[index + 1 :].lstrip(" ")[:1] or after
+        previous = text[index - 1] if index else left
+        following = text[index + 1 :].lstrip(" ")[:1] or right
         if character == "\n":
             characters.append("↵\n")
         elif character == "\t":

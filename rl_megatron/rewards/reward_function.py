@@ -342,9 +342,9 @@ def _show(value: Any) -> str:
 def describe_with_place(error: BaseException) -> str:
     """Return an exception's type and message, and where it was raised, in one line."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     try:
         message = " ".join(str(error).split())
     except Exception:  # of a user's own exception
         message = "its message cannot be read"
-    return f"{type(error).__name__}{': ' if message else ''}{message}{place}"
+    return f"{type(error).__name__}{': ' if message else ''}{message}{location}"

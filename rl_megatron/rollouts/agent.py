@@ -1,4 +1,4 @@
-"""The rollout worker `agent`: a program of its own makes the trajectory, through the gateway."""
+"""The rollout worker `agent`: a separate program makes the trajectory, through the gateway."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AgentFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What the program has written to RL_MEGATRON_RESULT.
+    """The contents of RL_MEGATRON_RESULT, which the program has written.
 
     Attributes:
         reward: The reward for the whole trajectory.
@@ -53,35 +53,29 @@ class AgentResult:
 
 @register_rollout_worker(AGENT)
 class AgentWorker:
-    """Runs the command of `rollout.agent` for each trajectory."""
+    """The worker that runs the command of `rollout.agent` for each trajectory."""
 
     def __init__(self, settings: AgentConfig):
-        """Keep the settings, which have a command."""
         self._settings = settings
         self._command = shlex.split(settings.command or "")
 
     async def rollout(self, client: RolloutClient, record: Mapping[str, Any], sampling: Sampling) -> list[Trajectory]:
-        """Run the program, and return the trajectory of its requests.
-
-        Raises:
-            AgentFailed: The program failed, took too long, or left a result that cannot be used.
-        """
+        """Run the program, and return the trajectory of its requests."""
         async with client.openai(sampling=sampling) as session:
             with TemporaryDirectory(prefix=disk.make_temporary_prefix("agent")) as scratch:
                 directory = Path(scratch)
-                (directory / "record.json").write_text(_as_json(record), "utf-8")
+                (directory / "record.json").write_text(_write_json(record), "utf-8")
                 await self._run(client, session, directory)
                 result = read_result(directory / "result.json")
             return [session.trajectory(result.reward, metadata=result.metadata)]
 
     async def _run(self, client: RolloutClient, session: Session, directory: Path) -> None:
-        """Run the program until it ends."""
         guarded = directory / "guarded"  # the guardian removes it
         with (directory / "output").open("w+b") as output:
             process = await asyncio.create_subprocess_exec(
                 *_GUARDIAN, str(guarded), *self._command,
                 stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
-                cwd=self._settings.directory, env=self._environment(session, directory),
+                cwd=self._settings.directory, env=self._build_environment(session, directory),
                 # Ctrl-C reaches only the run, with which the guardian ends the program.
                 start_new_session=True,
             )  # fmt: skip
@@ -90,14 +84,10 @@ class AgentWorker:
             finally:
                 await asyncio.shield(_end(process))
             if process.returncode != 0:
-                raise AgentFailed(f"{self._shown} ended with status {process.returncode}; {_tail(output)}")
+                raise AgentFailed(f"{self._shown} ended with status {process.returncode}; {_describe_output(output)}")
 
     async def _wait(self, process: asyncio.subprocess.Process, client: RolloutClient) -> None:
-        """Wait until the program ends.
-
-        Raises:
-            AgentFailed: It takes longer than it may.
-        """
+        """Wait until the program ends, or raise AgentFailed if it takes longer than it may."""
         limit, began = self._settings.timeout_seconds, time.monotonic()
         of_engine = client.seconds_of_engine
         ended = asyncio.ensure_future(process.wait())
@@ -111,15 +101,15 @@ class AgentWorker:
     def _shown(self) -> str:
         return f"rollout.agent.command={shown(self._settings.command)}"
 
-    def _environment(self, session: Session, directory: Path) -> dict[str, str]:
-        """Return the program's environment: that of the run, without secrets, and what the program works with."""
-        given = self._settings.environment
-        own = {name: os.environ.get(name) if value is None else value for name, value in given.items()}
+    def _build_environment(self, session: Session, directory: Path) -> dict[str, str]:
+        """Return the program's environment variables: those of the run, without secrets, and those of the gateway."""
+        configured = self._settings.environment
+        variables = {name: os.environ.get(name) if value is None else value for name, value in configured.items()}
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), self._settings.host)))
         always = {
             "NO_PROXY": direct,  # the gateway is never reached through a proxy
             "no_proxy": direct,
-            **{name: value for name, value in own.items() if value is not None},
+            **{name: value for name, value in variables.items() if value is not None},
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.api_key,
             "RL_MEGATRON_RECORD": str(directory / "record.json"),
@@ -132,24 +122,23 @@ class AgentWorker:
 def read_result(path: Path) -> AgentResult:
     """Return the result that a program has written; without a file, the reward is 0.
 
-    Raises:
-        AgentFailed: The file is not a JSON object with `reward`, a finite number, and `metadata`, an object.
+    The file is a JSON object with `reward`, a finite number, and `metadata`, an object.
     """
     if not path.exists():
         return AgentResult()
     if not path.is_file() or path.stat().st_size > _MOST_RESULT_BYTES:
         raise AgentFailed(f"RL_MEGATRON_RESULT is not a file of at most {_MOST_RESULT_BYTES} bytes")
     try:
-        found = json.loads(path.read_bytes())
+        result = json.loads(path.read_bytes())
     except (ValueError, OSError, RecursionError) as error:
         raise AgentFailed(f"RL_MEGATRON_RESULT is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise AgentFailed(f'RL_MEGATRON_RESULT is {shown(found)}; write an object such as {{"reward": 1.0}}')
-    known = ("reward", "metadata")
-    unknown = next((name for name in found if name not in known), None)
+    if not isinstance(result, dict):
+        raise AgentFailed(f'RL_MEGATRON_RESULT is {shown(result)}; write an object such as {{"reward": 1.0}}')
+    keys = ("reward", "metadata")
+    unknown = next((name for name in result if name not in keys), None)
     if unknown is not None:
-        raise AgentFailed(f"RL_MEGATRON_RESULT has the unknown key {unknown!r}{nearest(unknown, known)}")
-    reward, metadata = found.get("reward", 0.0), found.get("metadata", {})
+        raise AgentFailed(f"RL_MEGATRON_RESULT has the unknown key {unknown!r}{nearest(unknown, keys)}")
+    reward, metadata = result.get("reward", 0.0), result.get("metadata", {})
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
         raise AgentFailed(f"RL_MEGATRON_RESULT: reward is {shown(reward)}, and must be a finite number")
     if not isinstance(metadata, dict):
@@ -157,14 +146,14 @@ def read_result(path: Path) -> AgentResult:
     return AgentResult(float(reward), metadata)
 
 
-def _as_json(record: Mapping[str, Any]) -> str:
+def _write_json(record: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(record), ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise AgentFailed(f"the record cannot be written as JSON for the agent: {error}") from error
 
 
-def _tail(output: BinaryIO) -> str:
+def _describe_output(output: BinaryIO) -> str:
     size = output.seek(0, os.SEEK_END)
     output.seek(max(0, size - _BYTES_SHOWN))
     lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]

@@ -26,7 +26,7 @@ class Group:
     """A complete group.
 
     Attributes:
-        number: Its place in the stream of prompts.
+        number: Its position in the stream of prompts.
         ages: The age of each trajectory, in steps: that of its oldest token.
     """
 
@@ -38,26 +38,26 @@ class Group:
     @property
     def num_partial(self) -> int:
         """Return how many of its trajectories have tokens of several versions of the weights."""
-        return sum(len(_versions(result)) > 1 for result in self.results)
+        return sum(len(_collect_versions(result)) > 1 for result in self.results)
 
     @property
     def versions(self) -> set[int]:
         """Return the versions of the weights that sampled its tokens."""
-        return set().union(*(_versions(result) for result in self.results))
+        return set().union(*(_collect_versions(result) for result in self.results))
 
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The groups that a step gets, with what has happened since the step before. Ranks other than 0 get no groups.
+    """The groups that a step gets, and the events since the last step. Ranks other than 0 get no groups.
 
     Attributes:
         used: The groups that it learns from, in the order of the stream.
-        equal: Groups that were dropped since the step before because their rewards are equal.
+        equal: Groups that were dropped since the last step because their rewards are equal.
         dropped: All groups that were dropped since then, with the reason.
-        num_refilled: How many groups were started in the place of dropped ones.
-        num_running: How many groups run on.
+        num_refilled: How many groups were started instead of dropped ones.
+        num_running: How many groups still run.
         num_ready: How many complete groups wait for later steps.
-        engine_idle: The share of the time since the step before in which the engine had no request.
+        engine_idle: The share of the time since the last step in which the engine had no request.
         trainer_idle: The share in which training has waited for groups; None for the first step.
     """
 
@@ -70,7 +70,7 @@ class StepGroups:
     engine_idle: float = 0.0
     trainer_idle: float | None = None
 
-    def metrics(self) -> dict[str, float]:
+    def compute_metrics(self) -> dict[str, float]:
         """Return the metrics of the queue, which rank 0 has."""
         ages = torch.tensor([age for group in self.used for age in group.ages], dtype=torch.float32)
         reasons = list(self.dropped.values())
@@ -88,7 +88,7 @@ class StepGroups:
             **({} if self.trainer_idle is None else {"trainer_idle": self.trainer_idle}),
         }
 
-    def logged(self, step: int, metrics: Mapping[str, float]) -> LoggedStep:
+    def build_log_entry(self, step: int, metrics: Mapping[str, float]) -> LoggedStep:
         """Return the step's line of the log, with the metrics of its rollouts."""
         used = []
         for group in self.used:
@@ -101,7 +101,7 @@ class StepGroups:
 class AsyncRollouts:
     """The groups of a stage that run, on the loop of rollout workers. Rank 0 owns them.
 
-    Methods are collective. The engine is used by one request after another as it becomes free, and not in rounds.
+    Methods are collective. The engine gets requests as it becomes free, and not in rounds.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class AsyncRollouts:
         """Start nothing before the first `take`.
 
         Args:
-            rollouts: What makes and scores trajectories. Its runner has the loop.
-            scorer: A scorer that is alone, which belongs to this object.
+            rollouts: Makes and scores trajectories. Its runner has the loop.
+            scorer: A scorer of a single rank, which belongs to this object.
             rules: How many groups run.
-            tasks_at: Returns the tasks of the group at a place of the stream of prompts.
+            tasks_at: Returns the tasks of the group at a position of the stream of prompts.
             engine: The engine, whose syncs this object observes.
             weight_version: Returns the version of the policy's weights.
             sampling: How completions are sampled if the worker does not choose.
@@ -133,8 +133,8 @@ class AsyncRollouts:
         self.queue = GroupQueue(rules)
         self._newest: tuple[int, int] | None = None  # the newest step, and the version of the weights it began with
         self._taken_at: float | None = None
-        engine.observe_syncs(self._before_sync, self._after_sync)
-        # All below is used on rank 0's loop only.
+        engine.observe_syncs(self._close_before_sync, self._open_after_sync)
+        # Everything below is used on rank 0's loop only.
         self._is_open = asyncio.Event()  # whether requests may be sent
         self._changed = asyncio.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -143,7 +143,7 @@ class AsyncRollouts:
         self._taken = StepGroups()
         self._to_score: list[tuple[int, list[TaskResult]]] = []
         self._scoring: asyncio.Task[None] | None = None
-        self._places = asyncio.Semaphore(rollouts.runner.rules.concurrency)
+        self._running_tasks = asyncio.Semaphore(rollouts.runner.rules.concurrency)
         self._step_of_version: dict[int, int] = {}
         self._failure: BaseException | None = None
         self._num_requests, self._is_lost = 0, False
@@ -158,45 +158,45 @@ class AsyncRollouts:
         self._newest = step, self._weight_version()
         self._engine.ready(prompts)
         began = time.monotonic()
-        while not self._has_taken():
+        while not self._try_take():
             self._engine.ready(prompts)  # it was lost, and starts again
         since, self._taken_at = self._taken_at, time.monotonic()
         idle = None if since is None else (self._taken_at - began) / max(self._taken_at - since, 1e-9)
-        taken, self._taken = self._taken, StepGroups()
-        return replace(taken, trainer_idle=idle)
+        groups, self._taken = self._taken, StepGroups()
+        return replace(groups, trainer_idle=idle)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the queue, the same on all ranks."""
         if self._newest is None:
             return self.queue.state_dict()
-        return self._loop.run_for_all_ranks(self._state)
+        return self._loop.run_for_all_ranks(self._read_state)
 
     def close(self) -> None:
-        """End what runs. It is not collective."""
+        """End all groups that run. This is not collective."""
         if self._ranks.leads:
-            self._loop.wait(self._cancel())
+            self._loop.wait(self._cancel_tasks())
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
         self._scorer.close()
 
-    def _has_taken(self) -> bool:
+    def _try_take(self) -> bool:
         with phase("wait"):
-            return self._loop.run_for_all_ranks(self._next)
+            return self._loop.run_for_all_ranks(self._take_groups)
 
-    def _before_sync(self) -> None:
+    def _close_before_sync(self) -> None:
         """Send no further request, and let the running ones end if new weights wait for them."""
         served, version = self._engine.served, self._weight_version()
         if self._newest is not None and (served is None or served.version != version):
             self._loop.run_for_all_ranks(lambda: self._close(version, self._find_step(version)))
 
-    def _after_sync(self) -> None:
-        """Continue with weights that the engine has got."""
+    def _open_after_sync(self) -> None:
+        """Continue with the engine's new weights."""
         if self._newest is not None:
             version = self._weight_version()
             self._loop.run_for_all_ranks(lambda: self._open(version, self._find_step(version)))
 
     def _find_step(self, version: int) -> int:
-        """Return the step that begins with the policy's weights, which have a version."""
+        """Return the step that begins with this version of the policy's weights."""
         assert self._newest is not None  # nothing starts before the first step
         step, its_version = self._newest
         return step if version == its_version else step + 1
@@ -204,22 +204,23 @@ class AsyncRollouts:
     # --- on rank 0's loop ---
 
     async def _close(self, version: int, step: int) -> None:
-        self._step_of_version[version] = step  # running requests go on with these weights before the sync has returned
+        # Running requests continue with these weights before the sync has returned.
+        self._step_of_version[version] = step
         self._is_open.clear()
         while self._waits and self._num_requests:
             await self._wait_for_a_change()
 
     async def _open(self, version: int, step: int) -> None:
         self._step_of_version[version] = step
-        self.queue.has_weights(step)
+        self.queue.note_weights(step)
         self._is_lost = False
         self._is_open.set()
         self._start_groups()
 
-    async def _state(self) -> dict[str, Any]:
+    async def _read_state(self) -> dict[str, Any]:
         return self.queue.state_dict()
 
-    async def _next(self) -> bool:
+    async def _take_groups(self) -> bool:
         """Take the groups of the next step; return False if the engine was lost meanwhile."""
         while not self.queue.is_ready():
             if self._failure is not None:
@@ -227,15 +228,15 @@ class AsyncRollouts:
             if self._is_lost:
                 return False
             await self._wait_for_a_change()
-        taken = self.queue.take()
-        used = [self._with_ages(self._ready.pop(number)) for number in taken.used]
-        for number in taken.dropped:
+        ended = self.queue.take()
+        used = [self._add_ages(self._ready.pop(number)) for number in ended.used]
+        for number in ended.dropped:
             self._ready.pop(number, None)
-        for number in taken.running:
+        for number in ended.running:
             self._running.pop(number).cancel()
         equal, self._equal = self._equal, []
         self._taken = StepGroups(
-            used, equal, taken.dropped, taken.num_refilled, self.queue.num_running, self.queue.num_ready,
+            used, equal, ended.dropped, ended.num_refilled, self.queue.num_running, self.queue.num_ready,
             self._idle.share_since_last(self._num_requests),
         )  # fmt: skip
         self._start_groups()
@@ -245,7 +246,7 @@ class AsyncRollouts:
         self._changed.clear()
         await self._changed.wait()
 
-    async def _cancel(self) -> None:
+    async def _cancel_tasks(self) -> None:
         tasks = [*self._running.values(), *([] if self._scoring is None else [self._scoring])]
         for task in tasks:
             task.cancel()
@@ -256,10 +257,10 @@ class AsyncRollouts:
             self._running[number] = asyncio.get_running_loop().create_task(self._run(number))
 
     async def _run(self, number: int) -> None:
-        """Make the trajectories of a group, and hand them to the scorer."""
+        """Make the trajectories of a group, and queue them for the scorer."""
         try:
             async with asyncio.TaskGroup() as together:
-                work = [together.create_task(self._attempts(task)) for task in self._tasks_at(number)]
+                work = [together.create_task(self._attempt(task)) for task in self._tasks_at(number)]
             self._to_score.append((number, [attempts.result() for attempts in work]))
             if self._scoring is None:
                 self._scoring = asyncio.get_running_loop().create_task(self._score())
@@ -268,12 +269,12 @@ class AsyncRollouts:
         except Exception as error:
             self._fail(error)
 
-    async def _attempts(self, task: RolloutTask) -> TaskResult:
-        async with self._places:
-            return await self._rollouts.runner.attempts(self._sampling, task, self._ask)
+    async def _attempt(self, task: RolloutTask) -> TaskResult:
+        async with self._running_tasks:
+            return await self._rollouts.runner.run_attempts(self._sampling, task, self._ask)
 
     async def _ask(self, request: Request) -> Completion:
-        """Return the completion of a request. If the engine is lost, it is asked again when there is another."""
+        """Return the completion of a request, which is repeated on a new engine if the engine is lost."""
         while True:
             await self._is_open.wait()
             self._idle.note(self._num_requests)
@@ -289,13 +290,13 @@ class AsyncRollouts:
                 self._changed.set()
 
     async def _score(self) -> None:
-        """Add the scores of all groups that are complete, which a thread computes."""
+        """Add the scores of all complete groups, which a thread computes."""
         try:
             while self._to_score:
                 waiting, self._to_score = self._to_score, []
-                scores = await asyncio.get_running_loop().run_in_executor(self._thread, self._scores, waiting)
-                for (number, results), of_group in zip(waiting, scores, strict=True):
-                    self._complete_group(number, results, of_group)
+                scores = await asyncio.get_running_loop().run_in_executor(self._thread, self._compute_scores, waiting)
+                for (number, results), group_scores in zip(waiting, scores, strict=True):
+                    self._complete_group(number, results, group_scores)
                 self._start_groups()
                 self._changed.set()
         except Exception as error:
@@ -303,16 +304,16 @@ class AsyncRollouts:
         finally:
             self._scoring = None
 
-    def _scores(self, groups: Sequence[tuple[int, list[TaskResult]]]) -> list[Scores]:
+    def _compute_scores(self, groups: Sequence[tuple[int, list[TaskResult]]]) -> list[Scores]:
         return [self._rollouts.score(results, self._scorer) for _, results in groups]
 
     def _complete_group(self, number: int, results: list[TaskResult], scores: Scores) -> None:
         if self._running.pop(number, None) is None:
             return  # it was dropped while it was scored
         group = Group(number, results, replace(scores, samples=()), ())
-        steps = [self._step_of_version[version] for result in results for version in _versions(result)]
+        steps = [self._step_of_version[version] for result in results for version in _collect_versions(result)]
         # Masked trajectories are not compared, because nothing would be learned from the difference to their 0.
-        rewards = scores.rewards[self._rollouts.on_failure.samples_that_count(scores.made, len(results))].tolist()
+        rewards = scores.rewards[self._rollouts.on_failure.samples_that_count(scores.succeeded, len(results))].tolist()
         differs = any(reward != rewards[0] for reward in rewards)
         # A group whose trajectories all failed has no token.
         if self.queue.complete(number, min(steps, default=self.queue.next_step), differs):
@@ -320,10 +321,10 @@ class AsyncRollouts:
         else:
             self._equal.append(group)
 
-    def _with_ages(self, group: Group) -> Group:
+    def _add_ages(self, group: Group) -> Group:
         step = self.queue.next_step - 1
         ages = [
-            step - min((self._step_of_version[version] for version in _versions(result)), default=step)
+            step - min((self._step_of_version[version] for version in _collect_versions(result)), default=step)
             for result in group.results
         ]
         return replace(group, ages=ages)
@@ -355,7 +356,7 @@ class _Idle:
         return share
 
 
-def _versions(result: TaskResult) -> set[int]:
+def _collect_versions(result: TaskResult) -> set[int]:
     """Return the versions of the weights that sampled a trajectory."""
     turns = () if result.trajectory is None else result.trajectory.turns
     return {span.version for turn in turns for span in turn.completion.versions}

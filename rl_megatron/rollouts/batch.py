@@ -1,4 +1,4 @@
-"""Turn trajectories into training batches: one sequence for each segment, in which the policy's own tokens count."""
+"""Turn trajectories into training batches: one sequence for each segment, in which only the policy's tokens count."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TURN, TURN_REWARDS = "turn", "turn_rewards"
 COMPONENT = "component_reward."
 
 
-def component_keys(
+def build_component_keys(
     scores: Mapping[str, Sequence[float | None]], counts: torch.Tensor, has_turns: bool
 ) -> dict[str, torch.Tensor]:
     """Return the keys of a batch with the scores of each reward function, [N] fp32.
 
     Args:
-        scores: The score of each trajectory by the name of the function; None where it gave none.
+        scores: The score of each trajectory by the name of the function; None if it has no score.
         counts: [N] bool. Which trajectories count; others have no scores.
         has_turns: Whether an environment may give rewards, which are 0 if it gave none.
     """
@@ -40,18 +40,18 @@ def component_keys(
     keys = {}
     for name, values in {**of_environment, **scores}.items():
         missing = 0.0 if name == ENVIRONMENT else torch.nan
-        given = torch.tensor([missing if value is None else value for value in values], dtype=torch.float32)
-        keys[COMPONENT + name] = torch.where(counts, given, torch.nan)
+        scored = torch.tensor([missing if value is None else value for value in values], dtype=torch.float32)
+        keys[COMPONENT + name] = torch.where(counts, scored, torch.nan)
     return keys
 
 
-def data_set_places(names: Sequence[str], mixture: Sequence[str]) -> torch.Tensor:
-    """Return the place of each of these data sets among the names of a mixture, [n] int64."""
-    places = {name: place for place, name in enumerate(mixture)}
-    return torch.tensor([places[name] for name in names])
+def index_data_sets(names: Sequence[str], mixture: Sequence[str]) -> torch.Tensor:
+    """Return the index of each of these data sets among the names of a mixture, [n] int64."""
+    indices = {name: index for index, name in enumerate(mixture)}
+    return torch.tensor([indices[name] for name in names])
 
 
-def trajectory_batch(
+def build_trajectory_batch(
     trajectories: Sequence[Trajectory | None],
     prompts: Sequence[EncodedPrompt],
     sampling: Sampling,
@@ -68,55 +68,51 @@ def trajectory_batch(
         sampling: The sampling of trajectories that are None.
         has_turns: Whether trajectories may have several sequences or turns, so that the batch gets the keys of this
             module.
-
-    Raises:
-        NonFiniteLoss: The logits of a completion were NaN.
-        EngineFailed: The routed experts of a completion are not those of its tokens.
     """
     sequences: list[tuple[int, SampledSequence, Sequence[tuple[int, Turn]]]] = []  # with the numbers of the turns
     for owner, (trajectory, prompt) in enumerate(zip(trajectories, prompts, strict=True)):
         if trajectory is None:
             sequences.append((owner, SampledSequence(prompt.ids, (), sampling), ()))
             continue
-        before = 0
+        num_earlier = 0
         for segment in trajectory.segments:
-            for part in _parts(segment):
+            for part in _split_by_filters(segment):
                 last = part[-1][1]
                 completions = tuple((turn.start, turn.completion) for _, turn in part)
-                numbered = [(before + number, turn) for number, turn in part]
+                numbered = [(num_earlier + number, turn) for number, turn in part]
                 sequences.append(
                     (owner, SampledSequence(segment.ids[: last.end], completions, last.sampling), numbered)
                 )
-            before += len(segment.turns)
+            num_earlier += len(segment.turns)
     batch = sequence_batch([sequence for _, sequence, _ in sequences])
     owners = torch.tensor([owner for owner, _, _ in sequences])
     batch["sample_mask"] = torch.tensor([float(trajectories[owner] is not None) for owner, _, _ in sequences])
     if has_turns:
         batch[TRAJECTORY] = owners
-        batch |= _turns([turns for _, _, turns in sequences], batch["input_ids"].shape)
+        batch |= _build_turn_keys([turns for _, _, turns in sequences], batch["input_ids"].shape)
     ended_early = [trajectory is not None and trajectory.truncated for trajectory in trajectories]
     batch["stopped"] &= ~torch.tensor(ended_early)[owners]
     return batch
 
 
-def _parts(segment: Segment) -> list[list[tuple[int, Turn]]]:
+def _split_by_filters(segment: Segment) -> list[list[tuple[int, Turn]]]:
     """Return the turns of a segment, with their numbers, in parts of equal temperature and filters.
 
     Logprobs are those of one temperature per sequence.
     """
     numbered = enumerate(segment.turns)
-    return [list(part) for _, part in groupby(numbered, lambda each: _filters(each[1].sampling))]
+    return [list(part) for _, part in groupby(numbered, lambda entry: _read_filters(entry[1].sampling))]
 
 
-def _filters(sampling: Sampling) -> tuple[float, int, float]:
+def _read_filters(sampling: Sampling) -> tuple[float, int, float]:
     return sampling.temperature, sampling.top_k, sampling.top_p
 
 
-def _turns(sequences: Sequence[Sequence[tuple[int, Turn]]], shape: torch.Size) -> dict[str, torch.Tensor]:
+def _build_turn_keys(sequences: Sequence[Sequence[tuple[int, Turn]]], shape: torch.Size) -> dict[str, torch.Tensor]:
     numbers, rewards = torch.full(shape, -1), torch.zeros(shape)
-    for place, turns in enumerate(sequences):
+    for index, turns in enumerate(sequences):
         for number, turn in turns:
-            numbers[place, turn.start : turn.end] = number
+            numbers[index, turn.start : turn.end] = number
             if turn.completion.ids:
-                rewards[place, turn.end - 1] = turn.reward
+                rewards[index, turn.end - 1] = turn.reward
     return {TURN: numbers, TURN_REWARDS: rewards}

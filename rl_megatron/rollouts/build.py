@@ -1,4 +1,4 @@
-"""Make what runs the rollout worker of a stage."""
+"""Build the runner of a stage's rollout worker, and check the worker."""
 
 from __future__ import annotations
 
@@ -16,31 +16,23 @@ from rl_megatron.rollouts.conversation import Conversation
 from rl_megatron.rollouts.environments import Environments, check_environment
 from rl_megatron.rollouts.gateway.server import Gateway
 from rl_megatron.rollouts.gateway.tool_calls import check_tool_format
-from rl_megatron.rollouts.host_pool import ProcessHosts
-from rl_megatron.rollouts.limits import TokenLimits
+from rl_megatron.rollouts.hosts import ProcessHosts
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
-from rl_megatron.rollouts.tools.toolbox import check_tools, configured_tools
+from rl_megatron.rollouts.tools.toolbox import build_tools, check_tools
+from rl_megatron.rollouts.trajectory import TokenLimits
 from rl_megatron.rollouts.verifiers_worker import VerifiersWorker, check_verifiers
-from rl_megatron.rollouts.worker import RolloutWorker, loaded_worker
+from rl_megatron.rollouts.worker import RolloutWorker, load_worker
 from rl_megatron.topology.topology import Topology
 
 
-def _named_worker(settings: TrajectoryConfig) -> RolloutWorker:
-    """Return the worker that `rollout.worker` names.
-
-    Raises:
-        ConfigError: It cannot be loaded.
-    """
+def _load_named_worker(settings: TrajectoryConfig) -> RolloutWorker:
+    """Return the worker that `rollout.worker` names."""
     kwargs = settings.worker_kwargs | ({"settings": settings.agent} if settings.worker == AGENT else {})
-    return loaded_worker(settings.worker, kwargs)
+    return load_worker(settings.worker, kwargs)
 
 
 def build_runner(stage: StageConfig, tokenizer: Tokenizer, topology: Topology) -> RolloutRunner:
-    """Return what runs the stage's rollout worker, and owns the processes that the worker needs.
-
-    Raises:
-        ConfigError: The worker cannot be loaded.
-    """
+    """Return the runner of the stage's rollout worker, which owns the processes that the worker needs."""
     settings = stage.rollout
     ranks = topology.ranks
     owned: list[Environments | ProcessHosts | VerifiersWorker] = []
@@ -49,33 +41,28 @@ def build_runner(stage: StageConfig, tokenizer: Tokenizer, topology: Topology) -
         if settings.environment.name is not None:
             environments = Environments(settings.environment)
             owned.append(environments)
-        loaded = configured_tools(settings.tools)
+        loaded = build_tools(settings.tools)
         if loaded is not None:
-            hosts = loaded.hosts()
+            hosts = loaded.build_hosts()
             owned.append(hosts)
-            tools = partial(loaded.box, hosts)
+            tools = partial(loaded.open_box, hosts)
         worker = Conversation(environments, tools, settings.max_turns, settings.turn_sampling).rollout
     elif settings.worker == VERIFIERS:
-        made = VerifiersWorker(settings.environment)
-        owned.append(made)
-        worker = made.rollout
+        verifiers = VerifiersWorker(settings.environment)
+        owned.append(verifiers)
+        worker = verifiers.rollout
     else:
-        worker = _named_worker(settings)
+        worker = _load_named_worker(settings)
     gateway = Gateway(settings.agent, ENGINE_DECLARATIONS[stage.generation.engine].stops_at_strings)
     timeout = 60 * stage.train.collective_timeout_minutes
-    rules = rollout_rules(settings, stage.model.max_sequence_length)
+    rules = build_rollout_rules(settings, stage.model.max_sequence_length)
     return RolloutRunner(worker, rules, tokenizer, ranks, timeout, owned, gateway)
 
 
-def rollout_rules(settings: TrajectoryConfig, longest: int) -> RolloutRules:
-    """Return how tasks run.
-
-    Args:
-        settings: The section `rollout`.
-        longest: The tokens of the longest sequence that the model takes.
-    """
+def build_rollout_rules(settings: TrajectoryConfig, longest: int) -> RolloutRules:
+    """Return how tasks run. `longest` is the number of tokens of the longest sequence that the model takes."""
     limits = TokenLimits(settings.max_tokens or longest, settings.max_sampled_tokens or sys.maxsize)
-    # A trajectory that waited for a process while it holds a place among those that run would keep the round waiting.
+    # A running trajectory that waited for a process would keep the round waiting.
     most = settings.agent.max_processes if settings.worker == AGENT else settings.concurrency
     return RolloutRules(
         limits, settings.on_rewrite, min(settings.concurrency, most), settings.retries, settings.timeout_seconds,
@@ -86,18 +73,12 @@ def rollout_rules(settings: TrajectoryConfig, longest: int) -> RolloutRules:
 def check_worker(stage: StageConfig, tokenizer: Tokenizer, loads: bool) -> None:
     """Check the rollout worker of a stage that scores completions.
 
-    Args:
-        stage: The stage.
-        tokenizer: The run's tokenizer.
-        loads: Whether to load the environment, in a process of its own.
-
-    Raises:
-        ConfigError: The worker, the environment, a tool or the format of tool calls cannot be loaded or used.
+    `loads` tells whether to load the environment, in a separate process.
     """
     if not stage.scores_completions:
         return
     if stage.rollout.worker != VERIFIERS:
-        _named_worker(stage.rollout)
+        _load_named_worker(stage.rollout)
     check_tools(stage, tokenizer)
     check_tool_format(stage.rollout.agent.tool_format)
     if loads:

@@ -1,4 +1,4 @@
-"""`RolloutClient`: the rollout engine as one trajectory uses it, and the check of what became of its answers."""
+"""`RolloutClient`: the rollout engine as one trajectory uses it, and the check that its answers are used unchanged."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from rl_megatron.generation.interfaces import Completion, Request, Sampling
 from rl_megatron.rollouts.gateway.server import Gateway
 from rl_megatron.rollouts.gateway.session import Session
 from rl_megatron.rollouts.history import ChatHistory, History, OnRewrite, TextHistory, check_length
-from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
 from rl_megatron.rollouts.tools.calls import Parser
-from rl_megatron.rollouts.trajectory import TokensDiffer, Trajectory
+from rl_megatron.rollouts.trajectory import HistoryFull, TokenLimits, TokensDiffer, Trajectory
 
 Answer = Callable[[Request], Awaitable[Completion]]
 
 
 class RolloutClient:
-    """What a rollout worker completes tokens with, in one trajectory.
+    """The client of one trajectory, with which a rollout worker completes tokens.
 
-    It keeps every prompt with its completion, and so can tell whether a trajectory consists of these tokens.
+    It keeps every prompt with its completion, and so can check that a trajectory consists of these tokens.
 
     Attributes:
         name: The name of the trajectory. It is the id of its first request.
@@ -51,15 +50,15 @@ class RolloutClient:
         """Start without a completion.
 
         Args:
-            name: The name of the trajectory; no other one that runs may have it.
+            name: The name of the trajectory, unique among those that run.
             seed: The seed of its first request.
             prompt: The prompt of the task.
-            sampling: How completions are sampled if the worker does not say so.
+            sampling: How completions are sampled if the worker does not choose.
             tokenizer: The run's tokenizer.
             limits: The limits of its tokens.
             answer: Returns the completion of a request.
             on_rewrite: What happens if the chat template rewrites the past; see `ChatHistory`.
-            gateway: What `openai` opens sessions of; None if there is none.
+            gateway: The gateway whose sessions `openai` opens; None without one.
         """
         self.name, self.prompt, self.tokenizer, self.limits = name, prompt, tokenizer, limits
         self._seed, self._sampling, self._answer = seed, sampling, answer
@@ -67,7 +66,7 @@ class RolloutClient:
         self._gateway = gateway
         self._answered: dict[str, tuple[tuple[int, ...], Completion]] = {}
         self._num_requests = self._num_reserved = 0
-        self._asked: set[asyncio.Future[Completion]] = set()
+        self._requests: set[asyncio.Future[Completion]] = set()
         self._is_closed = False
         self._num_waiting, self._waiting_since, self._seconds_waited = 0, 0.0, 0.0
 
@@ -78,10 +77,10 @@ class RolloutClient:
 
         Args:
             ids: The tokens, at least one.
-            sampling: How the completion is sampled; None: as the generation section says.
+            sampling: How the completion is sampled; None: as in the generation section.
 
         Raises:
-            HistoryFull: No token fits behind them.
+            HistoryFull: No token fits after them.
             RuntimeError: The attempt has ended.
         """
         if self._is_closed:
@@ -90,23 +89,23 @@ class RolloutClient:
         number, self._num_requests = self._num_requests, self._num_requests + 1
         request_id = self.name if number == 0 else f"{self.name}.{number}"
         seed = self._seed if number == 0 else request_seed(self._seed, number)
-        asked = asyncio.ensure_future(self._answer(Request(request_id, tuple(ids), sampling, seed)))
-        self._asked.add(asked)
+        request = asyncio.ensure_future(self._answer(Request(request_id, tuple(ids), sampling, seed)))
+        self._requests.add(request)
         self._num_reserved += sampling.max_new_tokens
         try:
-            with self._waits():
-                completion = await asked
+            with self._time_wait():
+                completion = await request
         finally:
-            self._asked.discard(asked)
+            self._requests.discard(request)
             self._num_reserved -= sampling.max_new_tokens
         self._answered[request_id] = tuple(ids), completion
         return completion
 
     def close(self) -> None:
-        """End the requests that nobody waits for any more, because the attempt has ended."""
+        """End the requests that still run, because the attempt has ended."""
         self._is_closed = True
-        for asked in list(self._asked):
-            asked.cancel()
+        for request in list(self._requests):
+            request.cancel()
 
     @property
     def seconds_of_engine(self) -> float:
@@ -115,7 +114,7 @@ class RolloutClient:
         return self._seconds_waited + waits
 
     @contextmanager
-    def _waits(self) -> Iterator[None]:
+    def _time_wait(self) -> Iterator[None]:
         if self._num_waiting == 0:
             self._waiting_since = time.monotonic()
         self._num_waiting += 1
@@ -127,7 +126,7 @@ class RolloutClient:
                 self._seconds_waited += time.monotonic() - self._waiting_since
 
     def fitting(self, num_tokens: int, sampling: Sampling | None = None) -> Sampling:
-        """Return how the next completion behind so many tokens is sampled, within the limits.
+        """Return how the next completion after that many tokens is sampled, within the limits.
 
         Raises:
             HistoryFull: No token fits.
@@ -155,7 +154,7 @@ class RolloutClient:
             messages: The first messages; None: those of the prompt. Without a chat template, their texts are the
                 prompt.
             tools: JSON schemas of the tools that the chat template describes.
-            most_characters: The most characters of a text that is encoded; None: as many as there are.
+            most_characters: The most characters of a text that is encoded; None for no limit.
 
         Raises:
             ValueError: There are tools, and no chat template.
@@ -175,13 +174,13 @@ class RolloutClient:
             ids = [*self.tokenizer.prefix_ids, *self.tokenizer.encode(texts)]
             return TextHistory(self, self.tokenizer, ids, most_characters)
         template, conversation = chat
-        is_that_of_the_prompt = messages is None and not tools
+        is_the_prompt = messages is None and not tools
         if messages is not None:
             conversation = replace(conversation, messages=[dict(message) for message in messages])
         if tools:
-            known = conversation.tools or []
-            conversation = replace(conversation, tools=[*known, *(dict(tool) for tool in tools if tool not in known)])
-        ids = self.prompt.ids if is_that_of_the_prompt else None
+            old = conversation.tools or []
+            conversation = replace(conversation, tools=[*old, *(dict(tool) for tool in tools if tool not in old)])
+        ids = self.prompt.ids if is_the_prompt else None
         return ChatHistory(self, self.tokenizer, template, conversation, self._on_rewrite, ids, most_characters)
 
     def openai(
@@ -190,8 +189,8 @@ class RolloutClient:
         """Open a session of the gateway, whose `base_url` and `api_key` are for OpenAI's client.
 
         Args:
-            parser: What finds tool calls in the policy's texts; None: what `rollout.agent.tool_format` names.
-            sampling: How completions are sampled if a request does not say so; None: as the generation section says.
+            parser: The parser of tool calls; None: the one that `rollout.agent.tool_format` names.
+            sampling: How completions are sampled if a request does not choose; None: as in the generation section.
 
         Raises:
             RuntimeError: The client was made without a gateway.
@@ -211,18 +210,18 @@ class RolloutClient:
         for segment in trajectory.segments:
             for number, turn in enumerate(segment.turns, 1):
                 where = f"trajectory {self.name}, turn {number}"
-                known = self._answered.get(turn.completion.request_id)
-                if known is None:
+                answered = self._answered.get(turn.completion.request_id)
+                if answered is None:
                     raise TokensDiffer(f"{where}: the engine was given no request {turn.completion.request_id!r}")
-                prompt, completion = known
-                given = (*prompt, *completion.ids)
-                if turn.end != len(given):
-                    raise TokensDiffer(f"{where} ends at token {turn.end}, and the engine's answer at {len(given)}")
-                own = tuple(segment.ids[: turn.end])
-                if own != given:
-                    pairs = enumerate(zip(own, given, strict=False), 1)
-                    place, (token, engines) = next(each for each in pairs if each[1][0] != each[1][1])
-                    said = "was asked to continue" if place <= len(prompt) else "sampled"
-                    raise TokensDiffer(f"{where}: token {place} is {token}, and the engine {said} {engines}")
+                prompt, completion = answered
+                expected = (*prompt, *completion.ids)
+                if turn.end != len(expected):
+                    raise TokensDiffer(f"{where} ends at token {turn.end}, and the engine's answer at {len(expected)}")
+                actual = tuple(segment.ids[: turn.end])
+                if actual != expected:
+                    pairs = enumerate(zip(actual, expected, strict=False), 1)
+                    number, (token, engines) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+                    source = "was asked to continue" if number <= len(prompt) else "sampled"
+                    raise TokensDiffer(f"{where}: token {number} is {token}, and the engine {source} {engines}")
                 if turn.completion != completion:
                     raise TokensDiffer(f"{where}: logprobs or weight versions are not those of the engine's answer")

@@ -15,8 +15,7 @@ from rl_megatron.rollouts.client import RolloutClient
 from rl_megatron.rollouts.environment import read_observation
 from rl_megatron.rollouts.environments import Environment, Environments
 from rl_megatron.rollouts.history import History
-from rl_megatron.rollouts.limits import HistoryFull
-from rl_megatron.rollouts.trajectory import Trajectory
+from rl_megatron.rollouts.trajectory import HistoryFull, Trajectory
 from rl_megatron.rollouts.worker import register_rollout_worker
 
 
@@ -33,7 +32,7 @@ class Tools(Protocol):
         """Return how many calls there were and how many failed, by name."""
         ...
 
-    def calls(self, text: str) -> Sequence[Any]:
+    def find_calls(self, text: str) -> Sequence[Any]:
         """Return the calls in a turn of the policy; empty if there are none."""
         ...
 
@@ -46,7 +45,7 @@ class Tools(Protocol):
 class Conversation:
     """A rollout worker of several turns: tools answer calls, and an environment answers all other turns.
 
-    A trajectory ends when the environment says so, or after a turn that nothing answers. At a limit of turns or tokens
+    A trajectory ends when the environment ends it, or after a turn that nothing answers. At a limit of turns or tokens
     it is truncated.
     """
 
@@ -60,8 +59,8 @@ class Conversation:
         """Keep the parts, which belong to the caller.
 
         Args:
-            environments: Make the environments; None: there is none.
-            tools: Returns the tools of a trajectory with a chat template, or without one; None: there are none.
+            environments: The environments; None without one.
+            tools: Returns the tools of a trajectory with a chat template, or without one; None without tools.
             max_turns: The most turns of a trajectory.
             turns: How turns are sampled: entry i is for turn i, the last one also for all later turns.
         """
@@ -69,13 +68,6 @@ class Conversation:
         self._max_turns, self._turns = max_turns, turns
 
     async def rollout(self, client: RolloutClient, record: Mapping[str, Any], sampling: Sampling) -> list[Trajectory]:
-        """Return the trajectory of a task.
-
-        Raises:
-            HostedCallFailed: The environment failed.
-            HostLost: The process of the environment ended through no fault of its own.
-            HistoryFull: The prompt leaves no space for a token.
-        """
         chat = client.prompt.chat()
         tools = None if self._tools is None else self._tools(None if chat is None else chat[0])
         schemas = None if tools is None or chat is None else tools.schemas  # plain text describes tools by its prompt
@@ -115,10 +107,10 @@ class Conversation:
         sampling: Sampling,
     ) -> Trajectory:
         """Let the policy take turns until something ends the trajectory."""
-        said, truncated, stop = dict(metadata), False, None
+        collected, truncated, stop = dict(metadata), False, None
         for turn in range(self._max_turns):
             try:
-                completion = await history.complete(self._sampling(client, sampling, turn, stop))
+                completion = await history.complete(self._choose_sampling(client, sampling, turn, stop))
             except HistoryFull:
                 if not history.num_turns:
                     raise
@@ -126,13 +118,13 @@ class Conversation:
                 break
             text, stop = history.messages[-1]["content"], None
             was_cut = completion.reason != "stop"
-            if tools is not None and (calls := tools.calls(text)):
+            if tools is not None and (calls := tools.find_calls(text)):
                 messages, ends = await tools.answer(calls)
                 was_cut = was_cut or ends  # an answer was still to come
             elif environment is not None:
                 step = await environment.step(text)
                 history.add_reward(step.reward)
-                said |= step.metadata
+                collected |= step.metadata
                 messages, stop, ends = read_observation(step.messages) or [], step.stop, step.done or step.truncated
                 was_cut = was_cut or step.truncated
             else:
@@ -145,27 +137,22 @@ class Conversation:
         else:
             truncated = True
         if tools is not None:
-            said |= tools.counts
-        return history.trajectory(truncated=truncated, metadata=said)
+            collected |= tools.counts
+        return history.trajectory(truncated=truncated, metadata=collected)
 
-    def _sampling(self, client: RolloutClient, sampling: Sampling, turn: int, stop: Sequence[str] | None) -> Sampling:
-        """Return how a turn is sampled.
-
-        Args:
-            client: Has the tokenizer.
-            sampling: How turns are sampled if nothing else is said.
-            turn: The number of the turn, from 0 on.
-            stop: Texts that end this turn as well.
-        """
+    def _choose_sampling(
+        self, client: RolloutClient, sampling: Sampling, turn: int, stop: Sequence[str] | None
+    ) -> Sampling:
+        """Return how turn number `turn`, from 0 on, is sampled; the texts `stop` end it as well."""
         texts = list(stop or ())
         if self._turns:
             chosen = self._turns[min(turn, len(self._turns) - 1)]
             is_greedy = sampling.temperature == 0  # as evaluations ask for
             names = ("max_new_tokens",) if is_greedy else ("max_new_tokens", "temperature", "top_p", "top_k")
-            own = {name: value for name in names if (value := getattr(chosen, name)) is not None}
-            sampling, texts = replace(sampling, **own), [*texts, *chosen.stop]
+            overrides = {name: value for name in names if (value := getattr(chosen, name)) is not None}
+            sampling, texts = replace(sampling, **overrides), [*texts, *chosen.stop]
         if not texts:
             return sampling
-        known = () if sampling.stop_strings is None else sampling.stop_strings.texts
-        stop_strings = StopStrings(tuple(dict.fromkeys((*known, *texts))), client.tokenizer.definition)
+        configured = () if sampling.stop_strings is None else sampling.stop_strings.texts
+        stop_strings = StopStrings(tuple(dict.fromkeys((*configured, *texts))), client.tokenizer.definition)
         return replace(sampling, stop_strings=stop_strings)

@@ -1,6 +1,6 @@
-"""`EnvironmentStep`: what an environment says to a turn of the policy, and the check of what environments return.
+"""`EnvironmentStep`: an environment's response to a turn of the policy, and the check of what environments return.
 
-This module does without torch, because environments import it in processes of their own.
+This module does not import torch, because environments import it in separate processes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _ENVIRONMENT = "environment"  # the role of NeMo RL's observations, which chat t
 
 @dataclass(frozen=True)
 class EnvironmentStep:
-    """What an environment says to a turn of the policy.
+    """The response of an environment to a turn of the policy.
 
     Attributes:
-        messages: What the policy sees next: messages with `role` and `content`, or a text, which is one message of the
-            user. The role `environment` stands for `user`.
+        messages: The next observation of the policy: messages with `role` and `content`, or a text, which is one
+            message of the user. The role `environment` stands for `user`.
         reward: The reward of the turn.
         done: Whether the trajectory is at its end.
         truncated: Whether it ends here before its end, as at a limit of the environment's own.
@@ -41,11 +41,7 @@ class EnvironmentStep:
 
 
 def read_observation(observation: Any) -> list[Message] | None:
-    """Return an observation as messages; None stays None.
-
-    Raises:
-        BadAnswer: It is neither a text nor a list of messages.
-    """
+    """Return an observation as messages; None stays None."""
     if observation is None:
         return None
     if isinstance(observation, str):
@@ -69,25 +65,17 @@ def read_observation(observation: Any) -> list[Message] | None:
 
 
 def read_reset(result: Any) -> tuple[list[Message] | None, dict[str, Any]]:
-    """Return the messages and the metadata of what `reset` returned: an observation, or one with a mapping.
-
-    Raises:
-        BadAnswer: It is neither.
-    """
+    """Return the messages and the metadata of what `reset` returned: an observation, or one with a mapping."""
     metadata: Any = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping) and "role" not in result[1]:
         result, metadata = result
-    return read_observation(result), _metadata(metadata)
+    return read_observation(result), _read_metadata(metadata)
 
 
 def read_step(result: Any) -> EnvironmentStep:
     """Return what `step` returned as an EnvironmentStep whose messages are a list.
 
-    Args:
-        result: An EnvironmentStep, or gymnasium's observation, reward, terminated, truncated and info.
-
-    Raises:
-        BadAnswer: It is neither, or a part of it cannot be used.
+    The result is an EnvironmentStep, or gymnasium's observation, reward, terminated, truncated and info.
     """
     if isinstance(result, EnvironmentStep):
         step = result
@@ -106,35 +94,35 @@ def read_step(result: Any) -> EnvironmentStep:
         stop = tuple(stop)
     return EnvironmentStep(
         read_observation(step.messages) or [],
-        _reward(step.reward),
-        _switch("done", step.done),
-        _switch("truncated", step.truncated),
-        _metadata(step.metadata),
+        _read_reward(step.reward),
+        _read_switch("done", step.done),
+        _read_switch("truncated", step.truncated),
+        _read_metadata(step.metadata),
         stop,
     )
 
 
-def _reward(reward: Any) -> float:
-    number = _item(reward)
+def _read_reward(reward: Any) -> float:
+    number = _unwrap_item(reward)
     if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
         raise BadAnswer(f"returned the reward {reward!r:.80}; a reward is a finite number")
     return float(number)
 
 
-def _switch(name: str, value: Any) -> bool:
-    found = _item(value)
-    if not isinstance(found, bool):
+def _read_switch(name: str, value: Any) -> bool:
+    flag = _unwrap_item(value)
+    if not isinstance(flag, bool):
         raise BadAnswer(f"returned {name}={value!r:.80}; it is True or False")
-    return found
+    return flag
 
 
-def _metadata(metadata: Any) -> dict[str, Any]:
+def _read_metadata(metadata: Any) -> dict[str, Any]:
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
         raise BadAnswer(f"returned the metadata {metadata!r:.80}; it is a mapping with texts as keys")
     return dict(metadata)
 
 
-def _item(value: Any) -> Any:
+def _unwrap_item(value: Any) -> Any:
     """Return the number in a scalar of numpy or torch, and other values as they are."""
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "shape", None) == () else value

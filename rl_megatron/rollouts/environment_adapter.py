@@ -1,4 +1,9 @@
-"""Hold a user's environment in a process of its own, and check what it returns there."""
+"""The adapter of a user's environment in a separate process, which checks what the environment returns.
+
+An environment of NeMo RL has `step(message_log_batch, metadata)`, here with a batch of one trajectory.
+
+Source: NVIDIA NeMo RL's documentation of `EnvironmentInterface` and `EnvironmentReturn`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,6 @@ from typing import Any
 from rl_megatron.config.loading.registry import Registry
 from rl_megatron.data.conversations import Message
 from rl_megatron.rollouts.environment import EnvironmentStep, read_reset, read_step
-from rl_megatron.rollouts.nemo_environment import NemoEnvironment, is_of_nemo
 from rl_megatron.rollouts.openenv import OPENENV, OpenEnv
 from rl_megatron.rollouts.user_calls import call_user_code
 from rl_megatron.workers.plain_data import BadAnswer
@@ -18,14 +22,76 @@ _KEY = "rollout.environment.name"
 # Those of the package. Plugins cannot add any, because the processes of environments do not import them.
 ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("environment")
 ENVIRONMENTS.register(OPENENV)(OpenEnv)
+_NEMO_PARAMETERS = ("message_log_batch", "metadata")
+_NEMO_PARTS = ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")
+
+
+def is_of_nemo(environment: Any) -> bool:
+    """Return whether a class or an object has NeMo RL's method `step`."""
+    step = getattr(environment, "step", None)
+    return callable(step) and set(_NEMO_PARAMETERS) <= set(inspect.signature(step).parameters)
+
+
+class NemoEnvironment:
+    """An environment of NeMo RL in one trajectory. It keeps the messages and the metadata between the turns."""
+
+    def __init__(self, environment: Any):
+        self._environment = environment
+        self._log: list[Message] = []
+        self._metadata: Any = None
+
+    async def reset(self, record: Mapping[str, Any], messages: Sequence[Message]) -> None:
+        """Begin with the messages of the prompt, and with the record's `extra_env_info` as metadata, if it has it."""
+        self._log = [{"role": message["role"], "content": message["content"]} for message in messages]
+        self._metadata = record.get("extra_env_info", dict(record))
+
+    async def step(self, answer: str) -> EnvironmentStep:
+        """Return the environment's response to the policy's answer."""
+        self._log.append({"role": "assistant", "content": answer})
+        batch, metadata = [[dict(message) for message in self._log]], [self._metadata]
+        returned, _ = await call_user_code(self._environment.step, message_log_batch=batch, metadata=metadata)
+        if not isinstance(returned, tuple) or len(returned) not in (len(_NEMO_PARTS) - 1, len(_NEMO_PARTS)):
+            raise BadAnswer(
+                f"returned {type(returned).__name__}; return an EnvironmentReturn, which has {', '.join(_NEMO_PARTS)}"
+            )
+        parts = dict(zip(_NEMO_PARTS, returned, strict=False))
+        one = {name: _take_only(name, value) for name, value in parts.items()}
+        self._metadata = one["metadata"]
+        observation = one["observations"]
+        if not isinstance(observation, Mapping) or not isinstance(observation.get("content"), str):
+            raise BadAnswer(f"returned the observation {observation!r:.80}; it has 'role' and 'content'")
+        self._log.append({"role": observation.get("role", "environment"), "content": observation["content"]})
+        answer_read = one.get("answers")
+        return EnvironmentStep(
+            observation["content"],
+            one["rewards"],
+            one["terminateds"],
+            metadata={} if answer_read is None else {"answer": answer_read},
+            stop=one["next_stop_strings"],
+        )
+
+    async def close(self) -> None:
+        """Call the environment's `shutdown`, if it has one."""
+        await call_user_code(getattr(self._environment, "shutdown", lambda: None))
+
+
+def _take_only(name: str, values: Any) -> Any:
+    """Return the value of the only trajectory of a batch; None if there are no values."""
+    if values is None:
+        return None
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, list | tuple) or len(values) != 1:
+        raise BadAnswer(f"returned {name}={values!r:.80}; it has one value, for the one trajectory that it was given")
+    if name == "terminateds" and values[0] in (0, 1):
+        return bool(values[0])  # NeMo RL's environments return a tensor of any type
+    return values[0]
 
 
 class HostedEnvironment:
     """A user's environment, with async methods that return checked values."""
 
     def __init__(self, environment: Any):
-        """Keep the environment."""
-        self._own = environment
+        self._environment = environment
         self._nemo = NemoEnvironment(environment) if is_of_nemo(environment) else None
 
     async def reset(
@@ -33,63 +99,55 @@ class HostedEnvironment:
     ) -> tuple[list[Message] | None, dict[str, Any]]:
         """Begin a trajectory; return its first messages (None: those of the prompt) and its metadata.
 
-        Args:
-            record: The fields of the problem's record.
-            messages: The messages of the prompt.
+        `messages` are those of the prompt.
         """
         if self._nemo is not None:
             await self._nemo.reset(record, messages)
             return None, {}
-        return read_reset((await call_user_code(self._own.reset, record))[0])
+        return read_reset((await call_user_code(self._environment.reset, record))[0])
 
     async def step(self, answer: str) -> EnvironmentStep:
-        """Return what the environment says to an answer of the policy."""
+        """Return the environment's response to an answer of the policy."""
         if self._nemo is not None:
             return read_step(await self._nemo.step(answer))
-        return read_step((await call_user_code(self._own.step, answer))[0])
+        return read_step((await call_user_code(self._environment.step, answer))[0])
 
     async def close(self) -> None:
         """Close the environment, if it can be closed."""
         if self._nemo is not None:
             await self._nemo.close()
         else:
-            await call_user_code(getattr(self._own, "close", lambda: None))
+            await call_user_code(getattr(self._environment, "close", lambda: None))
 
 
 async def make(target: str, kwargs: Mapping[str, Any]) -> HostedEnvironment:
-    """Return an environment that is made with these arguments.
-
-    Raises:
-        ConfigError: It cannot be loaded.
-    """
-    made, _ = await call_user_code(ENVIRONMENTS.find(target, _KEY), **kwargs)
-    return HostedEnvironment(made)
+    """Return an environment that is made with these arguments."""
+    environment, _ = await call_user_code(ENVIRONMENTS.find(target, _KEY), **kwargs)
+    return HostedEnvironment(environment)
 
 
 def check(target: str, kwargs: Mapping[str, Any]) -> None:
     """Check that a name is that of an environment, which takes these arguments. A user's environment is not made.
 
-    Raises:
-        ConfigError: It cannot be loaded.
-        BadAnswer: It is no environment, or takes other arguments.
+    Raises ConfigError if it cannot be loaded, and BadAnswer if it is not an environment or takes other arguments.
     """
-    found = ENVIRONMENTS.find(target, _KEY)
-    if type(found).__module__.startswith("ray.") or not callable(found):
+    factory = ENVIRONMENTS.find(target, _KEY)
+    if type(factory).__module__.startswith("ray.") or not callable(factory):
         raise BadAnswer(
             "is decorated with ray.remote, and no Ray runs here; name the class itself, as in "
             "Plain = Decorated.__ray_metadata__.modified_class"
         )
-    if inspect.isclass(found) and not is_of_nemo(found):
-        missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+    if inspect.isclass(factory) and not is_of_nemo(factory):
+        missing = [name for name in ("reset", "step") if not callable(getattr(factory, name, None))]
         if missing:
             raise BadAnswer(
                 f"has no method {' and no method '.join(missing)}; an environment has reset(record) and step(answer)"
             )
     try:
-        inspect.signature(found).bind(**kwargs)
+        inspect.signature(factory).bind(**kwargs)
     except TypeError as error:
         raise BadAnswer(
             f"is made with the arguments of rollout.environment.kwargs ({', '.join(kwargs) or 'none'}): {error}"
         ) from error
     if target in ENVIRONMENTS:
-        found(**kwargs)  # it loads what its arguments name
+        factory(**kwargs)  # it loads what its arguments name

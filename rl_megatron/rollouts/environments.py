@@ -1,4 +1,4 @@
-"""The environments of trajectories, in processes of their own, as rollout workers on rank 0 use them."""
+"""The environments of trajectories, in separate processes, as rollout workers on rank 0 use them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_megatron.config.loading.import_strings import is_import_string
 from rl_megatron.data.conversations import Message
 from rl_megatron.rollouts import environment_adapter
 from rl_megatron.rollouts.environment import EnvironmentStep
-from rl_megatron.rollouts.host_pool import HostedCallFailed, HostedObject, HostLimits, HostLost, ProcessHosts
+from rl_megatron.rollouts.hosts import HostedCallFailed, HostedObject, HostLimits, HostLost, ProcessHosts
 
 _MOST_PROCESSES = 32  # of rollout.environment.processes=null
 _ADAPTER = environment_adapter.__name__
@@ -25,7 +25,7 @@ class Environment:
     """The environment of one trajectory."""
 
     def __init__(self, hosted: HostedObject, seconds_per_call: float):
-        """Keep where it is; `Environments.make` makes it there."""
+        """Keep the object, which `Environments.make` makes."""
         self._hosted, self._seconds = hosted, seconds_per_call
 
     async def reset(
@@ -33,44 +33,27 @@ class Environment:
     ) -> tuple[list[Message] | None, dict[str, Any]]:
         """Begin a trajectory; return its first messages (None: those of the prompt) and its metadata.
 
-        Args:
-            record: The fields of the problem's record.
-            messages: The messages of the prompt.
-
-        Raises:
-            HostedCallFailed: The environment failed, or returned something else.
-            HostLost: Its process ended through no fault of its own.
+        `messages` are those of the prompt.
         """
         observation, metadata = await self._hosted.call("reset", dict(record), list(messages), timeout=self._seconds)
         return observation, metadata
 
     async def step(self, answer: str) -> EnvironmentStep:
-        """Return what the environment says to an answer of the policy. It raises what `reset` raises."""
+        """Return the environment's response to an answer of the policy."""
         return EnvironmentStep(**await self._hosted.call("step", answer, timeout=self._seconds))
 
     async def close(self) -> None:
-        """Close the environment, and forget it."""
         await self._hosted.close()
 
 
 class Environments:
-    """What makes an environment for each trajectory, and owns their processes."""
+    """The environments of trajectories, with the processes that hold them."""
 
     def __init__(self, settings: EnvironmentConfig):
-        """Start no process yet.
-
-        Args:
-            settings: The section `rollout.environment`, with a name.
-        """
-        self._settings, self._hosts = settings, environment_hosts(settings)
+        """Start no process yet. The section `rollout.environment` has a name."""
+        self._settings, self._hosts = settings, build_environment_hosts(settings)
 
     async def make(self) -> Environment:
-        """Return a new environment.
-
-        Raises:
-            HostedCallFailed: It cannot be made.
-            HostLost: Its process ended through no fault of its own.
-        """
         settings = self._settings
         kwargs = {"target": settings.name, "kwargs": settings.kwargs}
         seconds, shown = settings.seconds_per_call, f"environment {settings.name}"
@@ -79,36 +62,36 @@ class Environments:
         return Environment(hosted, seconds)
 
     def close(self) -> None:
-        """End the processes."""
         self._hosts.close()
 
 
 def check_environment(settings: EnvironmentConfig) -> None:
-    """Load the environment in a process of its own, and check that it is one.
+    """Load the environment in a separate process, and check that it is one and takes its arguments."""
+    if settings.name is not None:
+        kwargs = {"target": settings.name, "kwargs": settings.kwargs}
+        check_in_process(settings, f"{_ADAPTER}:check", kwargs, settings.seconds_per_call)
 
-    Raises:
-        ConfigError: It cannot be loaded, it is no environment, or it takes other arguments.
-    """
-    if settings.name is None:
-        return
+
+def check_in_process(settings: EnvironmentConfig, function: str, kwargs: Mapping[str, Any], seconds: float) -> None:
+    """Run a function that checks the environment in a separate process, and raise ConfigError if it fails."""
     with ThreadPoolExecutor(1) as thread:  # a notebook's thread has an asyncio loop of its own
-        thread.submit(asyncio.run, _check(settings)).result()
+        thread.submit(asyncio.run, _check(settings, function, kwargs, seconds)).result()
 
 
-async def _check(settings: EnvironmentConfig) -> None:
-    hosts, what = environment_hosts(settings), f"{_ADAPTER}:check"
+async def _check(settings: EnvironmentConfig, function: str, kwargs: Mapping[str, Any], seconds: float) -> None:
+    hosts = build_environment_hosts(settings)
     try:
-        await hosts.call(what, {"target": settings.name, "kwargs": settings.kwargs}, settings.seconds_per_call)
+        await hosts.call(function, kwargs, seconds)
     except (HostedCallFailed, HostLost) as error:
-        said = str(error).removeprefix(f"{what}() in a worker process ")
-        named = said.startswith("rollout.environment.name")
-        raise ConfigError(said if named else f"rollout.environment.name={settings.name} {said}") from error
+        failure = str(error).removeprefix(f"{function}() in a worker process ")
+        is_named = failure.startswith("rollout.environment.name")
+        raise ConfigError(failure if is_named else f"rollout.environment.name={settings.name} {failure}") from error
     finally:
         hosts.close()
 
 
-def environment_hosts(settings: EnvironmentConfig) -> ProcessHosts:
-    """Return the processes of the section `rollout.environment`. None is started yet."""
+def build_environment_hosts(settings: EnvironmentConfig) -> ProcessHosts:
+    """Return the processes of the section `rollout.environment`, without starting one."""
     count = settings.processes or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     limits = HostLimits(settings.memory_mb, int(settings.max_answer_mb * _MEBIBYTE))
     return ProcessHosts(count, limits, "environments", settings.python)

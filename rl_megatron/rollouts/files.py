@@ -1,8 +1,8 @@
 """Read and write files of rollouts: one Parquet file for each step, with one sequence in each row.
 
 A trajectory is a sequence of tokens, some of which the policy has sampled. The others are the prompt and, with several
-turns, what an environment says between them. If its past was rewritten, it has several sequences. Every number that
-training reads is kept to the bit, so that a run can learn from the files as it does from the rollouts themselves.
+turns, the texts of an environment. If its past was rewritten, it has several sequences. Every number that training
+reads is kept to the bit, so that a run can learn from the files exactly as from the rollouts themselves.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.rollouts.batch import TURN, TURN_REWARDS, component_keys
+from rl_megatron.rollouts.batch import TURN, TURN_REWARDS, build_component_keys
 
-# Columns that are a number of each trajectory: (the column, the key of the batch, the type of both).
+# Numeric columns: (the column, the key of the batch, the type of both).
 _NUMBERS = (
     ("reward", "rewards", torch.float32),
     ("weight", "sample_mask", torch.float32),
@@ -45,13 +45,13 @@ KEPT = frozenset((*_OTHERS, DATA_SET, TRAJECTORY, TURN, TURN_REWARDS, *(key for 
 
 @dataclass(frozen=True)
 class Draw:
-    """The rollouts of one round of a step, with what people want to read about them.
+    """The rollouts of one round of a step, with data for people who read the file.
 
     Attributes:
         round: The round of dynamic sampling, from 0.
         rollouts: The batch that a rollout engine returned, with `rewards`.
         prompts: The prompt of each trajectory.
-        scores: The score of each reward function, and the reward of the environment, for each trajectory; None where
+        scores: The score of each reward function, and the reward of the environment, for each trajectory; None if
             there is none.
     """
 
@@ -62,11 +62,10 @@ class Draw:
 
 
 def rollout_file(directory: Path, step: int) -> Path:
-    """Return the file of a step."""
     return directory / f"step-{step:06}.parquet"
 
 
-def rows(
+def build_rows(
     step: int,
     draw: Draw,
     tokenizer: Tokenizer,
@@ -80,8 +79,8 @@ def rows(
     Args:
         step: The step.
         draw: The rollouts.
-        tokenizer: What decodes them.
-        samples_per_prompt: How many trajectories in a row belong to one prompt.
+        tokenizer: The run's tokenizer.
+        samples_per_prompt: How many consecutive trajectories belong to one prompt.
         newest_version: The version of the policy's weights.
         advantages: The advantages [S] of the sequences that the step learned from, by their numbers in the draw.
     """
@@ -107,13 +106,13 @@ def rows(
             "sampled": sampled.tolist(),
             "logprobs": batch["generation_logprobs"][number, :length][sampled].tolist(),
             "advantages": None if learned is None else learned[:length][sampled].tolist(),
-            "versions": list(_spans(versions.tolist())),
+            "versions": list(_find_spans(versions.tolist())),
             "rewards": [
                 {"turn": 0, "component": name, "value": values[owner]}
                 for name, values in draw.scores.items()
                 if values[owner] is not None
             ],
-            "turns": list(_turns(batch, number)) if TURN in batch else None,
+            "turns": list(_find_turns(batch, number)) if TURN in batch else None,
         }
         row |= {column: batch[key][number].item() for column, key, _ in _NUMBERS}
         if ROUTED_EXPERTS in batch:
@@ -122,7 +121,7 @@ def rows(
         yield row
 
 
-def _spans(versions: Sequence[int]) -> Iterator[dict[str, int]]:
+def _find_spans(versions: Sequence[int]) -> Iterator[dict[str, int]]:
     """Yield the spans of sampled tokens with one version of the weights; other tokens have the version −1."""
     start = 0
     for version, tokens in groupby(versions):
@@ -132,7 +131,7 @@ def _spans(versions: Sequence[int]) -> Iterator[dict[str, int]]:
         start = end
 
 
-def _turns(batch: BatchedDataDict, number: int) -> Iterator[dict[str, Any]]:
+def _find_turns(batch: BatchedDataDict, number: int) -> Iterator[dict[str, Any]]:
     """Yield the turns of a sequence: their numbers in the trajectory, tokens and rewards."""
     start = 0
     for turn, tokens in groupby(batch[TURN][number].tolist()):
@@ -142,16 +141,12 @@ def _turns(batch: BatchedDataDict, number: int) -> Iterator[dict[str, Any]]:
         start = end
 
 
-def write_rows(path: Path, written: Sequence[Mapping[str, Any]]) -> None:
-    """Write the file of a step. A file that exists is replaced as a whole.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the file of a step. A file that exists is replaced as a whole."""
     import pyarrow
     import pyarrow.parquet
 
-    table = pyarrow.Table.from_pylist(list(written), schema=_schema())
+    table = pyarrow.Table.from_pylist(list(rows), schema=_build_schema())
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
     pyarrow.parquet.write_table(table, content, compression="zstd")
@@ -159,89 +154,85 @@ def write_rows(path: Path, written: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows of the file of a step, with all columns or with some.
-
-    Raises:
-        ConfigError: The file is missing, or is not a file of rollouts.
-    """
+    """Return the rows of the file of a step, with all columns or with some."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         names = pyarrow.parquet.read_schema(path).names
-        names.append("data_set")  # files of older versions have no such column
-        if missing := [name for name in _schema().names if name not in names]:
+        names.append("data_set")  # files of older versions lack this column
+        if missing := [name for name in _build_schema().names if name not in names]:
             raise ConfigError(f"{path} is not a file of rollouts: it has no column {missing[0]}")
         return pyarrow.parquet.read_table(path, columns=columns and list(columns)).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read as a file of rollouts: {error}") from error
 
 
-def batch_of(read: Sequence[Mapping[str, Any]], components: Sequence[str] | None = None) -> BatchedDataDict:
+def rows_to_batch(rows: Sequence[Mapping[str, Any]], components: Sequence[str] | None = None) -> BatchedDataDict:
     """Return the rollouts of the rows of one round, equal to the bit to those that were written.
 
     Args:
-        read: The rows.
-        components: Names of reward functions whose scores the batch has, with those of all others in the rows. None:
-            it has no such scores.
+        rows: The rows.
+        components: Names of reward functions whose scores the batch has, besides those in the rows. None: it has no
+            such scores.
     """
-    lengths = torch.tensor([len(row["ids"]) for row in read])
+    lengths = torch.tensor([len(row["ids"]) for row in rows])
     columns = torch.arange(int(lengths.max()))
     within = columns < lengths[:, None]
-    sampled = _filled(within, [row["sampled"] for row in read], torch.bool, 0)
+    sampled = _fill(within, [row["sampled"] for row in rows], torch.bool, 0)
     versions = torch.full(within.shape, -1)
-    for number, row in enumerate(read):
+    for number, row in enumerate(rows):
         for span in row["versions"]:
             versions[number, span["start"] : span["end"]] = span["version"]
     batch = BatchedDataDict(
         {
-            "input_ids": _filled(within, [row["ids"] for row in read], torch.long, 0),
+            "input_ids": _fill(within, [row["ids"] for row in rows], torch.long, 0),
             "input_lengths": lengths,
             "token_mask": sampled.float(),
-            "generation_logprobs": _filled(sampled, [row["logprobs"] for row in read], torch.float32, 0.0),
+            "generation_logprobs": _fill(sampled, [row["logprobs"] for row in rows], torch.float32, 0.0),
             "token_weight_versions": versions,
         }
     )
     for column, key, dtype in _NUMBERS:
-        batch[key] = torch.tensor([row[column] for row in read], dtype=dtype)
-    if read[0]["turns"] is not None:
-        batch |= _keys_of_turns(read, within.shape)
-    if any(row["experts"] is not None for row in read):
-        batch[ROUTED_EXPERTS] = _experts(read, len(columns))
+        batch[key] = torch.tensor([row[column] for row in rows], dtype=dtype)
+    if rows[0]["turns"] is not None:
+        batch |= _build_turn_keys(rows, within.shape)
+    if any(row["experts"] is not None for row in rows):
+        batch[ROUTED_EXPERTS] = _build_experts(rows, len(columns))
     if components is not None:
-        of_rows = [{each["component"]: each["value"] for each in row["rewards"]} for row in read]
-        names = dict.fromkeys(chain(components, *of_rows))
-        scores = {name: [of_row.get(name) for of_row in of_rows] for name in names}
-        batch |= component_keys(scores, batch["sample_mask"] != 0, TURN in batch)
+        row_scores = [{reward["component"]: reward["value"] for reward in row["rewards"]} for row in rows]
+        names = dict.fromkeys(chain(components, *row_scores))
+        scores = {name: [scores.get(name) for scores in row_scores] for name in names}
+        batch |= build_component_keys(scores, batch["sample_mask"] != 0, TURN in batch)
     return batch
 
 
-def _keys_of_turns(read: Sequence[Mapping[str, Any]], shape: torch.Size) -> dict[str, Tensor]:
+def _build_turn_keys(rows: Sequence[Mapping[str, Any]], shape: torch.Size) -> dict[str, Tensor]:
     numbers, rewards = torch.full(shape, -1), torch.zeros(shape)
-    for number, row in enumerate(read):
+    for number, row in enumerate(rows):
         for turn in row["turns"]:
             numbers[number, turn["start"] : turn["end"]] = turn["turn"]
             rewards[number, turn["end"] - 1] = turn["reward"]
-    return {TRAJECTORY: torch.tensor([row["trajectory"] for row in read]), TURN: numbers, TURN_REWARDS: rewards}
+    return {TRAJECTORY: torch.tensor([row["trajectory"] for row in rows]), TURN: numbers, TURN_REWARDS: rewards}
 
 
-def _experts(read: Sequence[Mapping[str, Any]], width: int) -> Tensor:
-    shape = tuple(read[0]["experts_shape"])
-    experts = torch.full((len(read), width, *shape), UNKNOWN_EXPERT, dtype=torch.int16)
-    for number, row in enumerate(read):
-        of_row = torch.tensor(row["experts"], dtype=torch.int16).view(-1, *shape)
-        experts[number, : len(of_row)] = of_row
+def _build_experts(rows: Sequence[Mapping[str, Any]], width: int) -> Tensor:
+    shape = tuple(rows[0]["experts_shape"])
+    experts = torch.full((len(rows), width, *shape), UNKNOWN_EXPERT, dtype=torch.int16)
+    for number, row in enumerate(rows):
+        values = torch.tensor(row["experts"], dtype=torch.int16).view(-1, *shape)
+        experts[number, : len(values)] = values
     return experts
 
 
-def _filled(where: Tensor, values: Sequence[Sequence[Any]], dtype: torch.dtype, rest: float) -> Tensor:
-    """Return a tensor with the values, in order, at the places that `where` marks, and `rest` elsewhere."""
-    filled = torch.full(where.shape, rest, dtype=dtype)
-    filled[where] = torch.tensor([value for row in values for value in row], dtype=dtype)
-    return filled
+def _fill(mask: Tensor, values: Sequence[Sequence[Any]], dtype: torch.dtype, rest: float) -> Tensor:
+    """Return a tensor with the values, in order, where the mask is set, and `rest` elsewhere."""
+    result = torch.full(mask.shape, rest, dtype=dtype)
+    result[mask] = torch.tensor([value for row in values for value in row], dtype=dtype)
+    return result
 
 
-def _schema() -> Any:
+def _build_schema() -> Any:
     import pyarrow as arrow
 
     span = arrow.struct([("version", arrow.int64()), ("start", arrow.int32()), ("end", arrow.int32())])

@@ -1,7 +1,7 @@
 """`GroupQueue`: which groups of trajectories run, wait to be learned from, or are dropped, in asynchronous training.
 
-The prompts of a stage form a stream, and a group is the trajectories of the prompt at one place of it. The queue only
-decides. It starts nothing and knows no clock, so that its rules can be tested without an engine.
+The prompts of a stage form a stream, and a group is the trajectories of the prompt at one position of it. The queue
+only decides. It starts nothing and has no clock, so its rules can be tested without an engine.
 
 Ages are counted in steps. The weights of step s are those with which step s begins. A token that they sampled has age
 t − s when step t learns from it, and the age of a group is that of its oldest token.
@@ -19,7 +19,7 @@ TOO_OLD, EQUAL_REWARDS, NOT_IN_TIME = "too old", "equal rewards", "not in time" 
 
 @dataclass(frozen=True)
 class QueueRules:
-    """How many groups may run, and how old they may become.
+    """The limits of the number of groups that run, and of their ages.
 
     Attributes:
         per_step: The number of groups that a step learns from.
@@ -27,8 +27,8 @@ class QueueRules:
         max_age: The largest age of a group, in steps.
         over_sampling: How many groups are made for a step, as a multiple of `per_step`. With 1, every group is learned
             from, in the order of the stream.
-        keeps_unfinished: With over-sampling, whether groups that a step did not wait for go on, and later steps learn
-            from them. Otherwise they are dropped.
+        keeps_unfinished: With over-sampling, whether groups that a step did not wait for continue, and later steps
+            learn from them. Otherwise they are dropped.
         rounds: With `drops_equal`, how many groups may be made for a step, as a multiple of `per_step`.
         drops_equal: Whether groups whose rewards are all equal are dropped, and others are made instead.
     """
@@ -54,14 +54,14 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What became of groups since the step before.
+class EndedGroups:
+    """The groups that have ended since the last step.
 
     Attributes:
         used: The groups that the step learns from, in the order of the stream, with their ages.
         dropped: Further groups that ended, with the reason.
         running: Those of the dropped groups that still run.
-        num_refilled: The number of groups that were started in the place of dropped ones.
+        num_refilled: The number of groups that were started instead of dropped ones.
     """
 
     used: Mapping[int, int]
@@ -71,10 +71,10 @@ class Taken:
 
 
 class GroupQueue:
-    """The groups of a stage. A group is named by its place in the stream, from 0 on.
+    """The groups of a stage. A group is named by its position in the stream, from 0 on.
 
-    At any time, as many groups have been started, and neither learned from nor dropped, as coming steps need: those of
-    the next step, and those of further steps for which the weights that the engine has are new enough. Without
+    The groups that have started, and are neither learned from nor dropped, are always as many as coming steps need:
+    those of the next step, and those of further steps for which the engine's weights are new enough. Without
     over-sampling, every group is therefore learned from before it is too old, however long the groups take.
     """
 
@@ -88,17 +88,15 @@ class GroupQueue:
         self._weights: int | None = None  # the step of the weights that the engine has
         self._dropped: dict[int, str] = {}
         self._still_running: list[int] = []  # of the dropped ones
-        self._num_equal = self._num_missing = 0  # dropped for equal rewards in all, and not made again for this step
+        self._num_equal = self._num_missing = 0  # dropped for equal rewards: in all, and without a replacement
         self._num_to_refill = self._num_refilled = 0
 
     @property
     def next_step(self) -> int:
-        """Return the next step that takes groups."""
         return self._step
 
     @property
     def num_running(self) -> int:
-        """Return the number of groups that run."""
         return sum(group.oldest is None for group in self._groups.values())
 
     @property
@@ -106,13 +104,13 @@ class GroupQueue:
         """Return the number of groups that wait to be learned from."""
         return len(self._groups) - self.num_running
 
-    def has_weights(self, step: int) -> None:
+    def note_weights(self, step: int) -> None:
         """Record that the engine has the weights of a step."""
         self._weights = step
 
     def start(self) -> int | None:
         """Return the next group to start, or None if no more may run now."""
-        if self._weights is None or len(self._groups) >= self._capacity(self._weights):
+        if self._weights is None or len(self._groups) >= self._count_capacity(self._weights):
             return None
         if self._again:
             number = self._again.pop(0)
@@ -125,7 +123,7 @@ class GroupQueue:
         return number
 
     def complete(self, number: int, oldest: int, differs: bool = True) -> bool:
-        """Record that a group is complete, whose oldest token is of the weights of a step; return whether it stays."""
+        """Record that a group is complete, with the step of its oldest token's weights; return whether it stays."""
         self._groups[number].oldest = oldest
         rules = self._rules
         if differs or not rules.drops_equal:
@@ -143,14 +141,14 @@ class GroupQueue:
     def is_ready(self) -> bool:
         """Return whether the next step can take its groups."""
         if self._rules.over_sampling > 1:
-            return len(self._complete()) >= self._wanted
+            return len(self._find_complete()) >= self._wanted
         first = list(self._groups.values())[: self._wanted]
         return len(first) == self._wanted and all(group.oldest is not None for group in first)
 
-    def take(self) -> Taken:
-        """Return the groups of the next step, which must be ready, and what else has ended."""
+    def take(self) -> EndedGroups:
+        """Return the groups of the next step, which must be ready, and the other groups that have ended."""
         step, rules = self._step, self._rules
-        used = {number: step - oldest for number, oldest in self._complete()[: self._wanted]}
+        used = {number: step - oldest for number, oldest in self._find_complete()[: self._wanted]}
         for number in used:
             del self._groups[number]
         self._step, self._num_missing = step + 1, 0
@@ -162,15 +160,15 @@ class GroupQueue:
         for number, group in list(self._groups.items()):
             if self._step - (group.started if group.oldest is None else group.oldest) > rules.max_age:
                 self._drop(number, TOO_OLD)
-        taken = Taken(used, self._dropped, self._still_running, self._num_refilled)
+        ended = EndedGroups(used, self._dropped, self._still_running, self._num_refilled)
         self._num_to_refill += len(self._dropped) - list(self._dropped.values()).count(EQUAL_REWARDS)
         self._dropped, self._still_running, self._num_refilled = {}, [], 0
-        return taken
+        return ended
 
     # --- runs that are continued ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups that are left, as plain values. Those that were started begin again after a resume."""
+        """Return the groups that are left, as plain values. Those that were started restart after a resume."""
         left = sorted([*self._groups, *self._again])
         return {"step": self._step, "next": self._next, "again": left, "num_equal": self._num_equal}
 
@@ -180,7 +178,7 @@ class GroupQueue:
         self._groups, self._again = {}, list(state["again"])
 
     def replay(self, ended: Iterable[int]) -> None:
-        """Skip to the next step, with groups that a log says have ended: learned from in this step, or dropped."""
+        """Skip to the next step, with groups that the log has as ended: learned from in this step, or dropped."""
         for number in ended:
             self._again += range(self._next, number + 1)
             self._next = max(self._next, number + 1)
@@ -188,7 +186,7 @@ class GroupQueue:
         self._step += 1
 
     def leave_out(self, num_steps: int) -> None:
-        """Leave out the groups of so many steps, before any has been started."""
+        """Leave out the groups of that many steps, before any has been started."""
         for _ in range(num_steps * self._rules.per_step):
             if self._again:
                 self._again.pop(0)
@@ -201,7 +199,7 @@ class GroupQueue:
     def _wanted(self) -> int:
         return self._rules.per_step - self._num_missing
 
-    def _capacity(self, weights: int) -> int:
+    def _count_capacity(self, weights: int) -> int:
         """Return how many groups may run or wait, now that the engine has the weights of a step."""
         rules = self._rules
         steps_ahead = min(weights + rules.max_age, rules.num_steps) - self._step
@@ -209,7 +207,7 @@ class GroupQueue:
             return 0
         return rules.for_next_step - self._num_missing + rules.per_step * steps_ahead
 
-    def _complete(self) -> list[tuple[int, int]]:
+    def _find_complete(self) -> list[tuple[int, int]]:
         """Return the complete groups, each with the step of its oldest token, in the order of the stream."""
         return [(number, group.oldest) for number, group in self._groups.items() if group.oldest is not None]
 

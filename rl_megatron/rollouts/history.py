@@ -1,8 +1,7 @@
 """Histories: the tokens of a trajectory, which only grow, and the messages that they come from.
 
-The tokens of a completion stay as the engine sampled them, and are never made again from text. What stands between two
-completions is rendered once, and the whole conversation is rendered with it, to see that the template has left its past
-alone.
+The tokens of a completion stay as the engine sampled them, and are never encoded again from text. The text between two
+completions is rendered once, together with the whole conversation, to check that the template has not changed the past.
 """
 
 from __future__ import annotations
@@ -11,20 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal, Protocol, Self
 
 from rl_megatron.data.chat_template import ChatTemplate
 from rl_megatron.data.conversations import Conversation, Message, get_message_text
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import Completion, Sampling
-from rl_megatron.rollouts.limits import HistoryFull
-from rl_megatron.rollouts.special_tokens import without_special_tokens
 from rl_megatron.rollouts.tools.turns import ToolTurns
-from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
+from rl_megatron.rollouts.trajectory import HistoryFull, Segment, Trajectory, Turn
 
 OnRewrite = Literal["branch", "keep", "error"]
 _PLACEHOLDER = "TURN-8d2f41"  # stands for the text of a turn
+_INVISIBLE = "\u200b"  # a space of no width
 
 
 class PastRewritten(RuntimeError):
@@ -32,10 +29,10 @@ class PastRewritten(RuntimeError):
 
 
 class Completes(Protocol):
-    """What a history asks for completions: a `RolloutClient`."""
+    """The part of a `RolloutClient` that a history uses."""
 
     def fitting(self, num_tokens: int, sampling: Sampling | None = None) -> Sampling:
-        """Return how the next completion behind so many tokens is sampled."""
+        """Return how the next completion after that many tokens is sampled."""
         ...
 
     async def complete(self, ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
@@ -45,11 +42,10 @@ class Completes(Protocol):
 
 @dataclass(frozen=True)
 class _End:
-    """What a history was behind a completion.
+    """The state of a history after a completion.
 
     Attributes:
         segment: The number of its segment.
-        num_messages: The number of messages.
         num_characters: The length of the text that the tokens of the segment stand for.
         end_of_turn: The text of the token that ended the completion.
     """
@@ -61,13 +57,30 @@ class _End:
 
 
 def check_length(text: str, most_characters: int | None) -> None:
-    """Check that a text can fit before it is encoded.
-
-    Raises:
-        HistoryFull: It has more characters.
-    """
+    """Check that a text can fit before it is encoded, or raise HistoryFull."""
     if most_characters is not None and len(text) > most_characters:
         raise HistoryFull(f"a text has {len(text)} characters, and the context holds at most {most_characters}")
+
+
+def escape_special_tokens(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a message or a tool whose texts cannot make special tokens: only the chat template writes these.
+
+    The name of a special token gets an invisible character, in the content and also in the arguments of tool calls.
+    """
+    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    return {str(key): value if key == "role" else _break_special_tokens(value, names) for key, value in message.items()}
+
+
+def _break_special_tokens(value: Any, names: Sequence[str]) -> Any:
+    if isinstance(value, str):
+        for name in names:
+            value = value.replace(name, name[:1] + _INVISIBLE + name[1:])
+        return value
+    if isinstance(value, Mapping):
+        return {_break_special_tokens(key, names): _break_special_tokens(item, names) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_break_special_tokens(item, names) for item in value]
+    return value
 
 
 class History(ABC):
@@ -100,14 +113,13 @@ class History(ABC):
 
     @property
     def num_turns(self) -> int:
-        """Return the number of completions."""
         return len(self._turns) + sum(len(segment.turns) for segment in self._closed)
 
     async def complete(self, sampling: Sampling | None = None) -> Completion:
         """Append the engine's completion, and return it. Its text is the last message.
 
         Args:
-            sampling: How it is sampled; None: as the generation section says.
+            sampling: How it is sampled; None: as in the generation section.
 
         Raises:
             HistoryFull: No token fits.
@@ -118,12 +130,7 @@ class History(ABC):
         return completion
 
     def append_completion(self, completion: Completion, sampling: Sampling) -> None:
-        """Append a completion of all tokens so far.
-
-        Args:
-            completion: The completion.
-            sampling: How it was sampled.
-        """
+        """Append a completion of all tokens so far, and how it was sampled."""
         self._turns.append(Turn(len(self._ids), completion, sampling))
         self._has_sampled = True
         self._ids += completion.ids
@@ -170,20 +177,21 @@ class History(ABC):
         return Trajectory(tuple(segments), reward, truncated, tuple(self.messages), dict(metadata or {}))
 
     def segments(self, num_turns: int | None = None) -> list[Segment]:
-        """Return the segments of the first so many completions; None: of all."""
+        """Return the segments of the first `num_turns` completions; None: of all."""
         segments = [*self._closed]
         if self._turns:
             segments.append(Segment(self._ids[: self._turns[-1].end], tuple(self._turns), self._parent))
         if num_turns is None or num_turns >= self.num_turns:
             return segments
-        found = []
-        for segment, before in zip(segments, accumulate([0, *(len(each.turns) for each in segments)]), strict=False):
-            turns = segment.turns[: max(0, num_turns - before)]
+        shortened, num_earlier = [], 0
+        for segment in segments:
+            turns = segment.turns[: max(0, num_turns - num_earlier)]
             if turns:
-                found.append(Segment(segment.ids[: turns[-1].end], turns, segment.parent))
-        return found
+                shortened.append(Segment(segment.ids[: turns[-1].end], turns, segment.parent))
+            num_earlier += len(segment.turns)
+        return shortened
 
-    def segment_of(self, turn: int) -> int:
+    def find_segment(self, turn: int) -> int:
         """Return the number of the segment that has a completion; completions are numbered from 1."""
         return self._ends[turn - 1].segment
 
@@ -191,17 +199,15 @@ class History(ABC):
         """Return the messages up to a completion, with it; completions are numbered from 1."""
         return self.messages[: self._ends[turn - 1].num_messages]
 
-    def is_behind(self, turn: int) -> bool:
+    def is_last_turn(self, turn: int) -> bool:
         """Return whether nothing follows a completion yet; completions are numbered from 1."""
         return turn == self.num_turns and len(self.messages) == self._ends[turn - 1].num_messages
 
     def fork(self, turn: int) -> Self:
-        """Return a history that goes on behind a completion of this one, whose tokens stay as they are.
+        """Return a history that continues after a completion of this one, whose tokens stay as they are.
 
-        The completions so far are not among those of the new history: they are its context.
-
-        Args:
-            turn: The number of the completion, from 1.
+        The completions so far are not among those of the new history: they are its context. Completions are numbered
+        from 1.
         """
         end, forked = self._ends[turn - 1], copy(self)
         is_closed = end.segment < len(self._closed)
@@ -217,15 +223,13 @@ class History(ABC):
 
 
 class TextHistory(History):
-    """A history of plain text: what is said is appended as it is."""
+    """A history of plain text, to which texts are appended as they are."""
 
     def __init__(self, client: Completes, tokenizer: Tokenizer, ids: Sequence[int], most_characters: int | None = None):
-        """Begin with the tokens of a prompt."""
         super().__init__(client, ids, [{"role": "user", "content": tokenizer.decode(ids)}], most_characters)
         self._tokenizer = tokenizer
 
     def extend(self, messages: Sequence[Message]) -> None:
-        """Append the texts of messages."""
         text = "".join(get_message_text(message) for message in messages)
         check_length(text, self._most_characters)
         self.messages += messages
@@ -256,13 +260,13 @@ class ChatHistory(History):
         """Begin with a conversation that the policy answers.
 
         Args:
-            client: What completes the tokens.
+            client: The client that completes the tokens.
             tokenizer: The tokenizer.
             template: The chat template.
             conversation: The first messages, with the tools.
             on_rewrite: What happens if the template writes earlier messages in another way than before: "branch"
-                begins a segment with what it writes now, "keep" goes on behind the tokens that are there, and "error"
-                raises `PastRewritten`.
+                begins a segment with the new text, "keep" continues after the old tokens, and "error" raises
+                `PastRewritten`.
             ids: The tokens of the conversation, if they are known.
             most_characters: The most characters of a text that can fit; None: as many as there are.
 
@@ -282,12 +286,12 @@ class ChatHistory(History):
         The text of a message cannot make special tokens: their names in it get an invisible character.
 
         Raises:
-            PastRewritten: The template writes the messages before in another way, and `on_rewrite` is "error".
+            PastRewritten: The template writes earlier messages in another way, and `on_rewrite` is "error".
             ValueError: The template fails.
             HistoryFull: The text has more characters than can fit.
         """
-        self.messages += [without_special_tokens(message, self._tokenizer) for message in messages]
-        rendered = self._template.prompt(self._so_far())
+        self.messages += [escape_special_tokens(message, self._tokenizer) for message in messages]
+        rendered = self._template.prompt(self._build_conversation())
         check_length(rendered, self._most_characters)
         if not self._has_sampled:  # nothing was sampled in this segment, so nothing has to stay
             self._text, self._ids = rendered, self._tokenizer.encode_special(rendered).ids
@@ -296,17 +300,17 @@ class ChatHistory(History):
             self._append(rendered[len(self._text) :])
             return
         if self._on_rewrite == "keep":
-            self._append(self._behind_the_last_turn(len(messages)))
+            self._append(self._render_after_last_turn(len(messages)))
             return
         if self._on_rewrite == "error":
-            place = next(
+            start = next(
                 (number for number, (one, other) in enumerate(zip(self._text, rendered, strict=False)) if one != other),
                 min(len(self._text), len(rendered)),
             )
             raise PastRewritten(
-                f"the chat template writes {rendered[place : place + 40]!r} where the conversation has "
-                f"{self._text[place : place + 40]!r} (character {place + 1}); set rollout.on_rewrite=branch to learn "
-                "from both histories, or keep to go on with the first one"
+                f"the chat template writes {rendered[start : start + 40]!r} where the conversation has "
+                f"{self._text[start : start + 40]!r} (character {start + 1}); set rollout.on_rewrite=branch to learn "
+                "from both histories, or keep to continue the first one"
             )
         self._branch(rendered)
 
@@ -316,21 +320,20 @@ class ChatHistory(History):
         content = self._tokenizer.decode(ids[:-1] if has_stop_token else ids, skip_special_tokens=False)
         self._end_of_turn = self._tokenizer.decode_token(ids[-1]) if has_stop_token else ""
         self.messages.append({"role": "assistant", "content": content})
-        # Behind another token, the first one may have a space that it does not have alone.
-        before = self._ids[-len(ids) - 1]
-        alone = self._tokenizer.decode([before], skip_special_tokens=False)
-        self._text += self._tokenizer.decode([before, *ids], skip_special_tokens=False)[len(alone) :]
+        # After another token, the first one may have a space that it does not have alone.
+        previous = self._ids[-len(ids) - 1]
+        alone = self._tokenizer.decode([previous], skip_special_tokens=False)
+        self._text += self._tokenizer.decode([previous, *ids], skip_special_tokens=False)[len(alone) :]
 
-    def _so_far(self, num_messages: int | None = None) -> Conversation:
-        messages = [dict(message) for message in self.messages[:num_messages]]
-        return replace(self._conversation, messages=messages)
+    def _build_conversation(self) -> Conversation:
+        return replace(self._conversation, messages=[dict(message) for message in self.messages])
 
     def _append(self, text: str) -> None:
         self._text += text
         self._ids += self._tokenizer.encode_special(text).ids
 
     def _branch(self, rendered: str) -> None:
-        """Close the segment, and begin one with what the template writes now."""
+        """Close the segment, and begin one with the newly rendered text."""
         if self._turns:  # otherwise it has only the context of a fork, and is not a segment of this history
             self._closed.append(Segment(self._ids[: self._turns[-1].end], tuple(self._turns), self._parent))
             self._closed_texts.append(self._text)
@@ -338,18 +341,14 @@ class ChatHistory(History):
         self._turns, self._text, self._has_sampled = [], rendered, False
         self._ids = self._tokenizer.encode_special(rendered).ids
 
-    def _behind_the_last_turn(self, num_new: int) -> str:
-        """Return what the template writes behind the text of the last completion.
-
-        Raises:
-            PastRewritten: The template does not write the text of that turn as it is.
-        """
-        conversation, place = self._so_far(), len(self.messages) - num_new - 1
-        conversation.messages[place]["content"] = _PLACEHOLDER
-        _, *behind = self._template.prompt(conversation).split(_PLACEHOLDER)
-        if len(behind) != 1 or not behind[0].startswith(self._end_of_turn):
+    def _render_after_last_turn(self, num_new: int) -> str:
+        """Return the template's text after the last completion, or raise PastRewritten if it changes that turn."""
+        conversation, last = self._build_conversation(), len(self.messages) - num_new - 1
+        conversation.messages[last]["content"] = _PLACEHOLDER
+        _, *rest = self._template.prompt(conversation).split(_PLACEHOLDER)
+        if len(rest) != 1 or not rest[0].startswith(self._end_of_turn):
             raise PastRewritten(
-                "rollout.on_rewrite=keep: it cannot be told what the chat template writes behind the last turn, which "
+                "rollout.on_rewrite=keep: it cannot be told what the chat template writes after the last turn, which "
                 f"ends with {self._text[-20:]!r}; set it to branch"
             )
-        return behind[0][len(self._end_of_turn) :]
+        return rest[0][len(self._end_of_turn) :]

@@ -1,7 +1,7 @@
-"""The child's side: hold objects of users' code. `host_process` starts the process and sends calls over a socket.
+"""The child's side of `hosts`, which starts the process and sends calls of users' code over a socket.
 
 The code may do anything: raise, print, wait, hang, or end the process. Every call is marked in shared memory while it
-runs, so that the parent process knows which call was the last.
+runs, so that the parent process knows the last call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rl_megatron.workers.child import serve_user_code
 from rl_megatron.workers.frames import read_frame, write_frame
 from rl_megatron.workers.plain_data import BadAnswer, plain, plain_bytes
 
-LOADING, RUNNING = 0, 1  # what a call does: it imports the user's module, or it runs the user's code
+LOADING, RUNNING = 0, 1  # whether a call imports the user's module, or runs the user's code
 _SECONDS_BETWEEN_TOUCHES = 0.1  # by an event loop that nothing blocks
 _LONGEST_MESSAGE = 4000  # characters of an error
 
@@ -54,7 +54,12 @@ class HostWorker:
         if message is None:
             os._exit(0)  # threads of the user's code do not delay the end
         kind, number, owner, *arguments, timeout = message
-        work = {"make": self._make, "method": self._method, "function": self._function, "drop": self._drop}[kind]
+        work = {
+            "make": self._load_class,
+            "method": self._find_method,
+            "function": self._load_function,
+            "drop": self._drop,
+        }[kind]
         calls = self._calls.setdefault(owner, set())
         if kind == "drop":
             for call in calls:
@@ -73,7 +78,7 @@ class HostWorker:
             del self._calls[owner]
 
     async def _touch(self) -> None:
-        """Mark again and again, while there are calls, that the loop goes round."""
+        """Mark repeatedly, while there are calls, that the loop runs."""
         while self._calls:
             self._mark.touch()
             await asyncio.sleep(_SECONDS_BETWEEN_TOUCHES)
@@ -85,7 +90,7 @@ class HostWorker:
             with self._mark.of(number, LOADING):
                 call = work()
         except BaseException as error:  # also SystemExit, with which a module would end this process
-            self._send("failed", number, _said(error))
+            self._send("failed", number, _describe(error))
             return
         timed = TimedCall(self._mark, self._busy, (number, RUNNING), self._answer(number, call))
         if await finished_within(timed, timeout) is None:
@@ -106,26 +111,26 @@ class HostWorker:
         except GeneratorExit:  # this coroutine is closed
             raise
         except BaseException as error:  # also SystemExit and asyncio.CancelledError, which would end the loop
-            self._send("failed", number, _said(error))
+            self._send("failed", number, _describe(error))
         else:
             self._write(payload)
 
-    def _make(
+    def _load_class(
         self, number: int, owner: int, target: str, kwargs: Mapping[str, Any], imports: list[str]
     ) -> Callable[[], Any]:
-        for each in imports:
-            load_object(each, each)
-        found = load_object(target, target)
+        for import_string in imports:
+            load_object(import_string, import_string)
+        function = load_object(target, target)
 
         async def make() -> None:
-            self._objects[owner], _ = await call_user_code(found, **kwargs)
+            self._objects[owner], _ = await call_user_code(function, **kwargs)
 
         return make
 
-    def _method(self, number: int, owner: int, name: str, arguments: tuple[Any, ...]) -> Callable[[], Any]:
+    def _find_method(self, number: int, owner: int, name: str, arguments: tuple[Any, ...]) -> Callable[[], Any]:
         return functools.partial(getattr(self._objects[owner], name), *arguments)
 
-    def _function(self, number: int, owner: int, target: str, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    def _load_function(self, number: int, owner: int, target: str, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
         return functools.partial(load_object(target, target), **kwargs)
 
     def _drop(self, number: int, owner: int) -> Callable[[], Any]:
@@ -144,9 +149,9 @@ class HostWorker:
             os._exit(1)
 
 
-def _said(error: BaseException) -> str:
-    said = str(error) if isinstance(error, BadAnswer | ConfigError) else f"raised {describe_with_place(error)}"
-    return said if len(said) <= _LONGEST_MESSAGE else f"{said[:_LONGEST_MESSAGE]} …"
+def _describe(error: BaseException) -> str:
+    message = str(error) if isinstance(error, BadAnswer | ConfigError) else f"raised {describe_with_place(error)}"
+    return message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]} …"
 
 
 def main(arguments: list[str]) -> None:

@@ -15,7 +15,6 @@ class HostedRollout:
     """One trajectory of an environment that all trajectories of the process share."""
 
     def __init__(self, environment: VerifiersEnvironment):
-        """Keep the environment."""
         self._environment = environment
 
     async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
@@ -24,29 +23,16 @@ class HostedRollout:
 
 
 async def make(name: str, kwargs: Mapping[str, Any]) -> HostedRollout:
-    """Return a rollout of the environment, which this process loads if it has not.
-
-    Raises:
-        ConfigError: It cannot be loaded.
-    """
+    """Return a rollout of the environment, which this process loads if it has not."""
     return HostedRollout(load(name, kwargs))
 
 
 def check(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Load the environment.
-
-    Raises:
-        ConfigError: It cannot be loaded.
-    """
+    """Load the environment, or raise ConfigError."""
     load(name, kwargs)
 
 
-def example_of(record: Mapping[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
-    """Return the example that a record of other data stands for.
-
-    Args:
-        record: The record.
-        messages: The messages of its prompt.
-    """
-    found = {"prompt": list(messages), "answer": str(record.get("answer", "")), "info": {}, "example_id": 0}
-    return found | {name: record[name] for name in _FIELDS if record.get(name) is not None}
+def build_example(record: Mapping[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
+    """Return the example for a record of other data, whose prompt has these messages."""
+    example = {"prompt": list(messages), "answer": str(record.get("answer", "")), "info": {}, "example_id": 0}
+    return example | {name: record[name] for name in _FIELDS if record.get(name) is not None}

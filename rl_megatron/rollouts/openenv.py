@@ -23,7 +23,7 @@ _REFUSED = "VALIDATION_ERROR"  # the code of a server that cannot read an action
 
 
 class OpenEnv:
-    """An environment whose world is at a server. Each trajectory has a client, and so a session, of its own."""
+    """An environment whose world is at a server. Each trajectory has its own client, and so its own session."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class OpenEnv:
         reset_fields: Sequence[str] = (),
         malformed_reward: float = 0.0,
     ):
-        """Load the client and the functions. Nothing is connected yet.
+        """Load the client and the functions, without connecting.
 
         Args:
             base_url: The address of the server; None if the client knows it.
@@ -49,7 +49,7 @@ class OpenEnv:
             observation: The import string of a function that returns the message for an observation, or messages.
             observation_field: The field of an observation that is the message; None: JSON of all fields.
             reset_fields: The fields of the record that the server's `reset` gets.
-            malformed_reward: The reward of a turn that is no action. The policy is told so, and goes on.
+            malformed_reward: The reward of a turn that is not an action. The policy gets the error, and continues.
 
         Raises:
             ConfigError: The library is not installed, or an import string cannot be loaded.
@@ -81,40 +81,35 @@ class OpenEnv:
         if missing:
             raise BadAnswer(f"needs the field {missing[0]!r} of the record, which {_KEY}.reset_fields names")
         self._client, _ = await call_user_code(self._make_client, **self._client_kwargs)
-        given = {name: record[name] for name in self._reset_fields}
-        result, _ = await call_user_code(self._client.reset, **given)
+        fields = {name: record[name] for name in self._reset_fields}
+        result, _ = await call_user_code(self._client.reset, **fields)
         if result.done:
             raise BadAnswer("returned done=True, so there is no turn to learn from")
         self._reward = 0.0 if result.reward is None else result.reward
-        return await self._message(result.observation)
+        return await self._build_message(result.observation)
 
     async def step(self, answer: str) -> EnvironmentStep:
-        """Send what the policy wrote as an action, and return what the server says."""
-        before, self._reward = self._reward, 0.0
+        """Send the policy's text as an action, and return the response of the server."""
+        reset_reward, self._reward = self._reward, 0.0
         try:
-            action = self._read(answer)
+            action = self._read_action(answer)
             result, _ = await call_user_code(self._client.step, action)
         except ValueError as error:
-            return self._malformed(error, before)
+            return self._refuse_action(error, reset_reward)
         except RuntimeError as error:
             if _REFUSED not in str(error):
                 raise
-            return self._malformed(error, before)
+            return self._refuse_action(error, reset_reward)
         reward = 0.0 if result.reward is None else result.reward
-        message = await self._message(result.observation)
-        return EnvironmentStep(message or (), before + reward if before else reward, result.done)
+        message = await self._build_message(result.observation)
+        return EnvironmentStep(message or (), reset_reward + reward if reset_reward else reward, result.done)
 
     async def close(self) -> None:
-        """End the session."""
         if self._client is not None:
             await call_user_code(self._client.close)
 
-    def _read(self, answer: str) -> Any:
-        """Return the action of the policy's text.
-
-        Raises:
-            ValueError: It is none.
-        """
+    def _read_action(self, answer: str) -> Any:
+        """Return the action of the policy's text, or raise ValueError."""
         make = self._action
         is_class = make is not None and hasattr(make, "model_validate")
         if make is not None and not is_class:
@@ -127,14 +122,14 @@ class OpenEnv:
                 raise ValueError("an action is a JSON object with its fields")
         return fields if make is None else make.model_validate(fields)  # pyright: ignore[reportFunctionMemberAccess]
 
-    def _malformed(self, error: Exception, before: float) -> EnvironmentStep:
-        (said, *_) = [*str(error).splitlines(), ""]
-        return EnvironmentStep(f"error: {said}", before + self._malformed_reward)
+    def _refuse_action(self, error: Exception, reset_reward: float) -> EnvironmentStep:
+        (first_line, *_) = [*str(error).splitlines(), ""]
+        return EnvironmentStep(f"error: {first_line}", reset_reward + self._malformed_reward)
 
-    async def _message(self, observation: Any) -> Any:
+    async def _build_message(self, observation: Any) -> Any:
         if self._shown is not None:
             return (await call_user_code(self._shown, observation))[0]
-        fields = _fields(observation)
+        fields = _read_fields(observation)
         if self._observation_field is not None:
             if self._observation_field not in fields:
                 raise BadAnswer(
@@ -146,7 +141,7 @@ class OpenEnv:
         return json.dumps(shown, ensure_ascii=False, default=str) if shown else None
 
 
-def _fields(observation: Any) -> dict[str, Any]:
+def _read_fields(observation: Any) -> dict[str, Any]:
     if isinstance(observation, Mapping):
         return dict(observation)
     return observation.model_dump() if hasattr(observation, "model_dump") else dict(vars(observation))

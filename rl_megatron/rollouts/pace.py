@@ -1,4 +1,4 @@
-"""How fast an asynchronous stage makes and learns from trajectories: what holds it up, and what would balance it."""
+"""The pace of an asynchronous stage: what makes training or the engine wait, and which division would balance them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_megatron import log
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.schema import StageConfig
 
-_STEPS = 5  # how many steps a warning is about
+_STEPS = 5  # of a warning
 _MOST_WAITING = 0.5  # the share of time in which training may wait
 _MOST_IDLE = 0.1  # an engine that is idle for longer is held back by the bound
 _MOST_TOO_OLD = 0.25  # the share of groups that may be dropped as too old
@@ -21,13 +21,13 @@ _LEAST_GAIN = 0.05
 
 
 class AsyncPace:
-    """What the last steps of an asynchronous stage measured. It warns of each of two things once.
+    """The measurements of the last steps of an asynchronous stage, with two warnings that are given once each.
 
-    The bound always holds, because groups wait for it and training waits for groups. A bound that does not suit the
-    engine's speed therefore costs time, or with over-sampling the groups that take longest.
+    The bound on ages always holds, because groups wait for it and training waits for groups. A bound that does not suit
+    the engine's speed therefore costs time, or, with over-sampling, the groups that take longest.
 
     Attributes:
-        devices: The metrics of how many devices train, and how many the rollout engine has.
+        devices: The metrics of the numbers of devices that train and that the rollout engine has.
     """
 
     def __init__(self, name: str, stage: StageConfig, per_step: int, num_ranks: int):
@@ -37,16 +37,14 @@ class AsyncPace:
         self._balance = DeviceBalance()
         self._steps: deque[Mapping[str, float]] = deque(maxlen=_STEPS)
         self._has_said_slow = self._has_said_dropped = False
-        engine = engine_devices(stage.generation, num_training_nodes(num_ranks))
+        engine = count_engine_devices(stage.generation, count_training_nodes(num_ranks))
         self.devices = {"trainer_devices": float(num_ranks), "engine_devices": float(engine)}
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step, and log on rank 0 what is to be said after it.
+        """Record a step, and log warnings on rank 0, and a report after the last step.
 
-        Args:
-            step: The step.
-            metrics: `trainer_idle`, `engine_idle` and `dropped_groups_too_old`. A step without the first, such as the
-                first one of a stage, does not count.
+        The metrics are `trainer_idle`, `engine_idle` and `dropped_groups_too_old`. A step without the first, such as
+        the first one of a stage, does not count.
         """
         self._balance.note(metrics)
         if not log.is_main_rank():
@@ -63,47 +61,47 @@ class AsyncPace:
         self._steps.append(metrics)
         if len(self._steps) < _STEPS:
             return warnings
-        if not self._has_said_slow and (slow := self._slow()) is not None:
+        if not self._has_said_slow and (slow := self._warn_slow()) is not None:
             self._has_said_slow = True
             warnings.append(slow)
-        if not self._has_said_dropped and (dropped := self._dropped()) is not None:
+        if not self._has_said_dropped and (dropped := self._warn_dropped()) is not None:
             self._has_said_dropped = True
             warnings.append(dropped)
         return warnings
 
-    def _slow(self) -> str | None:
-        waits, idle = (self._median(name) for name in ("trainer_idle", "engine_idle"))
+    def _warn_slow(self) -> str | None:
+        names = ("trainer_idle", "engine_idle")
+        waits, idle = (statistics.median(step[name] for step in self._steps) for name in names)
         if waits <= _MOST_WAITING:
             return None
         ratio = 1.0 / max(1.0 - waits, 1e-2)
-        said = (
+        message = (
             f"rollout.max_trajectory_age_steps={self._max_age}: training waited for trajectories for {waits:.0%} of "
             f"the last {_STEPS} steps, because those of a step take {ratio:.1f} times as long as training on them"
         )
         if idle > _MOST_IDLE:
             return (
-                f"{said}. The engine had no request for {idle:.0%} of that time, as no more groups may run: raise the "
-                "bound"
+                f"{message}. The engine had no request for {idle:.0%} of that time, as no more groups may run: raise "
+                "the bound"
             )
-        return f"{said}. The engine was busy, so a higher bound does not help: use more engines, or shorter completions"
+        return (
+            f"{message}. The engine was busy, so a higher bound does not help: use more engines, or shorter completions"
+        )
 
-    def _dropped(self) -> str | None:
+    def _warn_dropped(self) -> str | None:
         too_old = sum(step["dropped_groups_too_old"] for step in self._steps)
-        made = too_old + self._per_step * len(self._steps)
-        if too_old <= _MOST_TOO_OLD * made:
+        total = too_old + self._per_step * len(self._steps)
+        if too_old <= _MOST_TOO_OLD * total:
             return None
         return (
-            f"rollout.max_trajectory_age_steps={self._max_age}: {too_old:.0f} of {made:.0f} groups of the last "
+            f"rollout.max_trajectory_age_steps={self._max_age}: {too_old:.0f} of {total:.0f} groups of the last "
             f"{_STEPS} steps were dropped as too old, so that prompts with long trajectories are hardly learned from; "
             "raise the bound, or set rollout.over_sampling=1, with which no group is dropped for its age"
         )
 
-    def _median(self, name: str) -> float:
-        return statistics.median(step[name] for step in self._steps)
-
 
 class Division(NamedTuple):
-    """How many devices train, and how many the rollout engine has."""
+    """The numbers of devices that train and that the rollout engine has."""
 
     trainer: int
     engine: int
@@ -112,17 +110,16 @@ class Division(NamedTuple):
 class DeviceBalance:
     """The shares of time in which training and the engine work, over the steps of an asynchronous stage.
 
-    The time of a part is taken as inversely proportional to its devices.
+    The time of a part is assumed to be inversely proportional to its devices.
     """
 
     def __init__(self) -> None:
-        """Start without steps."""
         self._division: Division | None = None
         self._busy: list[tuple[float, float]] = []
 
     @classmethod
-    def of(cls, lines: Iterable[Mapping[str, float]]) -> DeviceBalance:
-        """Return the balance of steps whose metrics were recorded."""
+    def from_steps(cls, lines: Iterable[Mapping[str, float]]) -> DeviceBalance:
+        """Return the balance of steps with these metrics."""
         balance = cls()
         for metrics in lines:
             balance.note(metrics)
@@ -131,7 +128,7 @@ class DeviceBalance:
     def note(self, metrics: Mapping[str, float]) -> None:
         """Record a step that has `trainer_idle`, `engine_idle`, `trainer_devices` and `engine_devices`.
 
-        If the division has changed, the steps before are forgotten, because they took another time.
+        If the division has changed, earlier steps are forgotten, because their times were different.
         """
         if "trainer_idle" not in metrics or "trainer_devices" not in metrics:
             return
@@ -140,33 +137,35 @@ class DeviceBalance:
             self._division, self._busy = division, []
         self._busy.append((1.0 - metrics["trainer_idle"], 1.0 - metrics["engine_idle"]))
 
-    def measured(self) -> tuple[Division, float, float] | None:
+    def summarise(self) -> tuple[Division, float, float] | None:
         """Return (the newest division, the median shares of time in which training and the engine were busy)."""
         if self._division is None:
             return None
         trainer, engine = (statistics.median(shares) for shares in zip(*self._busy, strict=True))
         return self._division, trainer, engine
 
-    def best(self, divisions: Iterable[Division]) -> Division | None:
+    def find_best(self, divisions: Iterable[Division]) -> Division | None:
         """Return the division in which the slower part takes the least time, or None without a step.
 
-        The measured division is returned, if it is among the divisions and no other one makes a step shorter by 5 %.
+        The measured division is returned if it is among the divisions and no other one makes a step shorter by 5 %.
         """
-        measured = self.measured()
+        measured = self.summarise()
         if measured is None:
             return None
         now, trainer, engine = measured
         divisions = list(divisions)
 
-        def time_of(division: Division) -> float:
+        def estimate_time(division: Division) -> float:
             return max(trainer * now.trainer / division.trainer, engine * now.engine / division.engine)
 
-        found = min(divisions, key=time_of)
-        return now if now in divisions and time_of(found) > (1.0 - _LEAST_GAIN) * time_of(now) else found
+        best = min(divisions, key=estimate_time)
+        if now in divisions and estimate_time(best) > (1.0 - _LEAST_GAIN) * estimate_time(now):
+            return now
+        return best
 
-    def said(self) -> str:
-        """Return in words what was measured; there is at least one step."""
-        measured = self.measured()
+    def describe(self) -> str:
+        """Return the measurements in words; there is at least one step."""
+        measured = self.summarise()
         assert measured is not None
         now, trainer, engine = measured
         return (
@@ -175,38 +174,36 @@ class DeviceBalance:
         )
 
     def report(self) -> str | None:
-        """Return what was measured and what would be balanced, or None without a step."""
-        measured = self.measured()
+        """Return the measurements and the balanced division in words, or None without a step."""
+        measured = self.summarise()
         if measured is None:
             return None
         now, total = measured[0], sum(measured[0])
         if total < 3:
-            return self.said()
-        best = self.best(Division(total - engine, engine) for engine in range(1, total))
+            return self.describe()
+        best = self.find_best(Division(total - engine, engine) for engine in range(1, total))
         if best == now:
-            return f"{self.said()}; this division of the devices is balanced"
+            return f"{self.describe()}; this division of the devices is balanced"
         assert best is not None
-        return f"{self.said()}; {best.trainer} for training and {best.engine} for the engine would be balanced"
+        return f"{self.describe()}; {best.trainer} for training and {best.engine} for the engine would be balanced"
 
 
-def engine_devices(generation: GenerationConfig, num_nodes: int) -> int:
-    """Return how many devices the rollout engine has, as far as the configuration says it.
+def count_engine_devices(generation: GenerationConfig, num_nodes: int) -> int:
+    """Return how many devices the rollout engine has according to the configuration.
 
-    Args:
-        generation: The configuration.
-        num_nodes: The nodes that train, each of which starts servers if none are named.
+    Each of the nodes that train starts servers if none are named.
     """
     if generation.engine not in ("vllm", "sglang"):
         return generation.num_engines
     servers = getattr(generation, generation.engine)
-    return (len(servers.urls) or servers.num_servers * num_nodes) * devices_per_server(generation)
+    return (len(servers.urls) or servers.num_servers * num_nodes) * count_devices_per_server(generation)
 
 
-def devices_per_server(generation: GenerationConfig) -> int:
+def count_devices_per_server(generation: GenerationConfig) -> int:
     """Return the devices of one server of `engine=vllm` or `engine=sglang`."""
     return generation.vllm.tensor_parallel_size if generation.engine == "vllm" else generation.sglang.tp_size
 
 
-def num_training_nodes(world_size: int) -> int:
-    """Return how many nodes the ranks of this run are on."""
+def count_training_nodes(world_size: int) -> int:
+    """Return the number of nodes of this run's ranks."""
     return max(world_size // int(os.environ.get("LOCAL_WORLD_SIZE") or world_size), 1)

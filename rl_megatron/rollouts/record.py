@@ -1,8 +1,8 @@
-"""Keep the rollouts of steps: files that a run can learn from again, and the log of an asynchronous run.
+"""The record of the rollouts of steps: files that a run can learn from again, and the log of an asynchronous run.
 
 The log is the file `log.jsonl` beside the files, one JSON object per step: which groups the step has learned from, in
-what order, and how old they were. A step is written to it after its file of rollouts and before it is learned from, and
-both are on the disk by then.
+what order, and how old they were. A step is written to it after its file of rollouts, and before the run learns from
+it. Both are on the disk by then.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.metrics import RewardMetrics
-from rl_megatron.rollouts.batch import COMPONENT, data_set_places
-from rl_megatron.rollouts.files import KEPT, Draw, batch_of, read_rows, rollout_file, rows, write_rows
+from rl_megatron.rollouts.batch import COMPONENT, index_data_sets
+from rl_megatron.rollouts.files import KEPT, Draw, build_rows, read_rows, rollout_file, rows_to_batch, write_rows
 from rl_megatron.topology.ranks import Ranks
 
-# The place of a sequence among all of its step, in the order in which they were drawn: a fact of sharded batches, and a
-# key of others.
+# The number of a sequence among all of its step, in the order in which they were drawn: a fact of sharded batches, and
+# a key of others.
 ORDER = "draw_order"
 
 
@@ -43,8 +43,8 @@ class LoggedGroup:
     """A group that a step learned from.
 
     Attributes:
-        number: Its place in the stream of prompts.
-        location: The place of its record in the data.
+        number: Its position in the stream of prompts.
+        location: The location of its record in the data.
         ages: The age of each trajectory, in steps.
         versions: The oldest and the newest version of the weights that sampled its tokens; none if all failed.
     """
@@ -57,11 +57,11 @@ class LoggedGroup:
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """What is known of a step.
+    """The entry of a step in the log.
 
     Attributes:
         used: The groups that it learned from, in the order of the batch.
-        dropped: The groups that were dropped since the step before, with the reason.
+        dropped: The groups that were dropped since the last step, with the reason.
         metrics: The metrics of its rollouts, which cannot be computed again.
     """
 
@@ -84,19 +84,19 @@ class RolloutLog:
         self._path = directory / "log.jsonl"
 
     def read(self) -> dict[int, LoggedStep]:
-        """Return the steps of the log. A last line without an end is that of a write that was cut off."""
+        """Return the steps of the log, without a last line whose write was cut off."""
         if not self._path.exists():
             return {}
         steps = {}
         for line in self._path.read_bytes().split(b"\n")[:-1]:
-            found = json.loads(line)
-            used = [LoggedGroup(**group) for group in found["used"]]
-            dropped = {int(number): reason for number, reason in found["dropped"].items()}
-            steps[found["step"]] = LoggedStep(found["step"], used, dropped, found["metrics"])
+            entry = json.loads(line)
+            used = [LoggedGroup(**group) for group in entry["used"]]
+            dropped = {int(number): reason for number, reason in entry["dropped"].items()}
+            steps[entry["step"]] = LoggedStep(entry["step"], used, dropped, entry["metrics"])
         return steps
 
     def append(self, step: LoggedStep) -> None:
-        """Write a step, behind which a line that was cut off is removed."""
+        """Write a step, in the place of a line that was cut off, if there is one."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         whole = self._path.read_bytes().rpartition(b"\n") if self._path.exists() else (b"", b"", b"")
         with self._path.open("r+b" if self._path.exists() else "w+b") as file:
@@ -107,7 +107,7 @@ class RolloutLog:
             os.fsync(file.fileno())
 
     def forget(self, after: int) -> None:
-        """Remove the steps after a step, to which the run has gone back. The file is replaced as a whole."""
+        """Remove the steps after a step to which the run has rolled back. The file is replaced as a whole."""
         kept = [step for number, step in self.read().items() if number <= after]
         if not self._path.exists():
             return
@@ -117,7 +117,7 @@ class RolloutLog:
 class RolloutRecord:
     """The rollouts of the current step on rank 0, which produces, writes and replays them.
 
-    Other ranks know their order.
+    Other ranks have only the order of the sequences.
 
     Attributes:
         log: The log of an asynchronous run.
@@ -138,9 +138,9 @@ class RolloutRecord:
 
         Args:
             config: The section `rollout`.
-            directory: Where files are written.
-            tokenizer: What decodes tokens.
-            samples_per_prompt: How many trajectories in a row belong to one prompt.
+            directory: The directory of the files.
+            tokenizer: The run's tokenizer.
+            samples_per_prompt: How many consecutive trajectories belong to one prompt.
             ranks: The policy's ranks.
             reward: The section `reward`, if rollouts have the scores of each reward function.
             mixture: The names of the data sets of the mixture, if rollouts have the key `data_set`.
@@ -159,15 +159,15 @@ class RolloutRecord:
         """Return whether the run learns from recorded rollouts."""
         return self._config.replay is not None
 
-    def replayed(self, step: int, round_: int, num_trajectories: int) -> BatchedDataDict | None:
+    def replay(self, step: int, round_: int, num_trajectories: int) -> BatchedDataDict | None:
         """Return the recorded rollouts of a round on rank 0, and None on other ranks. Collective."""
         return self._ranks.run_on_rank0(lambda: self._read(step, round_, num_trajectories))
 
     def _read(self, step: int, round_: int, num_trajectories: int) -> BatchedDataDict:
         path = rollout_file(Path(str(self._config.replay)), step)
         if self._replayed[0] != step:
-            of_step = groupby(self._rows_with_scores(path), key=lambda row: row["round"])
-            self._replayed = step, {number: self._batch_of(list(of_round)) for number, of_round in of_step}
+            rounds = groupby(self._read_checked_rows(path), key=lambda row: row["round"])
+            self._replayed = step, {number: self._read_batch(list(rows)) for number, rows in rounds}
         batch = self._replayed[1].get(round_)
         size = 0 if batch is None else TrajectoryIndex(batch).num_trajectories
         if batch is None or size != num_trajectories:
@@ -178,11 +178,11 @@ class RolloutRecord:
             )
         return batch
 
-    def _rows_with_scores(self, path: Path) -> list[dict[str, Any]]:
+    def _read_checked_rows(self, path: Path) -> list[dict[str, Any]]:
         """Return the rows of a file that is replayed, whose scores are those of the configured reward functions."""
-        found = read_rows(path)
+        rows = read_rows(path)
         if self._reward is not None:
-            names = {each["component"] for row in found for each in row["rewards"]} - {ENVIRONMENT}
+            names = {reward["component"] for row in rows for reward in row["rewards"]} - {ENVIRONMENT}
             wanted = {function.shown_name for function in self._reward.functions}
             if names - wanted and (wanted or len(names) > 1):  # otherwise it is the reward of the task
                 raise ConfigError(
@@ -190,27 +190,27 @@ class RolloutRecord:
                     f"reward.functions has {sorted(wanted)}; the advantage estimator reads these scores and their "
                     "weights, so set reward.functions of the recorded run"
                 )
-        return found
+        return rows
 
-    def _batch_of(self, read: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
+    def _read_batch(self, rows: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
         names = None if self._reward is None else [function.shown_name for function in self._reward.functions]
-        batch = batch_of(read, names)
+        batch = rows_to_batch(rows, names)
         if self._mixture:
-            batch[DATA_SET] = self._data_sets_of(read)
+            batch[DATA_SET] = self._read_data_sets(rows)
         return batch
 
-    def _data_sets_of(self, read: Sequence[Mapping[str, Any]]) -> Tensor:
-        names = [row.get("data_set", "") for row in read]
+    def _read_data_sets(self, rows: Sequence[Mapping[str, Any]]) -> Tensor:
+        names = [row.get("data_set", "") for row in rows]
         if unknown := sorted(set(names) - set(self._mixture)):
             raise ConfigError(
-                f"rollout.replay={self._config.replay}: step {read[0]['step']} has samples of the data set "
+                f"rollout.replay={self._config.replay}: step {rows[0]['step']} has samples of the data set "
                 f"{unknown[0]!r}, and data.mix has {list(self._mixture)}; algorithm.teachers chooses teachers by data "
                 "set, so set data.mix of the recorded run"
             )
-        return data_set_places(names, self._mixture)
+        return index_data_sets(names, self._mixture)
 
-    def logged_metrics(self, step: int) -> dict[str, float]:
-        """Return what the log of a replayed asynchronous run says of a step; empty without such a log."""
+    def read_logged_metrics(self, step: int) -> dict[str, float]:
+        """Return what the log of a replayed asynchronous run has for a step; empty without such a log."""
         if self._config.replay is None:
             return {}
         if self._replayed_log is None:
@@ -218,9 +218,9 @@ class RolloutRecord:
         logged = self._replayed_log.get(step)
         return {} if logged is None else dict(logged.metrics)
 
-    def of_step(self, step: int) -> BatchedDataDict | None:
+    def read_step(self, step: int) -> BatchedDataDict | None:
         """Return the rollouts of an asynchronous step of this run on rank 0, and None on other ranks. Collective."""
-        return self._ranks.run_on_rank0(lambda: self._batch_of(read_rows(rollout_file(self._directory, step))))
+        return self._ranks.run_on_rank0(lambda: self._read_batch(read_rows(rollout_file(self._directory, step))))
 
     def add(self, round_: int, rollouts: Batch, prompts: Sequence[EncodedPrompt], metrics: RewardMetrics) -> None:
         """Add the rollouts of a round, which get the fact `draw_order` if any are written."""
@@ -241,13 +241,10 @@ class RolloutRecord:
 
         Args:
             step: The step.
-            learned: The rollouts that it learns from, with `draw_order` and, if the loss reads them, `advantages`. Of a
-                sharded batch, only the advantages are brought back to rank 0, which has the rest.
+            learned: The rollouts that it learns from, with `draw_order` and, if the loss reads them, `advantages`. Only
+                the advantages are gathered on rank 0, which has the rest.
             newest_version: The version of the policy's weights.
             line: The line of the log of an asynchronous step.
-
-        Raises:
-            SaveFailed: They cannot be written.
         """
         if not self._config.save_every or step % self._config.save_every:
             return
@@ -256,16 +253,18 @@ class RolloutRecord:
         else:
             orders = learned.facts[ORDER][learned.homes == 0]
             advantages = learned.gather_at_homes(["advantages"])["advantages"]
-        of_sequences = dict(zip(orders.tolist(), advantages, strict=False))  # none are on ranks other than 0
+        advantages_by_order = dict(zip(orders.tolist(), advantages, strict=False))  # none are on ranks other than 0
         path = rollout_file(self._directory, step)
-        failure = self._ranks.try_on_rank0(lambda: write_rows(path, self._rows(step, of_sequences, newest_version)))
+        failure = self._ranks.try_on_rank0(
+            lambda: write_rows(path, self._build_rows(step, advantages_by_order, newest_version))
+        )
         if failure is not None:
             raise SaveFailed(f"{path} cannot be written: {failure}; free space, or set rollout.save_every=0")
         if line is not None:
             self._change_log(lambda: self.log.append(line))
 
     def forget_steps(self, after: int) -> None:
-        """Remove the steps after a step, to which the run has gone back, from the log. Collective."""
+        """Remove the steps after a step to which the run has rolled back from the log. Collective."""
         self._change_log(lambda: self.log.forget(after))
 
     def _change_log(self, change: Callable[[], None]) -> None:
@@ -273,16 +272,18 @@ class RolloutRecord:
         if failure is not None:
             raise SaveFailed(f"the log of rollouts in {self._directory} cannot be written: {failure}")
 
-    def _rows(self, step: int, advantages: Mapping[int, Tensor], newest_version: int) -> list[dict]:
+    def _build_rows(self, step: int, advantages: Mapping[int, Tensor], newest_version: int) -> list[dict]:
         written: list[dict] = []
-        before = 0
+        num_earlier = 0
         for draw in self._draws:
-            of_draw = {order - before: values for order, values in advantages.items() if order >= before}
-            found = rows(
+            draw_advantages = {
+                order - num_earlier: values for order, values in advantages.items() if order >= num_earlier
+            }
+            new = build_rows(
                 step, draw, self._tokenizer, samples_per_prompt=self._samples_per_prompt,
-                newest_version=newest_version, advantages=of_draw,
+                newest_version=newest_version, advantages=draw_advantages,
             )  # fmt: skip
             most = self._config.save_prompts
-            written += [row for row in found if most is None or row["group"] < most]
-            before += draw.rollouts.size
+            written += [row for row in new if most is None or row["group"] < most]
+            num_earlier += draw.rollouts.size
         return written

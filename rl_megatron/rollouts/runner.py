@@ -1,4 +1,4 @@
-"""`RolloutRunner`: lets a rollout worker make the trajectories of many tasks at the same time. Rank 0 gets them."""
+"""`RolloutRunner`: runs a rollout worker for many tasks at the same time. Rank 0 gets the trajectories."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.client import Answer, RolloutClient
 from rl_megatron.rollouts.gateway.server import Gateway
 from rl_megatron.rollouts.history import OnRewrite
-from rl_megatron.rollouts.host_pool import HostLost
-from rl_megatron.rollouts.limits import TokenLimits
-from rl_megatron.rollouts.trajectory import Trajectory, checked_values
+from rl_megatron.rollouts.hosts import HostLost
+from rl_megatron.rollouts.trajectory import TokenLimits, Trajectory, check_values
 from rl_megatron.rollouts.worker import RolloutWorker, completion
 from rl_megatron.timing import phase
 from rl_megatron.topology.rank_zero_loop import RankZeroLoop
@@ -31,13 +30,13 @@ from rl_megatron.training.metrics import NonFiniteLoss
 
 _T = TypeVar("_T")
 _RETRY_SEEDS = 1 << 32  # the distance of the seeds of two attempts
-# How often an attempt is made again whose process another call has ended, and how often if nobody knows what ended it.
-# Each of the first kind has a cause, which usually is a failed attempt of another task, so that it comes to an end.
+# Retries after another call ended the process of an attempt, and retries after an unexplained end. The cause of the
+# first kind is usually a failed attempt of another task, so such retries come to an end.
 _MOST_LOSSES, _MOST_UNEXPLAINED_LOSSES = 1000, 10
 
 
 class RolloutFailed(RunFailed):
-    """A task failed in all its attempts, and the configuration says that the run ends then."""
+    """A task failed in all its attempts, and `rollout.on_failure` ends the run."""
 
 
 class WorkerLeft(RuntimeError):
@@ -50,11 +49,10 @@ ROLLOUT_ERRORS = (RolloutFailed, RewardFailed, EngineFailed, NonFiniteLoss, Conf
 
 @dataclass(frozen=True)
 class RolloutRules:
-    """How tasks run.
+    """The limits of tasks, and the handling of failures.
 
     Attributes:
-        limits: The limits of a trajectory's tokens.
-        on_rewrite: What happens if a chat template rewrites the past.
+        on_rewrite: What happens if a chat template rewrites the past; see `ChatHistory`.
         concurrency: The most tasks that run at the same time.
         retries: How often a task that fails is tried again.
         timeout_seconds: The longest time of an attempt, without the time of the engine; None for no limit.
@@ -73,10 +71,10 @@ class RolloutRules:
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """A prompt that a worker makes trajectories for.
+    """A prompt for which a worker makes a trajectory.
 
     Attributes:
-        name: The name of the task; no other one of the same draw has it.
+        name: The name of the task, unique within a draw.
         seed: The seed of its first request.
     """
 
@@ -87,7 +85,7 @@ class RolloutTask:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task: its trajectory, or why it failed, and how often it was tried."""
+    """The outcome of a task: its trajectory, or why it failed, and how often it was tried."""
 
     task: RolloutTask
     trajectory: Trajectory | None
@@ -96,7 +94,7 @@ class TaskResult:
 
 
 class RolloutRunner:
-    """Runs a rollout worker for many tasks. The worker runs on rank 0, on an asyncio loop in a thread of its own.
+    """The runner of a rollout worker for many tasks, on an asyncio loop in a thread of rank 0.
 
     Every rank calls `run`, and takes part in the rounds of completions.
 
@@ -122,8 +120,8 @@ class RolloutRunner:
             tokenizer: The run's tokenizer.
             ranks: The policy's ranks.
             collective_timeout: Seconds after which a collective fails.
-            owned: What the worker needs and nobody else, such as processes. It is closed with the runner.
-            gateway: What agents send requests to. It is closed with the runner.
+            owned: Objects that only the worker needs, such as processes. They are closed with the runner.
+            gateway: The gateway that agents send requests to. It is closed with the runner.
         """
         self._gateway, self._owned = gateway, owned
         self._worker, self.rules, self._tokenizer, self.ranks = worker, rules, tokenizer, ranks
@@ -132,21 +130,21 @@ class RolloutRunner:
 
     def run(self, tasks: Sequence[RolloutTask], engine: RolloutEngine, sampling: Sampling) -> list[TaskResult]:
         """Return the result of each task of rank 0, in order, on rank 0, and none on other ranks. Collective."""
-        rounds = Rounds(partial(self.attempts, sampling), self.rules.concurrency)
+        rounds = Rounds(partial(self.run_attempts, sampling), self.rules.concurrency)
         requests: list[Request] = []  # of a round, on rank 0
         results: list[TaskResult] = []
 
-        async def begins_round() -> bool:
-            requests[:] = await rounds.requests()
+        async def begin_round() -> bool:
+            requests[:] = await rounds.wait_for_requests()
             return bool(requests)
 
         async def end() -> None:
-            results[:] = rounds.results()
+            results[:] = rounds.collect_results()
 
         try:
             if self.ranks.leads:
                 self.loop.wait(rounds.begin(tasks))
-            while self._waited(begins_round):
+            while self._wait_for_round(begin_round):
                 completions = engine.complete(requests)
                 if self.ranks.leads:
                     self.loop.wait(rounds.answer(completions))
@@ -157,26 +155,24 @@ class RolloutRunner:
                 self.loop.wait(rounds.cancel())
 
     def close(self) -> None:
-        """End the gateway, the thread, and what the worker needs."""
+        """End the gateway, the thread, and the objects that the worker needs."""
         try:
             if self._gateway is not None and self.ranks.leads:
                 self.loop.wait(self._gateway.close())
             self.loop.close()
         finally:
-            for each in self._owned:
-                each.close()
+            for resource in self._owned:
+                resource.close()
 
-    def _waited(self, begins_round: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
+    def _wait_for_round(self, begin_round: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
         with phase("environment"):
-            return self.loop.run_for_all_ranks(begins_round)
+            return self.loop.run_for_all_ranks(begin_round)
 
-    async def attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
+    async def run_attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
         """Run a task on the loop until an attempt succeeds or there are no more.
 
-        An attempt whose process was lost does not count.
-
-        Raises:
-            RolloutFailed: All attempts failed, and the rules let the run end then.
+        An attempt whose process was lost does not count. RolloutFailed is raised after the last attempt if a failed
+        task ends the run.
         """
         rules, failed, failure = self.rules, 0, ""
         losses = {True: _MOST_LOSSES, False: _MOST_UNEXPLAINED_LOSSES}
@@ -190,8 +186,8 @@ class RolloutRunner:
             )  # fmt: skip
             tries += 1
             try:
-                trajectory = await within_limit(
-                    self._trajectory(client, sampling), seconds, client, seconds_to_end=rules.seconds_to_end
+                trajectory = await run_within_limit(
+                    self._make_trajectory(client, sampling), seconds, client, seconds_to_end=rules.seconds_to_end
                 )
                 return TaskResult(task, trajectory, attempts=tries)
             except (EngineFailed, NonFiniteLoss, ConfigError, asyncio.CancelledError):
@@ -208,10 +204,10 @@ class RolloutRunner:
             raise RolloutFailed(failure)
         return TaskResult(task, None, failure, tries)
 
-    async def _trajectory(self, client: RolloutClient, sampling: Sampling) -> Trajectory:
-        """Return what the worker makes with a client, whose tokens are those of the engine."""
+    async def _make_trajectory(self, client: RolloutClient, sampling: Sampling) -> Trajectory:
+        """Return the worker's trajectory, whose tokens are those of the engine."""
         try:
-            made = list(await self._worker(client, client.prompt.record.values, sampling))
+            trajectories = list(await self._worker(client, client.prompt.record.values, sampling))
         except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop
             raise WorkerLeft(f"it raised {describe_error(error)}") from error
         except asyncio.CancelledError as error:
@@ -221,31 +217,28 @@ class RolloutRunner:
             raise WorkerLeft("a task that it awaited was cancelled") from error
         finally:
             client.close()
-        if len(made) != 1 or not isinstance(made[0], Trajectory) or not made[0].turns:
-            kinds = ", ".join(type(each).__name__ for each in made)
+        if len(trajectories) != 1 or not isinstance(trajectories[0], Trajectory) or not trajectories[0].turns:
+            kinds = ", ".join(type(trajectory).__name__ for trajectory in trajectories)
             raise ValueError(f"it returned [{kinds}], and a list with one Trajectory that has a completion is wanted")
-        client.check(made[0])
-        return checked_values(made[0])
+        client.check(trajectories[0])
+        return check_values(trajectories[0])
 
 
-async def within_limit(
+async def run_within_limit(
     work: Coroutine[Any, Any, _T],
     seconds: float | None,
     client: RolloutClient,
     key: str = "rollout.timeout_seconds",
     seconds_to_end: float = 5.0,
 ) -> _T:
-    """Return what a coroutine returns.
+    """Return what a coroutine returns, or cancel it and raise TimeoutError.
 
     Args:
         work: The coroutine.
         seconds: The longest time that it may take, without the time in which the client waits for the engine.
         client: The client.
         key: The configuration key of this time, for the message.
-        seconds_to_end: How long it may take to end when it is cancelled.
-
-    Raises:
-        TimeoutError: It takes longer, and is cancelled.
+        seconds_to_end: How long it may take to end after it is cancelled.
     """
     if seconds is None:
         return await work
@@ -262,7 +255,7 @@ async def within_limit(
             task.cancel()
             _, running = await asyncio.wait({task}, timeout=seconds_to_end)
             if running:
-                log.LOGGER.warning("trajectory %s: the rollout worker goes on although it was cancelled", client.name)
+                log.LOGGER.warning("trajectory %s: the rollout worker continues although it was cancelled", client.name)
 
 
 class Rounds:
@@ -284,19 +277,17 @@ class Rounds:
         self._failure: Exception | None = None
 
     async def begin(self, tasks: Sequence[RolloutTask]) -> None:
-        """Start the tasks."""
-        places = asyncio.Semaphore(self._most)
+        running = asyncio.Semaphore(self._most)
         self._num_unstarted = len(tasks)
         self._work = [
-            asyncio.get_running_loop().create_task(self._in_a_place(places, number, task))
+            asyncio.get_running_loop().create_task(self._run_task(running, number, task))
             for number, task in enumerate(tasks)
         ]
 
-    async def requests(self) -> list[Request]:
+    async def wait_for_requests(self) -> list[Request]:
         """Wait for a round, and return its requests in the order of their tasks; none if all tasks have ended.
 
-        Raises:
-            Exception: What a task raised that is no failure of its own.
+        An error that is not a failure of its task is raised.
         """
         while True:
             if self._failure is not None:
@@ -304,7 +295,7 @@ class Rounds:
             if all(work.done() for work in self._work):
                 return []
             if self._all_wait():
-                ordered = sorted(self._waiting.values(), key=lambda each: each[0])
+                ordered = sorted(self._waiting.values(), key=lambda entry: entry[0])
                 return [request for _, request, _ in ordered]
             self._changed.clear()
             await self._changed.wait()
@@ -316,16 +307,11 @@ class Rounds:
             if waiting is not None and not waiting[2].done():  # otherwise its task has ended meanwhile
                 waiting[2].set_result(answer)
 
-    def results(self) -> list[TaskResult]:
-        """Return the results of all tasks, in their order.
-
-        Raises:
-            Exception: What a task raised that is no failure of its own.
-        """
+    def collect_results(self) -> list[TaskResult]:
+        """Return the results of all tasks, in their order."""
         return [work.result() for work in self._work]
 
     async def cancel(self) -> None:
-        """End all tasks."""
         for work in self._work:
             work.cancel()
 
@@ -334,12 +320,12 @@ class Rounds:
         is_full = self._num_unstarted == 0 or len(self._running) == self._most
         return is_full and bool(self._running) and all(self._running.values())
 
-    async def _in_a_place(self, places: asyncio.Semaphore, number: int, task: RolloutTask) -> TaskResult:
-        async with places:
+    async def _run_task(self, running: asyncio.Semaphore, number: int, task: RolloutTask) -> TaskResult:
+        async with running:
             self._running[number], self._num_unstarted = 0, self._num_unstarted - 1
             try:
                 return await self._run(task, partial(self._ask, number))
-            except Exception as error:  # it ends the run, and other tasks need not go on
+            except Exception as error:  # it ends the run, so other tasks need not continue
                 self._failure = self._failure or error
                 raise
             finally:
@@ -350,11 +336,11 @@ class Rounds:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._running[number] += 1  # first, because it raises if the task has ended
         self._waiting[request.request_id] = number, request, future
-        future.add_done_callback(partial(self._waits_no_longer, number, request.request_id))
+        future.add_done_callback(partial(self._forget_request, number, request.request_id))
         self._changed.set()
         return future
 
-    def _waits_no_longer(self, number: int, request_id: str, _: asyncio.Future[Completion]) -> None:
+    def _forget_request(self, number: int, request_id: str, _: asyncio.Future[Completion]) -> None:
         del self._waiting[request_id]
         if number in self._running:  # otherwise its task has ended
             self._running[number] -= 1

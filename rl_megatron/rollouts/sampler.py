@@ -20,13 +20,13 @@ from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts, Group
-from rl_megatron.rollouts.batch import data_set_places
+from rl_megatron.rollouts.batch import index_data_sets
 from rl_megatron.rollouts.group_queue import GroupQueue, QueueRules
 from rl_megatron.rollouts.pace import AsyncPace
 from rl_megatron.rollouts.record import ORDER, LoggedStep, RolloutRecord
 from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, RolloutTask
-from rl_megatron.rollouts.scored import Scored, ScoredRollouts, Scores, tasks_of
-from rl_megatron.rollouts.statistics import informative_groups, statistics
+from rl_megatron.rollouts.scored import Scored, ScoredRollouts, Scores, build_tasks
+from rl_megatron.rollouts.statistics import describe_rollouts, informative_groups
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -38,13 +38,12 @@ class Sampler:
     """The sampler of scored trajectories for the prompts of a step.
 
     The prompts of a stage form a stream of rounds, each with the groups of a step. The prompts and random numbers of a
-    group depend only on `train.seed` and on its place in the stream. A step makes its own rounds, in which all ranks
+    group depend only on `train.seed` and on its position in the stream. A step makes its own rounds, in which all ranks
     take part. In asynchronous training, rank 0 makes the groups of coming steps instead while all ranks train, in the
     order of the same stream.
 
-    A resumed run therefore samples the same as an uninterrupted run. In asynchronous training it learns from the log of
-    its steps as far as that goes, so that it trains on the same tokens, and then makes the groups that were not
-    complete again.
+    A resumed run therefore samples the same as an uninterrupted run. In asynchronous training it first learns from the
+    logged steps, so that it trains on the same tokens, and then makes the groups that were not complete again.
     """
 
     def __init__(self, loop: Loop, policy: MegatronPolicy, engine: SyncedEngine, rollouts: ScoredRollouts):
@@ -54,7 +53,7 @@ class Sampler:
             loop: The stage, in whose checkpoints the sampler keeps its state.
             policy: The stage's policy.
             engine: The rollout engine, which always generates with the policy's current weights.
-            rollouts: Makes trajectories with the stage's rollout worker, and scores them.
+            rollouts: The stage's rollout worker with its reward functions.
         """
         config, rollout = loop.config, loop.config.rollout
         algorithm: RolloutConfig = config.algorithm  # pyright: ignore[reportAssignmentType] the algorithm samples
@@ -71,7 +70,7 @@ class Sampler:
         loop.use_loader(self._prompts.loader)
         loop.keep("sampler", self)
         self._sampling = stage_sampling(config, loop.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
-        self._mixture = [each.shown_name for each in config.data.mix] if algorithm.reads_data_sets else []
+        self._mixture = [data_set.shown_name for data_set in config.data.mix] if algorithm.reads_data_sets else []
         self._store = TensorStore(rollout.max_host_bytes, rollout.disk_directory)
         self._record = RolloutRecord(
             replace(rollout, save_every=1, save_prompts=None) if is_asynchronous else rollout, loop.rollout_files,
@@ -93,8 +92,8 @@ class Sampler:
             rollout.partial, self._rounds_per_step, self._drops_equal,
         )  # fmt: skip
         rollouts = AsyncRollouts(
-            self._rollouts, Scorer(config.reward, lambda: build_source(config).task(), Ranks()), rules, self._tasks_at,
-            self.engine, lambda: self._policy.weight_version, self._sampling,
+            self._rollouts, Scorer(config.reward, lambda: build_source(config).task(), Ranks()), rules,
+            self._build_tasks_at, self.engine, lambda: self._policy.weight_version, self._sampling,
             waits_for_requests=not rollout.in_flight_weight_updates,
         )  # fmt: skip
         loop.close_at_end(rollouts)
@@ -102,7 +101,7 @@ class Sampler:
         return rollouts
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
-        """Return (the rollouts that the step learns from, statistics of all rollouts since the step before).
+        """Return (the rollouts that the step learns from, statistics of all rollouts since the last step).
 
         Afterwards the engine releases memory until it generates again.
 
@@ -130,7 +129,7 @@ class Sampler:
         contiguous.
         """
         rollouts, _ = self._make_round(step, round_)
-        whole = on_every_rank(rollouts)
+        whole = share_rollouts(rollouts)
         if ORDER in rollouts.facts:
             whole[ORDER] = rollouts.facts[ORDER]
         return whole
@@ -149,9 +148,9 @@ class Sampler:
             self._record.write(step, learned, self._policy.weight_version, self._new)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what checkpoints keep: the seed of the next round, or the groups that are left. Collective."""
+        """Return the state for checkpoints: the seed of the next round, or the groups that are left. Collective."""
         if self._async is None:
-            return {"next_seed": seed_of_batch(self._seed, self._loop.next_batch_number)}
+            return {"next_seed": derive_batch_seed(self._seed, self._loop.next_batch_number)}
         return {
             "queue": self._async.state_dict(),
             "batches_skipped": self._loop.batch_number(0),
@@ -159,10 +158,10 @@ class Sampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint. After a roll-back, the log ends there, and the groups since are left out.
+        """Continue from a checkpoint. After a roll-back, the log ends there, and later groups are left out.
 
         Raises:
-            ConfigError: The next round has another seed than the checkpoint says.
+            ConfigError: The next round has another seed than in the checkpoint.
         """
         if self._async is None:
             MustBe(self.state_dict()).load_state_dict(state)
@@ -180,33 +179,33 @@ class Sampler:
 
     def _make_rounds(self, step: int) -> tuple[Batch, dict[str, float]]:
         """Make the rounds that a step needs; see `collect`."""
-        wanted, used, made, metrics = self._per_step * self._group_size, [], [], RewardMetrics()
+        wanted, used, rounds, metrics = self._per_step * self._group_size, [], [], RewardMetrics()
         for round_ in range(self._rounds_per_step):
-            rollouts, of_round = self._make_round(step, round_)
-            metrics.add(of_round)
-            made.append(rollouts)
+            rollouts, round_metrics = self._make_round(step, round_)
+            metrics.add(round_metrics)
+            rounds.append(rollouts)
             used.append(keep_informative(rollouts, self._group_size) if self._drops_equal else rollouts)
             if sum(part.trajectories.num_trajectories for part in used) >= wanted:
                 break
-        outcome = statistics(made, self._group_size) | self._ranks.share(metrics.values)
-        outcome |= self._record.logged_metrics(step)
+        outcome = describe_rollouts(rounds, self._group_size) | self._ranks.share(metrics.values)
+        outcome |= self._record.read_logged_metrics(step)
         if self._drops_equal:
-            outcome["sampling_rounds"] = float(len(made))
-            used = [part for part in used if part.size] or made[-1:]  # if no group differs, the step has no gradient
+            outcome["sampling_rounds"] = float(len(rounds))
+            used = [part for part in used if part.size] or rounds[-1:]  # if no group differs, the step has no gradient
         return join(used, wanted), outcome
 
     def _make_round(self, step: int, round_: int) -> tuple[Batch, RewardMetrics]:
         """Return a round of trajectories that rank 0 has, and the metrics of their rewards there. Collective."""
         number = (self._loop.batch_number(step) - 1) * self._rounds_per_step + round_
-        prompts, seed = self._round_of_stream(number)
+        prompts, seed = self._draw_prompts(number)
         prompts = [prompt for prompt in prompts for _ in range(self._group_size)]
         if self._record.replays:
-            own, metrics = self._record.replayed(step, round_, len(prompts)), RewardMetrics()
+            batch_here, metrics = self._record.replay(step, round_, len(prompts)), RewardMetrics()
         else:
             scored = self._rollouts.make(self.engine, prompts, self._sampling, seed, self._group_size)
-            own, metrics = (None, RewardMetrics()) if scored is None else (scored.batch, scored.metrics)
-            add_data_sets(own, prompts, self._mixture)
-        batch = self._gather(own)
+            batch_here, metrics = (None, RewardMetrics()) if scored is None else (scored.batch, scored.metrics)
+            add_data_sets(batch_here, prompts, self._mixture)
+        batch = self._gather(batch_here)
         self._record.add(round_, batch, prompts, metrics)
         return batch, metrics
 
@@ -214,26 +213,27 @@ class Sampler:
 
     def _take_groups(self, rollouts: AsyncRollouts, step: int) -> tuple[Batch, dict[str, float]]:
         """Return the rollouts of the groups that the queue has for a step; see `collect`."""
-        prompts, _ = self._round_of_stream((step - 1) * self._rounds_per_step)
+        prompts, _ = self._draw_prompts((step - 1) * self._rounds_per_step)
         groups = rollouts.take(step, [prompt.ids for prompt in prompts])
-        used, of_used = self._gather_groups(groups.used)
-        # Groups without a sample that counts have no rewards to compare with others, and nothing but metrics.
+        used, used_metrics = self._gather_groups(groups.used)
+        # Groups without a sample that counts have no rewards to compare, and only metrics.
         silent = [group for group in groups.equal if not self._has_samples(group)]
-        equal, of_equal = self._gather_groups([group for group in groups.equal if self._has_samples(group)])
-        self._record.add(0, used[0], [result.task.prompt for group in groups.used for result in group.results], of_used)
+        equal, equal_metrics = self._gather_groups([group for group in groups.equal if self._has_samples(group)])
+        prompts_used = [result.task.prompt for group in groups.used for result in group.results]
+        self._record.add(0, used[0], prompts_used, used_metrics)
         metrics = RewardMetrics()
-        for part in (of_used, of_equal, *(replace(group.scores.metrics, scores={}) for group in silent)):
+        for part in (used_metrics, equal_metrics, *(replace(group.scores.metrics, scores={}) for group in silent)):
             metrics.add(part)
-        others = self._ranks.share(lambda: metrics.values() | groups.metrics() | self._pace.devices)
+        others = self._ranks.share(lambda: metrics.values() | groups.compute_metrics() | self._pace.devices)
         others["old_logprobs_of_engine"] = float(self._loop.config.rollout.correction == "engine")
-        outcome = statistics([*used, *equal], self._group_size) | others
-        self._new = groups.logged(step, outcome)
+        outcome = describe_rollouts([*used, *equal], self._group_size) | others
+        self._new = groups.build_log_entry(step, outcome)
         self._pace.note(step, outcome)
         return used[0], outcome
 
     def _replay(self, queue: GroupQueue, logged: LoggedStep) -> tuple[Batch, dict[str, float]]:
-        """Return the rollouts of a step that the run has logged before it was ended; see `collect`."""
-        rollouts = self._gather(self._record.of_step(logged.step))
+        """Return the rollouts of a step that the run logged before it ended; see `collect`."""
+        rollouts = self._gather(self._record.read_step(logged.step))
         queue.replay(logged.ended)
         return rollouts, dict(logged.metrics)
 
@@ -256,44 +256,39 @@ class Sampler:
 
     def _has_samples(self, group: Group) -> bool:
         """Return whether a sample of a group may be learned from."""
-        return bool(self._rollouts.on_failure.samples_that_count(group.scores.made, self._group_size).any())
+        return bool(self._rollouts.on_failure.samples_that_count(group.scores.succeeded, self._group_size).any())
 
     # --- both ---
 
-    def _tasks_at(self, number: int) -> list[RolloutTask]:
-        """Return the tasks of the group at a place of the stream."""
-        round_, place = divmod(number, self._per_step)
-        prompts, seed = self._round_of_stream(round_)
-        return tasks_of([prompts[place]] * self._group_size, seed, place * self._group_size)
+    def _build_tasks_at(self, number: int) -> list[RolloutTask]:
+        """Return the tasks of the group at a position of the stream."""
+        round_, position = divmod(number, self._per_step)
+        prompts, seed = self._draw_prompts(round_)
+        return build_tasks([prompts[position]] * self._group_size, seed, position * self._group_size)
 
-    def _round_of_stream(self, number: int) -> tuple[list[EncodedPrompt], int]:
+    def _draw_prompts(self, number: int) -> tuple[list[EncodedPrompt], int]:
         """Return the prompts of a round of the stream, and its seed."""
         batch, round_ = divmod(number, self._rounds_per_step)
-        return self._prompts.loader.batch(number), seed_of_batch(self._seed, batch + 1) + round_
+        return self._prompts.loader.batch(number), derive_batch_seed(self._seed, batch + 1) + round_
 
-    def _gather(self, own: BatchedDataDict | None) -> Batch:
+    def _gather(self, batch: BatchedDataDict | None) -> Batch:
         """Return a batch that rank 0 has as one of all ranks. Collective."""
-        return Batch.gather_facts(own, self._policy.topology, self._store)
+        return Batch.gather_facts(batch, self._policy.topology, self._store)
 
 
-def seed_of_batch(seed: int, batch_number: int) -> int:
-    """Return the seed of the first round of a batch; those of further rounds follow it.
-
-    Args:
-        seed: `train.seed`.
-        batch_number: The number of the batch, from 1 on.
-    """
+def derive_batch_seed(seed: int, batch_number: int) -> int:
+    """Return the seed of the first round of a batch, numbered from 1; those of further rounds follow it."""
     return (seed * 1_000_003 + batch_number) * _ROUNDS_PER_SEED
 
 
 def add_data_sets(rollouts: BatchedDataDict | None, prompts: Sequence[EncodedPrompt], mixture: Sequence[str]) -> None:
     """Add the key `data_set` to rollouts of these prompts, if there are any, and data sets to tell apart."""
     if rollouts is not None and mixture:
-        places = data_set_places([prompt.data_set for prompt in prompts], mixture)
-        rollouts[DATA_SET] = TrajectoryIndex(rollouts).spread(places)
+        indices = index_data_sets([prompt.data_set for prompt in prompts], mixture)
+        rollouts[DATA_SET] = TrajectoryIndex(rollouts).spread(indices)
 
 
-def on_every_rank(rollouts: Batch) -> BatchedDataDict:
+def share_rollouts(rollouts: Batch) -> BatchedDataDict:
     """Return the rollouts that rank 0 has produced, on every rank. Collective."""
     return rollouts.all_ranks.share(lambda: rollouts.local)
 

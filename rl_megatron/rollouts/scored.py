@@ -1,4 +1,4 @@
-"""`ScoredRollouts`: makes trajectories for prompts, and adds their rewards. Training and evaluations both use it."""
+"""`ScoredRollouts`: makes trajectories for prompts and adds their rewards, for training and evaluations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rewards.samples import Sample
 from rl_megatron.rewards.scorer import Scorer
-from rl_megatron.rollouts.batch import component_keys, trajectory_batch
+from rl_megatron.rollouts.batch import build_component_keys, build_trajectory_batch
 from rl_megatron.rollouts.runner import ROLLOUT_ERRORS, RolloutFailed, RolloutRunner, RolloutTask, TaskResult
 from rl_megatron.rollouts.tools.toolbox import COUNTS
 from rl_megatron.timing import phase
@@ -31,13 +31,13 @@ class Scores:
 
     Attributes:
         samples: The last turn of each trajectory, as reward functions get it.
-        made: Which trajectories did not fail, [N] bool.
+        succeeded: Which trajectories did not fail, [N] bool.
         rewards: The reward of each trajectory; 0 for one that failed.
         metrics: The metrics of the reward functions.
     """
 
     samples: Sequence[Sample]
-    made: torch.Tensor
+    succeeded: torch.Tensor
     rewards: torch.Tensor
     metrics: RewardMetrics
 
@@ -51,25 +51,25 @@ class Scores:
             of_parts = [part.metrics.scores.get(name) or [None] * len(part.rewards) for part in parts]
             metrics.scores[name] = [score for of_part in of_parts for score in of_part]
         samples = [sample for part in parts for sample in part.samples]
-        made, rewards = (torch.cat([getattr(part, name) for part in parts]) for name in ("made", "rewards"))
-        return cls(samples, made, rewards, metrics)
+        succeeded, rewards = (torch.cat([getattr(part, name) for part in parts]) for name in ("succeeded", "rewards"))
+        return cls(samples, succeeded, rewards, metrics)
 
 
 @dataclass(frozen=True)
 class FailureRule:
-    """Which samples of a group are learned from if some of it failed.
+    """The rule for the samples of a group if some of it failed.
 
     Attributes:
-        masks_group: Whether none of them is.
-        least_samples: How many must be left otherwise.
+        masks_group: Whether nothing is learned from the group.
+        least_samples: Otherwise, how many samples must be left.
     """
 
     masks_group: bool = True
     least_samples: int = 1
 
-    def samples_that_count(self, made: torch.Tensor, group_size: int) -> torch.Tensor:
-        """Return which samples are learned from, [N] bool, of those that were `made`, [N] bool."""
-        groups = made.view(-1, group_size)
+    def samples_that_count(self, succeeded: torch.Tensor, group_size: int) -> torch.Tensor:
+        """Return which samples are learned from, [N] bool, given which ones succeeded, [N] bool."""
+        groups = succeeded.view(-1, group_size)
         least = group_size if self.masks_group else min(self.least_samples, group_size)
         return (groups & (groups.sum(1, keepdim=True) >= least)).view(-1)
 
@@ -79,7 +79,7 @@ class Scored(Scores):
     """Trajectories with their scores.
 
     Attributes:
-        batch: The batch that `trajectory_batch` returns, with `rewards` [B]: that of its trajectory for each sequence.
+        batch: The batch that `build_trajectory_batch` returns, with `rewards` [B], those of the trajectories.
         num_sampled: The number of tokens that the policy sampled in each trajectory.
     """
 
@@ -88,12 +88,11 @@ class Scored(Scores):
 
     @property
     def num_failed(self) -> int:
-        """Return how many trajectories failed."""
-        return len(self.made) - int(self.made.sum())
+        return len(self.succeeded) - int(self.succeeded.sum())
 
 
 class ScoredRollouts:
-    """Trajectories of a rollout worker, with the rewards of reward functions."""
+    """A rollout worker with reward functions, which makes scored trajectories."""
 
     def __init__(
         self,
@@ -107,18 +106,18 @@ class ScoredRollouts:
         """Keep the parts, which belong to the caller.
 
         Args:
-            runner: Runs the worker.
-            scorer: Scores what the worker makes.
+            runner: The runner of the worker.
+            scorer: The scorer of its trajectories.
             tokenizer: The run's tokenizer.
             with_components: Whether batches get the scores of each reward function (`rollouts.batch.COMPONENT`).
-            on_failure: What is learned from the group of a trajectory that failed; None: nothing.
+            on_failure: The rule for the group of a trajectory that failed; None: nothing is learned from it.
         """
         self.runner, self.scorer, self.tokenizer = runner, scorer, tokenizer
         self.on_failure = on_failure or FailureRule()
         self._with_components = with_components
 
     def start(self) -> None:
-        """Start processes that the first trajectories will need, without waiting for them. Collective."""
+        """Start the processes that the first trajectories need, without waiting for them. Collective."""
         self.scorer.start()
 
     def make(
@@ -132,28 +131,28 @@ class ScoredRollouts:
         """Return one scored trajectory for each prompt on rank 0, and None on other ranks. Collective.
 
         The masks and rewards of a trajectory that has failed are 0, and so are those of its group, or of a group of
-        which too few are left, as `on_failure` says.
+        which too few are left, according to `on_failure`.
 
         Args:
             engine: The engine, which has the policy's current weights.
             prompts: The prompts; only rank 0 needs them.
-            sampling: How completions are sampled if the worker does not say so.
+            sampling: How completions are sampled if the worker does not choose.
             seed: The seed of all random numbers of the engine.
             group_size: How many trajectories in a row are compared with each other.
 
         Raises:
             RolloutFailed: A trajectory failed in all attempts, and the run is to end then.
             RewardFailed: A reward function gave no score, and the run is to end then.
-            EngineFailed: The engine cannot go on.
+            EngineFailed: The engine cannot continue.
             NonFiniteLoss: Logits are NaN or infinite.
         """
         ranks = self.runner.ranks
-        results = self.runner.run(tasks_of(prompts, seed) if ranks.leads else (), engine, sampling)
-        batch = ranks.run_on_rank0(lambda: self._batch(results, sampling), ROLLOUT_ERRORS)
+        results = self.runner.run(build_tasks(prompts, seed) if ranks.leads else (), engine, sampling)
+        batch = ranks.run_on_rank0(lambda: self._build_batch(results, sampling), ROLLOUT_ERRORS)
         with phase("reward"):
             scores = self.score(results, self.scorer)
         return ranks.run_on_rank0(
-            lambda: self._with_rewards(cast(BatchedDataDict, batch), results, scores, group_size), ROLLOUT_ERRORS
+            lambda: self._add_rewards(cast(BatchedDataDict, batch), results, scores, group_size), ROLLOUT_ERRORS
         )
 
     def score(self, results: Sequence[TaskResult], scorer: Scorer) -> Scores:
@@ -162,25 +161,25 @@ class ScoredRollouts:
         Ranks other than 0 give no trajectories, and get no scores.
         """
         with_ids = scorer.reads_sequences
-        samples = [self._sample(result, with_ids) for result in results]
-        made = torch.tensor([result.trajectory is not None for result in results], dtype=torch.bool)
-        rewards, metrics = _scored(scorer, samples, made)
+        samples = [self._build_sample(result, with_ids) for result in results]
+        succeeded = torch.tensor([result.trajectory is not None for result in results], dtype=torch.bool)
+        rewards, metrics = _score_succeeded(scorer, samples, succeeded)
         if self.runner.makes_turns:
-            _observe(metrics, results)
-        return Scores(samples, made, rewards, metrics)
+            _observe_turns(metrics, results)
+        return Scores(samples, succeeded, rewards, metrics)
 
     def assemble(self, results: Sequence[TaskResult], scores: Scores, sampling: Sampling, group_size: int) -> Scored:
-        """Return trajectories that have been made and scored, as `make` returns them. It is not collective."""
-        return self._with_rewards(self._batch(results, sampling), results, scores, group_size)
+        """Return trajectories that were made and scored, as `make` returns them. It is not collective."""
+        return self._add_rewards(self._build_batch(results, sampling), results, scores, group_size)
 
-    def _batch(self, results: Sequence[TaskResult], sampling: Sampling) -> BatchedDataDict:
+    def _build_batch(self, results: Sequence[TaskResult], sampling: Sampling) -> BatchedDataDict:
         trajectories = [result.trajectory for result in results]
         if all(trajectory is None for trajectory in trajectories):
             raise RolloutFailed(f"all {len(results)} trajectories failed; the first one: {results[0].failure}")
         prompts = [result.task.prompt for result in results]
-        return trajectory_batch(trajectories, prompts, sampling, self.runner.makes_turns)
+        return build_trajectory_batch(trajectories, prompts, sampling, self.runner.makes_turns)
 
-    def _sample(self, result: TaskResult, with_ids: bool) -> Sample:
+    def _build_sample(self, result: TaskResult, with_ids: bool) -> Sample:
         """Return a trajectory as reward functions get it: the completion is the last turn.
 
         A reward model reads the tokens of the whole sequence, which are added `with_ids`.
@@ -203,11 +202,11 @@ class ScoredRollouts:
         text = self.tokenizer.decode(without, skip_special_tokens=False)
         return replace(sample, sequence_ids=sequence, sequence_text=text)
 
-    def _with_rewards(
+    def _add_rewards(
         self, batch: BatchedDataDict, results: Sequence[TaskResult], scores: Scores, group_size: int
     ) -> Scored:
         """Return a batch with rewards, in which nothing is learned from trajectories that do not count."""
-        made, counts = scores.made, self.on_failure.samples_that_count(scores.made, group_size)
+        succeeded, counts = scores.succeeded, self.on_failure.samples_that_count(scores.succeeded, group_size)
         if not counts.any():
             first = next(result.failure for result in results if result.trajectory is None)
             if self.on_failure.masks_group:
@@ -221,21 +220,21 @@ class ScoredRollouts:
             masked = ~counts.view(-1, group_size).any(1)
             scores.metrics.count("masked_groups", int(masked.sum()))
             if not self.on_failure.masks_group:
-                self._say_masked(results, made.view(-1, group_size).sum(1), masked)
+                self._log_masked(results, succeeded.view(-1, group_size).sum(1), masked)
         index = TrajectoryIndex(batch)
         if not counts.all():
             for key in ("sample_mask", "token_mask"):
                 batch[key][~index.spread(counts)] = 0.0
         batch["rewards"] = index.spread(torch.where(counts, scores.rewards, 0.0))
         if self._with_components:
-            components = component_keys(scores.metrics.scores, counts, self.runner.makes_turns)
+            components = build_component_keys(scores.metrics.scores, counts, self.runner.makes_turns)
             batch |= {key: index.spread(values) for key, values in components.items()}
         turns = [() if result.trajectory is None else result.trajectory.turns for result in results]
-        num_sampled = [sum(len(turn.completion.ids) for turn in of_trajectory) for of_trajectory in turns]
+        num_sampled = [sum(len(turn.completion.ids) for turn in trajectory_turns) for trajectory_turns in turns]
         return Scored(**vars(scores), batch=batch, num_sampled=num_sampled)
 
-    def _say_masked(self, results: Sequence[TaskResult], left: torch.Tensor, masked: torch.Tensor) -> None:
-        """Log the groups that are `masked`, [groups], although some of their samples are `left`, [groups]."""
+    def _log_masked(self, results: Sequence[TaskResult], left: torch.Tensor, masked: torch.Tensor) -> None:
+        """Log the groups that are `masked`, [groups] bool, although some of their samples are `left`, [groups]."""
         size = len(results) // len(left)
         for number in (masked & (left > 0)).nonzero()[:, 0].tolist():
             failure = next(r.failure for r in results[number * size :] if r.trajectory is None)
@@ -246,31 +245,33 @@ class ScoredRollouts:
             )
 
 
-def tasks_of(prompts: Sequence[EncodedPrompt], seed: int, first: int = 0) -> list[RolloutTask]:
-    """Return the tasks of prompts, the first of which is number `first` of those with the same seed."""
+def build_tasks(prompts: Sequence[EncodedPrompt], seed: int, first: int = 0) -> list[RolloutTask]:
+    """Return the tasks of prompts, numbered from `first` among those with the same seed."""
     return [
         RolloutTask(f"{seed}-{number}", prompt, request_seed(seed, number))
         for number, prompt in enumerate(prompts, first)
     ]
 
 
-def _scored(scorer: Scorer, samples: Sequence[Sample], made: torch.Tensor) -> tuple[torch.Tensor, RewardMetrics]:
-    """Return the rewards of samples, 0 of those that were not made, and the metrics of reward functions."""
-    there = [sample for sample, is_made in zip(samples, made.tolist(), strict=True) if is_made]
+def _score_succeeded(
+    scorer: Scorer, samples: Sequence[Sample], succeeded: torch.Tensor
+) -> tuple[torch.Tensor, RewardMetrics]:
+    """Return the rewards of samples, 0 of those that failed, and the metrics of reward functions."""
+    there = [sample for sample, has_succeeded in zip(samples, succeeded.tolist(), strict=True) if has_succeeded]
     scored, metrics = scorer.score_samples(there)
-    given = torch.tensor([sample.environment_reward for sample in there])
-    if given.any():
-        scored = scored + given
-        metrics.scores[ENVIRONMENT] = given.tolist()
-    if made.all():
+    environment_rewards = torch.tensor([sample.environment_reward for sample in there])
+    if environment_rewards.any():
+        scored = scored + environment_rewards
+        metrics.scores[ENVIRONMENT] = environment_rewards.tolist()
+    if succeeded.all():
         return scored, metrics
     for label, scores in metrics.scores.items():
         left = iter(scores)
-        metrics.scores[label] = [next(left) if is_made else None for is_made in made.tolist()]
-    return torch.zeros(len(samples)).masked_scatter_(made, scored), metrics
+        metrics.scores[label] = [next(left) if has_succeeded else None for has_succeeded in succeeded.tolist()]
+    return torch.zeros(len(samples)).masked_scatter_(succeeded, scored), metrics
 
 
-def _observe(metrics: RewardMetrics, results: Sequence[TaskResult]) -> None:
+def _observe_turns(metrics: RewardMetrics, results: Sequence[TaskResult]) -> None:
     """Add metrics of trajectories with several turns."""
     trajectories = [result.trajectory for result in results]
     metrics.count("failed_trajectories", sum(trajectory is None for trajectory in trajectories))

@@ -1,6 +1,6 @@
-"""Metrics of rollouts: how rewards, lengths, advantages, ages and mismatches are distributed.
+"""Metrics of rollouts: the distributions of rewards, lengths, advantages, ages and mismatches.
 
-Those of samples come from numbers that every rank knows of every sequence. Those of tokens are reduced over the ranks
+Those of samples come from numbers that every rank has for every sequence. Those of tokens are reduced over the ranks
 that have the tokens. Either way they are exactly those of all rollouts together.
 """
 
@@ -43,7 +43,7 @@ def informative_groups(
     return most > least
 
 
-def statistics(parts: Sequence[Batch], group_size: int) -> dict[str, float]:
+def describe_rollouts(parts: Sequence[Batch], group_size: int) -> dict[str, float]:
     """Return metrics of rollouts: how rewards and completion lengths are distributed, and two shares.
 
     `stopped` is the share of completions that ended with a stop token. `informative_groups` is the share of groups
@@ -53,10 +53,10 @@ def statistics(parts: Sequence[Batch], group_size: int) -> dict[str, float]:
         parts: The rollouts, each with whole groups.
         group_size: The number of samples per prompt.
     """
-    of_parts = zip(*(_describe_trajectories(part) for part in parts), strict=True)
-    rewards, has_ended, lengths, stopped = (torch.cat(values) for values in of_parts)
+    columns = zip(*(_describe_trajectories(part) for part in parts), strict=True)
+    rewards, has_ended, lengths, stopped = (torch.cat(values) for values in columns)
     groups = informative_groups(rewards, group_size, has_ended).float().mean().item()
-    rewards, lengths, stopped = (values[has_ended] for values in (rewards, lengths, stopped))  # others have failed
+    rewards, lengths, stopped = (values[has_ended] for values in (rewards, lengths, stopped))  # the others failed
     return {
         "reward": rewards.mean().item(),
         **describe_distribution("reward", rewards, ALONE.moments(rewards), ALONE),
@@ -85,17 +85,17 @@ def learned_statistics(rollouts: Batch, weight_version: int) -> dict[str, float]
         rollouts: The rollouts, with `advantages` [B, S] or [B] if the loss reads them.
         weight_version: The version of the policy's weights.
     """
-    ranks, found = rollouts.ranks, {}
+    ranks, metrics = rollouts.ranks, {}
     if "advantages" in rollouts:
         advantages = rollouts["advantages"]
         if advantages.dim() == 2:
             advantages = advantages[rollouts["token_mask"].bool()]
         moments = ranks.moments(advantages)
-        found = {"advantage_mean": moments.mean, **describe_distribution("advantage", advantages, moments, ranks)}
+        metrics = {"advantage_mean": moments.mean, **describe_distribution("advantage", advantages, moments, ranks)}
     versions = rollouts["weight_version"]
     ages = weight_version - versions[versions >= 0]  # a trajectory that failed has none
     moments = ranks.moments(ages)
-    return found | {"weight_age_mean": moments.mean, "weight_age_max": moments.most}
+    return metrics | {"weight_age_mean": moments.mean, "weight_age_max": moments.most}
 
 
 def correction_statistics(report: Mapping[str, float]) -> dict[str, float]:
@@ -114,7 +114,7 @@ def describe_distribution(name: str, values: Tensor, moments: Moments, ranks: Ra
     """Return the standard deviation, the extremes and some quantiles of all ranks' values; nothing if there are none.
 
     Args:
-        name: What the values are.
+        name: The name of the values.
         values: [n] This rank's.
         moments: All ranks' moments.
         ranks: The ranks that share the values.
@@ -150,6 +150,6 @@ def logprob_mismatch(rollouts: Batch) -> dict[str, float]:
 def mean_over_tokens(values: Tensor, rollouts: Batch) -> float:
     """Return the mean of values [n, S] over all ranks' sampled tokens; 0 if there are none. Collective."""
     mask = rollouts["token_mask"].double()
-    own = torch.stack([torch.where(mask != 0, values.double() * mask, 0.0).sum(), mask.sum()])
-    total, count = rollouts.ranks.sum(own)
+    local_sums = torch.stack([torch.where(mask != 0, values.double() * mask, 0.0).sum(), mask.sum()])
+    total, count = rollouts.ranks.sum(local_sums)
     return (total / count).item() if count > 0 else 0.0

@@ -1,4 +1,4 @@
-"""`Trajectory`: the tokens that a policy sampled in one task, over several turns, with what was around them."""
+"""`Trajectory`: the tokens that a policy sampled in one task, over several turns, with their context and limits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,26 @@ class TokensDiffer(RuntimeError):
     """A token of a trajectory is not the one that the engine sampled, or that the template wrote."""
 
 
+class HistoryFull(RuntimeError):
+    """No further token fits a trajectory: its context or its number of sampled tokens is at the limit."""
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """The most tokens of a trajectory.
+
+    Attributes:
+        context: All tokens of a history, including those of prompts and environments.
+        sampled: The tokens that the policy samples in it.
+    """
+
+    context: int
+    sampled: int
+
+
 @dataclass(frozen=True)
 class Turn:
-    """A completion in its place.
+    """A completion in a segment.
 
     Attributes:
         start: The index of its first token in its segment.
@@ -35,7 +52,7 @@ class Turn:
 
     @property
     def end(self) -> int:
-        """Return the index behind its last token."""
+        """Return the index after its last token."""
         return self.start + len(self.completion.ids)
 
 
@@ -46,8 +63,8 @@ class Segment:
     Attributes:
         ids: All tokens.
         turns: The completions in it, in their order. Only their tokens are learned from.
-        parent: The number of the segment that this one goes on from: the chat template rewrote its history, or an agent
-            went on behind an earlier turn of it. None for a segment with a beginning of its own.
+        parent: The number of the segment that this one continues: the chat template rewrote its history, or an agent
+            continued after an earlier turn of it. None for a segment with a beginning of its own.
     """
 
     ids: Sequence[int]
@@ -55,37 +72,37 @@ class Segment:
     parent: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that every completion is in its place, behind at least one token, and that none overlaps the next.
+        """Check that the segment has the tokens of every completion, after at least one other, without overlaps.
 
         Raises:
-            TokensDiffer: A completion is not; the message names the turn and the token.
+            TokensDiffer: It does not; the message names the turn and the token.
         """
-        behind = 1
+        end = 1
         for number, turn in enumerate(self.turns, 1):
-            if turn.start < behind or turn.end > len(self.ids):
+            if turn.start < end or turn.end > len(self.ids):
                 raise TokensDiffer(
                     f"turn {number} is said to be tokens {turn.start + 1} to {turn.end} of a segment of "
-                    f"{len(self.ids)} tokens, of which the first {behind} are not its own"
+                    f"{len(self.ids)} tokens, of which the first {end} are not its own"
                 )
-            behind = turn.end
-            for place, sampled in enumerate(turn.completion.ids, turn.start):
-                if self.ids[place] != sampled:
+            end = turn.end
+            for index, sampled in enumerate(turn.completion.ids, turn.start):
+                if self.ids[index] != sampled:
                     raise TokensDiffer(
-                        f"turn {number}: token {place + 1} of the segment is {self.ids[place]}, and the engine sampled "
+                        f"turn {number}: token {index + 1} of the segment is {self.ids[index]}, and the engine sampled "
                         f"{sampled} in request {turn.completion.request_id!r}"
                     )
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What a rollout worker returns for one task.
+    """The result of a rollout worker for one task.
 
     Attributes:
-        segments: The histories with their completions, at least one of which has one.
+        segments: The histories with their completions. At least one history has a completion.
         reward: The environment's reward for the whole, besides those of turns. Reward functions add theirs to it.
         truncated: Whether it ended before its end: at a limit of turns, tokens or time.
         messages: The conversation, for reward functions and reports. Without a conversation it is empty.
-        metadata: What the environment says about it, for reward functions.
+        metadata: What reward functions get from the environment.
     """
 
     segments: Sequence[Segment]
@@ -105,15 +122,13 @@ class Trajectory:
         return self.reward + sum(turn.reward for turn in self.turns)
 
 
-def checked_values(trajectory: Trajectory) -> Trajectory:
+def check_values(trajectory: Trajectory) -> Trajectory:
     """Return a trajectory whose messages and metadata are plain data, which other processes can read.
 
-    Raises:
-        BadAnswer: A part of them is something else.
-        ValueError: A reward is not a finite number, `truncated` is not a bool, or data is nested too deeply.
+    Raises BadAnswer or ValueError for other data, rewards that are not finite, or a `truncated` that is not a bool.
     """
     rewards = [trajectory.reward, *(turn.reward for turn in trajectory.turns)]
-    wrong = next((each for each in rewards if not _is_finite_number(each)), None)
+    wrong = next((reward for reward in rewards if not _is_finite_number(reward)), None)
     if wrong is not None:
         raise ValueError(f"a reward is {wrong!r}, and must be a finite number")
     if not isinstance(trajectory.truncated, bool):

@@ -11,7 +11,7 @@ from typing import Any
 async def call_user_code(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
     """Return what a function returns, and whether it had to be awaited.
 
-    A function that is not async may run an event loop of its own, as `asyncio.run` does.
+    A function that is not async may run its own event loop, as `asyncio.run` does.
     """
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs), True

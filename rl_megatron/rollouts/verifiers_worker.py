@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl_megatron.config.environments import EnvironmentConfig
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.tasks.verifiers import EXAMPLE
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts import hosted_verifiers
 from rl_megatron.rollouts.client import RolloutClient
-from rl_megatron.rollouts.environments import environment_hosts
-from rl_megatron.rollouts.host_pool import HostedCallFailed, HostLost
-from rl_megatron.rollouts.runner import within_limit
+from rl_megatron.rollouts.environments import build_environment_hosts, check_in_process
+from rl_megatron.rollouts.runner import run_within_limit
 from rl_megatron.rollouts.trajectory import Trajectory
 
 _HOSTED = hosted_verifiers.__name__
@@ -25,28 +21,18 @@ _KEY = "rollout.environment.seconds_per_call"
 
 
 class VerifiersWorker:
-    """Lets the environment of `rollout.environment` drive the policy. Each process loads the environment once."""
+    """The worker in which the environment of `rollout.environment` drives the policy. Each process loads it once."""
 
     def __init__(self, settings: EnvironmentConfig):
-        """Start no process yet.
-
-        Args:
-            settings: The section `rollout.environment`, with a name.
-        """
-        self._settings, self._hosts = settings, environment_hosts(settings)
+        """Start no process yet. The section `rollout.environment` has a name."""
+        self._settings, self._hosts = settings, build_environment_hosts(settings)
 
     async def rollout(self, client: RolloutClient, record: Mapping[str, Any], sampling: Sampling) -> list[Trajectory]:
-        """Run one rollout of the environment, and return the trajectory of its requests.
-
-        Raises:
-            HostedCallFailed: The environment failed, or gave no reward.
-            HostLost: Its process ended through no fault of its own.
-            TimeoutError: It took longer than it may.
-        """
+        """Run one rollout of the environment, and return the trajectory of its requests."""
         settings = self._settings
         example = record.get(EXAMPLE)
         if example is None:
-            example = hosted_verifiers.example_of(record, client.history().messages)
+            example = hosted_verifiers.build_example(record, client.history().messages)
         async with client.openai(sampling=sampling) as session:
             kwargs = {"name": settings.name, "kwargs": settings.kwargs}
             shown = f"environment {settings.name}"
@@ -56,7 +42,7 @@ class VerifiersWorker:
                     "rollout", example, session.base_url, session.api_key,
                     timeout=settings.seconds_per_call, waits=math.inf,
                 )  # fmt: skip
-                outcome = await within_limit(call, settings.seconds_per_call, client, _KEY)
+                outcome = await run_within_limit(call, settings.seconds_per_call, client, _KEY)
             finally:
                 await hosted.close()
             metadata = {"metrics": outcome["metrics"], "stop_condition": outcome["stop_condition"]}
@@ -64,28 +50,10 @@ class VerifiersWorker:
             return [session.trajectory(outcome["reward"], truncated=truncated, metadata=metadata)]
 
     def close(self) -> None:
-        """End the processes."""
         self._hosts.close()
 
 
 def check_verifiers(settings: EnvironmentConfig) -> None:
-    """Load the environment in a process of its own.
-
-    Raises:
-        ConfigError: It cannot be loaded.
-    """
-    with ThreadPoolExecutor(1) as thread:  # a notebook's thread has an asyncio loop of its own
-        thread.submit(asyncio.run, _check(settings)).result()
-
-
-async def _check(settings: EnvironmentConfig) -> None:
-    hosts = environment_hosts(settings)
+    """Load the environment in a separate process, or raise ConfigError."""
     kwargs = {"name": settings.name, "kwargs": settings.kwargs}
-    try:
-        await hosts.call(f"{_HOSTED}:check", kwargs, _SECONDS_TO_LOAD)
-    except (HostedCallFailed, HostLost) as error:
-        said = str(error).removeprefix(f"{_HOSTED}:check() in a worker process ")
-        named = said.startswith("rollout.environment.name")
-        raise ConfigError(said if named else f"rollout.environment.name={settings.name} {said}") from error
-    finally:
-        hosts.close()
+    check_in_process(settings, f"{_HOSTED}:check", kwargs, _SECONDS_TO_LOAD)

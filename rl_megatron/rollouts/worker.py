@@ -1,4 +1,4 @@
-"""Rollout workers: what makes the trajectories of a task. `rollout.worker` chooses one, or names the user's own."""
+"""Rollout workers, which make the trajectories of a task. `rollout.worker` names one, or the user's own."""
 
 from __future__ import annotations
 
@@ -44,19 +44,16 @@ async def completion(client: RolloutClient, record: Mapping[str, Any], sampling:
     return [Trajectory((segment,), truncated=answer.reason != "stop")]
 
 
-def loaded_worker(name: str, kwargs: Mapping[str, Any]) -> RolloutWorker:
+def load_worker(name: str, kwargs: Mapping[str, Any]) -> RolloutWorker:
     """Return the worker that `rollout.worker` names, with the arguments of `rollout.worker_kwargs`.
 
     It is an async function, or a class with an async method `rollout`, which is made with the arguments.
-
-    Raises:
-        ConfigError: There is no such worker, it does not take the arguments, or it is not async.
     """
     where = f"rollout.worker={name}"
-    found: Any = WORKERS.find(name, "rollout.worker")
-    if inspect.isclass(found):
-        found, kwargs = _made(found, kwargs, where), {}
-    function = getattr(found, "rollout", found)
+    worker: Any = WORKERS.find(name, "rollout.worker")
+    if inspect.isclass(worker):
+        worker, kwargs = _make(worker, kwargs, where), {}
+    function = getattr(worker, "rollout", worker)
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(
             f"{where} is no coroutine function; write `async def rollout(client, record, sampling)`, or a class with "
@@ -72,8 +69,8 @@ def loaded_worker(name: str, kwargs: Mapping[str, Any]) -> RolloutWorker:
     return partial(function, **kwargs) if kwargs else function
 
 
-def _made(found: type, kwargs: Mapping[str, Any], where: str) -> Any:
+def _make(worker_class: type, kwargs: Mapping[str, Any], where: str) -> Any:
     try:
-        return found(**kwargs)
+        return worker_class(**kwargs)
     except Exception as error:  # whatever the user's class raises
         raise ConfigError(f"{where} cannot be made with rollout.worker_kwargs: {raised(error)}") from error

@@ -64,7 +64,7 @@ class Evaluations:
     def _due(self, step: int, last: bool) -> tuple[bool, list[EvalSet]]:
         """Return whether the held-out data is due after a step, and which sets are."""
         is_due = last or step == 0 or is_multiple(step, self.train.eval_every)
-        return is_due, [] if self.sets is None else self.sets.due(step, last)
+        return is_due, [] if self.sets is None else self.sets.select_due(step, last)
 
     def _evaluate(self, step: int, on_heldout: bool, sets: Sequence[EvalSet]) -> None:
         if not on_heldout and not sets:

@@ -34,7 +34,7 @@ from rl_megatron.data.run_tokenizer import get_run_tokenizer
 from rl_megatron.data.same_prompts import find_different_prompts
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.evaluation.heldout import build_evaluation
-from rl_megatron.evaluation.sets import set_metric_names
+from rl_megatron.evaluation.sets import list_set_metric_names
 from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses.foreign import as_loss, check_call
@@ -148,7 +148,7 @@ def check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
 def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check a stage by building its sampling, engine settings, loss, training data and held-out data."""
     check_loss(stage)
-    set_metrics = set_metric_names(stage, tokenizer)
+    set_metrics = list_set_metric_names(stage, tokenizer)
     check_keep_best(stage, set_metrics)
     _check_goals(stage, (*eval_metric_names(stage), *set_metrics))
     stage_sampling(stage, tokenizer)

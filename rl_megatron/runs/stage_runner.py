@@ -94,7 +94,7 @@ class StageRunner:
         least = settings.least_samples if isinstance(settings, RolloutConfig) else 1
         on_failure = FailureRule(masks_group=config.rollout.on_failure != "mask_sample", least_samples=least)
         rollouts = ScoredRollouts(runner, scorer, tokenizer, with_components=components, on_failure=on_failure)
-        heldout = build_evaluation(config, tokenizer).made_by(rollouts)
+        heldout = build_evaluation(config, tokenizer).with_rollouts(rollouts)
         meter = StepMeter(layout, config.precision)
         sets = None
         if config.eval.sets:

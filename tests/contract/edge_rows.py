@@ -477,13 +477,18 @@ EVALUATIONS = [
     Row("pass_at_k", "one sample", lambda: E.pass_at_k(1, 1, 1), 1.0),
     Row("majority", "empty", lambda: E.majority([], []), 0.0),
     Row("majority", "no answer", lambda: E.majority([None], [1.0]), 0.0),
-    Row("problem_values", "no sample", lambda: E.problem_values(problem([]), 1.0), refused("at least one sample")),
-    Row("problem_values", "one sample", lambda: E.problem_values(problem([1.0]), 1.0)["pass@1"], 1.0),
+    Row(
+        "compute_problem_values",
+        "no sample",
+        lambda: E.compute_problem_values(problem([]), 1.0),
+        refused("at least one sample"),
+    ),  # fmt: skip
+    Row("compute_problem_values", "one sample", lambda: E.compute_problem_values(problem([1.0]), 1.0)["pass@1"], 1.0),
     Row("estimate", "empty", lambda: E.estimate([]), refused("at least one problem")),
     Row("estimate", "one value", lambda: E.estimate([2.0]), E.Estimate(2.0, None)),
     Row("paired_change", "zero variance", lambda: E.paired_change([1.0, 1.0], [1.0, 1.0]), E.Change(0.0, 0.0, 1.0)),
     Row("paired_change", "one problem", lambda: E.paired_change([1.0], [0.0]), None),
-    Row("set_metrics", "empty", lambda: E.set_metrics([]), refused("at least one problem")),
+    Row("compute_set_metrics", "empty", lambda: E.compute_set_metrics([]), refused("at least one problem")),
     Row("two_sided_p_value", "no difference", lambda: E.two_sided_p_value(0.0, 1), 1.0),
 ]
 

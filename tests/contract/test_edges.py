@@ -42,7 +42,7 @@ WITHOUT_ROW = {
     "first_fit_decreasing": "pack_sequences calls it", "modified_first_fit_decreasing": "pack_sequences calls it",
     "require_key": "sequence_lengths calls it",
     "RankPlan": "a result", "LengthPlan": "a result", "LogprobStats": "a result",
-    "TeacherDivergences": "a result", "ProblemSamples": "an input of problem_values",
+    "TeacherDivergences": "a result", "ProblemSamples": "an input of compute_problem_values",
     "Change": "a result", "Estimate": "a result",
     "DeferredLogits": "its reader is linear_logprobs", "Sharding": "a description",
     "next_token_stats": "the losses' rows",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rl_megatron.rollouts.files import batch_of, read_rows
+from rl_megatron.rollouts.files import read_rows, rows_to_batch
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
@@ -21,7 +21,7 @@ def difference_from_versions(output: Path, stage: str = "grpo") -> dict[str, flo
         is named; `tokens`, how many were compared; and `mixed`, how many sequences have tokens of several versions.
     """
     files = sorted((output / "rollouts" / stage).glob("step-*.parquet"))
-    batches = [batch_of(read_rows(path)) for path in files]
+    batches = [rows_to_batch(read_rows(path)) for path in files]
     found = {"largest": 0.0, "of_another": 0.0, "tokens": 0, "mixed": 0}
     num_of_another = 0
     for batch in batches:

@@ -14,9 +14,9 @@ from rl_megatron.generation.interfaces import Completion, Sampling
 from rl_megatron.generation.transformers.engine import TransformersEngine
 from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rewards.samples import Sample
-from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.rollouts.trajectory import TokenLimits
 from tests.parallel.layouts import VOCAB_SIZE, build_policy
 from tests.parallel.test_generation import prompts
 from tests.parallel.test_transformers_engine import LLAMA, SETTINGS, patched

@@ -16,7 +16,7 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.losses import build_loss
 from rl_megatron.rollouts.sampler import join, keep_informative
-from rl_megatron.rollouts.statistics import learned_statistics, logprob_mismatch, statistics
+from rl_megatron.rollouts.statistics import describe_rollouts, learned_statistics, logprob_mismatch
 from tests.parallel.layouts import build_policy, gradients, weights, worst_relative_error
 from tests.parallel.test_sharded_batches import PACKED, as_produced, gathered, whole_batch
 
@@ -46,7 +46,7 @@ def rollouts(policy, everywhere: bool):
     for power in (2, 3):
         batch[f"component_reward.{power}"] = (batch["trajectory"] + 0.7) ** power % 5
     parts = [as_produced(batch, policy, everywhere) for _ in range(2)]
-    return join([keep_informative(part, 2) for part in parts], 8), statistics(parts, 2)
+    return join([keep_informative(part, 2) for part in parts], 8), describe_rollouts(parts, 2)
 
 
 def of_all(batch, keys):

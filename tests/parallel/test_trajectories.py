@@ -18,7 +18,7 @@ from rl_megatron.data.records import Record
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.losses import build_loss
-from rl_megatron.rollouts.batch import trajectory_batch
+from rl_megatron.rollouts.batch import build_trajectory_batch
 from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
 from tests.parallel.layouts import VOCAB_SIZE, build_policy, gradients, worst_relative_error
 
@@ -57,7 +57,7 @@ def tokens(draw: random.Random, fewest: int, most: int) -> tuple[int, ...]:
 
 def batch_of(trajectories: list[Trajectory]) -> BatchedDataDict:
     prompts = [EncodedPrompt([1], Problem("", ""), Record({}, "x:1"))] * len(trajectories)
-    batch = trajectory_batch(trajectories, prompts, SAMPLING, has_turns=True)
+    batch = build_trajectory_batch(trajectories, prompts, SAMPLING, has_turns=True)
     rewards = torch.tensor([each.environment_reward for each in trajectories])
     batch["rewards"] = TrajectoryIndex(batch).spread(rewards)
     batch["prev_logprobs"] = batch["generation_logprobs"].clone()

@@ -1,4 +1,4 @@
-"""`GeneratedConversations`: what the tasks have in common whose demonstrations are generated conversations."""
+"""`GeneratedConversations`: the base of tasks whose demonstrations are generated conversations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import ClassVar
 from rl_megatron.data.conversations import Message
 from rl_megatron.data.tasks import Demonstration, Problem
 
-_HELD_OUT = 10  # one of so many prompts is held out
+_HELD_OUT = 10  # one of that many prompts is held out
 
 
 class GeneratedConversations(ABC):
@@ -43,8 +43,8 @@ class GeneratedConversations(ABC):
         """
         if count is None:
             raise ValueError(f"{self.name} generates its training problems: count must be a number")
-        drawn = self._drawn(f"train/{seed}", held_out=False)
-        return [next(drawn) for _ in range(count)]
+        problems = self._draw_problems(f"train/{seed}", held_out=False)
+        return [next(problems) for _ in range(count)]
 
     def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return `count` held-out problems, drawn with replacement.
@@ -54,8 +54,8 @@ class GeneratedConversations(ABC):
         """
         if count is None:
             raise ValueError(f"{self.name} generates its held-out problems: count must be a number")
-        drawn = self._drawn(f"heldout/{seed}", held_out=True)
-        return [next(drawn) for _ in range(count)]
+        problems = self._draw_problems(f"heldout/{seed}", held_out=True)
+        return [next(problems) for _ in range(count)]
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
         """Return conversations about the training problems for this `count` and `seed`."""
@@ -69,11 +69,11 @@ class GeneratedConversations(ABC):
     def pretraining_documents(self, count: int, seed: int = 0) -> list[str]:
         """Return the texts of `count` conversations, from which the tokenizer learns the words of the task."""
         return [
-            "\n".join(message["content"] for message in each.record["messages"])
-            for each in self.demonstrations(count, seed)
+            "\n".join(message["content"] for message in demonstration.record["messages"])
+            for demonstration in self.demonstrations(count, seed)
         ]
 
-    def _drawn(self, seed: str, held_out: bool) -> Iterator[Problem]:
+    def _draw_problems(self, seed: str, held_out: bool) -> Iterator[Problem]:
         source = random.Random(seed)
         while True:
             problem = self.draw(source)

@@ -18,7 +18,7 @@ _LARGEST = 99  # a number has two digits
 
 @dataclass(frozen=True)
 class GuessingTask(GeneratedConversations):
-    """The problem `01-16`: find a number from 1 to 16. Problems differ in the number, which the prompt does not say.
+    """The problem `01-16`: find a number from 1 to 16. Problems differ in the number, which the prompt hides.
 
     The demonstrations guess at random. Only some of the guesses agree with the answers before.
 
@@ -48,12 +48,10 @@ class GuessingTask(GeneratedConversations):
             raise ValueError(f"{self.name}: share_of_right_guesses={share} must lie between 0 and 1")
 
     def draw(self, source: random.Random) -> Problem:
-        """Return a game with a random number."""
         number = source.randint(1, self.num_numbers)
         return Problem(f"01-{self.num_numbers:02}", f"{number:02}", {"number": number})
 
     def conversation(self, problem: Problem, source: random.Random) -> list[Message]:
-        """Return a game."""
         possible = range(1, self.num_numbers + 1)  # with the answers so far
         game = GuessingGame()
         game.reset(problem.record)
@@ -78,14 +76,13 @@ class GuessingTask(GeneratedConversations):
 
 
 class GuessingGame:
-    """An environment that says whether its number is higher or lower than a guess. The right guess has the reward 1."""
+    """An environment that answers whether its number is higher or lower than a guess. The right guess gets reward 1."""
 
     def reset(self, record: Mapping[str, Any]) -> None:
         """Take the number of a problem. The prompt stays the first message."""
         self._number = int(record["number"])
 
     def step(self, answer: str) -> EnvironmentStep:
-        """Return the answer to a guess."""
         guess = answer.strip()
         if re.fullmatch("[0-9]{1,4}", guess) is None:
             return EnvironmentStep("number")

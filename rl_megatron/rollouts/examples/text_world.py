@@ -53,10 +53,9 @@ class TextWorldTask(GeneratedConversations):
             if _distance(start, key) + 1 + _distance(key, door) + 1 <= self.num_turns and key != door:
                 break
         record = {"start": start, "key": key, "door": door, "size": self.size}
-        return Problem(_shown(start, key, door), "open door", record)
+        return Problem(_describe(start, key, door), "open door", record)
 
     def conversation(self, problem: Problem, source: random.Random) -> list[Message]:
-        """Return a walk."""
         world = TextWorld()
         world.reset(problem.record)
         messages: list[Message] = [{"role": "user", "content": problem.prompt}]
@@ -84,7 +83,6 @@ class TextWorld:
         self._size, self._has_key = int(record["size"]), False
 
     def step(self, answer: str) -> EnvironmentStep:
-        """Return what a command changes."""
         command = answer.strip()
         if command == "open door" and self._has_key and self._at == self._door:
             return EnvironmentStep(reward=1.0, done=True)
@@ -93,9 +91,9 @@ class TextWorld:
         elif command in COMMANDS and command.startswith("go "):
             south, east = _MOVES[command.removeprefix("go ")]
             square = self._at[0] + south, self._at[1] + east
-            if all(0 <= place < self._size for place in square):
+            if all(0 <= coordinate < self._size for coordinate in square):
                 self._at = square
-        return EnvironmentStep(_shown(self._at, None if self._has_key else self._key, self._door))
+        return EnvironmentStep(_describe(self._at, None if self._has_key else self._key, self._door))
 
     def next_command(self) -> str:
         """Return the next command of a shortest solution."""
@@ -110,8 +108,8 @@ def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
     return abs(one[0] - other[0]) + abs(one[1] - other[1])
 
 
-def _shown(at: tuple[int, int], key: tuple[int, int] | None, door: tuple[int, int]) -> str:
-    """Return what the policy sees: its square, and those of the key, unless it has it, and of the door."""
+def _describe(at: tuple[int, int], key: tuple[int, int] | None, door: tuple[int, int]) -> str:
+    """Return the policy's observation: its square, the key's unless it has the key, and the door's."""
     have = "have key" if key is None else f"key {_name(key)}"
     return f"at {_name(at)}, {have}, door {_name(door)}"
 

@@ -41,7 +41,6 @@ class ToolSums(GeneratedConversations):
             raise ValueError(f"{self.name}: share_of_calls={self.share_of_calls} must lie between 0 and 1")
 
     def draw(self, source: random.Random) -> Problem:
-        """Return a random sum."""
         terms = [source.randint(0, self.max_term) for _ in range(self.num_terms)]
         return Problem("+".join(map(str, terms)), str(sum(terms)))
 

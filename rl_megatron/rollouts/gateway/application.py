@@ -14,50 +14,56 @@ from starlette.routing import Route
 from rl_megatron import log
 from rl_megatron.config.loading.import_strings import raised
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.rollouts.gateway.answers import chat_answer, chat_pieces, model_list, text_answer, text_pieces
+from rl_megatron.rollouts.gateway.answers import (
+    build_chat_answer,
+    build_text_answer,
+    list_models,
+    stream_chat_answer,
+    stream_text_answer,
+)
+from rl_megatron.rollouts.gateway.bodies import RequestRefused
 from rl_megatron.rollouts.gateway.connections import KEY_ACCEPTED
-from rl_megatron.rollouts.gateway.errors import RequestRefused
 from rl_megatron.rollouts.gateway.session import SHORT_COMPLETION, Choices, Session
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def application(session_of: Callable[[str], Session | None]) -> Starlette:
-    """Return the application.
-
-    Args:
-        session_of: Returns the session of a key, or None.
-    """
+def build_application(find_session: Callable[[str], Session | None]) -> Starlette:
+    """Return the application. `find_session` returns the session of a key, or None."""
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
-        _session(request, session_of)
-        return JSONResponse(model_list())
+        _authorize(request, find_session)
+        return JSONResponse(list_models())
 
     async def chat(request: Request) -> Response:
-        session = _session(request, session_of)
+        session = _authorize(request, find_session)
         raw = await _read(request, session)
-        return await _answer(request, session, session.run(session.chat(raw)), chat_answer, chat_pieces)
+        return await _answer(
+            request, session, session.run(session.answer_chat(raw)), build_chat_answer, stream_chat_answer
+        )
 
     async def text(request: Request) -> Response:
-        session = _session(request, session_of)
+        session = _authorize(request, find_session)
         raw = await _read(request, session)
-        return await _answer(request, session, session.run(session.text(raw)), text_answer, text_pieces)
+        return await _answer(
+            request, session, session.run(session.answer_text(raw)), build_text_answer, stream_text_answer
+        )
 
     return Starlette(
         routes=[
-            Route("/health", _answering_errors(health)),
-            Route("/v1/models", _answering_errors(models)),
-            Route("/v1/chat/completions", _answering_errors(chat), methods=["POST"]),
-            Route("/v1/completions", _answering_errors(text), methods=["POST"]),
+            Route("/health", _answer_errors(health)),
+            Route("/v1/models", _answer_errors(models)),
+            Route("/v1/chat/completions", _answer_errors(chat), methods=["POST"]),
+            Route("/v1/completions", _answer_errors(text), methods=["POST"]),
         ],
-        exception_handlers={HTTPException: _unknown_path},
+        exception_handlers={HTTPException: _refuse_path},
     )
 
 
-def _answering_errors(handler: Handler) -> Handler:
+def _answer_errors(handler: Handler) -> Handler:
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
@@ -73,7 +79,7 @@ def _answering_errors(handler: Handler) -> Handler:
     return handle
 
 
-async def _unknown_path(request: Request, error: Exception) -> Response:
+async def _refuse_path(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     refused = RequestRefused(
         f"{request.method} {request.url.path}: the gateway answers POST /v1/chat/completions, POST /v1/completions, "
@@ -83,9 +89,9 @@ async def _unknown_path(request: Request, error: Exception) -> Response:
     return JSONResponse(refused.body, status)
 
 
-def _session(request: Request, session_of: Callable[[str], Session | None]) -> Session:
+def _authorize(request: Request, find_session: Callable[[str], Session | None]) -> Session:
     kind, _, key = request.headers.get("authorization", "").partition(" ")
-    session = session_of(key.strip()) if kind.lower() == "bearer" else None
+    session = find_session(key.strip()) if kind.lower() == "bearer" else None
     if session is None:
         raise RequestRefused(
             "the key is not that of a trajectory that runs; send the one of OPENAI_API_KEY as a bearer token",
@@ -97,11 +103,7 @@ def _session(request: Request, session_of: Callable[[str], Session | None]) -> S
 
 
 async def _read(request: Request, session: Session) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        RequestRefused: It is too large; what is left of it is not kept.
-    """
+    """Return the body of a request. The rest of one that is too large is not kept."""
     most = session.body_limits.num_bytes
     size, parts = int(request.headers.get("content-length", "0")), []
     if size <= most:
@@ -133,4 +135,4 @@ async def _answer(
     if choices.parameters.stream:
         return StreamingResponse(pieces(choices, session.tokenizer), media_type="text/event-stream")
     is_short = sum(len(turn.completion.ids) for turn in choices.turns) <= SHORT_COMPLETION
-    return await session.work(lambda: JSONResponse(whole(choices, session.tokenizer)), is_short)
+    return await session.run_job(lambda: JSONResponse(whole(choices, session.tokenizer)), is_short)

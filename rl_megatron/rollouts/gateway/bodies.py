@@ -1,4 +1,4 @@
-"""Bodies of requests: how large they may be, and their JSON.
+"""Bodies of requests: how large they may be, their JSON, and the error that refuses them.
 
 Sizes follow from what the context can hold. Threads read bodies, so nothing here keeps the interpreter's lock for long.
 """
@@ -11,24 +11,40 @@ from dataclasses import dataclass
 from json import decoder, scanner
 from typing import Any
 
-from rl_megatron.rollouts.gateway.errors import RequestRefused
-from rl_megatron.rollouts.limits import HistoryFull
+from rl_megatron.rollouts.trajectory import HistoryFull
 
 MOST_LEVELS = 64
 _LEAST_BYTES, _BYTES_OF_A_TOKEN = 1 << 20, 16  # a conversation is sent with what its template leaves out, too
 _LEAST_VALUES = 10_000
-_OF_THE_CONTEXT = ("messages", "prompt", "tools")  # the parameters that become tokens
+_CONTEXT_PARAMETERS = ("messages", "prompt", "tools")  # the parameters that become tokens
+_MOST_CHARACTERS = 1000  # of a message, which may show a value of the request
 _SHORT = 1 << 16  # characters that the decoder in C reads in a few milliseconds
+
+
+class RequestRefused(Exception):
+    """A request that is answered with an error in the format of OpenAI's API.
+
+    Attributes:
+        status: The HTTP status.
+        message: What is wrong, and what to change.
+        param: The parameter that it is about, or None.
+        code: A word for programs, or None.
+    """
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
+        message = message if len(message) <= _MOST_CHARACTERS else f"{message[:_MOST_CHARACTERS]}…"
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What the bodies of a trajectory may have.
-
-    Attributes:
-        context: The most tokens of a history.
-        longest_token: The most characters of a token.
-    """
+    """The limits of a trajectory's bodies: the tokens of its context, and the characters of the longest token."""
 
     context: int
     longest_token: int
@@ -56,24 +72,24 @@ def read_body(raw: bytes, limits: BodyLimits) -> Mapping[str, Any]:
     """Return the body of a request.
 
     Raises:
-        RequestRefused: It is not a JSON object, is nested too deep, or has text that is not Unicode.
-        HistoryFull: Its messages, prompt or tools are more than fits the context.
+        RequestRefused: It is not a JSON object, is nested too deeply, or has text that is not Unicode.
+        HistoryFull: Its messages, prompt or tools do not fit the context.
     """
     try:
         body = read_json(raw, limits.values)
     except RecursionError as error:
-        raise RequestRefused(_too_deep("the body")) from error
+        raise RequestRefused(_describe_depth("the body")) from error
     except ValueError as error:
         raise RequestRefused(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestRefused("the body must be a JSON object")
     check_value(dict.fromkeys(body), "the body", limits)
-    for where, value in _parameters(body, limits):
+    for where, value in _split_body(body):
         check_value(value, where, limits)
     return body
 
 
-def _parameters(body: Mapping[str, Any], limits: BodyLimits) -> Iterator[tuple[str, Any]]:
+def _split_body(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in body.items():
         if name == "messages" and isinstance(value, list):
             yield from ((f"messages[{number}]", message) for number, message in enumerate(value))
@@ -85,33 +101,33 @@ def check_value(value: Any, where: str, limits: BodyLimits) -> None:
     """Check a JSON value, level by level, because a deep one must not be walked by recursion.
 
     Raises:
-        RequestRefused: It is nested too deep or too large, or has text that is not Unicode.
+        RequestRefused: It is nested too deeply or too large, or has text that is not Unicode.
         HistoryFull: It is too large, and would become tokens.
     """
     level, number = [value], 0
     for _ in range(MOST_LEVELS + 1):  # the last one has no lists and objects
         number += len(level)
         if number > limits.values:
-            raise _too_large(where, f"more than {limits.values} values, and the context {limits.context} tokens")
+            raise _refuse_size(where, f"more than {limits.values} values, and the context {limits.context} tokens")
         deeper: list[Any] = []
-        for each in level:
-            if isinstance(each, str):
-                _check_text(each, where, limits)
-            elif isinstance(each, dict):
-                for key in each:
+        for item in level:
+            if isinstance(item, str):
+                _check_text(item, where, limits)
+            elif isinstance(item, dict):
+                for key in item:
                     _check_text(key, where, limits)
-                deeper += each.values()
-            elif isinstance(each, list):
-                deeper += each
+                deeper += item.values()
+            elif isinstance(item, list):
+                deeper += item
         if not deeper:
             return
         level = deeper
-    raise RequestRefused(_too_deep(where), param=where)
+    raise RequestRefused(_describe_depth(where), param=where)
 
 
 def _check_text(text: str, where: str, limits: BodyLimits) -> None:
     if len(text) > limits.characters:
-        raise _too_large(
+        raise _refuse_size(
             where,
             f"a text of {len(text)} characters, and the context at most {limits.characters}: {limits.context} tokens "
             f"with {limits.longest_token} characters each",
@@ -125,13 +141,13 @@ def _check_text(text: str, where: str, limits: BodyLimits) -> None:
         raise RequestRefused(f"{where} has {half!r}, half of a surrogate pair, which is not a character") from error
 
 
-def _too_large(where: str, what: str) -> Exception:
-    if where.startswith(_OF_THE_CONTEXT):
+def _refuse_size(where: str, what: str) -> Exception:
+    if where.startswith(_CONTEXT_PARAMETERS):
         return HistoryFull(f"{where} has {what}")
     return RequestRefused(f"{where} has {what}", param=where)
 
 
-def _too_deep(where: str) -> str:
+def _describe_depth(where: str) -> str:
     return f"{where} is nested too deep: lists and objects may have {MOST_LEVELS} levels"
 
 
@@ -142,11 +158,11 @@ class _Yielding(json.JSONDecoder):
         """Let more lists and objects than `most` raise `HistoryFull`: the garbage collector would walk through them."""
         super().__init__()
         self._most = self._left = most
-        self.parse_array = self._counting(decoder.JSONArray)  # pyright: ignore[reportAttributeAccessIssue]
-        self.parse_object = self._counting(decoder.JSONObject)  # pyright: ignore[reportAttributeAccessIssue]
+        self.parse_array = self._count(decoder.JSONArray)  # pyright: ignore[reportAttributeAccessIssue]
+        self.parse_object = self._count(decoder.JSONObject)  # pyright: ignore[reportAttributeAccessIssue]
         self.scan_once = scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _counting(self, parse: Callable[..., Any]) -> Callable[..., Any]:
+    def _count(self, parse: Callable[..., Any]) -> Callable[..., Any]:
         def parse_counted(*arguments: Any) -> Any:
             self._left -= 1
             if self._left < 0:
@@ -159,16 +175,12 @@ class _Yielding(json.JSONDecoder):
 
 
 def read_json(text: str | bytes, most: int) -> Any:
-    """Return what a JSON text says. Other threads run meanwhile.
-
-    Args:
-        text: The text.
-        most: The most lists and objects of a long text.
+    """Return the value of a JSON text. Other threads run meanwhile.
 
     Raises:
         ValueError: It is not JSON.
-        RecursionError: It is nested too deep.
-        HistoryFull: It has more lists and objects.
+        RecursionError: It is nested too deeply.
+        HistoryFull: It is long, and has more lists and objects than `most`.
     """
     return json.loads(text) if len(text) <= _SHORT else json.loads(text, cls=_Yielding, most=most)
 

@@ -1,4 +1,4 @@
-"""Limits of the gateway's connections, which need no key: how many there are, and how long one may say nothing."""
+"""Limits of the gateway's connections, which need no key: how many there are, and how long one may stay silent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
     """Return uvicorn's protocol for at most `most()` connections.
 
     A further one takes the place of the one that has waited for the longest time without a request that is being
-    answered, and whose last request had no accepted key; if there is no such one, it is closed.
+    answered, and whose last request had no accepted key; if there is none, it is closed.
     """
 
     class Limited(H11Protocol):
@@ -30,7 +30,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
             super().connection_made(transport)
             self._without_request_since = self.loop.time()
             if len(self.connections) > most():
-                (self._longest_silent() or self).transport.abort()
+                (self._find_longest_silent() or self).transport.abort()
             if not transport.is_closing():
                 self._limit_silence()
 
@@ -43,7 +43,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def _limit_silence(self) -> None:
-            """Close the connection later if a header or a body is incomplete then, however many bytes of it come."""
+            """Close the connection later if a header or a body is incomplete then, even if bytes of it have come."""
             state = self.conn.their_state
             if state is self._waits_for:
                 return
@@ -56,19 +56,21 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
             self._without_request_since = self.loop.time()
             super().on_response_complete()
 
-        def _longest_silent(self) -> Limited | None:
+        def _find_longest_silent(self) -> Limited | None:
             """Return the connection that has waited longest, among those of which no byte waits to be read."""
             silent = {
-                each.transport.get_extra_info("socket").fileno(): each
-                for each in self.connections
-                if isinstance(each, Limited) and each._may_be_replaced() and not each.transport.is_closing()
+                connection.transport.get_extra_info("socket").fileno(): connection
+                for connection in self.connections
+                if isinstance(connection, Limited)
+                and connection._may_be_replaced()
+                and not connection.transport.is_closing()
             }
-            asked = select.poll()
+            poll = select.poll()
             for number in silent:
-                asked.register(number, select.POLLIN)
-            for number, _ in asked.poll(0):
+                poll.register(number, select.POLLIN)
+            for number, _ in poll.poll(0):
                 del silent[number]
-            return min(silent.values(), key=lambda each: each._without_request_since, default=None)
+            return min(silent.values(), key=lambda connection: connection._without_request_since, default=None)
 
         def _may_be_replaced(self) -> bool:
             return self.cycle is None or (self.cycle.response_complete and not self.cycle.scope.get(KEY_ACCEPTED))

@@ -1,4 +1,4 @@
-"""Parameters of requests: those that are honoured, those that are harmless, and the refusal of all others."""
+"""Parameters of requests: those that have an effect, those that are harmless, and the refusal of all others."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.stop_strings import StopStrings
-from rl_megatron.rollouts.gateway.errors import RequestRefused
+from rl_megatron.rollouts.gateway.bodies import RequestRefused
 
 _MOST_CHOICES = 128
 _LARGEST_TEMPERATURE = 2.0
 _MOST_TOP_LOGPROBS = 20
-# Parameters of both endpoints that `common_parameters` reads.
+# Parameters of both endpoints that `_read_common` reads.
 _COMMON = {"model", "temperature", "top_p", "top_k", "stop", "n", "stream", "stream_options", "max_tokens"}
 # Parameters that do not change what the policy is asked for.
 _HARMLESS = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "return_token_ids", "seed",
 }  # fmt: skip
-_OF_CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "logprobs", "top_logprobs"}
-_OF_TEXT = {"prompt", "logprobs"}
-# Parameters that are accepted only with a value that says nothing.
+_CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "logprobs", "top_logprobs"}
+_TEXT = {"prompt", "logprobs"}
+# Parameters that are accepted only with a value that changes nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,), "min_tokens": (0,),
     "logit_bias": ({},), "response_format": ({"type": "text"},), "parallel_tool_calls": (True,),
@@ -34,7 +34,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a request says, besides its messages or its prompt.
+    """The parameters of a request, besides its messages or its prompt.
 
     Attributes:
         model: The name of the model, which is only sent back.
@@ -64,86 +64,73 @@ class Parameters:
 
 
 class ParameterReader:
-    """Reads the parameters of a session's requests."""
+    """The reader of the parameters of a session's requests."""
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer, stops_at_strings: bool):
-        """Keep what parameters are completed with.
-
-        Args:
-            sampling: How completions are sampled if a request does not say so. A request can lower the number of
-                tokens.
-            tokenizer: The run's tokenizer.
-            stops_at_strings: Whether the rollout engine ends completions at texts.
-        """
+        """Keep the sampling without parameters; requests can only lower its number of tokens."""
         self._sampling, self._tokenizer, self._stops_at_strings = sampling, tokenizer, stops_at_strings
 
-    def of_chat(self, body: Mapping[str, Any]) -> Parameters:
-        """Return the parameters of a request to /v1/chat/completions.
-
-        Raises:
-            RequestRefused: One has a wrong value, or asks for what the gateway does not do; the error names it.
-        """
-        given = _known(body, _OF_CHAT)
-        limits = [_positive(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given]
-        logprobs = _switch(given, "logprobs")
-        top = _integer(given, "top_logprobs", 0, _MOST_TOP_LOGPROBS) if "top_logprobs" in given else 0
-        found = self._common(given, min(limits, default=None), logprobs, top > 0)
-        tools = given.get("tools", [])
+    def read_chat(self, request: Mapping[str, Any]) -> Parameters:
+        """Return the parameters of a request to /v1/chat/completions, or refuse it with an error that names one."""
+        body = _select(request, _CHAT)
+        limits = [_read_positive(body, name) for name in ("max_tokens", "max_completion_tokens") if name in body]
+        logprobs = _read_switch(body, "logprobs")
+        top = _read_integer(body, "top_logprobs", 0, _MOST_TOP_LOGPROBS) if "top_logprobs" in body else 0
+        parameters = self._read_common(body, min(limits, default=None), logprobs, top > 0)
+        tools = body.get("tools", [])
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestRefused("tools must be a list of objects", param="tools")
-        choice = given.get("tool_choice", "auto")
+        choice = body.get("tool_choice", "auto")
         if choice not in ("auto", "none"):
             raise RequestRefused(
                 f"tool_choice={choice!r} is not supported: the policy is never forced to call a tool; leave it out, or "
                 "set it to auto or none",
                 param="tool_choice",
             )
-        return replace(found, tools=tuple(tools), calls_tools=bool(tools) and choice == "auto")
+        return replace(parameters, tools=tuple(tools), calls_tools=bool(tools) and choice == "auto")
 
-    def of_text(self, body: Mapping[str, Any]) -> Parameters:
-        """Return the parameters of a request to /v1/completions.
+    def read_text(self, request: Mapping[str, Any]) -> Parameters:
+        """Return the parameters of a request to /v1/completions, or refuse it with an error that names one."""
+        body = _select(request, _TEXT)
+        limit = _read_positive(body, "max_tokens") if "max_tokens" in body else None
+        logprobs = "logprobs" in body
+        top = _read_integer(body, "logprobs", 0, _MOST_TOP_LOGPROBS) if logprobs else 0
+        return self._read_common(body, limit, logprobs, top > 0)
 
-        Raises:
-            RequestRefused: One has a wrong value, or asks for what the gateway does not do; the error names it.
-        """
-        given = _known(body, _OF_TEXT)
-        limit = _positive(given, "max_tokens") if "max_tokens" in given else None
-        logprobs = "logprobs" in given
-        top = _integer(given, "logprobs", 0, _MOST_TOP_LOGPROBS) if logprobs else 0
-        return self._common(given, limit, logprobs, top > 0)
-
-    def _common(
-        self, given: Mapping[str, Any], max_tokens: int | None, logprobs: bool, top_logprobs: bool
+    def _read_common(
+        self, body: Mapping[str, Any], max_tokens: int | None, logprobs: bool, top_logprobs: bool
     ) -> Parameters:
         sampling = self._sampling
         if max_tokens is not None:
             sampling = replace(sampling, max_new_tokens=min(max_tokens, sampling.max_new_tokens))
-        if "temperature" in given:
-            temperature = _number(given, "temperature", lambda value: 0 <= value <= _LARGEST_TEMPERATURE, "from 0 to 2")
+        if "temperature" in body:
+            temperature = _read_number(
+                body, "temperature", lambda value: 0 <= value <= _LARGEST_TEMPERATURE, "from 0 to 2"
+            )
             sampling = replace(sampling, temperature=temperature)
-        if "top_p" in given:
-            top_p = _number(given, "top_p", lambda value: 0 < value <= 1, "above 0 and at most 1")
+        if "top_p" in body:
+            top_p = _read_number(body, "top_p", lambda value: 0 < value <= 1, "above 0 and at most 1")
             sampling = replace(sampling, top_p=top_p)
-        if "top_k" in given:  # -1 is off for other servers
-            sampling = replace(sampling, top_k=max(0, _integer(given, "top_k", -1, 1 << 30)))
-        stop = self._stop(given.get("stop", ()))
+        if "top_k" in body:  # -1 is off for other servers
+            sampling = replace(sampling, top_k=max(0, _read_integer(body, "top_k", -1, 1 << 30)))
+        stop = self._read_stop(body.get("stop", ()))
         if stop:
             texts = (*(sampling.stop_strings.texts if sampling.stop_strings else ()), *stop)
             sampling = replace(sampling, stop_strings=StopStrings(texts, self._tokenizer.definition))
-        model = given.get("model", "policy")
+        model = body.get("model", "policy")
         if not isinstance(model, str):
             raise RequestRefused("model must be a string", param="model")
-        options = given.get("stream_options", {})
+        options = body.get("stream_options", {})
         if not isinstance(options, Mapping):
             raise RequestRefused("stream_options must be an object", param="stream_options")
         return Parameters(
-            model, sampling, stop, _integer(given, "n", 1, _MOST_CHOICES) if "n" in given else 1, logprobs,
-            top_logprobs, _switch(given, "stream"), _switch(options, "include_usage"),
-            _switch(given, "return_token_ids"),
+            model, sampling, stop, _read_integer(body, "n", 1, _MOST_CHOICES) if "n" in body else 1, logprobs,
+            top_logprobs, _read_switch(body, "stream"), _read_switch(options, "include_usage"),
+            _read_switch(body, "return_token_ids"),
         )  # fmt: skip
 
-    def _stop(self, given: Any) -> tuple[str, ...]:
-        texts = (given,) if isinstance(given, str) else given
+    def _read_stop(self, value: Any) -> tuple[str, ...]:
+        texts = (value,) if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
             raise RequestRefused("stop must be a text or a list of texts, none of them empty", param="stop")
         if texts and not self._stops_at_strings:
@@ -153,15 +140,11 @@ class ParameterReader:
         return tuple(texts)
 
 
-def _known(body: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
-    """Return the parameters that are not null.
-
-    Raises:
-        RequestRefused: One of them is unknown, or known and not supported.
-    """
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        if name in _COMMON or name in own or name in _HARMLESS:
+def _select(request: Mapping[str, Any], further: set[str]) -> dict[str, Any]:
+    """Return the parameters that are not null, all of which are supported."""
+    body = {name: value for name, value in request.items() if value is not None}
+    for name, value in body.items():
+        if name in _COMMON or name in further or name in _HARMLESS:
             continue
         if name not in _NEUTRAL:
             raise RequestRefused(f"the parameter {name} is not supported; leave it out", param=name)
@@ -169,29 +152,29 @@ def _known(body: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
             raise RequestRefused(
                 f"{name}={value!r} is not supported; leave it out, or set it to {_NEUTRAL[name][0]!r}", param=name
             )
-    return given
+    return body
 
 
-def _switch(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name, False)
+def _read_switch(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name, False)
     if not isinstance(value, bool | None):
         raise RequestRefused(f"{name}={value!r} must be true or false", param=name)
     return bool(value)
 
 
-def _positive(given: Mapping[str, Any], name: str) -> int:
-    return _integer(given, name, 1, 1 << 30)
+def _read_positive(body: Mapping[str, Any], name: str) -> int:
+    return _read_integer(body, name, 1, 1 << 30)
 
 
-def _integer(given: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    value = given[name]
+def _read_integer(body: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    value = body[name]
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise RequestRefused(f"{name}={value!r} must be an integer from {least} to {most}", param=name)
     return value
 
 
-def _number(given: Mapping[str, Any], name: str, is_valid: Callable[[float], bool], rule: str) -> float:
-    value = given[name]
+def _read_number(body: Mapping[str, Any], name: str, is_valid: Callable[[float], bool], rule: str) -> float:
+    value = body[name]
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or not is_valid(value):
         raise RequestRefused(f"{name}={value!r} must be a number {rule}", param=name)
     return float(value)

@@ -14,7 +14,7 @@ from rl_megatron.config.environments import AgentConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.gateway.session import Session, SessionClient
-from rl_megatron.rollouts.gateway.tool_calls import parser_of
+from rl_megatron.rollouts.gateway.tool_calls import choose_parser
 from rl_megatron.rollouts.tools.calls import Parser
 
 _SECONDS_TO_END = 3.0
@@ -29,12 +29,7 @@ class Gateway:
     """The HTTP server on the asyncio loop of rollout workers. It starts with the first session."""
 
     def __init__(self, settings: AgentConfig, stops_at_strings: bool = True):
-        """Start nothing.
-
-        Args:
-            settings: Where the server listens, and how the policy writes tool calls.
-            stops_at_strings: Whether the rollout engine ends completions at texts.
-        """
+        """Start nothing. `stops_at_strings` tells whether the rollout engine ends completions at texts."""
         self._settings, self._stops_at_strings = settings, stops_at_strings
         self._sessions: dict[str, Session] = {}
         self._server: Any = None
@@ -49,9 +44,9 @@ class Gateway:
         """Open a session for the block of an `async with` statement. Its key is not accepted afterwards.
 
         Args:
-            client: What completes tokens.
-            sampling: How completions are sampled if a request does not say so.
-            parser: What finds tool calls in texts; None: what `rollout.agent.tool_format` names.
+            client: The client that completes tokens.
+            sampling: How completions are sampled if a request does not choose.
+            parser: The parser of tool calls; None: the one that `rollout.agent.tool_format` names.
 
         Raises:
             ConfigError: The extra `gateway` is not installed, or the server cannot listen.
@@ -60,7 +55,7 @@ class Gateway:
             self._start()
         key = secrets.token_urlsafe(32)
         chat = client.prompt.chat()
-        parser = parser or parser_of(self._settings.tool_format, None if chat is None else chat[0])
+        parser = parser or choose_parser(self._settings.tool_format, None if chat is None else chat[0])
         session = Session(f"{self._url}/v1", key, client, sampling, parser, self._stops_at_strings)
         self._sessions[key] = session
         try:
@@ -70,7 +65,6 @@ class Gateway:
             await session.end()
 
     async def close(self) -> None:
-        """End the server."""
         if self._serving is None:
             return
         self._server.should_exit = True
@@ -84,16 +78,16 @@ class Gateway:
         try:
             import uvicorn
 
-            from rl_megatron.rollouts.gateway.application import application
+            from rl_megatron.rollouts.gateway.application import build_application
             from rl_megatron.rollouts.gateway.connections import limit_connections
         except ImportError as error:
             raise ConfigError(
                 f"the gateway needs the Python package {error.name}, which is not installed; "
                 "pip install 'rl_megatron[gateway]'"
             ) from error
-        listening = self._listening()
+        listening = self._listen()
         options = uvicorn.Config(
-            application(self._sessions.get), log_config=None, access_log=False, lifespan="off", ws="none",
+            build_application(self._sessions.get), log_config=None, access_log=False, lifespan="off", ws="none",
             http=limit_connections(lambda: _FURTHER_CONNECTIONS + _CONNECTIONS_OF_A_SESSION * len(self._sessions)),
             backlog=_BACKLOG, proxy_headers=False, server_header=False, timeout_graceful_shutdown=1,
         )  # fmt: skip
@@ -108,7 +102,7 @@ class Gateway:
         listening.listen(_QUEUE)  # asyncio has set it to the backlog
         await serving
 
-    def _listening(self) -> socket.socket:
+    def _listen(self) -> socket.socket:
         """Return the socket, which takes connections from now on."""
         host, port = self._settings.host, self._settings.port
         try:
@@ -122,6 +116,6 @@ class Gateway:
                 f"the gateway cannot listen at rollout.agent.host={host}, rollout.agent.port={port}: {error}; set "
                 "port=0 for a free one"
             ) from error
-        reached = _EVERYWHERE.get(host, host)
-        self._url = f"http://{f'[{reached}]' if ':' in reached else reached}:{listening.getsockname()[1]}"
+        address = _EVERYWHERE.get(host, host)
+        self._url = f"http://{f'[{address}]' if ':' in address else address}:{listening.getsockname()[1]}"
         return listening

@@ -13,28 +13,24 @@ from rl_megatron.data.conversations import Message
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import Completion, Sampling
-from rl_megatron.rollouts.gateway.bodies import BodyLimits, read_body, write_json
-from rl_megatron.rollouts.gateway.errors import RequestRefused
-from rl_megatron.rollouts.gateway.messages import Answered, Key, checked_messages, key_of
+from rl_megatron.rollouts.gateway.bodies import BodyLimits, RequestRefused, read_body, write_json
+from rl_megatron.rollouts.gateway.messages import Answered, Key, build_key, read_messages
 from rl_megatron.rollouts.gateway.parameters import ParameterReader, Parameters
-from rl_megatron.rollouts.gateway.text_turns import TextTurns
-from rl_megatron.rollouts.gateway.tool_calls import tool_calls
-from rl_megatron.rollouts.gateway.turns import AnsweredTurn, Branch, joined_segments, longest_match
-from rl_megatron.rollouts.history import History, PastRewritten, TextHistory, check_length
-from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
-from rl_megatron.rollouts.special_tokens import without_special_tokens
+from rl_megatron.rollouts.gateway.tool_calls import find_tool_calls
+from rl_megatron.rollouts.gateway.turns import AnsweredTurn, Branch, TextTurns, find_longest_match, join_segments
+from rl_megatron.rollouts.history import History, PastRewritten, TextHistory, check_length, escape_special_tokens
 from rl_megatron.rollouts.tools.calls import Parser
-from rl_megatron.rollouts.trajectory import Trajectory
+from rl_megatron.rollouts.trajectory import HistoryFull, TokenLimits, Trajectory
 
 _T = TypeVar("_T")
-# What takes a few milliseconds is not worth the change of threads, for which the loop would wait.
+# Work of a few milliseconds is not worth a change of threads, for which the loop would wait.
 _SHORT_BODY = 8192  # bytes
 _FEW_TURNS = 256  # among which a conversation is looked for
 SHORT_COMPLETION = 1024  # tokens
 
 
 class SessionClient(Protocol):
-    """What a session asks for completions: a `RolloutClient`."""
+    """The part of a `RolloutClient` that a session uses."""
 
     name: str
     prompt: EncodedPrompt
@@ -51,7 +47,7 @@ class SessionClient(Protocol):
         ...
 
     def fitting(self, num_tokens: int, sampling: Sampling | None = None) -> Sampling:
-        """Return how the next completion behind so many tokens is sampled."""
+        """Return how the next completion after that many tokens is sampled."""
         ...
 
     async def complete(self, ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
@@ -64,7 +60,6 @@ class Choices:
     """The turns that answer a request.
 
     Attributes:
-        parameters: The parameters of the request.
         prompt: The tokens that the first turn follows.
         turns: One turn for each choice.
     """
@@ -79,8 +74,7 @@ class _Prepared:
     """A request that the engine can complete.
 
     Attributes:
-        parameters: Its parameters.
-        before: The turn that it continues, or None.
+        previous: The turn that it continues, or None.
         extends_branch: Whether the first choice extends the branch of that turn.
         histories: The history of each choice.
         asked: See `AnsweredTurn`.
@@ -88,7 +82,7 @@ class _Prepared:
     """
 
     parameters: Parameters
-    before: AnsweredTurn | None
+    previous: AnsweredTurn | None
     extends_branch: bool
     histories: Sequence[History]
     asked: Sequence[Key]
@@ -104,7 +98,7 @@ class Session:
     Attributes:
         base_url: The address for OpenAI's client.
         api_key: The key of this session alone.
-        body_limits: What the bodies of its requests may have.
+        body_limits: The limits of the bodies of its requests.
         texts: The turns of requests with a prompt of text or tokens.
     """
 
@@ -117,16 +111,7 @@ class Session:
         parser: Parser | None = None,
         stops_at_strings: bool = True,
     ):
-        """Begin without a request.
-
-        Args:
-            base_url: The address.
-            api_key: The key.
-            client: What completes tokens.
-            sampling: How completions are sampled if a request does not say so.
-            parser: What finds tool calls in texts; None: texts are answered as they are.
-            stops_at_strings: Whether the rollout engine ends completions at texts.
-        """
+        """Begin without a request. Without a parser of tool calls, texts are answered as they are."""
         self.base_url, self.api_key = base_url, api_key
         self._client, self._parser = client, parser
         self._parameters = ParameterReader(sampling, client.tokenizer, stops_at_strings)
@@ -134,7 +119,7 @@ class Session:
         self._roots: dict[str, list[AnsweredTurn]] = {}  # by the tools of the conversation
         self.body_limits = BodyLimits(client.limits.context, client.tokenizer.longest_token)
         self._thread = ThreadPoolExecutor(1, "rl-megatron-session")
-        self._order = asyncio.Lock()  # held from the begin of a job in the thread until its result is in place
+        self._order = asyncio.Lock()  # held from the beginning of a job in the thread until its result is in place
         self.texts = TextTurns()
         self._num_turns, self._num_unheard = 0, 0
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -142,20 +127,16 @@ class Session:
         self._failure: Exception | None = None
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of a coroutine, which also goes on if nobody waits for it any more, until the session ends.
-
-        Raises:
-            RequestRefused: The session has ended.
-        """
+        """Return the result of a coroutine. It runs until the session ends, even if nobody waits for it any more."""
         if self._has_ended:
             work.close()
-            raise _ended()
+            raise _refuse_ended()
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
         await asyncio.wait({task})
         if task.cancelled():
-            raise _ended()
+            raise _refuse_ended()
         return task.result()
 
     def _note_end(self, task: asyncio.Task[Any]) -> None:
@@ -174,14 +155,10 @@ class Session:
             await asyncio.wait(tasks)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def work(self, job: Callable[[], _T], is_short: bool) -> _T:
-        """Return the result of a function, which the thread of the session runs if it may take long.
-
-        Raises:
-            RequestRefused: The session has ended.
-        """
+    async def run_job(self, job: Callable[[], _T], is_short: bool) -> _T:
+        """Return the result of a function, which the thread of the session runs if it may take long."""
         if self._has_ended:
-            raise _ended()
+            raise _refuse_ended()
         if is_short:
             return job()
         try:
@@ -189,54 +166,46 @@ class Session:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._has_ended and not (task and task.cancelling()):  # the job was cancelled before it began
-                raise _ended() from None
+                raise _refuse_ended() from None
             raise
 
-    async def chat(self, raw: bytes) -> Choices:
-        """Answer a request to /v1/chat/completions, of which the body is given.
-
-        Raises:
-            RequestRefused: The request is wrong, or cannot be answered.
-        """
+    async def answer_chat(self, raw: bytes) -> Choices:
+        """Answer the body of a request to /v1/chat/completions, or refuse it."""
         return await self._answer(raw, self._prepare_chat)
 
     def _prepare_chat(self, body: Mapping[str, Any]) -> _Prepared:
-        parameters = self._parameters.of_chat(body)
-        messages = checked_messages(body.get("messages"))
-        keys = [key_of(message) for message in messages]
+        parameters = self._parameters.read_chat(body)
+        messages = read_messages(body.get("messages"))
+        keys = [build_key(message) for message in messages]
         tools = write_json(parameters.tools)
-        before, num_known = longest_match(self._roots.get(tools, ()), keys)
-        extends_branch, histories = self._histories(
-            before,
+        previous, num_known = find_longest_match(self._roots.get(tools, ()), keys)
+        extends_branch, histories = self._begin_histories(
+            previous,
             parameters.num_choices,
             begin=lambda: self._begin(messages, parameters.tools),
             extend=lambda history: history.extend(messages[num_known:]),
         )
 
         def add(turns: Sequence[AnsweredTurn]) -> None:
-            (self._roots.setdefault(tools, []) if before is None else before.following).extend(turns)
+            (self._roots.setdefault(tools, []) if previous is None else previous.following).extend(turns)
 
-        return _Prepared(parameters, before, extends_branch, histories, tuple(keys[num_known:]), add)
+        return _Prepared(parameters, previous, extends_branch, histories, tuple(keys[num_known:]), add)
 
-    async def text(self, raw: bytes) -> Choices:
-        """Answer a request to /v1/completions, of which the body is given.
-
-        Raises:
-            RequestRefused: The request is wrong, or cannot be answered.
-        """
+    async def answer_text(self, raw: bytes) -> Choices:
+        """Answer the body of a request to /v1/completions, or refuse it."""
         return await self._answer(raw, self._prepare_text)
 
     def _prepare_text(self, body: Mapping[str, Any]) -> _Prepared:
-        parameters = self._parameters.of_text(body)
-        prompt = _checked_prompt(body.get("prompt"), self._client.tokenizer)
-        before, rest = self.texts.match(prompt)
-        ids = self._encode(rest, is_first=before is None) if isinstance(rest, str) else rest
+        parameters = self._parameters.read_text(body)
+        prompt = _read_prompt(body.get("prompt"), self._client.tokenizer)
+        previous, rest = self.texts.match(prompt)
+        ids = self._encode(rest, is_first=previous is None) if isinstance(rest, str) else rest
         if not ids:
             raise RequestRefused("prompt has no token", param="prompt")
         if len(ids) > self.body_limits.context:
             raise HistoryFull(f"the prompt has {len(ids)} tokens, and the context {self.body_limits.context}")
-        extends_branch, histories = self._histories(
-            before,
+        extends_branch, histories = self._begin_histories(
+            previous,
             parameters.num_choices,
             begin=lambda: TextHistory(self._client, self._client.tokenizer, ids),
             extend=lambda history: history.extend_ids(ids),
@@ -244,21 +213,17 @@ class Session:
 
         def add(turns: Sequence[AnsweredTurn]) -> None:
             for turn in turns:
-                self.texts.add(turn, before, rest, ids)
+                self.texts.add(turn, previous, rest, ids)
 
-        return _Prepared(parameters, before, extends_branch, histories, (), add)
+        return _Prepared(parameters, previous, extends_branch, histories, (), add)
 
     async def _answer(self, raw: bytes, prepare: Callable[[Mapping[str, Any]], _Prepared]) -> Choices:
-        """Complete a request, whose body `prepare` makes ready for the engine.
-
-        Raises:
-            RequestRefused: The request is wrong, or does not fit the context.
-        """
+        """Complete a request, whose body `prepare` makes ready for the engine."""
         try:
             async with self._order:
                 is_short = len(raw) <= _SHORT_BODY and self._num_turns <= _FEW_TURNS
-                prepared = await self.work(lambda: prepare(read_body(raw, self.body_limits)), is_short)
-                branches = self._put_in_place(prepared)
+                prepared = await self.run_job(lambda: prepare(read_body(raw, self.body_limits)), is_short)
+                branches = self._occupy_branches(prepared)
             prompt = branches[0].history.ids
             turns = await self._complete(branches, prepared.parameters, prepared.asked)
         except PastRewritten as error:
@@ -276,7 +241,7 @@ class Session:
         return RequestRefused(message, status, code="context_length_exceeded", param="messages")
 
     def ignore(self, choices: Choices) -> None:
-        """Leave out the turns of a request whose answer nobody has got, so that nothing is learned from them."""
+        """Leave out the turns of a request whose answer nobody got, so that nothing is learned from them."""
         log.LOGGER.warning(
             "trajectory %s: the agent did not wait for the answer to a request, and nothing is learned from its %d "
             "completions",
@@ -287,7 +252,6 @@ class Session:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of the run."""
         return self._client.tokenizer
 
     def trajectory(
@@ -303,7 +267,7 @@ class Session:
             reward: The environment's reward for the whole.
             truncated: Whether it ended before its end; None: if a history was full, or if the last completion did not
                 end by itself.
-            metadata: What reward functions get as `metadata`. The number of completions that nobody has got is added
+            metadata: What reward functions get as `metadata`. The number of completions that nobody received is added
                 as `unheard_completions`, if there are any.
 
         Raises:
@@ -312,7 +276,7 @@ class Session:
         """
         if self._failure is not None:
             raise self._failure
-        segments = joined_segments(self._branches)
+        segments = join_segments(self._branches)
         if not segments:
             raise ValueError(
                 "the agent has got no completion; it has to send requests to OPENAI_BASE_URL with OPENAI_API_KEY"
@@ -326,8 +290,8 @@ class Session:
     def _begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> History:
         tokenizer = self._client.tokenizer
         return self._client.history(
-            [without_special_tokens(message, tokenizer) for message in messages],
-            [without_special_tokens(tool, tokenizer) for tool in tools] or None,
+            [escape_special_tokens(message, tokenizer) for message in messages],
+            [escape_special_tokens(tool, tokenizer) for tool in tools] or None,
             self.body_limits.characters,
         )
 
@@ -336,40 +300,36 @@ class Session:
         ids, prefix = self._client.tokenizer.encode_special(text).ids, self._client.tokenizer.prefix_ids
         return [*prefix, *ids] if is_first and ids[: len(prefix)] != prefix else ids
 
-    def _histories(
-        self, before: AnsweredTurn | None, number: int, begin: Callable[[], History], extend: Callable[[Any], None]
+    def _begin_histories(
+        self, previous: AnsweredTurn | None, number: int, begin: Callable[[], History], extend: Callable[[Any], None]
     ) -> tuple[bool, list[History]]:
-        """Return whether the first choice extends the branch of a turn, and the history of each choice.
-
-        Raises:
-            RequestRefused: The messages cannot be rendered.
-        """
-        extends_branch = before is not None and before.can_grow
+        """Return whether the first choice extends the branch of a turn, and the history of each choice."""
+        extends_branch = previous is not None and previous.can_grow
         histories: list[History] = []
         try:
             for choice in range(number):
                 if choice > int(extends_branch):
                     histories.append(histories[-1].copy())
-                elif before is None:
+                elif previous is None:
                     histories.append(begin())
                 else:
-                    history = before.branch.history
-                    grown = history.copy() if extends_branch and choice == 0 else history.fork(before.number)
+                    history = previous.branch.history
+                    grown = history.copy() if extends_branch and choice == 0 else history.fork(previous.number)
                     extend(grown)
                     histories.append(grown)
         except ValueError as error:  # the chat template or the tokenizer refuses the messages
             raise RequestRefused(str(error), param="messages") from error
         return extends_branch, histories
 
-    def _put_in_place(self, prepared: _Prepared) -> list[Branch]:
-        """Return the branches of the choices, which wait for the engine from now on."""
+    def _occupy_branches(self, prepared: _Prepared) -> list[Branch]:
+        """Return the branches of the choices, which are busy from now on."""
         branches: list[Branch] = []
         for choice, history in enumerate(prepared.histories):
-            if prepared.before is not None and prepared.extends_branch and choice == 0:
-                branch = prepared.before.branch
+            if prepared.previous is not None and prepared.extends_branch and choice == 0:
+                branch = prepared.previous.branch
                 branch.history = history
             else:
-                branch = Branch(history, prepared.before)
+                branch = Branch(history, prepared.previous)
                 self._branches.append(branch)
             branch.is_busy = True
             branches.append(branch)
@@ -378,27 +338,25 @@ class Session:
     async def _complete(
         self, branches: Sequence[Branch], parameters: Parameters, asked: Sequence[Key]
     ) -> list[AnsweredTurn]:
-        """Return a turn for each branch. They are completed at the same time.
-
-        Raises:
-            HistoryFull: No token fits one of them.
-        """
-        done = await asyncio.gather(*(self._turn(each, parameters, asked) for each in branches), return_exceptions=True)
-        turns = [each for each in done if isinstance(each, AnsweredTurn)]
-        error = next((each for each in done if isinstance(each, BaseException)), None)
+        """Return a turn for each branch. They are completed at the same time."""
+        outcomes = await asyncio.gather(
+            *(self._complete_turn(branch, parameters, asked) for branch in branches), return_exceptions=True
+        )
+        turns = [outcome for outcome in outcomes if isinstance(outcome, AnsweredTurn)]
+        error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
         if error is None:
             return turns
         self._mark_unheard(turns)
         raise error
 
-    async def _turn(self, branch: Branch, parameters: Parameters, asked: Sequence[Key]) -> AnsweredTurn:
+    async def _complete_turn(self, branch: Branch, parameters: Parameters, asked: Sequence[Key]) -> AnsweredTurn:
         history = branch.history
         try:
             ids = history.ids
             sampling = self._client.fitting(len(ids), parameters.sampling)
             completion = await self._client.complete(ids, sampling)
             async with self._order:
-                grown, answered = await self.work(
+                grown, answered = await self.run_job(
                     lambda: self._read_completion(history.copy(), completion, sampling, parameters),
                     is_short=len(completion.ids) <= SHORT_COMPLETION,
                 )
@@ -413,12 +371,12 @@ class Session:
     def _read_completion(
         self, history: History, completion: Completion, sampling: Sampling, parameters: Parameters
     ) -> tuple[History, Answered]:
-        """Append a completion to a history, and return it with what is answered."""
+        """Append a completion to a history, and return it with the answer."""
         history.append_completion(completion, sampling)
         text = str(history.messages[-1]["content"])
-        ends = [place for stop in parameters.stop if (place := text.find(stop)) >= 0]
+        ends = [position for stop in parameters.stop if (position := text.find(stop)) >= 0]
         content = text[: min(ends, default=len(text))]
-        calls = tool_calls(self._parser, content, parameters.tools) if parameters.calls_tools else []
+        calls = find_tool_calls(self._parser, content, parameters.tools) if parameters.calls_tools else []
         return history, Answered(None if calls else content, text, calls)
 
     def _mark_unheard(self, turns: Sequence[AnsweredTurn]) -> None:
@@ -427,22 +385,18 @@ class Session:
         self._num_unheard += len(turns)
 
 
-def _ended() -> RequestRefused:
+def _refuse_ended() -> RequestRefused:
     return RequestRefused("the session has ended, and with it this key", status=410, code="session_ended")
 
 
-def _checked_prompt(prompt: Any, tokenizer: Tokenizer) -> str | list[int]:
-    """Return the prompt of a request to /v1/completions: a text or token ids.
-
-    Raises:
-        RequestRefused: It is neither, empty, or has a token that the tokenizer does not have.
-    """
+def _read_prompt(prompt: Any, tokenizer: Tokenizer) -> str | list[int]:
+    """Return the prompt of a request to /v1/completions: a text or token ids, not empty."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(each, int) for each in prompt):
-        wrong = next((each for each in prompt if not 0 <= each < tokenizer.vocab_size), None)
+    if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
+        wrong = next((token for token in prompt if not 0 <= token < tokenizer.vocab_size), None)
         if wrong is None:
             return prompt
         raise RequestRefused(

@@ -11,19 +11,15 @@ from rl_megatron import log
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.loading.import_strings import is_import_string, load_object
 from rl_megatron.data.chat_template import ChatTemplate
-from rl_megatron.rollouts.tools.calls import MalformedCall, Parser, after_thinking
-from rl_megatron.rollouts.tools.formats import PARSERS, format_of
+from rl_megatron.rollouts.tools.calls import MalformedCall, Parser, drop_thinking
+from rl_megatron.rollouts.tools.formats import PARSERS, detect_format
 
 AUTO = "auto"  # the value of rollout.agent.tool_format that chooses by the chat template
 _KEY = "rollout.agent.tool_format"
 
 
 def check_tool_format(name: str | None) -> None:
-    """Check that `rollout.agent.tool_format` names a format, or a function that can be loaded.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Check that `rollout.agent.tool_format` names a format, or a function that can be loaded."""
     if name is None or name == AUTO or name in PARSERS:
         return
     if not is_import_string(name):
@@ -31,12 +27,10 @@ def check_tool_format(name: str | None) -> None:
     load_object(name, _KEY)
 
 
-def parser_of(name: str | None, template: ChatTemplate | None) -> Parser | None:
-    """Return what finds tool calls in texts; None if agents get them as they are.
+def choose_parser(name: str | None, template: ChatTemplate | None) -> Parser | None:
+    """Return the parser that `rollout.agent.tool_format` names; None if agents get texts as they are.
 
-    Args:
-        name: The value of `rollout.agent.tool_format`.
-        template: The chat template, which "auto" chooses by.
+    The chat template decides for "auto".
     """
     if name is None:
         return None
@@ -45,33 +39,30 @@ def parser_of(name: str | None, template: ChatTemplate | None) -> Parser | None:
     if template is None:
         return None
     try:
-        return PARSERS[format_of(template.text_with_tools, _KEY)]
+        return PARSERS[detect_format(template.text_with_tools, _KEY)]
     except ConfigError as error:
         log.once(f"agents get tool calls as text: {error}")
         return None
 
 
-def tool_calls(parser: Parser | None, text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the calls in a text, as OpenAI's API writes them; none if one of them cannot be read.
+def find_tool_calls(parser: Parser | None, text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls in the text of a turn, as OpenAI's API writes them; none if one of them cannot be read.
 
-    Args:
-        parser: What finds them; None: there are none.
-        text: The text of a turn.
-        tools: The JSON schemas of the tools that the turn may call.
+    `tools` are the JSON schemas of the tools that it may call.
     """
     if parser is None:
         return []
     functions = [tool.get("function", tool) for tool in tools]
-    parameters = {str(each["name"]): each.get("parameters", {}) for each in functions if "name" in each}
-    found = parser(after_thinking(text), parameters)
-    if any(isinstance(call, MalformedCall) for call in found):
-        return []  # the agent gets the text, which says more than an error
+    parameters = {str(function["name"]): function.get("parameters", {}) for function in functions if "name" in function}
+    calls = parser(drop_thinking(text), parameters)
+    if any(isinstance(call, MalformedCall) for call in calls):
+        return []  # the agent gets the text, which is more helpful than an error
     return [
         {
             "id": call.id or f"call_{secrets.token_hex(12)}",
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
         }
-        for call in found
+        for call in calls
         if not isinstance(call, MalformedCall)
     ]

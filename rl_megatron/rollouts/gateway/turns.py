@@ -1,8 +1,8 @@
-"""The turns of a session as a tree, in which a request finds the history that it goes on with."""
+"""The turns of a session as trees, in which a request finds the turn that it continues."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rl_megatron.data.conversations import Message
@@ -11,15 +11,15 @@ from rl_megatron.rollouts.gateway.messages import Answered, Key
 from rl_megatron.rollouts.history import History
 from rl_megatron.rollouts.trajectory import Segment
 
+Prompt = str | Sequence[int]
+
 
 @dataclass(eq=False)
 class Branch:
     """A history of a session.
 
     Attributes:
-        history: The history.
-        parent: The turn of another branch that it goes on behind, or None.
-        turns: Its turns.
+        parent: The turn of another branch that it continues, or None.
         is_busy: Whether a request of it waits for the engine.
     """
 
@@ -30,7 +30,7 @@ class Branch:
 
     @property
     def heard(self) -> list[AnsweredTurn]:
-        """Return the turns whose answers the agent has got. Others are at the end, because nothing can follow them."""
+        """Return the turns whose answers the agent received. Others are the last, because nothing can follow them."""
         return [turn for turn in self.turns if turn.is_heard]
 
 
@@ -39,15 +39,12 @@ class AnsweredTurn:
     """A completion that answered a request.
 
     Attributes:
-        branch: Its branch.
-        number: Its number in the history of the branch, from 1.
+        number: Its number in the history of its branch, from 1.
         order: Its number among all turns of the session.
-        answered: What was answered.
-        completion: The completion.
-        asked: The messages of the request behind those of the turn before, as they are compared; none for
+        asked: The messages of the request after those of the turn before, as they are compared; none for
             /v1/completions.
-        is_heard: Whether the agent has got the answer.
-        following: The turns that answered requests which go on behind this one.
+        is_heard: Whether the agent received the answer.
+        following: The turns that answered requests which continue this one.
     """
 
     branch: Branch
@@ -61,8 +58,8 @@ class AnsweredTurn:
 
     @property
     def can_grow(self) -> bool:
-        """Return whether the history can go on as it is. Otherwise something else follows already."""
-        return not self.branch.is_busy and self.branch.history.is_behind(self.number)
+        """Return whether the history can grow as it is. Otherwise something else follows already."""
+        return not self.branch.is_busy and self.branch.history.is_last_turn(self.number)
 
     @property
     def messages(self) -> list[Message]:
@@ -70,48 +67,102 @@ class AnsweredTurn:
         return self.branch.history.messages_until(self.number)
 
 
-def longest_match(roots: Iterable[AnsweredTurn], keys: Sequence[Key]) -> tuple[AnsweredTurn | None, int]:
+def find_longest_match(roots: Iterable[AnsweredTurn], keys: Sequence[Key]) -> tuple[AnsweredTurn | None, int]:
     """Return the last turn of a conversation that a session knows, and how many of its messages are known then.
 
-    Of several such turns, one comes first that nothing follows yet.
-
-    Args:
-        roots: The turns with which conversations begin.
-        keys: The messages of the conversation.
+    Of several such turns, one that nothing follows yet is preferred. Conversations begin with the turns `roots`.
     """
     best: tuple[AnsweredTurn | None, int] = None, 0
     waiting = [(turn, 0) for turn in roots]
     while waiting:
-        turn, before = waiting.pop(0)
-        end = before + len(turn.asked)
-        is_known = turn.is_heard and len(keys) > end and tuple(keys[before:end]) == tuple(turn.asked)
+        turn, start = waiting.pop(0)
+        end = start + len(turn.asked)
+        is_known = turn.is_heard and len(keys) > end and tuple(keys[start:end]) == tuple(turn.asked)
         if not is_known or not turn.answered.is_meant_by(keys[end]):
             continue
-        waiting += [(each, end + 1) for each in turn.following]
-        found, num_known = best
-        is_preferred = turn.can_grow and found is not None and not found.can_grow
+        waiting += [(following, end + 1) for following in turn.following]
+        best_turn, num_known = best
+        is_preferred = turn.can_grow and best_turn is not None and not best_turn.can_grow
         if end + 1 > num_known or (end + 1 == num_known and is_preferred):
             best = turn, end + 1
     return best
 
 
-def joined_segments(branches: Sequence[Branch]) -> list[Segment]:
-    """Return the segments of all branches, those with the latest turns last. A completion is in one of them only."""
-    found: list[tuple[int, tuple[int, int], tuple[int, int] | None, Segment]] = []
+def join_segments(branches: Sequence[Branch]) -> list[Segment]:
+    """Return the segments of all branches, those with the latest turns last. Each completion is in only one of them."""
+    segments: list[tuple[int, tuple[int, int], tuple[int, int] | None, Segment]] = []
     numbers = {id(branch): number for number, branch in enumerate(branches)}
     for number, branch in enumerate(branches):
         heard = branch.heard
         end = 0
-        for place, segment in enumerate(branch.history.segments(len(heard)) if heard else ()):
+        for index, segment in enumerate(branch.history.segments(len(heard)) if heard else ()):
             end += len(segment.turns)
             parent = None if segment.parent is None else (number, segment.parent)
             if parent is None and branch.parent is not None:
-                behind = branch.parent.branch
-                parent = numbers[id(behind)], behind.history.segment_of(branch.parent.number)
-            found.append((heard[end - 1].order, (number, place), parent, segment))
-    found.sort(key=lambda each: each[0])
-    places = {name: place for place, (_, name, _, _) in enumerate(found)}
+                other = branch.parent.branch
+                parent = numbers[id(other)], other.history.find_segment(branch.parent.number)
+            segments.append((heard[end - 1].order, (number, index), parent, segment))
+    segments.sort(key=lambda entry: entry[0])
+    positions = {name: position for position, (_, name, _, _) in enumerate(segments)}
     return [
-        Segment(segment.ids, segment.turns, None if parent is None else places[parent])
-        for _, _, parent, segment in found
+        Segment(segment.ids, segment.turns, None if parent is None else positions[parent])
+        for _, _, parent, segment in segments
     ]
+
+
+@dataclass
+class _TextTurn:
+    """A turn of /v1/completions.
+
+    Attributes:
+        number: Its number among these turns.
+        text: What its prompt and its answer add to the text of the turn before; None if its prompt was tokens.
+        ids: The tokens that it adds.
+        following: The turns that continue it.
+    """
+
+    turn: AnsweredTurn
+    number: int
+    text: str | None
+    ids: list[int]
+    following: list[_TextTurn] = field(default_factory=list)
+
+
+class TextTurns:
+    """The turns of a session that answered /v1/completions."""
+
+    def __init__(self) -> None:
+        self._roots: list[_TextTurn] = []
+        self._turns: dict[AnsweredTurn, _TextTurn] = {}
+
+    def add(self, turn: AnsweredTurn, previous: AnsweredTurn | None, rest: Prompt, ids: Sequence[int]) -> None:
+        """Add a turn, with the turn and the rest of its prompt that `match` returned, and the tokens of the rest."""
+        text = rest + (turn.answered.content or "") if isinstance(rest, str) else None
+        added = _TextTurn(turn, len(self._turns), text, [*ids, *turn.completion.ids])
+        self._turns[turn] = added
+        (self._roots if previous is None else self._turns[previous].following).append(added)
+
+    def match(self, prompt: Prompt) -> tuple[AnsweredTurn | None, Prompt]:
+        """Return the turn with the longest history that a prompt continues, and the rest of the prompt.
+
+        Of several such turns, one that nothing follows yet is preferred, and then the earliest.
+        """
+        matches = [(end, turn) for end, turn in self._find(prompt) if end < len(prompt) and turn.turn.is_heard]
+        if not matches:
+            return None, prompt
+        longest = max(end for end, _ in matches)
+        turns = [turn.turn for end, turn in sorted(matches, key=lambda pair: pair[1].number) if end == longest]
+        return next((turn for turn in turns if turn.can_grow), turns[0]), prompt[longest:]
+
+    def _find(self, prompt: Prompt) -> Iterator[tuple[int, _TextTurn]]:
+        """Yield the turns whose whole histories a prompt begins with, after the lengths of these histories."""
+        waiting = [(0, root) for root in self._roots]
+        while waiting:
+            begin, turn = waiting.pop()
+            added = turn.text if isinstance(prompt, str) else turn.ids
+            if added is None:
+                continue  # what follows tokens is tokens
+            end = begin + len(added)
+            if prompt[begin:end] == added:
+                yield end, turn
+                waiting += [(end, following) for following in turn.following]

@@ -36,13 +36,12 @@ def calculator(expression: str) -> str:
         The value.
 
     Raises:
-        ValueError: It is no such expression, has no value, or its value is too large.
+        ValueError: It is not such an expression, has no value, or its value is too large.
     """
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters, and may have {_LONGEST}")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
-        return _shown(value)
+        return _write_number(_evaluate(ast.parse(expression.strip(), mode="eval").body))
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{expression!r} is no arithmetic expression; {_FORM}") from error
     except ZeroDivisionError as error:
@@ -51,23 +50,23 @@ def calculator(expression: str) -> str:
         raise ValueError(f"the value of {expression!r} is too large") from error
 
 
-def _value(node: ast.expr) -> Value:
+def _evaluate(node: ast.expr) -> Value:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        return _bounded(node.value)
+        return _check_size(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_value(node.operand))
+        return _UNARY[type(node.op)](_evaluate(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left), _value(node.right)
+        left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Pow):
             _check_power(left, right)
-        return _bounded(_BINARY[type(node.op)](left, right))
+        return _check_size(_BINARY[type(node.op)](left, right))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor):
         raise ValueError("^ is no power; write **")
     raise ValueError(f"{ast.unparse(node)[:40]!r} is no arithmetic; {_FORM}")
 
 
 def _check_power(base: Value, exponent: Value) -> None:
-    """Refuse a power that takes long before it is too large, or that is no real number."""
+    """Refuse a power that takes long before it is too large, or that is not a real number."""
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
         if abs(base) > 1 and base.bit_length() * exponent > 2 * _MOST_BITS:
             raise ValueError("the power is too large")
@@ -75,7 +74,8 @@ def _check_power(base: Value, exponent: Value) -> None:
         raise ValueError("a fractional power of a negative number is no real number")
 
 
-def _bounded(value: Value) -> Value:
+def _check_size(value: Value) -> Value:
+    """Return a number that is not too large."""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise ValueError("a number is too large")
     if isinstance(value, float) and not abs(value) < float("inf"):
@@ -83,7 +83,7 @@ def _bounded(value: Value) -> Value:
     return value
 
 
-def _shown(value: Value) -> str:
+def _write_number(value: Value) -> str:
     """Return a number as text; a float that is an integer is written as one."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return str(int(value))

@@ -32,9 +32,9 @@ class MalformedCall:
     """A text that is meant as a call and cannot be read.
 
     Attributes:
-        text: The text.
+        text: The text, which may be cut.
         reason: What is wrong with it.
-        id: The name of the call, as in `ToolCall`.
+        id: See `ToolCall`.
     """
 
     text: str
@@ -53,30 +53,26 @@ class BadCall(ValueError):
     """A text is not a call in the format of the model."""
 
 
-def after_thinking(text: str) -> str:
-    """Return what a turn says after its thinking; nothing if it has not finished thinking."""
+def drop_thinking(text: str) -> str:
+    """Return the text of a turn after its thinking; nothing if it has not finished thinking."""
     for begin, end in _THINKING:
-        before, found, behind = text.partition(end)
-        if found:
-            text = behind
-        elif before.lstrip().startswith(begin):
+        thinking, end_tag, rest = text.partition(end)
+        if end_tag:
+            text = rest
+        elif thinking.lstrip().startswith(begin):
             return ""
     return text
 
 
-def read_json(text: str, place: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at a place, behind white space, and the index behind it.
-
-    Raises:
-        BadCall: There is no JSON.
-    """
-    while place < len(text) and text[place].isspace():
-        place += 1
+def read_json(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at `start`, after white space, and the index after it, or raise BadCall."""
+    while start < len(text) and text[start].isspace():
+        start += 1
     try:
-        return _DECODER.raw_decode(text, place)
+        return _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
-        raise BadCall(f"is not JSON: {error.msg} at character {error.pos - place + 1}") from error
-    except (ValueError, RecursionError) as error:  # also if values are nested too deep
+        raise BadCall(f"is not JSON: {error.msg} at character {error.pos - start + 1}") from error
+    except (ValueError, RecursionError) as error:  # also if values are nested too deeply
         raise BadCall(f"is not JSON that can be read: {error}") from error
 
 
@@ -84,26 +80,18 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a value of JSON")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise ValueError("an object has a key twice")
-    return found
+    return values
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicate_keys)
 
 
-def call_of(value: Any, arguments_key: str = "arguments") -> ToolCall:
-    """Return the call that a JSON object stands for.
-
-    Args:
-        value: The object.
-        arguments_key: Its key with the arguments.
-
-    Raises:
-        BadCall: It lacks a key, or has a value of another type.
-    """
+def read_call(value: Any, arguments_key: str = "arguments") -> ToolCall:
+    """Return the call that a JSON object describes, or raise BadCall."""
     if not isinstance(value, dict):
         raise BadCall(f"is the JSON of {type(value).__name__}, and must be an object with 'name' and {arguments_key!r}")
     for key, type_, word in (("name", str, "a string"), (arguments_key, dict, "an object")):
@@ -115,7 +103,7 @@ def call_of(value: Any, arguments_key: str = "arguments") -> ToolCall:
     return ToolCall(id_ if isinstance(id_, str) else "", value["name"], value[arguments_key])
 
 
-def malformed(text: str, error: BadCall) -> MalformedCall:
-    """Return a call that cannot be read, of which a long text is cut."""
+def refuse_call(text: str, error: BadCall) -> MalformedCall:
+    """Return a call that cannot be read, with a long text cut."""
     text = text.strip()
     return MalformedCall(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…", str(error))

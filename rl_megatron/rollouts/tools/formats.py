@@ -8,18 +8,18 @@ from types import MappingProxyType
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.rollouts.tools.calls import Parser
-from rl_megatron.rollouts.tools.json_calls import hermes_calls, llama_calls, mistral_calls
-from rl_megatron.rollouts.tools.pythonic_calls import pythonic_calls
-from rl_megatron.rollouts.tools.xml_calls import qwen_calls
+from rl_megatron.rollouts.tools.json_calls import parse_hermes, parse_llama, parse_mistral
+from rl_megatron.rollouts.tools.pythonic_calls import parse_pythonic
+from rl_megatron.rollouts.tools.xml_calls import parse_qwen
 
 PARSERS: Mapping[str, Parser] = MappingProxyType({
-    "hermes": hermes_calls,
-    "qwen": qwen_calls,
-    "llama": llama_calls,
-    "mistral": mistral_calls,
-    "pythonic": pythonic_calls,
+    "hermes": parse_hermes,
+    "qwen": parse_qwen,
+    "llama": parse_llama,
+    "mistral": parse_mistral,
+    "pythonic": parse_pythonic,
 })  # fmt: skip
-# What the text of a chat template has if the model writes calls in a format.
+# Whether the text of a chat template asks the model for calls in a format.
 _SIGNS: Mapping[str, Callable[[str], bool]] = MappingProxyType({
     "hermes": lambda text: "<tool_call>" in text and "<function=" not in text and "<arg_key>" not in text,
     "qwen": lambda text: "<tool_call>" in text and "<function=" in text,
@@ -29,16 +29,14 @@ _SIGNS: Mapping[str, Callable[[str], bool]] = MappingProxyType({
 })  # fmt: skip
 
 
-def format_of(template: str, key: str = "rollout.tools.format") -> str:
-    """Return the format that the text of a chat template asks for. Messages name the configuration key.
-
-    Raises:
-        ConfigError: It asks for none that is known, or for several.
-    """
-    found = [name for name, sign in _SIGNS.items() if sign(template)]
-    if len(found) == 1:
-        return found[0]
-    what = f"has signs of several formats ({', '.join(found)})" if found else "has no sign of a format of tool calls"
+def detect_format(template: str, key: str = "rollout.tools.format") -> str:
+    """Return the format that the text of a chat template asks for, or raise ConfigError, which names `key`."""
+    formats = [name for name, sign in _SIGNS.items() if sign(template)]
+    if len(formats) == 1:
+        return formats[0]
+    what = (
+        f"has signs of several formats ({', '.join(formats)})" if formats else "has no sign of a format of tool calls"
+    )
     raise ConfigError(
         f"the chat template, which {key}=auto looks into, {what}; set {key} to one of {', '.join(PARSERS)}"
     )

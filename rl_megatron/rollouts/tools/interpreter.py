@@ -1,6 +1,6 @@
 """The tool `python`: runs a program of the model in a limited process.
 
-The limits stop accidents, and some of what means harm. They are no sandbox; docs/security.md says what they leave open.
+The limits stop accidents, and some attacks. They are not a sandbox; docs/security.md says what they leave open.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rl_megatron.rollouts.tools.registry import register_tool
 from rl_megatron.workers.child_process import describe_end
 from rl_megatron.workers.confinement import Limits, make_directory, run_confined
 
-_SECONDS_TO_START = 0.5  # of Python, and for the way of the answer back
+_SECONDS_TO_START = 0.5  # of Python, with the time to send the answer back
 _LENGTH_OF_REMARKS = 100  # characters
 _MOST_BYTES = 4  # of a character in UTF-8
 
@@ -51,18 +51,14 @@ def python(code: str, seconds_per_call: float, memory_mb: int, max_answer_charac
 
 
 def _run(program: int, directory: str, limits: Limits, most: int) -> tuple[bytes, str | None]:
-    """Return the first bytes that a program prints, and how it ended, if not with the status 0 or 1.
+    """Return the first `most` bytes that a program prints, and how it ended, if not with the status 0 or 1.
 
-    Args:
-        program: The descriptor of the program's text.
-        directory: The directory in which it runs.
-        limits: Its limits. The time by the clock is that of the CPU.
-        most: The most bytes.
+    `program` is the descriptor of its text. The limit of seconds holds for the clock as for the CPU.
     """
     until = time.monotonic() + limits.seconds
     nothing, together = subprocess.DEVNULL, subprocess.STDOUT
     with run_confined(program, (), directory, limits, stdin=nothing, stdout=subprocess.PIPE, stderr=together) as child:
-        printed = _output(child, until, most)
+        printed = _read_output(child, until, most)
         with suppress(subprocess.TimeoutExpired):
             child.wait(max(until - time.monotonic(), 0.0))
         status = child.poll()
@@ -73,8 +69,8 @@ def _run(program: int, directory: str, limits: Limits, most: int) -> tuple[bytes
     return printed, None if status in (0, 1) else f"the program {describe_end(status)}"
 
 
-def _output(child: subprocess.Popen[bytes], until: float, most: int) -> bytes:
-    """Return the first bytes that a process prints until it closes its output or its time is over."""
+def _read_output(child: subprocess.Popen[bytes], until: float, most: int) -> bytes:
+    """Return the first `most` bytes that a process prints until it closes its output or its time is over."""
     printed = bytearray()
     assert child.stdout is not None
     with selectors.DefaultSelector() as selector:

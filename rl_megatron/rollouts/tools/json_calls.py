@@ -10,9 +10,9 @@ from rl_megatron.rollouts.tools.calls import (
     FoundCall,
     Parameters,
     ToolCall,
-    call_of,
-    malformed,
+    read_call,
     read_json,
+    refuse_call,
 )
 
 _HERMES_BEGIN, _HERMES_END = "<tool_call>", "</tool_call>"
@@ -22,71 +22,71 @@ _MISTRAL_TAG = "[TOOL_CALLS]"
 _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\]")
 
 
-def hermes_calls(text: str, parameters: Parameters) -> list[FoundCall]:
+def parse_hermes(text: str, parameters: Parameters) -> list[FoundCall]:
     """Return the calls `<tool_call>{"name": …, "arguments": {…}}</tool_call>` of a text."""
-    found: list[FoundCall] = []
+    calls: list[FoundCall] = []
     begin = text.find(_HERMES_BEGIN)
-    while begin >= 0 and len(found) < MOST_CALLS:
+    while begin >= 0 and len(calls) < MOST_CALLS:
         inside = begin + len(_HERMES_BEGIN)
         try:
             value, end = read_json(text, inside)
-            call = call_of(value)
-            end = _behind_space(text, end)
+            call = read_call(value)
+            end = _skip_space(text, end)
             if not text.startswith(_HERMES_END, end):
                 raise BadCall(f"is not followed by {_HERMES_END}")
-            found.append(call)
+            calls.append(call)
         except BadCall as error:
-            end = _end_of_block(text, inside)
-            found.append(malformed(text[begin:end], error))
+            end = _find_end_of_block(text, inside)
+            calls.append(refuse_call(text[begin:end], error))
         begin = text.find(_HERMES_BEGIN, end)
-    return found
+    return calls
 
 
-def llama_calls(text: str, parameters: Parameters) -> list[FoundCall]:
-    """Return the calls `{"name": …, "parameters": {…}}` of a text, which begin it or follow `<|python_tag|>`.
+def parse_llama(text: str, parameters: Parameters) -> list[FoundCall]:
+    """Return the calls `{"name": …, "parameters": {…}}` of a text, which begin the text or follow `<|python_tag|>`.
 
     Several calls are separated by semicolons. A text without the tag that begins with other JSON has no call.
     """
-    _, tag, behind = text.partition(_LLAMA_TAG)
-    text = (behind if tag else text).strip()
+    _, tag, tagged = text.partition(_LLAMA_TAG)
+    text = (tagged if tag else text).strip()
     if not tag and _LLAMA_CALL.match(text) is None:
         return []
-    found: list[FoundCall] = []
-    place = 0
+    calls: list[FoundCall] = []
+    start = 0
     try:
-        while len(found) < MOST_CALLS:
-            value, end = read_json(text, place)
-            if not tag and isinstance(value, dict) and "parameters" not in value and not found:
+        while len(calls) < MOST_CALLS:
+            value, end = read_json(text, start)
+            if not tag and isinstance(value, dict) and "parameters" not in value and not calls:
                 return []  # an answer in JSON
-            found.append(call_of(value, "parameters"))
-            place = _behind_space(text, end)
-            if place == len(text):
-                return found
-            if text[place] != ";":
+            calls.append(read_call(value, "parameters"))
+            start = _skip_space(text, end)
+            if start == len(text):
+                return calls
+            if text[start] != ";":
                 raise BadCall("has a text behind the call")
-            place += 1
+            start += 1
     except BadCall as error:
-        found.append(malformed(text[place:], error))
-    return found
+        calls.append(refuse_call(text[start:], error))
+    return calls
 
 
-def mistral_calls(text: str, parameters: Parameters) -> list[FoundCall]:
+def parse_mistral(text: str, parameters: Parameters) -> list[FoundCall]:
     """Return the calls of a text: `[TOOL_CALLS][{"name": …, "arguments": {…}}]`, or `[TOOL_CALLS]name[ARGS]{…}`."""
     begin = text.find(_MISTRAL_TAG)
     if begin < 0:
         return []
-    found: list[FoundCall] = []
-    for part in _mistral_parts(text[begin:]):
+    calls: list[FoundCall] = []
+    for part in _split_mistral(text[begin:]):
         inside = part[len(_MISTRAL_TAG) :]
         try:
-            found += _mistral_call(inside)
+            calls += _read_mistral(inside)
         except BadCall as error:
-            found.append(malformed(part, error))
-    return found
+            calls.append(refuse_call(part, error))
+    return calls
 
 
-def _mistral_parts(text: str) -> list[str]:
-    """Return the parts of a text that begin with the tag. A tag inside a JSON string begins none."""
+def _split_mistral(text: str) -> list[str]:
+    """Return the parts of a text that begin with the tag. A tag inside a JSON string does not begin one."""
     parts, begin = [], 0
     while len(parts) < MOST_CALLS:
         inside = begin + len(_MISTRAL_TAG)
@@ -103,25 +103,25 @@ def _mistral_parts(text: str) -> list[str]:
     return parts
 
 
-def _mistral_call(inside: str) -> list[ToolCall]:
+def _read_mistral(inside: str) -> list[ToolCall]:
     named = _MISTRAL_NAMED.match(inside)
     if named:
         value, _ = read_json(inside, named.end())
-        return [call_of({"name": named[1], "arguments": value, "id": named[2] or ""})]
+        return [read_call({"name": named[1], "arguments": value, "id": named[2] or ""})]
     values, _ = read_json(inside, 0)
     if not isinstance(values, list) or not values:
         raise BadCall("is not a list of calls, and not name[ARGS]{…}")
-    return [call_of(value) for value in values]
+    return [read_call(value) for value in values]
 
 
-def _behind_space(text: str, place: int) -> int:
-    while place < len(text) and text[place].isspace():
-        place += 1
-    return place
+def _skip_space(text: str, start: int) -> int:
+    while start < len(text) and text[start].isspace():
+        start += 1
+    return start
 
 
-def _end_of_block(text: str, inside: int) -> int:
-    """Return where a block that cannot be read ends: behind its end tag, or before the next block."""
+def _find_end_of_block(text: str, inside: int) -> int:
+    """Return where a block that cannot be read ends: after its end tag, or before the next block."""
     following = text.find(_HERMES_BEGIN, inside)
     following = following if following >= 0 else len(text)
     end = text.find(_HERMES_END, inside, following)

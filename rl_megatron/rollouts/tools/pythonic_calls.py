@@ -8,16 +8,16 @@ import re
 import warnings
 from typing import Any
 
-from rl_megatron.rollouts.tools.calls import MOST_CALLS, BadCall, FoundCall, Parameters, ToolCall, malformed
+from rl_megatron.rollouts.tools.calls import MOST_CALLS, BadCall, FoundCall, Parameters, ToolCall, refuse_call
 
 _MARKERS = ("<|python_start|>", "<|python_end|>")
 _BEGIN = re.compile(r"\[\s*([A-Za-z_]\w*)\s*\(")
 
 
-def pythonic_calls(text: str, parameters: Parameters) -> list[FoundCall]:
+def parse_pythonic(text: str, parameters: Parameters) -> list[FoundCall]:
     """Return the calls of a text that is a list of Python calls: `[f(a=1), g(b="x")]`.
 
-    Arguments have names, and their values are literals. A text that is no list of calls has none, unless it begins
+    Arguments have names, and their values are literals. A text that is not a list of calls has none, unless it begins
     with the name of a tool, as `[f(`.
     """
     text = text.strip().removeprefix(_MARKERS[0]).removesuffix(_MARKERS[1]).strip()
@@ -30,21 +30,21 @@ def pythonic_calls(text: str, parameters: Parameters) -> list[FoundCall]:
             warnings.simplefilter("ignore", DeprecationWarning)  # the same, before Python 3.12
             tree = ast.parse(text, mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else []
-        calls = [node for node in nodes if isinstance(node, ast.Call)]
-        if not isinstance(tree, ast.List) or len(calls) < len(nodes):
+        call_nodes = [node for node in nodes if isinstance(node, ast.Call)]
+        if not isinstance(tree, ast.List) or len(call_nodes) < len(nodes):
             raise BadCall("is not a list of calls")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if begin[1] not in parameters:
             return []
-        reason = error if isinstance(error, BadCall) else BadCall(f"is not Python: {_said(error)}")
-        return [malformed(text, reason)]
-    found: list[FoundCall] = []
-    for node in calls[:MOST_CALLS]:
+        reason = error if isinstance(error, BadCall) else BadCall(f"is not Python: {_describe(error)}")
+        return [refuse_call(text, reason)]
+    calls: list[FoundCall] = []
+    for node in call_nodes[:MOST_CALLS]:
         try:
-            found.append(_call(node))
+            calls.append(_read_call(node))
         except BadCall as error:
-            found.append(malformed(_unparse(node, text), error))
-    return found
+            calls.append(refuse_call(_unparse(node, text), error))
+    return calls
 
 
 def _unparse(node: ast.Call, text: str) -> str:
@@ -55,22 +55,22 @@ def _unparse(node: ast.Call, text: str) -> str:
         return text
 
 
-def _call(node: ast.Call) -> ToolCall:
+def _read_call(node: ast.Call) -> ToolCall:
     if not isinstance(node.func, ast.Name):
         raise BadCall("does not begin with the name of a tool")
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         raise BadCall("has an argument without a name; write name=value")
-    arguments = {str(keyword.arg): _value(keyword) for keyword in node.keywords}
+    arguments = {str(keyword.arg): _read_value(keyword) for keyword in node.keywords}
     if len(arguments) < len(node.keywords):
         raise BadCall("has an argument twice")
     return ToolCall("", node.func.id, arguments)
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return (error.msg if isinstance(error, SyntaxError) else str(error)) or type(error).__name__
 
 
-def _value(keyword: ast.keyword) -> Any:
+def _read_value(keyword: ast.keyword) -> Any:
     try:
         return _as_json(ast.literal_eval(keyword.value))
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
@@ -80,11 +80,7 @@ def _value(keyword: ast.keyword) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a literal as JSON has it, where tuples are lists.
-
-    Raises:
-        ValueError: JSON does not have it.
-    """
+    """Return a literal as JSON has it, where tuples are lists, or raise ValueError."""
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):

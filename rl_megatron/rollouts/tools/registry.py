@@ -16,7 +16,6 @@ class RegisteredTool:
     """A function under a name.
 
     Attributes:
-        function: The function.
         settings: The keys of `rollout.tools` that it takes as arguments, which the model does not see.
     """
 

@@ -13,16 +13,10 @@ _HAS_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_
 _LONGEST_MESSAGE = 300  # characters; a message of jsonschema has the whole value
 
 
-def tool_schema(function: Any, where: str, hidden: Collection[str] = ()) -> dict[str, Any]:
-    """Return the JSON schema of a function, as chat templates take it.
+def build_tool_schema(function: Any, where: str, hidden: Collection[str] = ()) -> dict[str, Any]:
+    """Return the JSON schema of a function, as chat templates take it, without its `hidden` arguments.
 
-    Args:
-        function: The function, with type hints and a docstring that describes every argument.
-        where: The key that names the function, for messages.
-        hidden: Arguments that are left out.
-
-    Raises:
-        ConfigError: It is no function with named arguments, or a type hint or a description is missing.
+    Raises ConfigError, which names the key `where`, if the function lacks named arguments, type hints or descriptions.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -49,14 +43,10 @@ def tool_schema(function: Any, where: str, hidden: Collection[str] = ()) -> dict
 
 
 class ArgumentCheck:
-    """Compares the arguments of calls of one tool with its schema."""
+    """The check of the arguments of calls of one tool against its schema."""
 
     def __init__(self, schema: Mapping[str, Any]):
-        """Keep the schema that `tool_schema` returns.
-
-        Raises:
-            ConfigError: The library jsonschema is not installed.
-        """
+        """Keep the schema that `build_tool_schema` returns."""
         try:
             from jsonschema import Draft202012Validator
         except ImportError as error:
@@ -67,10 +57,11 @@ class ArgumentCheck:
         self._names = list(parameters["properties"])
         self._required = parameters.get("required", [])
         self._validators = {
-            name: Draft202012Validator(_without_nullable(each)) for name, each in parameters["properties"].items()
+            name: Draft202012Validator(_replace_nullable(property_))
+            for name, property_ in parameters["properties"].items()
         }
 
-    def problem(self, arguments: Mapping[str, Any]) -> str | None:
+    def find_problem(self, arguments: Mapping[str, Any]) -> str | None:
         """Return what is wrong with arguments, in words for the model, or None."""
         takes = ", ".join(self._names) or "none"
         for name in arguments:
@@ -82,27 +73,22 @@ class ArgumentCheck:
         for name, value in arguments.items():
             error = next(iter(self._validators[name].iter_errors(value)), None)
             if error is not None:
-                said = str(error.message)
-                return f"the argument {name!r} is wrong: {said[:_LONGEST_MESSAGE]}"
+                return f"the argument {name!r} is wrong: {str(error.message)[:_LONGEST_MESSAGE]}"
         return None
 
 
-def _without_nullable(schema: Any) -> Any:
-    """Return a schema in which `nullable`, which JSON Schema does not have, is a choice between null and the rest."""
+def _replace_nullable(schema: Any) -> Any:
+    """Return a schema in which `nullable`, unknown to JSON Schema, is a choice between null and the rest."""
     if isinstance(schema, list):
-        return [_without_nullable(each) for each in schema]
+        return [_replace_nullable(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    rest = {key: _without_nullable(value) for key, value in schema.items() if key != "nullable"}
+    rest = {key: _replace_nullable(value) for key, value in schema.items() if key != "nullable"}
     return {"anyOf": [rest, {"type": "null"}]} if schema.get("nullable") is True else rest
 
 
-def import_string_of(function: Callable[..., Any], where: str) -> str:
-    """Return the import string with which another process finds a registered function.
-
-    Raises:
-        ConfigError: The function is inside another one.
-    """
+def build_import_string(function: Callable[..., Any], where: str) -> str:
+    """Return the import string with which another process finds a registered function."""
     if not re.fullmatch(r"[\w.]+", function.__qualname__):  # it has "<locals>"
         raise ConfigError(f"{where}: {function.__qualname__} is inside another function; define it in its module")
     return f"{function.__module__}:{function.__qualname__}"

@@ -17,11 +17,11 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.chat_template import ChatTemplate, load_template
 from rl_megatron.data.conversations import Message
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.rollouts.host_pool import HostedCallFailed, HostLimits, HostLost, ProcessHosts
-from rl_megatron.rollouts.tools.calls import FoundCall, MalformedCall, Parser, ToolCall, after_thinking
-from rl_megatron.rollouts.tools.formats import PARSERS, format_of
+from rl_megatron.rollouts.hosts import HostedCallFailed, HostLimits, HostLost, ProcessHosts
+from rl_megatron.rollouts.tools.calls import FoundCall, MalformedCall, Parser, ToolCall, drop_thinking
+from rl_megatron.rollouts.tools.formats import PARSERS, detect_format
 from rl_megatron.rollouts.tools.registry import TOOLS
-from rl_megatron.rollouts.tools.schema import ArgumentCheck, import_string_of, tool_schema
+from rl_megatron.rollouts.tools.schema import ArgumentCheck, build_import_string, build_tool_schema
 from rl_megatron.rollouts.tools.turns import check_tool_turns
 
 COUNTS = ("tool_calls", "tool_errors", "malformed_calls")  # of a trajectory, in its metadata and as metrics
@@ -32,23 +32,18 @@ _ID = re.compile(r"[0-9A-Za-z]{9}")  # what Mistral's templates accept
 
 
 class ToolFailed(RuntimeError):
-    """A call of a tool failed or could not be read, and the configuration says that the trajectory fails then."""
+    """A call of a tool failed or could not be read, and `rollout.tools.on_error` is "fail"."""
 
 
 class Hosts(Protocol):
-    """What runs functions in other processes."""
+    """The processes that run functions."""
 
     async def call(self, target: str, kwargs: Mapping[str, Any], timeout: float) -> Any:
-        """Return what a function returns.
-
-        Args:
-            target: An import string of the function.
-            kwargs: Its arguments.
-            timeout: How long it may take, in seconds.
+        """Return what the function with an import string returns within `timeout` seconds.
 
         Raises:
             HostedCallFailed: It raised an error, took longer, or returned too much.
-            HostLost: The process ended, and not through this call.
+            HostLost: The process ended through no fault of this call.
         """
         ...
 
@@ -61,7 +56,6 @@ class _Tool:
         schema: Its JSON schema, as chat templates take it.
         target: The import string with which a process finds it.
         bound: Further arguments, which the model does not give.
-        check: Compares arguments with the schema.
     """
 
     schema: Mapping[str, Any]
@@ -78,19 +72,12 @@ class Tools:
     """
 
     def __init__(self, settings: ToolsConfig):
-        """Load the functions, without running them.
-
-        Args:
-            settings: The section `rollout.tools`.
-
-        Raises:
-            ConfigError: A function cannot be loaded or described, or two have one name.
-        """
+        """Load the functions, without running them."""
         self.settings = settings
         self.tools: dict[str, _Tool] = {}
         for index, entry in enumerate(settings.functions):
             where = f"rollout.tools.functions[{index}]={entry}"
-            tool = _loaded(entry, where, settings)
+            tool = _load_tool(entry, where, settings)
             name = tool.schema["function"]["name"]
             if name in self.tools:
                 raise ConfigError(f"{where}: another tool is called {name!r}, too; rename one of the functions")
@@ -99,75 +86,49 @@ class Tools:
         self.parameters = {name: tool.schema["function"]["parameters"] for name, tool in self.tools.items()}
         self._parsers: dict[ChatTemplate | None, Parser] = {}
 
-    def hosts(self) -> ProcessHosts:
-        """Return the processes that run the functions. None has been started."""
+    def build_hosts(self) -> ProcessHosts:
+        """Return the processes that run the functions, without starting one."""
         settings = self.settings
         most_bytes = _BYTES_PER_CHARACTER * settings.max_answer_characters + _SPARE
         return ProcessHosts(settings.processes, HostLimits(settings.memory_mb, most_bytes), "tools")
 
-    def parser(self, template: ChatTemplate | None) -> Parser:
-        """Return what finds the calls in the turns of a model with this chat template.
+    def choose_parser(self, template: ChatTemplate | None) -> Parser:
+        """Return the parser of calls of a model with this chat template; None if prompts are plain text.
 
-        Args:
-            template: The chat template; None if prompts are plain text.
-
-        Raises:
-            ConfigError: The format is not known, or the chat template takes no answers of tools.
+        Raises ConfigError if the format is not known, or the chat template takes no answers of tools.
         """
         if template not in self._parsers:
-            parser = PARSERS[_format(self.settings, template)]
+            parser = PARSERS[_choose_format(self.settings, template)]
             if template is not None:
                 check_tool_turns(template, self.schemas)
             self._parsers[template] = parser
         return self._parsers[template]
 
-    def box(self, hosts: Hosts, template: ChatTemplate | None) -> ToolBox:
-        """Return what reads and answers the calls of one trajectory.
-
-        Args:
-            hosts: The processes that run the functions.
-            template: The chat template of the trajectory; None if its prompt is plain text.
-
-        Raises:
-            ConfigError: See `parser`.
-        """
-        return ToolBox(self, hosts, self.parser(template))
+    def open_box(self, hosts: Hosts, template: ChatTemplate | None) -> ToolBox:
+        """Return the tool box of a trajectory; its chat template is None if its prompt is plain text."""
+        return ToolBox(self, hosts, self.choose_parser(template))
 
 
 def check_tools(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check the tools of a stage before its first step.
 
-    Args:
-        stage: The stage.
-        tokenizer: The run's tokenizer.
-
-    Raises:
-        ConfigError: See `Tools`, and its method `parser`. If the records decide whether there is a chat template, the
-            first trajectory raises what the method does.
-        ValueError: There is no chat template.
+    If the records decide whether there is a chat template, the first trajectory checks its format of calls.
     """
-    tools = configured_tools(stage.rollout.tools)
+    tools = build_tools(stage.rollout.tools)
     if tools is not None and stage.data.format != "auto":
-        tools.parser(load_template(stage.data, tokenizer) if stage.data.format == "chat" else None)
+        tools.choose_parser(load_template(stage.data, tokenizer) if stage.data.format == "chat" else None)
 
 
-def configured_tools(settings: ToolsConfig) -> Tools | None:
-    """Return the tools of the section `rollout.tools`, or None if it names none.
-
-    Raises:
-        ConfigError: See `Tools`.
-    """
+def build_tools(settings: ToolsConfig) -> Tools | None:
+    """Return the tools of the section `rollout.tools`, or None if it names none."""
     return Tools(settings) if settings.functions else None
 
 
 @dataclass
 class ToolBox:
-    """Reads and answers the calls of one trajectory, and counts them.
+    """The calls of one trajectory, which are read, answered and counted.
 
     Attributes:
-        tools: The tools.
-        hosts: The processes that run their functions.
-        parse: What finds the calls in a turn.
         counts: `tool_calls`, the calls so far; `tool_errors`, those of them that failed; and `malformed_calls`, those
             of the failed ones that could not be read. A rollout worker adds them to the metadata of its trajectory.
     """
@@ -183,10 +144,10 @@ class ToolBox:
         """Return the JSON schemas of the tools, as chat templates take them."""
         return self.tools.schemas
 
-    def calls(self, text: str) -> Sequence[FoundCall]:
-        """Return the calls in the text of a turn, in their order; none of those that it only thinks of."""
-        found = self.parse(after_thinking(text), self.tools.parameters)
-        return [call if _ID.fullmatch(call.id) else replace(call, id=self._new_id()) for call in found]
+    def find_calls(self, text: str) -> Sequence[FoundCall]:
+        """Return the calls in the text of a turn, in their order, without those in its thinking."""
+        calls = self.parse(drop_thinking(text), self.tools.parameters)
+        return [call if _ID.fullmatch(call.id) else replace(call, id=self._new_id()) for call in calls]
 
     async def answer(self, calls: Sequence[FoundCall]) -> tuple[list[Message], bool]:
         """Run the calls of a turn, all at the same time.
@@ -197,10 +158,10 @@ class ToolBox:
 
         Raises:
             ToolFailed: A call failed, and `rollout.tools.on_error` is "fail".
-            HostLost: Other calls have ended the process of a call again and again.
+            HostLost: Other calls have ended the process of a call in every attempt.
         """
         outcomes = await asyncio.gather(
-            *(self._outcome(call, number) for number, call in enumerate(calls)), return_exceptions=True
+            *(self._answer_call(call, number) for number, call in enumerate(calls)), return_exceptions=True
         )
         messages: list[Message] = []
         failures: list[str] = []
@@ -213,14 +174,14 @@ class ToolBox:
             self.counts["malformed_calls"] += isinstance(call, MalformedCall)
             if has_failed:
                 failures.append(text)
-            messages.append({"role": "tool", "tool_call_id": call.id, "name": self._name(call), "content": text})
+            messages.append({"role": "tool", "tool_call_id": call.id, "name": self._choose_name(call), "content": text})
         on_error = self.tools.settings.on_error
         if failures and on_error == "fail":
             raise ToolFailed(f"a call of a tool failed: {failures[0]}")
         return messages, bool(failures) and on_error == "end"
 
-    async def _outcome(self, call: FoundCall, number: int) -> tuple[str, bool]:
-        """Return what the model is told about a call, and whether the call has failed."""
+    async def _answer_call(self, call: FoundCall, number: int) -> tuple[str, bool]:
+        """Return the answer to a call, and whether the call has failed."""
         settings = self.tools.settings
         if number >= settings.max_calls:
             return f"Error: not run, because a turn has at most {settings.max_calls} calls", True
@@ -229,7 +190,7 @@ class ToolBox:
         tool = self.tools.tools.get(call.name)
         if tool is None:
             return f"Error: there is no tool of this name; the tools are: {', '.join(self.tools.tools)}", True
-        problem = tool.check.problem(call.arguments)
+        problem = tool.check.find_problem(call.arguments)
         if problem is not None:
             return self._cut(f"Error: {problem}"), True
         try:
@@ -237,7 +198,7 @@ class ToolBox:
         except HostedCallFailed as error:
             return self._cut(f"Error: {error}"), True
         try:
-            return self._cut(_text(answer)), False
+            return self._cut(_as_text(answer)), False
         except (TypeError, ValueError, RecursionError) as error:
             return self._cut(f"Error: what the tool returned cannot be written as JSON: {error}"), True
 
@@ -253,13 +214,13 @@ class ToolBox:
         raise AssertionError("the last attempt returns or raises")
 
     def _cut(self, text: str) -> str:
-        """Return a text that a tokenizer can read, of which a long one is cut."""
+        """Return a text that a tokenizer can read, cut if it is long."""
         text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair becomes a question mark
         most = self.tools.settings.max_answer_characters
         return text if len(text) <= most else f"{text[:most]}… (cut after {most} of {len(text)} characters)"
 
-    def _name(self, call: FoundCall) -> str:
-        """Return the name of the tool that answers; what the model made up has no character that a template reads."""
+    def _choose_name(self, call: FoundCall) -> str:
+        """Return the name of the tool that answers. A made-up name loses the characters that a template reads."""
         if isinstance(call, MalformedCall):
             return "malformed"
         return call.name if call.name in self.tools.tools else re.sub(r"\W", "_", call.name, flags=re.A)[:_LONGEST_NAME]
@@ -269,7 +230,7 @@ class ToolBox:
         return f"call{self._num_named:05d}"
 
 
-def _loaded(entry: str, where: str, settings: ToolsConfig) -> _Tool:
+def _load_tool(entry: str, where: str, settings: ToolsConfig) -> _Tool:
     """Return the tool that an entry of `rollout.tools.functions` names."""
     if is_import_string(entry):
         function, bound, target = load_object(entry, "rollout.tools.functions"), {}, entry
@@ -277,27 +238,27 @@ def _loaded(entry: str, where: str, settings: ToolsConfig) -> _Tool:
         registered = TOOLS.find(entry, "rollout.tools.functions")
         function = registered.function
         bound = {key: getattr(settings, key) for key in registered.settings}
-        target = import_string_of(function, where)
-    schema = tool_schema(function, where, bound)
+        target = build_import_string(function, where)
+    schema = build_tool_schema(function, where, bound)
     return _Tool(schema, target, bound, ArgumentCheck(schema))
 
 
-def _format(settings: ToolsConfig, template: ChatTemplate | None) -> str:
+def _choose_format(settings: ToolsConfig, template: ChatTemplate | None) -> str:
     if settings.format != "auto":
-        found = settings.format
+        format_ = settings.format
     elif template is None:
         raise ConfigError(
             "rollout.tools.format=auto looks into the chat template, and prompts are plain text; set it to one of "
             f"{', '.join(PARSERS)}, or data.format=chat"
         )
     else:
-        found = format_of(template.text_with_tools)
+        format_ = detect_format(template.text_with_tools)
     if template is None or "tools" not in template.text_with_tools:
         where = "prompts are plain text, which does" if template is None else "the chat template does"
         log.once(f"{where} not describe tools, so that the model knows of them only by its prompt")
-    return found
+    return format_
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return what a function returned as the text of a message: a string as it is, and otherwise its JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -14,8 +14,8 @@ from rl_megatron.rollouts.tools.calls import (
     FoundCall,
     Parameters,
     ToolCall,
-    malformed,
     read_json,
+    refuse_call,
 )
 
 _BEGIN = re.compile(r"<tool_call>\s*(<function=)")
@@ -29,59 +29,59 @@ _PARAMETER = re.compile(
 )
 
 
-def qwen_calls(text: str, parameters: Parameters) -> list[FoundCall]:
+def parse_qwen(text: str, parameters: Parameters) -> list[FoundCall]:
     """Return the calls `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` of a text.
 
     A value is text if the schema says that it is a string, and otherwise JSON or a literal of Python.
     """
-    found: list[FoundCall] = []
-    place, ends = 0, True  # whether a call may end behind the place: the rest of the text is searched for an end once
-    while len(found) < MOST_CALLS and (meant := _MEANT.search(text, place)) is not None:
+    calls: list[FoundCall] = []
+    position, ends = 0, True  # whether a call may end after the position: the rest of the text is searched for it once
+    while len(calls) < MOST_CALLS and (meant := _MEANT.search(text, position)) is not None:
         begin, end = _BEGIN.match(text, meant.start()), None
         if begin is not None and ends:
             end = _END.search(text, begin.end())
             ends = end is not None
         if begin is None or end is None:
             following = text.find("<tool_call>", meant.start() + 1)
-            place = following if following >= 0 else len(text)
-            found.append(malformed(text[meant.start() : place], _why(text[meant.start() : place])))
+            position = following if following >= 0 else len(text)
+            calls.append(refuse_call(text[meant.start() : position], _explain(text[meant.start() : position])))
             continue
-        place = end.end()
+        position = end.end()
         try:
-            found.append(_call(text[begin.start(1) : end.end(1)], parameters))
+            calls.append(_read_call(text[begin.start(1) : end.end(1)], parameters))
         except BadCall as error:
-            found.append(malformed(text[begin.start() : place], error))
-    return found
+            calls.append(refuse_call(text[begin.start() : position], error))
+    return calls
 
 
-def _why(text: str) -> BadCall:
+def _explain(text: str) -> BadCall:
     if text.startswith("<function="):
         return BadCall("is not within <tool_call> and </tool_call>")
     return BadCall("is not <tool_call><function=NAME>…</function></tool_call>")
 
 
-def _call(function: str, parameters: Parameters) -> ToolCall:
+def _read_call(function: str, parameters: Parameters) -> ToolCall:
     match = _FUNCTION.fullmatch(function)
     name = "" if match is None else match[1].strip()
     if match is None or not name:
         raise BadCall("has no name; write <function=NAME>")
     properties: Mapping[str, Any] = parameters.get(name, {}).get("properties", {})
     arguments: dict[str, Any] = {}
-    place, inside = 0, match[2]
-    while _SOMETHING.search(inside, place):
-        parameter = _PARAMETER.match(inside, place)
+    position, inside = 0, match[2]
+    while _SOMETHING.search(inside, position):
+        parameter = _PARAMETER.match(inside, position)
         if parameter is None:
-            raise BadCall(f"has {inside[place:].strip()[:40]!r} where <parameter=KEY>…</parameter> should be")
+            raise BadCall(f"has {inside[position:].strip()[:40]!r} where <parameter=KEY>…</parameter> should be")
         key = parameter[1].strip()
         if key in arguments:
             raise BadCall(f"has the parameter {key!r} twice")
-        arguments[key] = _value(parameter[2], properties.get(key, {}))
-        place = parameter.end()
+        arguments[key] = _read_value(parameter[2], properties.get(key, {}))
+        position = parameter.end()
     return ToolCall("", name, arguments)
 
 
-def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return what a text stands for; a text that is no JSON and no literal stays text, which the schema refuses."""
+def _read_value(text: str, schema: Mapping[str, Any]) -> Any:
+    """Return the value of a text; one that is neither JSON nor a literal stays text, which the schema refuses."""
     if schema.get("type") == "string":
         return None if schema.get("nullable") and text in ("None", "null") else text
     try:

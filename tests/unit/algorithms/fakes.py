@@ -14,10 +14,10 @@ from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import Completion, Request, WeightSpan
 from rl_megatron.rewards.metrics import RewardMetrics
-from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.sampler import Sampler
 from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.rollouts.trajectory import TokenLimits
 from rl_megatron.rollouts.worker import completion
 from rl_megatron.timing import PhaseTimer
 from rl_megatron.topology.ranks import Ranks

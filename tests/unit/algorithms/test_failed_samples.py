@@ -13,7 +13,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
 from rl_megatron.rollouts.batch import TURN, TURN_REWARDS
 from rl_megatron.rollouts.sampler import keep_informative
-from rl_megatron.rollouts.statistics import informative_groups, statistics
+from rl_megatron.rollouts.statistics import describe_rollouts, informative_groups
 from tests.unit.algorithms.fakes import whole
 
 SIZE, WIDTH, VOCABULARY = 4, 9, 11
@@ -149,7 +149,7 @@ def test_the_zero_of_a_failed_sample_makes_no_group_informative():
     assert informative_groups(batch["rewards"], SIZE).all(), "rewards alone differ"
     assert informative_groups(batch["rewards"], SIZE, batch["sample_mask"]).tolist() == [False, True, True]
     assert keep_informative(Batch.from_whole(batch), SIZE).trajectories.num_trajectories == 2 * SIZE
-    found = statistics([whole(batch)], SIZE)
+    found = describe_rollouts([whole(batch)], SIZE)
     assert found["informative_groups"] == pytest.approx(2 / 3)
     assert found["reward"] == pytest.approx(without(every)["rewards"].mean().item())
 

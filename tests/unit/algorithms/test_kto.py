@@ -116,4 +116,4 @@ def test_held_out_answers_without_a_desirable_one_are_refused():
     batch["desirable"] = torch.zeros(3)
     stage = SimpleNamespace(model=SimpleNamespace(max_sequence_length=5))
     with pytest.raises(ConfigError, match="none of the 3 held-out answers is desirable"):
-        HeldoutLabelled.of_stage(stage, SimpleNamespace(batch=batch), SimpleNamespace(pad_id=0))
+        HeldoutLabelled.from_stage(stage, SimpleNamespace(batch=batch), SimpleNamespace(pad_id=0))

@@ -11,7 +11,7 @@ from rl_megatron.config.metrics import EVAL_METRICS, METRICS
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import MSEValueLoss, build_loss
 from rl_megatron.losses import metrics as losses
-from rl_megatron.rollouts.statistics import learned_statistics, logprob_mismatch, statistics
+from rl_megatron.rollouts.statistics import describe_rollouts, learned_statistics, logprob_mismatch
 from rl_megatron.rollouts.tools.toolbox import COUNTS
 from rl_megatron.weight_sync.sender import SyncTimings
 from tests.unit.algorithms.fakes import whole
@@ -35,7 +35,7 @@ def test_the_statistics_of_rollouts_are_declared():
     )  # fmt: skip
     rollouts = whole(rollouts)
     loss = build_loss("clipped_pg", {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1})
-    reported = statistics([rollouts], 2) | logprob_mismatch(rollouts) | reward_kl(rollouts, loss)
+    reported = describe_rollouts([rollouts], 2) | logprob_mismatch(rollouts) | reward_kl(rollouts, loss)
     reported |= learned_statistics(rollouts, 1)
     elsewhere = {"sampling_rounds", "mismatch_routing", "teacher_kl", *OF_TURNS}
     assert reported.keys() | elsewhere == names(metrics.ROLLOUT) | set(logprob_mismatch(rollouts))

@@ -17,7 +17,7 @@ from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
-from rl_megatron.rollouts.statistics import statistics
+from rl_megatron.rollouts.statistics import describe_rollouts
 from rl_megatron.runs import checkpointer
 from rl_megatron.runs import stage as stage_module
 from rl_megatron.runs.evaluations import Evaluations
@@ -92,7 +92,7 @@ class Rollouts:
             input_lengths=torch.tensor([3, 2]), stopped=torch.tensor([True, True]), weight_version=torch.tensor([1, 1]),
         )  # fmt: skip
         rollouts = Batch.from_whole(batch)
-        return rollouts, statistics([rollouts], 2)
+        return rollouts, describe_rollouts([rollouts], 2)
 
     def keep(self, step, learned):
         pass

@@ -25,7 +25,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.losses import build_loss
 from rl_megatron.rollouts.sampler import join, keep_informative
-from rl_megatron.rollouts.statistics import learned_statistics, logprob_mismatch, statistics
+from rl_megatron.rollouts.statistics import describe_rollouts, learned_statistics, logprob_mismatch
 from tests.unit.algorithms.fakes import (
     Characters,
     Echo,
@@ -170,7 +170,7 @@ def test_rounds_are_joined_in_order_up_to_the_limit(rollouts_of):
 def test_statistics_of_rollouts(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "1"], "b": ["10", "20"], "c": ["0", "0"], "d": ["100", "4"]})
     rollouts["stopped"][:2] = False
-    assert statistics([whole(rollouts)], 2) == pytest.approx(
+    assert describe_rollouts([whole(rollouts)], 2) == pytest.approx(
         {
             "reward": (1 + 1 + 10 + 20 + 0 + 0 + 100 + 4) / 8,
             "reward_std": rollouts["rewards"].std(correction=0).item(),

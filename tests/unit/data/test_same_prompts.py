@@ -60,7 +60,7 @@ def test_sft_and_grpo_send_the_same_prompt_ids(gsm8k, of_problems, keys):
         sampler.draw(1)
     assert {tuple(prompt) for prompt in engine.prompts} == prompts_of(batch) and len(prompts_of(batch)) == 8
     heldout = build_evaluation(sft, tokenizer).batch
-    evaluation = build_evaluation(grpo, tokenizer).made_by(rollouts_of(scorer, tokenizer))
+    evaluation = build_evaluation(grpo, tokenizer).with_rollouts(rollouts_of(scorer, tokenizer))
     with pytest.raises(InterruptedError):
         evaluation.evaluate(None, engine)
     assert {tuple(prompt) for prompt in engine.prompts} == prompts_of(heldout) and len(prompts_of(heldout)) == 4

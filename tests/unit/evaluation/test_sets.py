@@ -10,7 +10,7 @@ from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.eval_problems import check_set_files, read_set_problems
 from rl_megatron.evaluation import sets as eval_sets
 from rl_megatron.evaluation.results import results_file
-from rl_megatron.evaluation.sets import EvalSet, EvalSets, set_metric_names
+from rl_megatron.evaluation.sets import EvalSet, EvalSets, list_set_metric_names
 from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.runs.preflight import check_keep_best
 from rl_megatron.topology.ranks import Ranks
@@ -87,7 +87,7 @@ def test_the_metrics_of_a_set(sums):
     # Problem 0 is answered rightly twice, problem 1 always, problem 2 never.
     right = {0: 2, 1: 4, 2: 0}
     engine = Guessing(lambda prompt, i: correct(prompt) if i // 3 < right[i % 3] else "7777")
-    metrics = sums.metrics(sums.results(sums.evaluate(engine, RUNNER)))
+    metrics = sums.compute_metrics(sums.build_results(sums.evaluate(engine, RUNNER)))
     assert metrics["sums/avg@4"] == pytest.approx(0.5)
     assert metrics["sums/pass@2"] == pytest.approx((5 / 6 + 1 + 0) / 3)
     assert metrics["sums/maj@4"] == pytest.approx((0.5 + 1 + 0) / 3), "the right answer and 7777 tie on problem 0"
@@ -116,7 +116,7 @@ def test_sets_are_evaluated_when_they_are_due(tmp_path):
     ends = "{name: ends, task: arithmetic, num_problems: 2, every: 0}"
     stage = stage_with(SUMS, other, ends)
     sets = EvalSets(stage, "grpo", Characters(), RUNNER, tmp_path)
-    due = {step: [each.config.name for each in sets.due(step, step == 7)] for step in range(8)}
+    due = {step: [each.config.name for each in sets.select_due(step, step == 7)] for step in range(8)}
     everything = ["sums", "other", "ends"]
     assert due == {
         0: everything,
@@ -157,13 +157,13 @@ def test_the_results_of_every_problem_are_in_a_parquet_file(tmp_path):
 
 
 def test_the_best_checkpoint_by_a_set_needs_its_evaluation_at_every_checkpoint():
-    names = set_metric_names(stage_with(SUMS), Characters())
+    names = list_set_metric_names(stage_with(SUMS), Characters())
     check_keep_best(stage_with(SUMS, more=["train.keep_best=sums/pass@2"]), names)
     with pytest.raises(ConfigError, match="sums/avg@8 is not an eval metric.*sums/avg@4"):
         check_keep_best(stage_with(SUMS, more=["train.keep_best=sums/avg@8"]), names)
     rarely = stage_with(SUMS.replace("every: 2", "every: 3"), more=["train.keep_best=sums/avg@4"])
     with pytest.raises(ConfigError, match="train.save_every=4 is not a multiple of every of its set=3"):
-        check_keep_best(rarely, set_metric_names(rarely, Characters()))
+        check_keep_best(rarely, list_set_metric_names(rarely, Characters()))
 
 
 def test_a_file_is_evaluated_as_a_whole_and_a_directory_by_its_held_out_split(tmp_path):

@@ -10,12 +10,12 @@ import pytest
 from rl_megatron.config.eval_sets import statistic_names
 from rl_megatron.evaluation.statistics import (
     ProblemSamples,
+    compute_problem_values,
+    compute_set_metrics,
     estimate,
     majority,
     paired_change,
     pass_at_k,
-    problem_values,
-    set_metrics,
     two_sided_p_value,
 )
 
@@ -65,15 +65,15 @@ def test_the_most_frequent_answer_decides_the_majority(answers, rewards, expecte
 
 def test_the_statistics_of_a_problem():
     samples = ProblemSamples([1.0, 0.0, 1.0, 0.25], [3, 5, 4, 8], [False, False, False, True], ["7", "8", "7", None])
-    values = problem_values(samples, right_from=1.0)
+    values = compute_problem_values(samples, right_from=1.0)
     assert values == {
         "avg@4": 0.5625, "pass@1": 0.5, "pass@2": pytest.approx(5 / 6), "pass@4": 1.0, "maj@4": 1.0,
         "length": 5.0, "truncated": 0.25,
     }  # fmt: skip
     assert tuple(values) == statistic_names(4, has_answers=True)
     without = ProblemSamples(samples.rewards, samples.lengths, samples.truncated)
-    assert tuple(problem_values(without, right_from=1.0)) == statistic_names(4, has_answers=False)
-    assert problem_values(without, right_from=0.25)["pass@1"] == 0.75
+    assert tuple(compute_problem_values(without, right_from=1.0)) == statistic_names(4, has_answers=False)
+    assert compute_problem_values(without, right_from=0.25)["pass@1"] == 0.75
 
 
 def test_intervals_of_the_standard_error_cover_the_true_mean():
@@ -142,9 +142,9 @@ def test_p_values_are_those_of_students_t(t, degrees, p):
 
 def test_the_metrics_of_a_set_have_errors_and_changes_since_the_start():
     now, start = [{"avg@1": 1.0}, {"avg@1": 0.5}], [{"avg@1": 0.0}, {"avg@1": 0.5}]
-    assert set_metrics(now) == {"avg@1": 0.75, "avg@1_se": 0.25}
-    assert set_metrics(now, start) == {
+    assert compute_set_metrics(now) == {"avg@1": 0.75, "avg@1_se": 0.25}
+    assert compute_set_metrics(now, start) == {
         "avg@1": 0.75, "avg@1_se": 0.25, "avg@1_change": 0.5, "avg@1_change_se": 0.5,
         "avg@1_change_p": pytest.approx(0.5),
     }  # fmt: skip
-    assert set_metrics(now[:1], start[:1]) == {"avg@1": 1.0}
+    assert compute_set_metrics(now[:1], start[:1]) == {"avg@1": 1.0}

@@ -8,9 +8,9 @@ import torch
 
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.rewards.metrics import RewardMetrics
-from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner, RolloutTask
 from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.rollouts.trajectory import TokenLimits
 from rl_megatron.rollouts.worker import completion
 from rl_megatron.topology.ranks import Ranks
 

@@ -18,10 +18,10 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.rollouts import agent
 from rl_megatron.rollouts.agent import AgentFailed, AgentWorker, read_result
-from rl_megatron.rollouts.build import rollout_rules
+from rl_megatron.rollouts.build import build_rollout_rules
 from rl_megatron.rollouts.gateway.server import Gateway
-from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner, RolloutTask
+from rl_megatron.rollouts.trajectory import TokenLimits
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.rollouts.engines import SAMPLING, RandomTokens
 from tests.unit.rollouts.test_runner import TOKENIZER as CHARACTERS
@@ -240,9 +240,9 @@ def test_no_more_trajectories_run_than_programs_may():
     """One that held a place without a process would keep the round of the others waiting."""
     agent = AgentConfig(command="python a.py", max_processes=3)
     settings = TrajectoryConfig(worker="agent", agent=agent, concurrency=10)
-    assert rollout_rules(settings, 48).concurrency == 3
-    assert rollout_rules(replace(settings, concurrency=2), 48).concurrency == 2
-    assert rollout_rules(TrajectoryConfig(concurrency=10), 48).concurrency == 10
+    assert build_rollout_rules(settings, 48).concurrency == 3
+    assert build_rollout_rules(replace(settings, concurrency=2), 48).concurrency == 2
+    assert build_rollout_rules(TrajectoryConfig(concurrency=10), 48).concurrency == 10
 
 
 def test_a_port_that_is_taken_is_named():

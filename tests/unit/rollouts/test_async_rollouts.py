@@ -16,7 +16,7 @@ from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts
 from rl_megatron.rollouts.group_queue import TOO_OLD, QueueRules
 from rl_megatron.rollouts.runner import RolloutFailed, RolloutRules, RolloutRunner
-from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts, tasks_of
+from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts, build_tasks
 from rl_megatron.rollouts.worker import completion
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms.fakes import Characters
@@ -92,7 +92,7 @@ def made():
         found = AsyncRollouts(
             ScoredRollouts(runner, scorer, Characters(), on_failure=on_failure), scorer,
             QueueRules(**{"per_step": 3, "num_steps": 9, **rules}),
-            lambda number: tasks_of([all_prompts[number]] * GROUP, 7, number * GROUP),
+            lambda number: build_tasks([all_prompts[number]] * GROUP, 7, number * GROUP),
             engine.synced, lambda: engine.policy_version, SAMPLING, waits,
         )  # fmt: skip
         closing.extend([found, runner])

@@ -19,9 +19,9 @@ from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.records import Record
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
-from rl_megatron.rollouts.batch import trajectory_batch
+from rl_megatron.rollouts.batch import build_trajectory_batch
 from rl_megatron.rollouts.sampler import join, keep_informative
-from rl_megatron.rollouts.statistics import statistics
+from rl_megatron.rollouts.statistics import describe_rollouts
 from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
 
 SAMPLING = Sampling(8)
@@ -49,7 +49,7 @@ TWO_SEGMENTS = Trajectory(
 
 @pytest.fixture
 def batch():
-    made = trajectory_batch([TWO_TURNS, TWO_SEGMENTS, None], [prompt(1, 2), prompt(1), prompt(3)], SAMPLING, True)
+    made = build_trajectory_batch([TWO_TURNS, TWO_SEGMENTS, None], [prompt(1, 2), prompt(1), prompt(3)], SAMPLING, True)
     made["rewards"] = torch.tensor([2.5, 4.0, 4.0, 0.0])  # with 1 and 3 of reward functions
     return made
 
@@ -77,7 +77,7 @@ def test_the_masks_of_a_batch_are_those_of_this_table(batch):
 
 def test_turns_of_another_temperature_are_sequences_of_their_own():
     segment = Segment([1, 5, 8, 6, 9, 7], [turn(1, [5]), turn(3, [6], sampling=WARM), turn(5, [7])])
-    made = trajectory_batch([Trajectory([segment])], [prompt(1)], SAMPLING, True)
+    made = build_trajectory_batch([Trajectory([segment])], [prompt(1)], SAMPLING, True)
     assert made["temperature"].tolist() == [1.0, 0.5, 1.0] and made["trajectory"].tolist() == [0, 0, 0]
     assert made["input_lengths"].tolist() == [2, 4, 6]
     assert [mask.nonzero()[:, 0].tolist() for mask in made["token_mask"]] == [[1], [3], [5]]
@@ -122,7 +122,7 @@ def test_groups_are_of_trajectories(batch):
 
 
 def test_statistics_are_over_trajectories_that_have_not_failed(batch):
-    found = statistics([Batch.from_whole(batch)], 1)
+    found = describe_rollouts([Batch.from_whole(batch)], 1)
     assert found["reward"] == 3.25 and found["completion_tokens"] == 3.0
     assert found["stopped"] == 0.5 and found["reward_min"] == 2.5
 

@@ -15,12 +15,12 @@ from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.rollouts.batch import trajectory_batch
+from rl_megatron.rollouts.batch import build_trajectory_batch
 from rl_megatron.rollouts.conversation import Conversation
 from rl_megatron.rollouts.environments import Environments, check_environment
-from rl_megatron.rollouts.host_pool import HostLost
-from rl_megatron.rollouts.limits import TokenLimits
+from rl_megatron.rollouts.hosts import HostLost
 from rl_megatron.rollouts.runner import RolloutFailed
+from rl_megatron.rollouts.trajectory import TokenLimits
 from tests.child_processes import children_with
 from tests.unit.algorithms.fakes import EOS, Characters, completed
 from tests.unit.data.chat_families import user, write_tokenizer
@@ -65,7 +65,7 @@ def test_only_the_turns_of_the_policy_are_learned_from():
     asked = [prompt()]
     (result,) = talk(Says("5", "42", "3"), asked, "Guess")
     trajectory = result.trajectory
-    batch = trajectory_batch([trajectory], asked, SAMPLING, has_turns=True)
+    batch = build_trajectory_batch([trajectory], asked, SAMPLING, has_turns=True)
     table = [  # token, mask, turn, reward
         ("n", 0, -1, 0), ("?", 0, -1, 0),
         ("5", 1, 0, 0), ("", 1, 0, -0.25), ("?", 0, -1, 0),
@@ -146,7 +146,7 @@ class Doubles:
     def __init__(self, template):
         self.counts = {"tool_calls": 0}
 
-    def calls(self, text):
+    def find_calls(self, text):
         return [int(text.strip("[]"))] if text.startswith("[") else []
 
     async def answer(self, calls):

@@ -10,7 +10,7 @@ import torch
 
 from rl_megatron import EnvironmentStep
 from rl_megatron.rollouts.environment import read_reset, read_step
-from rl_megatron.rollouts.nemo_environment import NemoEnvironment
+from rl_megatron.rollouts.environment_adapter import NemoEnvironment
 from rl_megatron.workers.plain_data import BadAnswer, loads_plain, plain, plain_bytes
 
 USER = {"role": "user", "content": "go"}

@@ -75,8 +75,8 @@ def test_calls_in_demonstrations_are_calls_of_the_calculator():
     task = ToolSums(share_of_calls=0.5)
     tokenizer = train_bpe(task.pretraining_documents(200), stage.tokenizer.vocab_size)
     tools = Tools(stage.rollout.tools)
-    hosts = tools.hosts()
-    box, num_calls = tools.box(hosts, load_template(stage.data, tokenizer)), 0
+    hosts = tools.build_hosts()
+    box, num_calls = tools.open_box(hosts, load_template(stage.data, tokenizer)), 0
 
     async def answered():
         nonlocal num_calls
@@ -84,10 +84,10 @@ def test_calls_in_demonstrations_are_calls_of_the_calculator():
             first, *others = turns(shown.record["messages"], "assistant")
             if others:
                 num_calls += 1
-                (message,), ends = await box.answer(box.calls(first))
+                (message,), ends = await box.answer(box.find_calls(first))
                 assert message["content"] == shown.answer == others[0] and not ends
             else:
-                assert first == shown.answer and not box.calls(first)
+                assert first == shown.answer and not box.find_calls(first)
 
     try:
         asyncio.run(answered())

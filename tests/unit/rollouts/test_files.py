@@ -15,7 +15,7 @@ from rl_megatron.data.tasks.task import Problem
 from rl_megatron.generation.completion_batch import SampledSequence, sequence_batch
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.rewards.metrics import RewardMetrics
-from rl_megatron.rollouts.files import Draw, batch_of, read_rows, rollout_file, rows, write_rows
+from rl_megatron.rollouts.files import Draw, build_rows, read_rows, rollout_file, rows_to_batch, write_rows
 from rl_megatron.rollouts.record import RolloutRecord
 from rl_megatron.topology.ranks import Ranks
 from tests.synced_files import note_syncs
@@ -54,7 +54,7 @@ def draw(experts=False):
 def test_the_scores_of_reward_functions_come_back_if_they_are_asked_for(tmp_path):
     drawn = draw()
     drawn.rollouts["sample_mask"][1] = 0.0
-    back = batch_of(written(tmp_path, drawn, {}), ["exact", "silent"])
+    back = rows_to_batch(written(tmp_path, drawn, {}), ["exact", "silent"])
     assert back.keys() - drawn.rollouts.keys() == {f"component_reward.{name}" for name in ("exact", "silent", "short")}
     assert back["component_reward.silent"].isnan().all()
     nan = float("nan")
@@ -66,15 +66,15 @@ def test_the_scores_of_reward_functions_come_back_if_they_are_asked_for(tmp_path
 def test_scores_of_other_reward_functions_than_the_configured_ones_are_refused(tmp_path):
     written(tmp_path, draw(), {})
 
-    def replayed(*names):
+    def read(*names):
         reward = RewardConfig(functions=tuple(RewardFunctionConfig(name=name) for name in names))
         config = TrajectoryConfig(replay=str(tmp_path / "files"))
-        return RolloutRecord(config, tmp_path, Characters(), 1, Ranks(), reward=reward).replayed(7, 2, 3)
+        return RolloutRecord(config, tmp_path, Characters(), 1, Ranks(), reward=reward).replay(7, 2, 3)
 
-    assert "component_reward.short" in replayed("short", "exact")
+    assert "component_reward.short" in read("short", "exact")
     for names in ([], ["exact"]):
         with pytest.raises(ConfigError, match=r"step-000007.parquet has scores of \['exact', 'short'\], and reward"):
-            replayed(*names)
+            read(*names)
 
 
 def test_each_row_of_a_step_of_several_rounds_has_its_own_advantages(tmp_path):
@@ -109,7 +109,7 @@ def test_turns_and_the_sequences_of_a_trajectory_come_back_to_the_bit(tmp_path):
     found = written(tmp_path, drawn, {})
     assert [(row["number"], row["trajectory"], row["group"]) for row in found] == [(0, 0, 0), (1, 1, 1), (2, 1, 1)]
     assert found[0]["turns"] == [{"turn": 0, "start": 4, "end": 5, "reward": 0.5}]
-    back = batch_of(found)
+    back = rows_to_batch(found)
     assert back.keys() == drawn.rollouts.keys()
     for key, value in drawn.rollouts.items():
         assert back[key].dtype == value.dtype and torch.equal(back[key], value), key
@@ -117,7 +117,7 @@ def test_turns_and_the_sequences_of_a_trajectory_come_back_to_the_bit(tmp_path):
 
 def written(tmp_path, drawn, advantages):
     path = rollout_file(tmp_path / "files", 7)
-    found = rows(7, drawn, Characters(), samples_per_prompt=1, newest_version=4, advantages=advantages)
+    found = build_rows(7, drawn, Characters(), samples_per_prompt=1, newest_version=4, advantages=advantages)
     write_rows(path, list(found))
     assert path.name == "step-000007.parquet"
     return read_rows(path)
@@ -133,7 +133,7 @@ def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_batch_comes_back_to_the_bit(tmp_path, experts):
     drawn = draw(experts)
-    back = batch_of(written(tmp_path, drawn, {}))
+    back = rows_to_batch(written(tmp_path, drawn, {}))
     assert back.keys() == drawn.rollouts.keys()
     for key, value in drawn.rollouts.items():
         assert back[key].dtype == value.dtype and torch.equal(back[key], value), key

@@ -23,7 +23,7 @@ class Simulation:
     def run(self):
         for step in range(1, self.rules.num_steps + 1):
             self.weights = step
-            self.queue.has_weights(step)
+            self.queue.note_weights(step)
             self.start()
             while not self.queue.is_ready():
                 self.advance()
@@ -101,7 +101,7 @@ def test_by_default_every_group_is_learned_from():
 
 def test_groups_are_used_in_the_order_of_the_stream():
     queue = GroupQueue(QueueRules(per_step=2, num_steps=5, max_age=1))
-    queue.has_weights(1)
+    queue.note_weights(1)
     assert [queue.start() for _ in range(5)] == [0, 1, 2, 3, None]
     for number in (3, 2, 1):
         queue.complete(number, oldest=1)
@@ -109,7 +109,7 @@ def test_groups_are_used_in_the_order_of_the_stream():
     queue.complete(0, oldest=1)
     assert queue.take().used == {0: 0, 1: 0}
     assert queue.start() is None, "the weights of step 1 are too old for step 3"
-    queue.has_weights(2)
+    queue.note_weights(2)
     assert [queue.start() for _ in range(3)] == [4, 5, None]
     assert queue.take().used == {2: 1, 3: 1}
 
@@ -117,7 +117,7 @@ def test_groups_are_used_in_the_order_of_the_stream():
 def test_with_over_sampling_a_step_does_not_wait_for_the_slowest():
     for keeps, left in ((True, {}), (False, {1: NOT_IN_TIME})):
         queue = GroupQueue(QueueRules(2, 5, max_age=1, over_sampling=1.5, keeps_unfinished=keeps))
-        queue.has_weights(1)
+        queue.note_weights(1)
         assert [queue.start() for _ in range(6)] == [0, 1, 2, 3, 4, None]
         for number in (0, 2):
             queue.complete(number, oldest=1)
@@ -126,14 +126,14 @@ def test_with_over_sampling_a_step_does_not_wait_for_the_slowest():
         for number in (3, 4):
             queue.complete(number, oldest=1)
         assert queue.take().dropped == ({1: TOO_OLD} if keeps else {})
-        queue.has_weights(3)
+        queue.note_weights(3)
         assert queue.start() == 5
         assert queue.state_dict()["again"] == [5]
 
 
 def test_after_the_most_rounds_a_step_learns_from_fewer_groups():
     queue = GroupQueue(QueueRules(2, 5, max_age=0, rounds=2, drops_equal=True))
-    queue.has_weights(1)
+    queue.note_weights(1)
     made = []
     while (number := queue.start()) is not None:
         made.append(number)
@@ -146,24 +146,24 @@ def test_after_the_most_rounds_a_step_learns_from_fewer_groups():
 def test_a_queue_goes_on_where_it_was_and_begins_again_what_ran():
     rules = QueueRules(per_step=2, num_steps=9, max_age=2)
     queue = GroupQueue(rules)
-    queue.has_weights(1)
+    queue.note_weights(1)
     while (number := queue.start()) is not None:
         queue.complete(number, oldest=1)
     queue.take()
     resumed = GroupQueue(rules)
     resumed.load_state_dict(queue.state_dict())
     resumed.replay([2, 3])  # those of step 2, which the log has
-    resumed.has_weights(3)
+    resumed.note_weights(3)
     assert resumed.next_step == 3 and [resumed.start() for _ in range(7)] == [4, 5, 6, 7, 8, 9, None]
     rolled_back = GroupQueue(rules)
     rolled_back.load_state_dict(queue.state_dict())
     rolled_back.leave_out(3)
-    rolled_back.has_weights(2)
+    rolled_back.note_weights(2)
     assert [rolled_back.start() for _ in range(2)] == [8, 9]
 
 
 def test_a_log_may_have_groups_that_the_checkpoint_had_not_started():
     queue = GroupQueue(QueueRules(per_step=1, num_steps=9, max_age=1, over_sampling=3.0))
     queue.replay([4, 1])
-    queue.has_weights(2)
+    queue.note_weights(2)
     assert [queue.start() for _ in range(5)] == [0, 2, 3, 5, None]

@@ -11,7 +11,7 @@ from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.rollouts.batch import trajectory_batch
+from rl_megatron.rollouts.batch import build_trajectory_batch
 from rl_megatron.rollouts.runner import RolloutFailed
 from tests.unit.algorithms.fakes import Characters, completed
 from tests.unit.data.chat_families import FAMILIES, assistant, user, write_tokenizer
@@ -57,7 +57,7 @@ def test_sampled_ids_are_learned_from_bitwise(chat):
     prompts = [prompt(f"What is {number} + 3?") for number in range(HISTORIES)]
     results = run(talk, prompts, engine, tokenizer, sampling=Sampling(8, stop_ids=(end,)))
     trajectories = [result.trajectory for result in results]
-    batch = trajectory_batch(trajectories, prompts, Sampling(8), has_turns=True)
+    batch = build_trajectory_batch(trajectories, prompts, Sampling(8), has_turns=True)
     sampled = [(r.prompt, engine.completion(r)) for requests in engine.rounds for r in requests]
     learned = {}
     for row in range(batch.size):

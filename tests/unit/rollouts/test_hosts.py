@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rl_megatron
-from rl_megatron.rollouts.host_pool import HostedCallFailed, HostLimits, HostLost, ProcessHosts
+from rl_megatron.rollouts.hosts import HostedCallFailed, HostLimits, HostLost, ProcessHosts
 from tests.child_processes import children_with
 
 FILE = str(Path(__file__).parent / "hosted_file.py")

@@ -19,12 +19,11 @@ from rl_megatron.data.records import Record
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.rewards.metrics import RewardMetrics
-from rl_megatron.rollouts.batch import component_keys
-from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
+from rl_megatron.rollouts.batch import build_component_keys
 from rl_megatron.rollouts.runner import RolloutFailed
-from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts, Scores, tasks_of
-from rl_megatron.rollouts.trajectory import Segment, TokensDiffer
-from rl_megatron.rollouts.worker import completion, loaded_worker
+from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts, Scores, build_tasks
+from rl_megatron.rollouts.trajectory import HistoryFull, Segment, TokenLimits, TokensDiffer
+from rl_megatron.rollouts.worker import completion, load_worker
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms.fakes import Characters
 from tests.unit.rollouts.engines import SAMPLING, RandomTokens, run
@@ -185,7 +184,7 @@ def test_a_worker_that_ignores_its_end_is_left_behind(caplog):
         seconds_to_end=0.1,
     )  # fmt: skip
     assert "took longer than rollout.timeout_seconds=0.1" in result.failure
-    assert "goes on although it was cancelled" in caplog.text
+    assert "continues although it was cancelled" in caplog.text
 
 
 def test_an_engine_that_fails_ends_the_run():
@@ -266,10 +265,10 @@ def test_a_segment_is_refused_whose_tokens_are_not_the_sampled_ones():
 
 
 def test_every_task_has_a_seed_of_its_own_that_follows_from_its_number():
-    tasks = tasks_of(prompts(4), seed=7)
+    tasks = build_tasks(prompts(4), seed=7)
     assert len({task.seed for task in tasks}) == 4
-    assert [task.seed for task in tasks_of(prompts(2), seed=7, first=2)] == [task.seed for task in tasks[2:]]
-    assert {task.seed for task in tasks_of(prompts(4), seed=8)}.isdisjoint(task.seed for task in tasks)
+    assert [task.seed for task in build_tasks(prompts(2), seed=7, first=2)] == [task.seed for task in tasks[2:]]
+    assert {task.seed for task in build_tasks(prompts(4), seed=8)}.isdisjoint(task.seed for task in tasks)
 
 
 def test_another_attempt_draws_other_tokens():
@@ -429,7 +428,7 @@ def test_scores_of_an_environment_stay_with_their_trajectories_if_only_some_part
     ]
     joined = Scores.join(parts).metrics.scores
     assert joined == {"exact": [1.0, 2.0, 3.0, 4.0], "environment": [None, None, 0.5, 0.0]}
-    keys = component_keys(joined, torch.tensor([True, True, True, False]), has_turns=True)
+    keys = build_component_keys(joined, torch.tensor([True, True, True, False]), has_turns=True)
     assert keys["component_reward.environment"].nan_to_num(-1.0).tolist() == [0.0, 0.0, 0.5, -1.0]
 
 
@@ -442,9 +441,9 @@ def test_a_worker_is_a_function_or_a_class_with_arguments(tmp_path):
         "    def __init__(self, size): self.size = size\n"
         "    async def rollout(self, client, record, sampling): return self.size\n"
     )
-    assert loaded_worker("completion", {}) is completion
-    assert loaded_worker(f"{path}:plain", {"turns": 2}).keywords == {"turns": 2}
-    assert asyncio.run(loaded_worker(f"{path}:Game", {"size": 3})(None, {}, SAMPLING)) == 3
+    assert load_worker("completion", {}) is completion
+    assert load_worker(f"{path}:plain", {"turns": 2}).keywords == {"turns": 2}
+    assert asyncio.run(load_worker(f"{path}:Game", {"size": 3})(None, {}, SAMPLING)) == 3
     for name, kwargs, message in (
         ("completio", {}, "there is no rollout worker 'completio'"),
         (f"{path}:plain", {"size": 2}, "got an unexpected keyword argument 'size'"),
@@ -452,4 +451,4 @@ def test_a_worker_is_a_function_or_a_class_with_arguments(tmp_path):
         (f"{path}:Game", {}, "cannot be made with rollout.worker_kwargs: raised TypeError"),
     ):
         with pytest.raises((ConfigError, ValueError), match=message):
-            loaded_worker(name, kwargs)
+            load_worker(name, kwargs)

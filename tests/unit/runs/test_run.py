@@ -24,7 +24,7 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
         raise error("a later record is bad")
 
     def closing(part):
-        return SimpleNamespace(close=lambda: done.append(part), made_by=lambda rollouts: None)
+        return SimpleNamespace(close=lambda: done.append(part), with_rollouts=lambda rollouts: None)
 
     algorithm = SimpleNamespace(head="lm", critic=None, progress_metric="loss", run=fail)
     config = load_config(["algorithm=sft"])

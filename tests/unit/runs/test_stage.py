@@ -105,7 +105,7 @@ class Engine:
 class Sets:
     """Two named sets: one that reaches a goal, which is due every 2 steps, and one that is due at the end only."""
 
-    def due(self, step, last):
+    def select_due(self, step, last):
         return [name for name, is_due in (("often", last or step % 2 == 0), ("late", last)) if is_due]
 
     def evaluate(self, step, sets, engine):
@@ -297,7 +297,7 @@ def test_heldout_problems_are_answered_and_scored():
     prompts = [EncodedPrompt([ord(each.prompt)], each, each.as_record()) for each in problems]
     engine = Scripted({prompt: ["1" if prompt < "c" else "0"] for prompt in "abcdefgh"})
     evaluation = HeldoutProblems(prompts, Characters(), Sampling(4, temperature=0.0), "accuracy")
-    evaluation = evaluation.made_by(rollouts_of(ScoredHere(Echo())))
+    evaluation = evaluation.with_rollouts(rollouts_of(ScoredHere(Echo())))
     measures, samples = evaluation.evaluate(None, engine)
     assert measures == {"accuracy": 0.25}
     assert samples[0] == {"prompt": "a", "completion": "1", "answer": "1", "reward": 1.0}
@@ -395,7 +395,7 @@ def test_a_reward_model_is_evaluated_by_its_scores():
 def test_pairs_are_compared_as_the_loss_compares_them(average, per_token):
     config = load_config(["algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=x",
                    f"loss.preference_average_log_probs={average}"]).first  # fmt: skip
-    assert HeldoutPairs.of_stage(config, HeldoutBatch(BatchedDataDict()), Characters()).per_token is per_token
+    assert HeldoutPairs.from_stage(config, HeldoutBatch(BatchedDataDict()), Characters()).per_token is per_token
 
 
 def test_a_warning_names_the_records_that_its_step_has_learned_from(make, caplog):

@@ -6,9 +6,9 @@ from functools import wraps
 import httpx
 
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.rollouts.batch import trajectory_batch
+from rl_megatron.rollouts.batch import build_trajectory_batch
 from rl_megatron.rollouts.client import RolloutClient
-from rl_megatron.rollouts.gateway.application import application
+from rl_megatron.rollouts.gateway.application import build_application
 from rl_megatron.rollouts.gateway.session import Session
 from tests.unit.algorithms.fakes import completed
 from tests.unit.rollouts.engines import NO_LIMITS, RandomTokens
@@ -38,7 +38,7 @@ class Agent:
         self.waits.set()
         self.client = RolloutClient("7-0", 1, prompt, sampling, tokenizer, limits, self._complete, on_rewrite)
         self.session = Session("http://gateway/v1", "the-key", self.client, sampling, parser, **kwargs)
-        transport = httpx.ASGITransport(application({"the-key": self.session}.get))
+        transport = httpx.ASGITransport(build_application({"the-key": self.session}.get))
         headers = {"Authorization": "Bearer the-key"}
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway/v1", headers=headers)
 
@@ -81,7 +81,7 @@ def acts(work):
 
 def learned(agent, trajectory):
     """Return the completions that a batch of the trajectory teaches: (tokens before, tokens), each exactly once."""
-    batch = trajectory_batch([trajectory], [agent.client.prompt], Sampling(8), has_turns=True)
+    batch = build_trajectory_batch([trajectory], [agent.client.prompt], Sampling(8), has_turns=True)
     found = []
     for row in range(batch.size):
         turns = batch["turn"][row]

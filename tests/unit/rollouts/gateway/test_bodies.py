@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from rl_megatron.rollouts.gateway.application import application
+from rl_megatron.rollouts.gateway.application import build_application
 from rl_megatron.rollouts.gateway.bodies import MOST_LEVELS
-from rl_megatron.rollouts.limits import TokenLimits
+from rl_megatron.rollouts.trajectory import TokenLimits
 from tests.unit.data.chat_families import user
 from tests.unit.rollouts.gateway.agents import acts
 
@@ -56,7 +56,7 @@ async def test_a_body_that_is_too_large_is_refused_while_it_is_read(qwen):
             "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "root_path": "",
             "headers": [(b"authorization", b"Bearer the-key"), *header], "http_version": "1.1", "scheme": "http",
         }  # fmt: skip
-        await application({"the-key": agent.session}.get)(scope, receive, send)
+        await build_application({"the-key": agent.session}.get)(scope, receive, send)
         error = json.loads(answer[1]["body"])["error"]
         assert answer[0]["status"] == 413 and error["code"] == "context_length_exceeded"
         assert f"more than {most} bytes" in error["message"] and parts == (0 if header else 17)

@@ -7,7 +7,7 @@ import pytest
 
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.rollouts.history import History
-from rl_megatron.rollouts.tools.json_calls import hermes_calls
+from rl_megatron.rollouts.tools.json_calls import parse_hermes
 from rl_megatron.rollouts.trajectory import TokensDiffer
 from tests.unit.algorithms.fakes import completed
 from tests.unit.data.chat_families import FAMILIES, assistant, system, user
@@ -129,7 +129,7 @@ async def test_the_last_turn_is_that_of_the_conversation_that_ended_last(qwen):
 )
 @acts
 async def test_tool_calls_that_are_sent_back_are_the_text_that_was_sampled(qwen, as_sent):
-    agent = qwen.agent(CALL, "Sunny", parser=hermes_calls)
+    agent = qwen.agent(CALL, "Sunny", parser=parse_hermes)
     answer = await agent.chat(user("Rome?"), tools=TOOLS)
     (choice,) = answer["choices"]
     message = choice["message"]
@@ -156,7 +156,7 @@ async def test_tool_calls_that_are_sent_back_are_the_text_that_was_sampled(qwen,
 
 @acts
 async def test_another_message_or_other_tools_begin_another_history(qwen):
-    agent = qwen.agent(CALL, "a", "b", "c", "d", parser=hermes_calls)
+    agent = qwen.agent(CALL, "a", "b", "c", "d", parser=parse_hermes)
     answer = await agent.chat(user("Rome?"), tools=TOOLS)
     message = answer["choices"][0]["message"]
     other = {"id": "", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}

@@ -6,9 +6,9 @@ import json
 import httpx
 import pytest
 
-from rl_megatron.rollouts.gateway.application import application
-from rl_megatron.rollouts.limits import TokenLimits
-from rl_megatron.rollouts.tools.json_calls import hermes_calls
+from rl_megatron.rollouts.gateway.application import build_application
+from rl_megatron.rollouts.tools.json_calls import parse_hermes
+from rl_megatron.rollouts.trajectory import TokenLimits
 from tests.unit.data.chat_families import user
 from tests.unit.rollouts.gateway.agents import acts
 from tests.unit.rollouts.gateway.test_histories import CALL, TOOLS
@@ -28,7 +28,7 @@ def events(answer):
 async def test_a_key_opens_its_own_session_alone(qwen):
     one, other = qwen.agent("one"), qwen.agent("other")
     sessions = {"key-1": one.session, "key-2": other.session}
-    transport = httpx.ASGITransport(application(sessions.get))
+    transport = httpx.ASGITransport(build_application(sessions.get))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway/v1") as http:
 
         async def say(key):
@@ -89,7 +89,7 @@ async def test_parameters_say_how_completions_are_sampled(qwen):
 @acts
 async def test_a_stream_has_the_parts_of_the_whole_answer(qwen):
     text = "The sum is 5. " * 5
-    agent = qwen.agent(text, CALL, "5", parser=hermes_calls)
+    agent = qwen.agent(text, CALL, "5", parser=parse_hermes)
     found = events(
         await agent.send("/chat/completions", messages=HELLO, stream=True, stream_options={"include_usage": True})
     )
@@ -110,7 +110,7 @@ async def test_a_stream_has_the_parts_of_the_whole_answer(qwen):
 @acts
 async def test_a_policy_that_may_not_call_tools_or_writes_no_call_is_answered_as_text(qwen):
     broken = '<tool_call>{"name": </tool_call>'
-    agent = qwen.agent(CALL, broken, CALL, parser=hermes_calls)
+    agent = qwen.agent(CALL, broken, CALL, parser=parse_hermes)
     for body, text in (({"tools": TOOLS, "tool_choice": "none"}, CALL), ({"tools": TOOLS}, broken), ({}, CALL)):
         (choice,) = (await agent.chat(*HELLO, **body))["choices"]
         assert choice["message"]["content"] == text and "tool_calls" not in choice["message"]
@@ -217,7 +217,7 @@ async def test_a_client_that_disconnects_is_not_learned_from(qwen, logged):
         "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "root_path": "",
         "headers": [(b"authorization", b"Bearer the-key")], "http_version": "1.1", "scheme": "http",
     }  # fmt: skip
-    request = asyncio.create_task(application({"the-key": agent.session}.get)(scope, receive, send))
+    request = asyncio.create_task(build_application({"the-key": agent.session}.get)(scope, receive, send))
     await asyncio.sleep(0.01)
     gone.set()
     agent.waits.set()

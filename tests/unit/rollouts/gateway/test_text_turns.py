@@ -60,7 +60,7 @@ async def test_prompts_of_random_agents_go_on_behind_the_turn_that_a_search_find
             assert agent.session.texts.match(prompt) == expected, (seed, prompt)
             num_known += expected[0] is not None
             num_shared += expected[0] is not None and not expected[0].can_grow
-            choices = await agent.session.text(
+            choices = await agent.session.answer_text(
                 json.dumps({"prompt": prompt, "n": chance.choice([1, 1, 2]), "stop": "ba"}).encode()
             )
             turns += [(turn, prompt if isinstance(prompt, str) else None) for turn in choices.turns]

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 
 from rl_megatron.config.loading.import_strings import load_object
-from rl_megatron.rollouts.host_pool import HostedCallFailed, HostLost
+from rl_megatron.rollouts.hosts import HostedCallFailed, HostLost
 
 LARGEST = 1 << 20  # characters
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.rollouts.tools.calls import MOST_CALLS, MalformedCall, ToolCall, after_thinking
-from rl_megatron.rollouts.tools.formats import PARSERS, format_of
-from rl_megatron.rollouts.tools.xml_calls import qwen_calls
+from rl_megatron.rollouts.tools.calls import MOST_CALLS, MalformedCall, ToolCall, drop_thinking
+from rl_megatron.rollouts.tools.formats import PARSERS, detect_format
+from rl_megatron.rollouts.tools.xml_calls import parse_qwen
 from tests.unit.data.chat_families import template_of
 
 PARAMETERS = {
@@ -26,7 +26,7 @@ PARAMETERS = {
 
 def found(format_, text):
     """Return (name, arguments) of each call, and the reason of each malformed one."""
-    calls = PARSERS[format_](after_thinking(text), PARAMETERS)
+    calls = PARSERS[format_](drop_thinking(text), PARAMETERS)
     return [(call.name, call.arguments) if isinstance(call, ToolCall) else call.reason for call in calls]
 
 
@@ -234,7 +234,7 @@ TYPED = st.fixed_dictionaries(
 )
 def test_only_a_text_that_may_be_missing_is_none_in_xml(nullable, text, value):
     parameters = {"f": {"properties": {"x": {"type": "string", "nullable": nullable}}}}
-    (call,) = qwen_calls(
+    (call,) = parse_qwen(
         f"<tool_call>\n<function=f>\n<parameter=x>{text}</parameter>\n</function>\n</tool_call>", parameters
     )
     assert call.arguments == {"x": value}
@@ -267,7 +267,7 @@ PYTHONIC = (
     ],
 )
 def test_the_format_is_chosen_from_the_template(template, format_):
-    assert format_of(template) == format_
+    assert detect_format(template) == format_
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_the_format_is_chosen_from_the_template(template, format_):
 )
 def test_a_template_without_one_format_is_refused(template, message):
     with pytest.raises(ConfigError, match=rf"the chat template, which rollout.tools.format=auto looks into, {message}"):
-        format_of(template)
+        detect_format(template)
 
 
 _BLOCK = re.compile(r"<tool_call>\s*(<function=.*?</function>)\s*</tool_call>", re.DOTALL)
@@ -306,14 +306,14 @@ def test_calls_in_xml_are_the_blocks_that_one_regular_expression_finds(text):
         end = (following if following >= 0 else len(text)) if block is None else block.end()
         expected.append(text[meant.start() : end].strip())
         place = end
-    calls = qwen_calls(text, PARAMETERS)
+    calls = parse_qwen(text, PARAMETERS)
     assert len(calls) == len(expected)
     for call, whole in zip(calls, expected, strict=True):
         if isinstance(call, MalformedCall):
             assert call.text == (whole if len(whole) <= 200 else f"{whole[:200]}…")
             assert (call.reason.startswith("is not")) == (_BLOCK.fullmatch(whole) is None)
         else:
-            assert qwen_calls(whole, PARAMETERS) == [call]
+            assert parse_qwen(whole, PARAMETERS) == [call]
 
 
 # Units that a policy may repeat, of each format, and what stands before and behind them.

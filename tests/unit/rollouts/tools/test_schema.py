@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.rollouts.tools.schema import ArgumentCheck, tool_schema
+from rl_megatron.rollouts.tools.schema import ArgumentCheck, build_tool_schema
 
 
 def search(query: str, most: int = 3, kind: Literal["page", "image"] | None = None, tags: list[str] | None = None):
@@ -60,14 +60,14 @@ def many(*x: int):
 
 
 def test_a_schema_is_made_of_hints_and_the_docstring():
-    schema = tool_schema(search, "key")["function"]
+    schema = build_tool_schema(search, "key")["function"]
     assert schema["name"] == "search" and schema["description"] == "Search for pages."
     assert schema["parameters"]["required"] == ["query"]
     assert schema["parameters"]["properties"]["most"] == {"type": "integer", "description": "The most results."}
 
 
 def test_hidden_arguments_are_not_in_the_schema():
-    parameters = tool_schema(search, "key", {"query"})["function"]["parameters"]
+    parameters = build_tool_schema(search, "key", {"query"})["function"]["parameters"]
     assert "query" not in parameters["properties"] and parameters["required"] == []
 
 
@@ -86,7 +86,7 @@ def test_hidden_arguments_are_not_in_the_schema():
 )
 def test_a_function_that_cannot_be_a_tool_is_refused(function, rule):
     with pytest.raises(ConfigError, match=rf"functions\[0\]=x\.py:f.*{rule}"):
-        tool_schema(function, "rollout.tools.functions[0]=x.py:f")
+        build_tool_schema(function, "rollout.tools.functions[0]=x.py:f")
 
 
 @pytest.mark.parametrize(
@@ -104,16 +104,16 @@ def test_a_function_that_cannot_be_a_tool_is_refused(function, rule):
     ],
 )
 def test_arguments_are_compared_with_the_schema(arguments, problem):
-    found = ArgumentCheck(tool_schema(search, "key")).problem(arguments)
+    found = ArgumentCheck(build_tool_schema(search, "key")).find_problem(arguments)
     assert found == problem or (problem is not None and found is not None and found.startswith(problem))
 
 
 def test_a_long_message_about_an_argument_is_cut():
-    found = ArgumentCheck(tool_schema(search, "key")).problem({"query": "Rome", "most": "x" * 1000})
+    found = ArgumentCheck(build_tool_schema(search, "key")).find_problem({"query": "Rome", "most": "x" * 1000})
     assert found == "the argument 'most' is wrong: '" + "x" * 299
 
 
 def test_without_jsonschema_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     with pytest.raises(ConfigError, match=r"rollout.tools.functions needs .* pip install 'rl_megatron\[tools\]'"):
-        ArgumentCheck(tool_schema(search, "key"))
+        ArgumentCheck(build_tool_schema(search, "key"))

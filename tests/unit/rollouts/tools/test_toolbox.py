@@ -11,11 +11,11 @@ from rl_megatron.config.environments import ToolsConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.registry import UnknownName
 from rl_megatron.data.chat_template import ChatTemplate
-from rl_megatron.rollouts.host_pool import HostLost
+from rl_megatron.rollouts.hosts import HostLost
 from rl_megatron.rollouts.tools import register_tool
 from rl_megatron.rollouts.tools.calls import MalformedCall, ToolCall
 from rl_megatron.rollouts.tools.registry import TOOLS
-from rl_megatron.rollouts.tools.toolbox import ToolFailed, Tools, configured_tools
+from rl_megatron.rollouts.tools.toolbox import ToolFailed, Tools, build_tools
 from tests.unit.data.chat_families import template_of
 from tests.unit.rollouts.tools.hosts import HostsHere
 
@@ -33,8 +33,8 @@ def call(name, **arguments):
 
 def answered(text, hosts=None, **settings):
     """Return the texts of the answers to a turn, whether the trajectory ends, and the counts."""
-    box = Tools(replace(SETTINGS, **settings)).box(hosts or HostsHere(), None)
-    messages, ends = asyncio.run(box.answer(box.calls(text)))
+    box = Tools(replace(SETTINGS, **settings)).open_box(hosts or HostsHere(), None)
+    messages, ends = asyncio.run(box.answer(box.find_calls(text)))
     assert all(message["role"] == "tool" for message in messages)
     return [message["content"] for message in messages], ends, box.counts
 
@@ -50,16 +50,16 @@ def test_calls_are_answered_in_their_order_and_run_at_the_same_time():
 
 
 def test_an_answer_names_its_call():
-    box = Tools(SETTINGS).box(HostsHere(), None)
-    first = box.calls(call("weather", city="Rome") + "<tool_call>?</tool_call>" + call("no such|>tool"))
-    (later,) = box.calls(call("calculator", expression="1+1"))
+    box = Tools(SETTINGS).open_box(HostsHere(), None)
+    first = box.find_calls(call("weather", city="Rome") + "<tool_call>?</tool_call>" + call("no such|>tool"))
+    (later,) = box.find_calls(call("calculator", expression="1+1"))
     messages, _ = asyncio.run(box.answer([*first, later]))
     assert [message["tool_call_id"] for message in messages] == ["call00001", "call00002", "call00003", "call00004"]
     assert [message["name"] for message in messages] == ["weather", "malformed", "no_such__tool", "calculator"]
-    mistral = Tools(replace(SETTINGS, format="mistral")).box(HostsHere(), None)
+    mistral = Tools(replace(SETTINGS, format="mistral")).open_box(HostsHere(), None)
     named = [{"name": "weather", "arguments": {}, "id": id_} for id_ in ("a1B2c3D4e", "</s>")]
     written = f"[TOOL_CALLS]{json.dumps(named)}"
-    assert [each.id for each in mistral.calls(written)] == ["a1B2c3D4e", "call00001"]
+    assert [each.id for each in mistral.find_calls(written)] == ["a1B2c3D4e", "call00001"]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_tool_is_registered_with_settings_that_the_model_does_not_see(monkeypa
     (schema,) = tools.schemas
     assert list(schema["function"]["parameters"]["properties"]) == ["code"]
     hosts = HostsHere()
-    box = tools.box(hosts, None)
+    box = tools.open_box(hosts, None)
     asyncio.run(box.answer([ToolCall("", "python", {"code": "1"})]))
     (asked,) = hosts.asked
     assert asked[0] == "rl_megatron.rollouts.tools.interpreter:python"
@@ -169,20 +169,21 @@ def test_a_tool_is_registered_with_settings_that_the_model_does_not_see(monkeypa
 
 def test_the_format_comes_from_the_template_or_from_the_configuration():
     template = ChatTemplate({"default": template_of("qwen3")}, {}, "the template")
-    assert configured_tools(ToolsConfig()) is None
-    tools = configured_tools(replace(SETTINGS, format="auto"))
-    assert tools is not None and len(tools.box(HostsHere(), template).calls(call("weather", city="Rome"))) == 1
+    assert build_tools(ToolsConfig()) is None
+    tools = build_tools(replace(SETTINGS, format="auto"))
+    assert tools is not None
+    assert len(tools.open_box(HostsHere(), template).find_calls(call("weather", city="Rome"))) == 1
     with pytest.raises(ConfigError, match=r"rollout.tools.format=auto looks into the chat template, and prompts are"):
-        Tools(replace(SETTINGS, format="auto")).parser(None)
+        Tools(replace(SETTINGS, format="auto")).choose_parser(None)
     with pytest.raises(ConfigError, match="the chat template takes no answers of tools"):
-        Tools(SETTINGS).parser(ChatTemplate({"default": "{{ tools }}"}, {}, "the template"))
+        Tools(SETTINGS).choose_parser(ChatTemplate({"default": "{{ tools }}"}, {}, "the template"))
 
 
 def test_tools_that_nothing_describes_are_warned_of(logged):
-    Tools(SETTINGS).parser(None)
+    Tools(SETTINGS).choose_parser(None)
     assert any("prompts are plain text, which does not describe tools" in message for message in logged)
 
 
 def test_malformed_calls_are_told_apart_from_calls():
-    calls = Tools(SETTINGS).box(HostsHere(), None).calls(call("weather") + "<tool_call>")
+    calls = Tools(SETTINGS).open_box(HostsHere(), None).find_calls(call("weather") + "<tool_call>")
     assert [type(each) for each in calls] == [ToolCall, MalformedCall]

@@ -83,11 +83,11 @@ def talk(family, directory, on_rewrite="error", before=()):
 
     async def asks(client, record, sampling):
         template, _ = client.prompt.chat()
-        box = Tools(replace(SETTINGS, format=format_)).box(HostsHere(), template)
+        box = Tools(replace(SETTINGS, format=format_)).open_box(HostsHere(), template)
         history = client.history(tools=box.schemas)
         while True:
             await history.complete(sampling)
-            answers, ends = await box.answer(box.calls(history.messages[-1]["content"]))
+            answers, ends = await box.answer(box.find_calls(history.messages[-1]["content"]))
             if not answers or ends:
                 return [history.trajectory(metadata=box.counts)]
             history.extend(answers)
