@@ -37,7 +37,7 @@ class DecodingProgress:
             running: How many are running.
         """
         if self._clock() >= self._next:
-            self._report(int(ended + shares()) if log.is_watched() else ended, f"{running} running")
+            self._report(int(ended + shares()) if log.has_watcher() else ended, f"{running} running")
             self._next = self._clock() + _SECONDS_BETWEEN
 
     def batch_ended(self, sequences: int) -> None:

@@ -110,7 +110,7 @@ class WeightDirectory:
     def _write(self, name: str, plan: RefitPlan, weights: Iterator[tuple[str, Tensor]], files: FileNames) -> Path:
         if self._own is None:
             self._parent.mkdir(parents=True, exist_ok=True)
-            prefix = disk.prefix_of_process("weights", self._parent)
+            prefix = disk.make_temporary_prefix("weights", self._parent)
             self._own = Path(tempfile.mkdtemp(prefix=prefix, dir=self._parent)).absolute()
             self._own.chmod(0o755)  # servers may run as another user
         partial, target = self._own / f"{name}.partial", self._own / name

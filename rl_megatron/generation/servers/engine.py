@@ -202,7 +202,7 @@ class ServerEngine:
         async def complete() -> None:
             await self._requests().complete_all(requests, done)
 
-        self._loop.on_all_ranks(complete, lambda: log.report_progress(len(done), len(requests), "sequences"))
+        self._loop.run_for_all_ranks(complete, lambda: log.report_progress(len(done), len(requests), "sequences"))
 
     def _check_versions(self, completions: Sequence[Completion]) -> None:
         """Check that every token was generated with the policy's current weights.
@@ -291,7 +291,7 @@ class ServerEngine:
 
     def _tell_all(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
         """Call something of every server; all ranks wait for it."""
-        self._loop.on_all_ranks(lambda: self._requests().of_each(call))
+        self._loop.run_for_all_ranks(lambda: self._requests().of_each(call))
 
     def _forget_servers(self) -> None:
         """Leave what connects the policy with the servers, because one of them died."""

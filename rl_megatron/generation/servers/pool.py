@@ -96,7 +96,7 @@ class ServerPool:
         if self._ranks.leads:
             self.clients = [self._client(index, url) for index, url in enumerate(urls)]
         try:
-            self.facts = self._loop.on_all_ranks(self._facts)
+            self.facts = self._loop.run_for_all_ranks(self._facts)
         except ServerRefused as refusal:
             raise EngineFailed(str(refusal)) from refusal
 
@@ -109,7 +109,7 @@ class ServerPool:
         Returns:
             The addresses of the servers that cannot take requests, and the ends of their logs.
         """
-        broken = self._loop.on_all_ranks(self._unhealthy)
+        broken = self._loop.run_for_all_ranks(self._unhealthy)
         broken += [
             url for url in self._ranks.share(lambda: [client.url for client in self.clients])
             if f"({url})" in death and url not in broken

@@ -287,7 +287,7 @@ class TransformersEngine:
                 meanwhile()
             except CollectiveFailed as error:
                 broken = str(error)
-            broken = self._ranks.first_failure(broken)
+            broken = self._ranks.find_first_failure(broken)
         if broken is not None and self._ranks.leads:
             self._engines().hurry(_SECONDS_AFTER_A_BREAK, "a collective failed")
         answers = self._answers(to_all)
