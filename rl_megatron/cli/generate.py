@@ -19,7 +19,7 @@ from rl_megatron.config.loading.hints import key_of
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.rules import check_model
 from rl_megatron.config.schema import RunConfig, StageConfig
-from rl_megatron.data.prompt_files import RENDERING_KEYS, FilePrompts, read_prompts, rendering_of
+from rl_megatron.data.prompt_files import RENDERING_KEYS, FilePrompts, build_prompts_config, read_prompts
 from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK, CompletionsFile, check_output
@@ -93,7 +93,7 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedGeneratio
         check_output(Path(options.output))
     tokenizer = build_weights_tokenizer(stage)
     identity = check_weights(weights, stage, tokenizer)
-    data = rendering_of(stage.data, options.prompts)
+    data = build_prompts_config(stage.data, options.prompts)
     data.check(stage)
     prompts = read_prompts(data, tokenizer, stage.model.max_sequence_length, stage.generation.max_new_tokens)
     settings = {

@@ -30,8 +30,8 @@ from rl_megatron.config.peft import LoraConfig, check_together
 from rl_megatron.config.rules import check_vocabulary
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.config.stages import stage_before
-from rl_megatron.data.run_tokenizer import run_tokenizer
-from rl_megatron.data.same_prompts import different_prompts
+from rl_megatron.data.run_tokenizer import get_run_tokenizer
+from rl_megatron.data.same_prompts import find_different_prompts
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.evaluation.heldout import build_evaluation
 from rl_megatron.evaluation.sets import set_metric_names
@@ -70,7 +70,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     refuse_changes(config)
     for stage in config.stages.values():
         require_place(stage.data)
-    tokenizer = bad_input_named(lambda: run_tokenizer(config.first, output_dir))
+    tokenizer = bad_input_named(lambda: get_run_tokenizer(config.first, output_dir))
     check_vocabulary(config.first.model, tokenizer.vocab_size)
     for name, stage in config.stages.items():
         bad_input_named(lambda stage=stage: _check_data_and_tokenizer(stage, tokenizer))
@@ -83,7 +83,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     _check_adapters(config, tokenizer)
     for stage in config.stages.values():
         _check_exports(config, stage, tokenizer)
-    for message in different_prompts(config.stages, tokenizer):
+    for message in find_different_prompts(config.stages, tokenizer):
         log.LOGGER.warning(message)
     if any(stage.runs_programs for stage in config.stages.values()):
         log_missing_limits()

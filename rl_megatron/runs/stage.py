@@ -19,8 +19,8 @@ from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.loader import DataLoader
-from rl_megatron.data.stage_loader import in_memory_loader
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import build_in_memory_loader
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.liveness import Position
 from rl_megatron.observability.metrics_logger import MetricsLogger
@@ -282,7 +282,7 @@ class Stage(Loop):
 
 
 def _loader_of(data: Dataset | DataLoader[BatchedDataDict], train: TrainConfig) -> DataLoader[BatchedDataDict]:
-    return data if isinstance(data, DataLoader) else in_memory_loader(data, train)
+    return data if isinstance(data, DataLoader) else build_in_memory_loader(data, train)
 
 
 class _Schedules:
