@@ -60,7 +60,7 @@ def test_replaced_choices_are_counted_for_tokens_with_recorded_experts():
 @pytest.mark.parametrize(
     ("shape", "value", "message"),
     [
-        ((2, 3, 4, 1), 0, r"shape \(2, 3, 4, 1\), but .* ask for \(2, 3, 4, 2\)"),
+        ((2, 3, 4, 1), 0, r"shape \(2, 3, 4, 1\), but .* require \(2, 3, 4, 2\)"),
         ((2, 3, 4, 2), 8, "expert 8, but model.num_experts=8"),
         ((2, 3, 4, 2), -2, "expert -2, but"),
     ],
