@@ -18,7 +18,7 @@ from rl_megatron.config.metrics import is_cost, is_eval_metric
 from rl_megatron.observability.curves import Points, line_chart, stacked_chart
 from rl_megatron.observability.page_template import TEMPLATE
 from rl_megatron.observability.run_files import RecordedRun, flat
-from rl_megatron.workers.child_process import environment_of_a_child
+from rl_megatron.workers.child_process import build_child_environment
 
 REPORT = "report.html"
 _SAMPLES_PER_STEP, _STEPS_WITH_SAMPLES = 3, 6
@@ -311,7 +311,7 @@ def start_to_write(output_dir: Path) -> subprocess.Popen[bytes]:
     """Start a process that writes report.html, and that goes on if this one ends."""
     program = f"import os; os.nice(19); from {__name__} import main; main()"  # before the imports, which take longest
     command = [sys.executable, "-c", program, str(output_dir)]
-    nothing, variables = subprocess.DEVNULL, environment_of_a_child()
+    nothing, variables = subprocess.DEVNULL, build_child_environment()
     return subprocess.Popen(
         command, stdin=nothing, stdout=nothing, stderr=nothing, env=variables, start_new_session=True
     )

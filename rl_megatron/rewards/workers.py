@@ -174,7 +174,7 @@ class RewardWorkers:
         if time.monotonic() - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._looked = time.monotonic()
             for worker in self._workers:
-                worker.process.look()
+                worker.process.poll()
         for worker in [worker for worker in self._workers if worker.process.has_ended]:
             self._take_end(worker)
         if heard and self._num_wanted:

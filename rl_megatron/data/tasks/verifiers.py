@@ -17,7 +17,7 @@ from rl_megatron.config.extras import check_interpreter
 from rl_megatron.data.order import epoch_order
 from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
-from rl_megatron.workers.child_process import module_command, own_import_path
+from rl_megatron.workers.child_process import build_module_command, list_user_paths
 
 EXAMPLE = "verifiers_example"  # the field of a record that the rollout worker gives back to the environment
 _EXPORT = "rl_megatron.data.verifiers"
@@ -110,10 +110,10 @@ def _exported(name: str, kwargs: str, python: str | None, limit: int | None) -> 
     Raises:
         ConfigError: The environment cannot be loaded.
     """
-    asked = {"name": name, "kwargs": json.loads(kwargs), "limit": limit, "paths": own_import_path()}
+    asked = {"name": name, "kwargs": json.loads(kwargs), "limit": limit, "paths": list_user_paths()}
     with tempfile.TemporaryDirectory(prefix=disk.prefix_of_process("verifiers")) as scratch:
         file = Path(scratch) / "examples.json"
-        command, environment = module_command(_EXPORT, python)
+        command, environment = build_module_command(_EXPORT, python)
         done = subprocess.run(
             [*command, str(file), json.dumps(asked)], env=environment, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",

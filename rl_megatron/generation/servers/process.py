@@ -27,7 +27,7 @@ from rl_megatron.generation.servers.dialect import Launch, ServerDialect
 from rl_megatron.topology.job_store import is_on_one_node
 from rl_megatron.weight_sync.buckets import RefitPlan
 from rl_megatron.weight_sync.servers import ServerDied
-from rl_megatron.workers.child_process import environment_of_a_server
+from rl_megatron.workers.child_process import build_server_environment
 
 GUARDIAN = "rl_megatron.workers.guardian"
 _SECONDS_OF_HEALTH = 2.0
@@ -67,7 +67,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment_of_a_server(
+                env=build_server_environment(
                     environment, {"CUDA_VISIBLE_DEVICES": _visible(launch.devices), TOKEN: launch.token}
                 ),
                 # Ctrl-C reaches only the policy, with which the server ends. All processes of the server are in it.
