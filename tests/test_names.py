@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
 LATER = {
     "algorithms", "api", "batching", "certify", "checkpoint", "cli", "compat", "config", "data", "doctor", "evaluation",
     "generation", "logprobs", "losses", "model", "observability", "plan", "policy", "rewards", "rollouts", "runs",
-    "topology", "training", "weight_sync", "log", "disk", "timing",
+    "topology", "training", "log", "disk", "timing",
 }  # fmt: skip
 
 _IRREGULAR = (

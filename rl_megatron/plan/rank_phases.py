@@ -308,7 +308,7 @@ class RankPhases:
 def _filled(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Tensor]:
     """Yield the filled buckets of an exporter, in so many buffers by turns."""
     buckets = exporter.plan.buckets
-    buffers = [exporter.new_buffer() for _ in buckets[:num_buffers]]
+    buffers = [exporter.allocate_buffer() for _ in buckets[:num_buffers]]
     for index, _ in enumerate(buckets):
         yield exporter.fill(index, buffers[index % num_buffers])
 

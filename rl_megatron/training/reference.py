@@ -153,7 +153,7 @@ class RecordedReference:
 
         Args:
             path: The file, which need not exist.
-            reference: The digest of the reference's weights (`weights_digest`).
+            reference: The digest of the reference's weights (`digest_weights`).
             ranks: The policy's ranks.
         """
         self._path, self._reference, self._ranks = path, reference, ranks

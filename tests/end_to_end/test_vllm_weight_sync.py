@@ -25,7 +25,7 @@ from rl_megatron.topology.rank_zero_loop import RankZeroLoop
 from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.exporter import WeightExporter
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, WeightServers
-from rl_megatron.weight_sync.vllm_sync import vllm_sync
+from rl_megatron.weight_sync.vllm_sync import make_vllm_sync
 from rl_megatron.weight_sync.weights_on_disk import WeightDirectory
 from tests.parallel.layouts import build_policy
 from tests.vllm_servers import model_of_runs, needs_vllm
@@ -56,7 +56,7 @@ class Trainer:
 
     def connect(self, refit: str, directory: Path) -> None:
         servers = WeightServers(self.servers, self.ranks, timeout_seconds=60)
-        self.sync = vllm_sync(
+        self.sync = make_vllm_sync(
             refit, self.policy.weights, servers, bucket_bytes=BUCKET_BYTES, timeout_seconds=60, directory=directory
         )
         self.sync.connect()

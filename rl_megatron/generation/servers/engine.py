@@ -21,8 +21,8 @@ from rl_megatron.generation.servers.pool import ServerPool
 from rl_megatron.generation.servers.requests import RequestSender
 from rl_megatron.topology.rank_zero_loop import RankZeroLoop
 from rl_megatron.training.megatron_policy import MegatronPolicy
-from rl_megatron.weight_sync.adapter_sync import BaseOnDisk
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, ServerSync, WeightServers
+from rl_megatron.weight_sync.stock_sync import BaseOnDisk
 
 _T = TypeVar("_T")
 _FORESEEN = (ServerDied, ServerRefused, EngineFailed, ConfigError)

@@ -18,7 +18,7 @@ from rl_megatron.generation.transformers.process import Answers, EngineDied, Eng
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.exporter import AdapterExporter, BaseExporter
-from rl_megatron.weight_sync.process_group import CollectiveFailed, free_address
+from rl_megatron.weight_sync.process_group import CollectiveFailed, find_free_address
 from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
 
 _T = TypeVar("_T")
@@ -166,7 +166,7 @@ class TransformersEngine:
             if self._sends_adapter:  # training releases the memory of the policy's own sender
                 self._sender.release()
         slowest = {phase: max(each[phase] for each in at_engines) for phase in at_engines[0]}
-        metrics = self._sender.timings.metrics_of_sync(time.perf_counter() - began, slowest)
+        metrics = self._sender.timings.metrics(time.perf_counter() - began, slowest)
         self._served, self._sync_metrics = Served(version, self._starts), metrics
 
     def _over_the_group(self, version: int) -> tuple[dict[str, float], ...]:
@@ -179,7 +179,7 @@ class TransformersEngine:
     def _in_shared_memory(self, sender: WeightSender, version: int) -> tuple[dict[str, float], ...]:
         everyone = self.settings.num_engines
         self._ask("begin", [(version,)] * everyone)
-        for keys in sender.groups_of_keys():
+        for keys in sender.list_key_groups():
             (handle,) = sender.share(keys).values()  # engines open the handle of rank 0
             self._ask("take", [(handle,)] * everyone)
         return self._ask("finish", [()] * everyone)
@@ -189,7 +189,7 @@ class TransformersEngine:
     def _start(self) -> None:
         first = WeightSender(self.policy.model, BaseExporter) if self._sends_adapter else self._sender
         max_bytes = int(self.settings.refit_bucket_mb * (1 << 20))
-        first.groups_of_keys(max_bytes)
+        first.list_key_groups(max_bytes)
         plan, settings = first.plan, self.settings
         self._started = True
         self._starts += 1
@@ -203,13 +203,13 @@ class TransformersEngine:
                 self._in_shared_memory(first, self.policy.weight_version)
             finally:
                 first.close()
-            self._sender.groups_of_keys(max_bytes)
+            self._sender.list_key_groups(max_bytes)
             self._ask("add_adapter", [(self._sender.plan,)] * len(self._devices))
 
     def _join(self) -> None:
         """Join policy and engines in one process group, the policy's ranks first."""
         before = self.policy.topology.world_size
-        address = self._ranks.share(free_address)
+        address = self._ranks.share(find_free_address)
         common = (before + len(self._devices), self._timeout, self.policy.topology.device.type)
         handles = self.policy.init_collective(*address, before + len(self._devices), self._timeout)
         questions = [(*address, before + index, *common) for index in range(len(self._devices))]

@@ -29,7 +29,7 @@ from rl_megatron.generation.transformers.pending_requests import PendingRequests
 from rl_megatron.generation.transformers.replica import TransformersReplica
 from rl_megatron.generation.transformers.routing import RoutingRecorder
 from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
-from rl_megatron.weight_sync.ipc import WeightHandle, opened
+from rl_megatron.weight_sync.ipc import WeightHandle, open_handle
 from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup
 from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 from rl_megatron.workers.child import connect
@@ -76,7 +76,7 @@ class TransformersWorker:
 
     def take(self, handle: WeightHandle) -> None:
         """Copy one bucket into the model."""
-        with opened(handle) as words:
+        with open_handle(handle) as words:
             self.receiver.accept(handle.bucket_index, words)
 
     def finish(self) -> dict[str, float]:

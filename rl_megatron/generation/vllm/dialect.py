@@ -20,8 +20,8 @@ from rl_megatron.generation.interfaces import Request
 from rl_megatron.generation.servers.access import TokenRequired
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import Launch, RawAnswer, ServerFacts
-from rl_megatron.weight_sync.adapter_sync import ADAPTER
 from rl_megatron.weight_sync.servers import ServerRefused
+from rl_megatron.weight_sync.stock_sync import ADAPTER
 
 MODEL = "policy"  # the name under which a server that we launch serves the model
 _GENERATE = "/inference/v1/generate"

@@ -17,10 +17,10 @@ from rl_megatron.generation.servers.node import ServerLauncher, served_model
 from rl_megatron.generation.vllm.dialect import VllmDialect
 from rl_megatron.topology.device import choose_device
 from rl_megatron.training.megatron_policy import MegatronPolicy
-from rl_megatron.weight_sync.adapter_sync import BaseOnDisk
 from rl_megatron.weight_sync.ipc import check_gpu_memory_can_be_shared
 from rl_megatron.weight_sync.servers import ServerSync, WeightServers
-from rl_megatron.weight_sync.vllm_sync import transfer_config, transfer_environment, vllm_sync
+from rl_megatron.weight_sync.stock_sync import BaseOnDisk
+from rl_megatron.weight_sync.vllm_sync import make_transfer_config, make_transfer_environment, make_vllm_sync
 
 _SIZE_KEY = "tensor_parallel_size"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -33,7 +33,7 @@ def build_vllm_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Pa
     directory = Path(generation.refit_directory or output_dir / "servers")
 
     def make_sync(servers: WeightServers) -> ServerSync:
-        return vllm_sync(
+        return make_vllm_sync(
             generation.refit,
             policy.weights,
             servers,
@@ -69,14 +69,14 @@ def vllm_dialect(
         dtype: The dtype of its weights.
         adapter_rank: The rank of the adapter that servers apply; None if they get merged weights.
     """
-    transfer = transfer_config(generation.refit)
+    transfer = make_transfer_config(generation.refit)
     launch_args = () if transfer is None else ("--weight-transfer-config", json.dumps(transfer))
     return VllmDialect(
         generation.vllm,
         max_model_len,
         vllm_logprobs_mode(generation),
         launch_args,
-        transfer_environment(generation.refit),
+        make_transfer_environment(generation.refit),
         generation.router_replay,
         sleeps(generation, device),
         dtype,
