@@ -19,9 +19,9 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import encoded_prompts
 from rl_megatron.evaluation.results import ProblemResult, results_file, start_values, write_results
 from rl_megatron.evaluation.statistics import ProblemSamples, problem_values, set_metrics
-from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
-from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.requests import derive_seed
+from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.runner import RolloutRunner
@@ -81,7 +81,7 @@ class EvalSet:
         self._problems: SetProblems = problems_of_set(stage, config)
         encoded = encoded_prompts(of_set, self._problems.problems, build_source(of_set).renderer(tokenizer))
         self._prompts: Sequence[EncodedPrompt] = encoded.prompts
-        self._sampling: Sampling = stage_sampling(of_set, tokenizer, end_of_turn_ids=encoded.end_of_turn_ids)
+        self._sampling: Sampling = make_sampling(of_set, tokenizer, end_of_turn_ids=encoded.end_of_turn_ids)
         of_ranks = None if models is None else models.of(of_set.reward)
         self.scorer = Scorer(of_set.reward, lambda: self._problems.task, ranks, models=of_ranks)
         self.digest = _digest(self._prompts, of_set, config)
@@ -99,7 +99,7 @@ class EvalSet:
         numbers = range(block * COMPLETIONS_PER_BLOCK, min((block + 1) * COMPLETIONS_PER_BLOCK, total))
         prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
         rollouts = ScoredRollouts(runner, self.scorer, self._tokenizer)
-        scored = rollouts.make(engine, prompts, self._sampling, request_seed(SEED, block))
+        scored = rollouts.make(engine, prompts, self._sampling, derive_seed(SEED, block))
         return runner.ranks.share(lambda: self._answered(scored))
 
     def _answered(self, scored: Scored | None) -> Answered:

@@ -1,4 +1,4 @@
-"""What the decoder needs of a model: a cache with slots, and forward passes that read and write it."""
+"""`Replica`, which the decoder needs of a model: a cache with slots, and forward passes that read and write it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Replica(Protocol):
         ...
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return the weights, and all else besides the cache that a decoding step reads."""
+        """Return the weights, and everything else besides the cache that a decoding step reads."""
         ...
 
     @property
@@ -41,7 +41,7 @@ class Replica(Protocol):
         ...
 
     def new_cache(self, num_slots: int, capacity: int) -> SlotCache:
-        """Return the cache that `active` lets the model use."""
+        """Make the cache that `active` lets the model use."""
         ...
 
     def active(self) -> AbstractContextManager[None]:
@@ -49,7 +49,7 @@ class Replica(Protocol):
         ...
 
     def agree(self, refills: bool, decodes: bool) -> tuple[bool, bool]:
-        """Return what any of the replicas that share experts has to do."""
+        """Return whether any of the replicas that share experts reads prompts, and whether any decodes."""
         ...
 
     def read(self, tokens: Tensor) -> None:
@@ -60,7 +60,7 @@ class Replica(Protocol):
         """Return this rank's logits [n, V/tp] after tokens [n] at positions [n], or None if another stage has them."""
         ...
 
-    def of_all_stages(self, experts: Tensor) -> Tensor:
+    def gather_stages(self, experts: Tensor) -> Tensor:
         """Return experts [slots, layers, capacity, k] of this rank's cache with those of other stages, int16."""
         ...
 

@@ -25,7 +25,7 @@ from rl_megatron.data.sources import HeldoutBatch, build_source
 from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import EncodedPrompts, RolloutPrompts, encoded_prompts
-from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.observability.batch_view import BatchView, ShownGroup, ShownSequence, Token
 from rl_megatron.topology.degrees import ConfiguredLayout
 
@@ -173,7 +173,7 @@ def _prompts_view(
     greedy: bool = False,
 ) -> BatchView:
     shown, prompts = _Shown(tokenizer), encoded.prompts
-    sampling = stage_sampling(stage, tokenizer, greedy, encoded.end_of_turn_ids)
+    sampling = make_sampling(stage, tokenizer, greedy, encoded.end_of_turn_ids)
     sequences = [
         ShownSequence(_with_place(f"prompt {number}", prompt.problem.location), shown.tokens(prompt.ids), note=note)
         for number, (prompt, note) in enumerate(zip(prompts, map(_note, prompts), strict=True))

@@ -18,9 +18,9 @@ from rl_megatron.config.engines import releases_memory
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.decoder import Decoder
-from rl_megatron.generation.embedded_replica import EmbeddedReplica
+from rl_megatron.generation.embedded import EmbeddedReplica
 from rl_megatron.generation.interfaces import Request, Sampling
-from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.requests import PartialCompletion
 from rl_megatron.losses import as_loss
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
@@ -238,7 +238,7 @@ class RankPhases:
             numbers = [index * replicas // work.samples_per_prompt for index in range(slots)]
             prompts = [(number, *[0] * (work.prompt_tokens - 1)) for number in numbers]
             requests = [Request(f"{index}", prompt, sampling, index) for index, prompt in enumerate(prompts)]
-            decoder.add([Ongoing(request, [0] * done, [0.0] * done) for request in requests])
+            decoder.add([PartialCompletion(request, [0] * done, [0.0] * done) for request in requests])
             return decoder
 
         def read(decoder: Decoder) -> None:

@@ -22,12 +22,10 @@ from rl_megatron.config.errors import describe_error
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.decoding_progress import DecodingProgress
 from rl_megatron.generation.interfaces import Completion, Request
-from rl_megatron.generation.ongoing import Ongoing
-from rl_megatron.generation.transformers.adapter import attach_adapter
-from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
+from rl_megatron.generation.requests import PartialCompletion
+from rl_megatron.generation.transformers.model import attach_adapter, build_model, checkpoint_tensors
 from rl_megatron.generation.transformers.pending_requests import PendingRequests
-from rl_megatron.generation.transformers.replica import TransformersReplica
-from rl_megatron.generation.transformers.routing import RoutingRecorder
+from rl_megatron.generation.transformers.replica import RoutingRecorder, TransformersReplica
 from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.ipc import WeightHandle, open_handle
 from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup
@@ -51,7 +49,7 @@ class TransformersWorker:
         self._replica = TransformersReplica(self.model, plan.vocab_size, self._version, recorder)
 
     def add_adapter(self, plan: RefitPlan) -> None:
-        """Give the model, which has its weights by now, an adapter; every later refit sends that adapter alone."""
+        """Give the model, which has its weights already, an adapter; every later refit sends that adapter alone."""
         self.receiver = WeightReceiver(ParameterSink(attach_adapter(self.model, plan)), plan)
 
     def join(self, ip: str, port: int, rank: int, world_size: int, timeout_seconds: float, kind: str) -> None:
@@ -87,15 +85,15 @@ class TransformersWorker:
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Return the completion of each request, in order."""
         decoder = self.new_decoder()
-        decoder.add([Ongoing(request) for request in requests])
+        decoder.add([PartialCompletion(request) for request in requests])
         progress = DecodingProgress(len(requests))
-        found: dict[str, Completion] = {}
+        completions: dict[str, Completion] = {}
         with decoder.active():
             while (ended := decoder.advance()) is not None:
-                found |= {completion.request_id: completion for completion in ended}
-                progress.advanced(len(found), decoder.share_generated, len(decoder.running))
-        progress.batch_ended(len(found))
-        return [found[request.request_id] for request in requests]
+                completions |= {completion.request_id: completion for completion in ended}
+                progress.update(len(completions), decoder.sum_shares, len(decoder.running))
+        progress.finish_batch(len(completions))
+        return [completions[request.request_id] for request in requests]
 
     def new_decoder(self) -> Decoder:
         """Return a decoder without sequences. The model uses its cache, and no longer that of an earlier decoder."""
@@ -144,7 +142,7 @@ def serve(connection: socket.socket, worker: TransformersWorker) -> None:
 def main(arguments: list[str], worker: TransformersWorker) -> None:
     """Serve the parent process, a `ChildProcess`."""
     connection, _ = connect(arguments)
-    with suppress(OSError):  # the other end is gone
+    with suppress(OSError):  # the other end has closed the socket
         serve(connection, worker)
 
 
