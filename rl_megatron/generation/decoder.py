@@ -52,7 +52,7 @@ class Decoder:
         self._steps_per_check = steps_per_check or (8 if replica.device.type == "cuda" else 1)
         self.graphs = graphs
         self.slots = Slots.empty(1, self.device)
-        self.cache = replica.new_cache(2, _WIDTH_STEP)  # the last slot is never read
+        self.cache = replica.make_cache(2, _WIDTH_STEP)  # the last slot is never read
         self.waiting: list[PartialCompletion] = []
         self.running: list[PartialCompletion] = []  # by slot
         self._num_cached: list[int] = []  # cached tokens of each slot, at most
@@ -184,7 +184,7 @@ class Decoder:
 
     def _decode(self) -> None:
         """Generate one token of every running sequence. Nothing waits for the device."""
-        count, samplings = self._choose_batch_size(), self._slots_by_sampling()
+        count, samplings = self._choose_batch_size(), self._group_by_sampling()
         step = _WIDTH_STEP if self.graphs is None else _CAPTURED_WIDTH_STEP
         width = min(self._round_up(max(self._num_cached, default=0) + 1, step, 4), self.cache.capacity)
         if self.graphs is None or len(samplings) > 1:  # of several, each has a tensor of slots
@@ -198,7 +198,7 @@ class Decoder:
         positions = self.slots.position[:count]
         slots = torch.arange(count, device=self.device)
         self.cache.write_tokens(slots, positions, width)
-        logits = self.replica.logits(self.slots.next_token[:count], positions)
+        logits = self.replica.compute_logits(self.slots.next_token[:count], positions)
         self.slots.add(*self._draw(logits, count))
 
     def _choose_batch_size(self) -> int:
@@ -224,15 +224,15 @@ class Decoder:
         """Return the next token of the first slots and its logprob, [count] each, on every rank of the replica."""
         drawn = torch.zeros(2, count, dtype=torch.float64, device=self.device)  # ids are exact in fp64
         if logits is not None:
-            uniforms = self.slots.next_uniforms(count)
-            for sampling, slots in self._slots_by_sampling():
+            uniforms = self.slots.get_next_uniforms(count)
+            for sampling, slots in self._group_by_sampling():
                 result = self.replica.sample(logits, uniforms, sampling)
                 for target, values in zip(drawn, result, strict=True):
                     target[slots] = values[slots].double()
         self.replica.share(drawn)
         return drawn[0].long(), drawn[1]
 
-    def _slots_by_sampling(self) -> list[tuple[Sampling, slice | Tensor]]:
+    def _group_by_sampling(self) -> list[tuple[Sampling, slice | Tensor]]:
         """Return the different ways in which running sequences are sampled, and the slots of each."""
         if self._by_sampling is None:
             by_settings: dict[tuple[float, int, float], list[int]] = {}

@@ -118,7 +118,7 @@ class EmbeddedReplica:
         self.shares_experts = policy.topology.expert * policy.topology.expert_tensor > 1
         model = policy.model_config
         self._routing = (model.num_layers, model.experts_per_token) if records_routing else None
-        self.cache = self.new_cache(1, 1)
+        self.cache = self.make_cache(1, 1)
 
     @property
     def weight_version(self) -> int:
@@ -141,9 +141,9 @@ class EmbeddedReplica:
         """Yield the weights and the table of RoPE angles."""
         for model in self.model_pass.models:
             yield from model.parameters()
-        yield self.model_pass.angles(self.cache.capacity)
+        yield self.model_pass.get_angles(self.cache.capacity)
 
-    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
+    def make_cache(self, num_slots: int, capacity: int) -> KVCache:
         """Return a cache of the model's layers."""
         self.cache = KVCache(self.model_pass.models, num_slots, capacity, self._routing)
         return self.cache
@@ -167,11 +167,11 @@ class EmbeddedReplica:
 
     def read(self, tokens: Tensor) -> None:
         """Write the keys and values of tokens [b, s] to the cache; they are at the positions 0 … s − 1."""
-        self.model_pass(tokens, self.model_pass.angles(tokens.size(1)), wants_logits=False)
+        self.model_pass(tokens, self.model_pass.get_angles(tokens.size(1)), wants_logits=False)
 
-    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+    def compute_logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
         """Return this rank's logits [n, V/tp] after tokens [n] at positions [n], or None if another stage has them."""
-        angles = self.model_pass.angles(self.cache.capacity)[positions].transpose(0, 1)
+        angles = self.model_pass.get_angles(self.cache.capacity)[positions].transpose(0, 1)
         return self.model_pass(tokens[:, None], angles, wants_logits=True)
 
     def gather_stages(self, experts: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class ModelPass:
         self.models: list[GPTModel] = [unwrap(model_chunk) for model_chunk in policy.model.model_chunks]
         self._angles = torch.empty(0)
 
-    def angles(self, num_positions: int) -> Tensor:
+    def get_angles(self, num_positions: int) -> Tensor:
         """Return the RoPE angles of the first positions, [num_positions, 1, 1 or 2, D]. The table is made once."""
         if len(self._angles) < num_positions:
             self._angles = cast(RotaryEmbedding, self.models[0].rotary_pos_emb).get_emb(num_positions)

@@ -17,7 +17,7 @@ from rl_megatron.generation.stop_strings import StopStrings
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled.
+    """The settings with which completions are sampled.
 
     Attributes:
         max_new_tokens: Tokens of a completion, at most.

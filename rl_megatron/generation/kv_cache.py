@@ -77,7 +77,7 @@ class CachedAttention(torch.nn.Module):
         cache = self.cache
         cache.keep(self.layer_number, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
         if cache.positions is None:
-            mask = cache.mask(key.size(0), self.window, query)
+            mask = cache.get_mask(key.size(0), self.window, query)
             return attend(query, key, value, mask, self.softmax_scale, self.sinks)
         layer, scale = self.layer_number, self.softmax_scale
         return cache.attend_to_cached(layer, query[0], scale, self.window, self.sinks).flatten(1)[None]
@@ -94,7 +94,7 @@ class CachedDelta(torch.nn.Module):
     def forward(self, mixed: Tensor, **_: object) -> Tensor:
         """Return the output [S, B, G, R, Dv] of new tokens [S, B, G, C], and keep their states."""
         cache, core = self.cache, self.__dict__["core"]
-        initial = cache.states(self.layer_number, mixed.size(1))
+        initial = cache.get_states(self.layer_number, mixed.size(1))
         lengths = cache.lengths if cache.positions is None else None
         output, states = core.compute(mixed.transpose(0, 1), initial, lengths)
         cache.keep_states(self.layer_number, states)

@@ -40,7 +40,7 @@ class Replica(Protocol):
         """Return whether other replicas compute tokens of this one, so that all take part in every pass."""
         ...
 
-    def new_cache(self, num_slots: int, capacity: int) -> SlotCache:
+    def make_cache(self, num_slots: int, capacity: int) -> SlotCache:
         """Make the cache that `active` lets the model use."""
         ...
 
@@ -56,7 +56,7 @@ class Replica(Protocol):
         """Write the keys and values of tokens [b, s] to the cache; they are at the positions 0 … s − 1."""
         ...
 
-    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+    def compute_logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
         """Return this rank's logits [n, V/tp] after tokens [n] at positions [n], or None if another stage has them."""
         ...
 

@@ -85,7 +85,7 @@ class PartialCompletion:
         self.logprobs += logprobs
         self.spans.append(WeightSpan(version, start, len(self.ids)))
 
-    def completion(self, reason: Literal["stop", "length", "abort"]) -> Completion:
+    def complete(self, reason: Literal["stop", "length", "abort"]) -> Completion:
         """Return the completion, which ended for this reason."""
         parts = tuple(self.ids), tuple(self.logprobs), tuple(self.spans)
         return Completion(self.request.request_id, *parts, reason, self.routed_experts)

@@ -88,14 +88,14 @@ class SlotCache:
         """
         keys, values = (cached[: len(query), :, : self.width] for cached in self._layers[layer])
         # The heads that share a key attend as if they were several queries of one head, so no key is repeated.
-        queries, mask = query.unflatten(1, (keys.size(1), -1)), self.mask(1, window, query)
+        queries, mask = query.unflatten(1, (keys.size(1), -1)), self.get_mask(1, window, query)
         if sinks is None:
             output = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
         else:
             output = attend_once_with_sinks(queries, keys, values, sinks, mask, scale)
         return output.flatten(1, 2)
 
-    def states(self, layer: int, num_sequences: int) -> DeltaStates | None:
+    def get_states(self, layer: int, num_sequences: int) -> DeltaStates | None:
         """Return a layer's states before the pass of the first n slots, or None if all of them are 0."""
         if self.positions is None or layer not in self._delta_states:
             return None
@@ -111,7 +111,7 @@ class SlotCache:
             else:
                 cached[: len(new)] = new
 
-    def mask(self, num_new: int, window: int | None, like: Tensor) -> Tensor | None:
+    def get_mask(self, num_new: int, window: int | None, like: Tensor) -> Tensor | None:
         """Return the mask of a layer with this window. It is made once for all layers of a forward pass.
 
         Returns:

@@ -105,7 +105,7 @@ class Slots:
             tensor: Tensor = getattr(self, field.name)
             tensor[targets] = tensor[sources]
 
-    def next_uniforms(self, count: int) -> Tensor:
+    def get_next_uniforms(self, count: int) -> Tensor:
         """Return the random numbers of the next token of the first `count` slots, [count]."""
         column = self.generated[:count].clamp(max=self.uniforms.size(1) - 1)
         return self.uniforms[:count].gather(1, column[:, None])[:, 0]

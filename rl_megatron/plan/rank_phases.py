@@ -272,10 +272,10 @@ class RankPhases:
             max_bytes = round(generation.refit_bucket_mb * _MEGABYTE)
             sender = policy.weights
             if generation.refit == "adapter":
-                for _ in _filled(WeightSender(policy.model, BaseExporter).exporter(max_bytes), num_buffers=1):
+                for _ in _filled(WeightSender(policy.model, BaseExporter).get_exporter(max_bytes), num_buffers=1):
                     pass  # engines get the base when they start
                 sender = WeightSender(policy.model, AdapterExporter)
-            for filled in _filled(sender.exporter(max_bytes)):
+            for filled in _filled(sender.get_exporter(max_bytes)):
                 dist.all_reduce(filled)
         if offloads and policy.optimizer is not None:  # as training does; the host keeps its copies
             policy.memory.restore_optimizer()

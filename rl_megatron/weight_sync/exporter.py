@@ -97,7 +97,7 @@ class WeightExporter:
             for name, shape in table.hf_shapes.items()
         ]
         hf_config = family.write_config(model.config, rows) | {"dtype": dtype}
-        unknown, blocks = _blocks(model.model_chunks, table, self._merges_adapters)
+        unknown, blocks = _collect_blocks(model.model_chunks, table, self._merges_adapters)
         plan = RefitPlan(hf_config, model.vocab_size, plan_buckets(specs, max_bytes))
         shapes = {name: table.numbered_shape(name) for name in table.hf_shapes}
         self._prepare(model, plan, shapes, blocks, unknown)
@@ -266,7 +266,7 @@ def digest_weights(model: ShardedModel, frozen_only: bool = False) -> str:
     return f"{total.item() % 2**64:016x}"
 
 
-def _blocks(
+def _collect_blocks(
     model_chunks: Sequence[torch.nn.Module], table: WeightTable, with_adapters: bool
 ) -> tuple[list[str], dict[str, list[_Block]]]:
     """Return (tensors that the table lacks, this rank's blocks of each Hugging Face tensor).

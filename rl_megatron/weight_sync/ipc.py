@@ -132,13 +132,13 @@ class SharedBuffer:
         os.ftruncate(self._file, num_words * _WORD)
         self.words = torch.frombuffer(mmap.mmap(self._file, num_words * _WORD), dtype=torch.int64)
 
-    def handle(self, bucket_index: int, num_words: int) -> WeightHandle:
+    def make_handle(self, bucket_index: int, num_words: int) -> WeightHandle:
         """Return a handle to the first `num_words` words. A reader gets their values when it opens the handle."""
         if self._file is not None:
             return WeightHandle(bucket_index, num_words, path=f"/proc/{os.getpid()}/fd/{self._file}")
         torch.cuda.current_stream(self.words.device).synchronize()  # writes are done before the buffer is read
         _, arguments = reduce_tensor(self.words)
-        return WeightHandle(bucket_index, num_words, cuda=arguments, device_uuid=device_key(self.words.device))
+        return WeightHandle(bucket_index, num_words, cuda=arguments, device_uuid=get_device_key(self.words.device))
 
     def close(self) -> None:
         """Release the memory. It is freed once no reader has it open."""
@@ -190,7 +190,9 @@ def _open_on_cpu(handle: WeightHandle) -> Tensor:
 
 def _open_on_gpu(handle: WeightHandle, cuda: tuple[Any, ...]) -> Tensor:
     """Return the memory on the sender's GPU, by its uuid, because CUDA_VISIBLE_DEVICES may differ between processes."""
-    here = [i for i in range(torch.cuda.device_count()) if device_key(torch.device("cuda", i)) == handle.device_uuid]
+    here = [
+        i for i in range(torch.cuda.device_count()) if get_device_key(torch.device("cuda", i)) == handle.device_uuid
+    ]
     if not here:
         raise WeightsRefused(
             f"bucket {handle.bucket_index} is on GPU {handle.device_uuid}, which is not visible to this process"
@@ -200,6 +202,6 @@ def _open_on_gpu(handle: WeightHandle, cuda: tuple[Any, ...]) -> Tensor:
     return rebuild_cuda_tensor(*arguments)
 
 
-def device_key(device: torch.device) -> str:
+def get_device_key(device: torch.device) -> str:
     """Return a GPU's uuid, which is the same in every process, or "cpu"."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"

@@ -31,7 +31,7 @@ class PluginSync(abc.ABC):
 
     def connect(self) -> None:
         """Give the servers the plan, and connect them to the policy; see `ServerSync.connect`."""
-        self._sender.exporter(self._bucket_bytes)
+        self._sender.get_exporter(self._bucket_bytes)
         # A server may be in an unfinished weight sync, because the trainer or another server has ended.
         active = [any(report.get("active") for report in reports) for reports in self._ask_for_reports()]
         if any(active):

@@ -113,7 +113,7 @@ class StandaloneGroup:
             return gloo(store, self.rank, self.world_size, gloo_options)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = 2 * timeout  # our own timeout comes first
-        with _environment(_RAISE_ERRORS):
+        with _set_environment(_RAISE_ERRORS):
             return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
@@ -151,7 +151,7 @@ class StandaloneGroup:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def _set_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables within the block."""
     original = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

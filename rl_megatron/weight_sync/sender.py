@@ -19,7 +19,7 @@ from torch import Tensor
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.weight_sync.buckets import RefitPlan
 from rl_megatron.weight_sync.exporter import DEFAULT_BUCKET_BYTES, AdapterExporter, BaseExporter, WeightExporter
-from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, device_key
+from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, get_device_key
 from rl_megatron.weight_sync.process_group import Handle, StandaloneGroup
 
 _GIGABYTE = 1e9
@@ -73,7 +73,7 @@ class WeightSender:
         self._pending_group: PendingGroup | None = None
         self._shared: SharedBuffer | None = None
 
-    def exporter(self, max_bytes: int | None = None) -> WeightExporter:
+    def get_exporter(self, max_bytes: int | None = None) -> WeightExporter:
         """Return the exporter. Collective if there is none yet, or if `max_bytes` or the model's adapters are new.
 
         `max_bytes` limits the weights in a bucket. None keeps the current value.
@@ -94,7 +94,7 @@ class WeightSender:
     @property
     def plan(self) -> RefitPlan:
         """Return the plan that an engine needs before the first weights. Collective the first time."""
-        return self.exporter().plan
+        return self.get_exporter().plan
 
     def list_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each Hugging Face tensor, in the order in which they are sent."""
@@ -111,7 +111,7 @@ class WeightSender:
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor) of every Hugging Face tensor. Each is valid until the next one. Collective."""
-        return self.exporter().stream()
+        return self.get_exporter().stream()
 
     # --- over a process group ---
 
@@ -139,7 +139,7 @@ class WeightSender:
             CollectiveFailed: An engine died. A handle's `wait` may raise it, too. Join a new group then.
         """
         group = self.group()
-        exporter = self.exporter()
+        exporter = self.get_exporter()
         self._model.gather_parameters()
         self.timings = SyncTimings(exporter.plan.num_bytes)
         handles: list[Handle] = []
@@ -170,7 +170,7 @@ class WeightSender:
 
         A new `max_bytes` changes `plan`, and the engines then need the new plan.
         """
-        exporter = self.exporter(max_bytes)
+        exporter = self.get_exporter(max_bytes)
         self.timings = SyncTimings()
         return [[spec.name for spec in bucket.tensors] for bucket in exporter.plan.buckets]
 
@@ -186,7 +186,7 @@ class WeightSender:
         Returns:
             The handle by this rank's device: a GPU's uuid, or "cpu".
         """
-        index, exporter = self._find_bucket(keys), self.exporter()
+        index, exporter = self._find_bucket(keys), self.get_exporter()
         self._model.gather_parameters()
         topology = self._model.topology
         if self._shared is None:
@@ -198,7 +198,7 @@ class WeightSender:
             _Transfer(work, self.timings).wait()
         self.timings.bytes += exporter.plan.buckets[index].num_bytes
         self.timings.ended = time.perf_counter()
-        return {device_key(filled.device): self._shared.handle(index, filled.numel())}
+        return {get_device_key(filled.device): self._shared.make_handle(index, filled.numel())}
 
     def _find_bucket(self, keys: list[str]) -> int:
         buckets = self.plan.buckets

@@ -76,7 +76,7 @@ class SglangSync:
             WeightsRefused: A bucket is not what the ranks have written, a server did not take a tensor, or servers
                 have different weights.
         """
-        exporter = self._weights.exporter()
+        exporter = self._weights.get_exporter()
         self._weights.timings = timings = SyncTimings(exporter.plan.num_bytes)
         fingerprints: dict[str, int] = {}
         self._begin()

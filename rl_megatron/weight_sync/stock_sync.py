@@ -37,7 +37,7 @@ class SyncFromDisk:
 
     def connect(self) -> None:
         """Make the servers read safetensors files when they reload; see `ServerSync.connect`."""
-        self._sender.exporter(self._bucket_bytes)
+        self._sender.get_exporter(self._bucket_bytes)
         overrides = {"overrides": {"load_config": {"load_format": "safetensors"}}}
         try:
             self._call_workers("update_config", overrides)
@@ -77,7 +77,7 @@ class BaseOnDisk:
         self._sender, self._directory = sender, WeightDirectory(parent, ranks, max_shard_bytes)
         self._path: Path | None = None
 
-    def path(self) -> Path:
+    def write(self) -> Path:
         """Return the directory, which the first call writes; the base never changes. Collective."""
         if self._path is None:
             self._path = self._directory.write("base", self._sender.make_base_exporter())

@@ -97,7 +97,7 @@ class LayerwiseSink:
         """
         self._finalize()
         self._loading = False
-        heads = dict(self._tied_heads())
+        heads = dict(self._find_tied_heads())
         loaded = self._parameters if self._loaded is None else self._loaded
         missing = self._parameters - loaded - {f"{name}.weight" for name in heads}
         if missing:
@@ -114,7 +114,7 @@ class LayerwiseSink:
 
         finalize_layerwise_reload(self._model, self._model_config)
 
-    def _tied_heads(self) -> Iterator[tuple[str, torch.nn.Module]]:
+    def _find_tied_heads(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yield the heads whose weights are those of the embedding, by name."""
         if not getattr(self._model_config.hf_config, "tie_word_embeddings", False):
             return

@@ -13,7 +13,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 class BadFrame(ValueError):
-    """What has arrived is not a message, or is longer than a message may be."""
+    """The error for bytes that are not a message, or for one that is longer than a message may be."""
 
 
 def dumps(message: object) -> bytes:

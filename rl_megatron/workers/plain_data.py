@@ -12,7 +12,7 @@ _SCALARS: tuple[Any, ...] = (bool, int, float, str, bytes)
 
 
 class BadAnswer(ValueError):
-    """What users' code returned cannot be used. The message completes "the method …"."""
+    """The error for a result of users' code that cannot be used. The message completes "the method …"."""
 
 
 def to_plain(value: Any, where: str = "the result") -> Any:

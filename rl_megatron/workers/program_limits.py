@@ -124,14 +124,14 @@ def limit(seconds: int, memory: int, parent: int) -> list[str]:
 
 
 def _lower(kind: int, value: int) -> None:
-    """Set a limit for good, unless it is lower already."""
+    """Set a limit permanently, unless it is lower already."""
     _, hard = resource.getrlimit(kind)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))
 
 
 def _protect_files(libc: ctypes.CDLL) -> bool:
-    """Refuse to change files outside the working directory, and to reach other processes, for good.
+    """Refuse to change files outside the working directory, and to reach other processes, permanently.
 
     Return whether no file can be changed; before its third version, Landlock lets files be truncated.
     """
@@ -172,7 +172,7 @@ def list_conditional_calls(machine: str) -> dict[str, int]:
 
 
 def _filter_system_calls(libc: ctypes.CDLL) -> bool:
-    """Refuse all system calls but those of the tables, for good; return whether it works.
+    """Refuse all system calls but those of the tables, permanently; return whether it works.
 
     A filter of system calls also holds for root, which the limit of processes does not.
     """

@@ -98,7 +98,7 @@ class ServerEngine:
             self._served, self._has_lost_a_server = None, False
         if self._served is None or self._served.version != self.policy.weight_version:
             self._served = None
-            self._with_restarts(self._sync_weights)
+            self._run_with_restarts(self._sync_weights)
         metrics, self._sync_metrics = self._sync_metrics, {}
         return metrics
 
@@ -109,7 +109,7 @@ class ServerEngine:
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call sync() first")
         done: dict[str, Completion] = {}
-        self._with_restarts(lambda: self._complete_all(requests, done))
+        self._run_with_restarts(lambda: self._complete_all(requests, done))
         completions = [done[request.request_id] for request in requests]
         self._ranks.run_on_rank0(lambda: self._check_versions(completions), (EngineFailed,))
         return completions
@@ -160,7 +160,7 @@ class ServerEngine:
 
     # --- work that is repeated if a server dies ---
 
-    def _with_restarts(self, attempt: Callable[[], _T]) -> _T:
+    def _run_with_restarts(self, attempt: Callable[[], _T]) -> _T:
         """Return what `attempt` returns. If a server dies in it, note which servers to start again, and try again."""
         while True:
             try:
@@ -235,7 +235,7 @@ class ServerEngine:
         plan = self.policy.weights.plan
         self._starts += 1
         base, runs_already = self._kind.base, bool(self._kind.settings.server_urls)
-        weights = None if base is None or runs_already else base.path()
+        weights = None if base is None or runs_already else base.write()
         self._pool.start(plan, self._kind.devices, self._broken, weights)
         self._broken = []
         if self._ranks.leads:

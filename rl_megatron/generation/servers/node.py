@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class ServerLauncher:
-    """How to start the servers of a stage on a node without ranks."""
+    """The settings with which a node without ranks starts the servers of a stage."""
 
     settings: ServersConfig
     dialect: ServerDialect

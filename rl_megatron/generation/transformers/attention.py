@@ -50,7 +50,7 @@ class CachedAttention(SlotCache):
         self.keep(layer, key, value)
         if self.positions is not None:
             return self.attend_to_cached(layer, query[:, :, 0], scale, window, sinks)[:, None]
-        mask, grouped = self.mask(key.size(2), window, query), query.size(1) != key.size(1)
+        mask, grouped = self.get_mask(key.size(2), window, query), query.size(1) != key.size(1)
         if sinks is not None:
             key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
             return attend_with_sinks(query, key, value, sinks, mask, scale).transpose(1, 2)
@@ -93,7 +93,7 @@ def compute_gated_delta(module: torch.nn.Module, hidden_states: Tensor, **_: Any
     """
     net: Any = module
     cache, layer = module.__dict__["slot_cache"], module.__dict__["layer_idx"]
-    initial, lengths = cache.states(layer, len(hidden_states)), cache.lengths if cache.positions is None else None
+    initial, lengths = cache.get_states(layer, len(hidden_states)), cache.lengths if cache.positions is None else None
     groups, values = net.num_k_heads, net.num_v_heads // net.num_k_heads
     channels, last = convolve(
         net.in_proj_qkv(hidden_states), net.conv1d.weight.squeeze(1), None if initial is None else initial.last, lengths

@@ -67,7 +67,7 @@ class TransformersEngine:
             self._served = None
         if self._served is None or self._served.version != self.policy.weight_version:
             self._served = None
-            self._with_restarts(self._sync_weights)
+            self._run_with_restarts(self._sync_weights)
         metrics, self._sync_metrics = self._sync_metrics, {}
         return metrics
 
@@ -78,7 +78,7 @@ class TransformersEngine:
         self._ranks.run_on_rank0(lambda: check_requests(requests, longest, self.policy.vocab_size), (ConfigError,))
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call sync() first")
-        answers = self._with_restarts(lambda: self._ask_for_completions(list(requests)))
+        answers = self._run_with_restarts(lambda: self._ask_for_completions(list(requests)))
         completions = [completion for answer in answers for completion in answer]
         self._ranks.run_on_rank0(lambda: self._check_versions(completions), (EngineFailed,))
         return completions
@@ -124,7 +124,7 @@ class TransformersEngine:
     def _has_lost_a_process(self) -> bool:
         return self._workers is not None and self._workers.requests.has_lost_a_process
 
-    def _with_restarts(self, attempt: Callable[[], _T]) -> _T:
+    def _run_with_restarts(self, attempt: Callable[[], _T]) -> _T:
         """Return what `attempt` returns. If an engine dies in it, end all engines and try again."""
         while True:
             try:

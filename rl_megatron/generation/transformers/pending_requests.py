@@ -15,12 +15,12 @@ from rl_megatron.generation.requests import PartialCompletion
 class PendingRequests:
     """The requests without a completion. The messages of the policy's process call its first methods."""
 
-    def __init__(self, answer: Callable[[Sequence[Any], str | None], None], new_decoder: Callable[[], Decoder]):
+    def __init__(self, answer: Callable[[Sequence[Any], str | None], None], make_decoder: Callable[[], Decoder]):
         """Start without requests.
 
         `answer` sends (completions, None) to the policy, or (request ids, message) if decoding raised.
         """
-        self._send, self._new_decoder = answer, new_decoder
+        self._send, self._new_decoder = answer, make_decoder
         self._decoder: Decoder | None = None  # it exists only while it decodes, because its cache takes memory
         self._held: list[PartialCompletion] = []  # requests that the decoder does not have
 

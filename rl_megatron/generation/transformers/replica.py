@@ -29,7 +29,7 @@ class TransformersReplica:
         """Keep a model whose attention is `CachedAttention`, and a recorder of its routed experts, or None."""
         self.model, self.device = model, model.device
         self._vocab_size, self._version, self._recorder = vocab_size, version, recorder
-        self.cache = self.new_cache(1, 1)
+        self.cache = self.make_cache(1, 1)
 
     @property
     def weight_version(self) -> int:
@@ -40,7 +40,7 @@ class TransformersReplica:
         """Return the weights."""
         return self.model.parameters()
 
-    def new_cache(self, num_slots: int, capacity: int) -> CachedAttention:
+    def make_cache(self, num_slots: int, capacity: int) -> CachedAttention:
         """Return a cache, which the model uses from now on."""
         recorder = self._recorder
         routing = None if recorder is None else (recorder.num_layers, recorder.experts_per_token)
@@ -59,7 +59,7 @@ class TransformersReplica:
         """Write the keys and values of tokens [b, s] to the cache; they are at the positions 0 … s − 1."""
         self._pass(tokens, torch.arange(tokens.size(1), device=self.device)[None])
 
-    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def compute_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the logits [n, V] after tokens [n] at positions [n]."""
         return self._pass(tokens[:, None], positions[:, None])[:, -1]
 

@@ -84,7 +84,7 @@ class TransformersWorker:
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Return the completion of each request, in order."""
-        decoder = self.new_decoder()
+        decoder = self.make_decoder()
         decoder.add([PartialCompletion(request) for request in requests])
         progress = DecodingProgress(len(requests))
         completions: dict[str, Completion] = {}
@@ -95,14 +95,14 @@ class TransformersWorker:
         progress.finish_batch(len(completions))
         return [completions[request.request_id] for request in requests]
 
-    def new_decoder(self) -> Decoder:
+    def make_decoder(self) -> Decoder:
         """Return a decoder without sequences. The model uses its cache, and no longer that of an earlier decoder."""
         if self.receiver.version is None:
             raise RuntimeError("no weights have arrived yet")
         return Decoder(self._replica, self._batch_size)
 
     def _version(self) -> int:
-        assert self.receiver.version is not None, "new_decoder checks it"
+        assert self.receiver.version is not None, "make_decoder checks it"
         return self.receiver.version
 
 
@@ -113,7 +113,7 @@ def serve(connection: socket.socket, worker: TransformersWorker) -> None:
         write_frame(connection, pickle.dumps((kind, value)))
 
     log.watch_progress(lambda *progress: send("progress", progress))
-    pending = PendingRequests(lambda *answer: send("completions", answer), worker.new_decoder)
+    pending = PendingRequests(lambda *answer: send("completions", answer), worker.make_decoder)
     while True:
         if not wait([connection], 0 if pending.can_advance else None):
             pending.advance()

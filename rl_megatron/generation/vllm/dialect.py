@@ -108,9 +108,9 @@ class VllmDialect:
             most = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= self._adapter_rank)
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(most)]
         command += ["--middleware", _TOKEN_REQUIRED] if launch.token else []
-        return [*command, *self._launch_args, *settings.extra_args], self._environment(launch)
+        return [*command, *self._launch_args, *settings.extra_args], self._make_environment(launch)
 
-    def _environment(self, launch: Launch) -> dict[str, str]:
+    def _make_environment(self, launch: Launch) -> dict[str, str]:
         environment = self._launch_environment | {
             "VLLM_SERVER_DEV_MODE": "1",  # it registers the paths for weight syncs and pauses
             "VLLM_NO_USAGE_STATS": "1",

@@ -48,7 +48,7 @@ def build_vllm_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Pa
         rank, ranks = stage.peft.r, topology.ranks
         base = BaseOnDisk(policy.weights, ranks, bucket_bytes, directory)
     dialect = make_vllm_dialect(generation, length, policy.topology.device, _DTYPES[stage.precision], rank)
-    devices = _devices(generation, policy.topology.device)
+    devices = _choose_devices(generation, policy.topology.device)
     kind = ServerKind(dialect, settings, make_sync, length, devices, can_sleep(generation, topology.device), base)
     return ServerEngine(policy, generation, kind, output_dir, minutes)
 
@@ -103,7 +103,7 @@ def check_vllm(stage: StageConfig, vocab_size: int) -> None:
     """
     _check_launch(stage, vocab_size)
     generation, device = stage.generation, choose_device(stage.device)
-    _devices(generation, device)
+    _choose_devices(generation, device)
     if device.type == "cuda" and generation.refit == "shared_memory":
         check_gpu_memory_can_be_shared(generation.refit)
 
@@ -124,5 +124,5 @@ def _check_launch(stage: StageConfig, vocab_size: int) -> None:
         )
 
 
-def _devices(generation: GenerationConfig, policy: torch.device) -> tuple[tuple[int, ...], ...]:
+def _choose_devices(generation: GenerationConfig, policy: torch.device) -> tuple[tuple[int, ...], ...]:
     return choose_server_devices(generation.vllm, _SIZE_KEY, policy, shares_gpus(generation))

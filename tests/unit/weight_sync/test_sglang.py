@@ -122,7 +122,7 @@ def sync_with(server):
     servers = WeightServers([server], Ranks(), timeout_seconds=5, seconds_after_a_break=0.1)
     plan = RefitPlan({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}, 10, ())
     exporter = SimpleNamespace(plan=plan, gather_buckets=lambda: [])
-    weights = SimpleNamespace(plan=plan, exporter=lambda: exporter)
+    weights = SimpleNamespace(plan=plan, get_exporter=lambda: exporter)
     return SglangSync(servers, weights, SimpleNamespace(is_cuda=False, device=cpu), timeout_seconds=1.0)
 
 

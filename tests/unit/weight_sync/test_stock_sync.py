@@ -48,7 +48,7 @@ class Sender:
     def __init__(self):
         self.timings = SyncTimings()
 
-    def exporter(self, max_bytes):
+    def get_exporter(self, max_bytes):
         return None
 
     def make_adapter_exporter(self):

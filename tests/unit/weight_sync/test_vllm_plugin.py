@@ -57,7 +57,7 @@ def test_a_plan_survives_json():
 def test_a_handle_survives_json():
     buffer = SharedBuffer(4, torch.device("cpu"))
     buffer.words.copy_(torch.arange(4))
-    with open_handle(WeightHandle.from_json(json.loads(json.dumps(buffer.handle(2, 3).to_json())))) as words:
+    with open_handle(WeightHandle.from_json(json.loads(json.dumps(buffer.make_handle(2, 3).to_json())))) as words:
         assert words.tolist() == [0, 1, 2]
     del words
     buffer.close()
@@ -83,7 +83,7 @@ def test_a_trainer_tells_a_server_without_the_backend_how_to_start():
             return future
 
     servers = WeightServers([Server()], Ranks(), timeout_seconds=5)
-    sender = SimpleNamespace(exporter=lambda size: None, plan=RefitPlan({}, 10, ()))
+    sender = SimpleNamespace(get_exporter=lambda size: None, plan=RefitPlan({}, 10, ()))
     with pytest.raises(ServerRefused, match=r"no weight-transfer backend; start it with --weight-transfer-config"):
         SyncInSharedMemory(sender, servers, 1 << 20, 5.0).connect()
 
@@ -161,7 +161,7 @@ def test_weights_without_a_parameter_of_the_server_are_not_served(config):
     receiver.model, receiver.model_config = Model(), config
     receiver.init_transfer_engine(InitInfo(PROTOCOL, plan.to_json()))
     receiver.start_weight_update()
-    receiver.receive_weights(UpdateInfo(7, shared.handle(0, bucket.num_words).to_json()))
+    receiver.receive_weights(UpdateInfo(7, shared.make_handle(0, bucket.num_words).to_json()))
     receiver.finish_weight_update()
     shared.close()
     report = receiver.report()
