@@ -27,12 +27,9 @@ class DecodingProgress:
         self._ended, self._next = 0, clock()
 
     def update(self, ended: int, shares: Callable[[], float], running: int) -> None:
-        """Report while sequences end one by one, unless there was a report just before.
+        """Report how many sequences have ended and are running, unless there was a report just before.
 
-        Args:
-            ended: How many have ended.
-            shares: Returns the sum of the shares of their tokens that the running ones have.
-            running: How many are running.
+        `shares` returns the sum of the shares of their possible tokens that the running ones have.
         """
         if self._clock() >= self._next:
             self._report(int(ended + shares()) if log.is_watched() else ended, f"{running} running")

@@ -26,14 +26,9 @@ class SyncedEngine:
         note: Callable[[dict[str, float]], None],
         needs_routing: bool = False,
     ):
-        """Wrap an engine.
+        """Wrap an engine. `note` is called with the metrics of every weight sync and of every logprob check.
 
-        Args:
-            engine: The engine.
-            check: The logprob check.
-            ranks: The policy's ranks.
-            note: Called with the metrics of every weight sync and of every logprob check.
-            needs_routing: Whether completions must have routed experts, for router replay.
+        `needs_routing` means that completions must have routed experts, for router replay.
         """
         self._engine, self._check, self._ranks, self._note = engine, check, ranks, note
         self._needs_routing = needs_routing

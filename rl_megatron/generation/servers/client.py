@@ -85,13 +85,8 @@ class ServerClient:
     ) -> Any:
         """Send a request once, and return the decoded JSON of the answer; None if the answer is empty.
 
-        An answer that has no type is returned as it is.
-
-        Args:
-            method: "GET" or "POST".
-            path: The path on the server, with its query.
-            body: The JSON body, if the request has one.
-            seconds: The longest time until the whole answer. None: the usual time.
+        An answer that has no type is returned as text. `seconds` limits the time until the whole answer; None means the
+        usual limit.
 
         Raises:
             ConnectionLost: The server cannot be reached, or closed the connection.

@@ -18,13 +18,8 @@ def check_servers(
 ) -> None:
     """Check that Hugging Face's format has a stage's model, that servers take its sequences, and can be started.
 
-    Args:
-        stage: The stage.
-        vocab_size: The number of tokens of its tokenizer.
-        settings: The section of the servers.
-        python: The Python that starts them.
-        length_key: The section's key with the most tokens of a sequence.
-        remedy: The message's remedy if there is no `python`.
+    `python` starts the servers; the message has the `remedy` if there is none. The key `length_key` of their section is
+    the most tokens of a sequence.
 
     Raises:
         ConfigError: Something is missing; the message names the key.

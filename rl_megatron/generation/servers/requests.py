@@ -91,12 +91,9 @@ class RequestSender:
             return completion
 
     async def complete_all(self, requests: Sequence[Request], done: dict[str, Completion]) -> list[Completion]:
-        """Return the completions of a batch, in order.
+        """Return the completions of a batch, in order; see `complete`.
 
-        Args:
-            requests: The batch.
-            done: The completions so far, by request id. They stay there if this raises as `complete` does, and are not
-                requested again.
+        `done` has the completions so far, by request id. They stay there if this raises, and are not requested again.
         """
 
         async def complete(request: Request) -> None:

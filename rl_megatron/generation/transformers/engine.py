@@ -260,11 +260,8 @@ class TransformersEngine:
     ) -> tuple[Any, ...]:
         """Call a method of the engines' workers, and return their answers.
 
-        Args:
-            method: The method.
-            arguments: Its arguments, for each engine that is called.
-            meanwhile: Called by all ranks while the engines work on the answers.
-            to_all: Whether every rank gets the answers. Otherwise only rank 0 does, and the others get none.
+        `arguments` has one tuple for each engine that is called. All ranks call `meanwhile` while the engines work on
+        the answers. Every rank gets the answers, or only rank 0 if not `to_all`.
 
         Raises:
             EngineDied: On every rank, if an engine's process ended or was too slow, or a collective failed for a reason

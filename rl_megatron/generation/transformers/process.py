@@ -78,8 +78,7 @@ class EngineProcess:
     def send(self, kind: str, method: str, arguments: tuple[Any, ...]) -> None:
         """Send a "call" of a method of `TransformersWorker`, or a "request", one of `PendingRequests`.
 
-        Raises:
-            OSError: The process has ended, or does not read.
+        OSError is raised if the process has ended, or does not read.
         """
         with self._sending:
             write_frame(self.socket, pickle.dumps((kind, method, arguments)))
