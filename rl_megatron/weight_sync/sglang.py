@@ -72,8 +72,8 @@ class SglangSync:
     def send(self, version: int) -> dict[str, float]:
         """Send the policy's current weights; see `ServerSync.send`.
 
-        WeightsRefused is raised if a bucket differs from what the ranks have written, if a server lacks a tensor that was
-        sent, or if servers have different weights.
+        WeightsRefused is raised if a bucket differs from what the ranks have written, if a server did not take one of
+        its tensors, or if servers have different weights.
         """
         exporter = self._weights.get_exporter()
         self._weights.timings = timings = SyncTimings(exporter.plan.num_bytes)

@@ -20,7 +20,7 @@ class PendingRequests:
 
         `answer` sends (completions, None) to the policy, or (request ids, message) if decoding raised.
         """
-        self._send, self._new_decoder = answer, make_decoder
+        self._send, self._make_decoder = answer, make_decoder
         self._decoder: Decoder | None = None  # it exists only while it decodes, because its cache takes memory
         self._held: list[PartialCompletion] = []  # requests that the decoder does not have
 
@@ -62,7 +62,7 @@ class PendingRequests:
         """Generate a token of each request that runs, and answer those that ended."""
         try:
             if self._decoder is None:
-                self._decoder = self._new_decoder()
+                self._decoder = self._make_decoder()
             with self._decoder.active():
                 self._decoder.add(self._held)
                 self._held = []
