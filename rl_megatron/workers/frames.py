@@ -17,7 +17,7 @@ class BadFrame(ValueError):
 
 
 def dumps(message: object) -> bytes:
-    """Pickle a message for another process. A class that the other process cannot import is sent with its code."""
+    """Encode a message for another process. A class that the other process cannot import is sent with its code."""
     try:
         return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError):  # a class within a function, for example

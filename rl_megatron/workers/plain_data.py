@@ -48,7 +48,7 @@ def to_plain(value: Any, where: str = "the result") -> Any:
 
 
 def dump_plain(message: tuple[Any, ...]) -> bytes:
-    """Pickle a message of plain data for `load_plain`."""
+    """Encode a message of plain data for `load_plain`."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 

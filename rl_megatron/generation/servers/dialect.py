@@ -125,7 +125,7 @@ class ServerDialect(Protocol):
         ...
 
     async def resume(self, server: ServerClient) -> None:
-        """Resume generation after `pause`."""
+        """Continue generation after `pause`."""
         ...
 
     async def sleep(self, server: ServerClient) -> None:

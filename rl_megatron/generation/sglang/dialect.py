@@ -102,7 +102,7 @@ class SglangDialect:
         await server.post("/pause_generation", {"mode": "retract"})
 
     async def resume(self, server: ServerClient) -> None:
-        """Resume generation after `pause`."""
+        """Continue generation after `pause`."""
         await server.post("/continue_generation", {})
 
     async def sleep(self, server: ServerClient) -> None:

@@ -207,7 +207,7 @@ class VllmDialect:
         await server.post("/pause?mode=keep")
 
     async def resume(self, server: ServerClient) -> None:
-        """Resume generation after `pause`."""
+        """Continue generation after `pause`."""
         await server.post("/resume")
 
     async def sleep(self, server: ServerClient) -> None:
