@@ -1,6 +1,6 @@
 """The package's language: docstrings open with a verb, one word has one meaning, and old phrases do not return.
 
-CONTRIBUTING.md ("Naming") and docs/glossary.md explain the words.
+docs/extending.md ("Names") and docs/glossary.md explain the words.
 """
 
 from __future__ import annotations

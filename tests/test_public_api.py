@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,18 @@ def test_the_stub_declares_each_name_where_it_is_loaded_from():
     assert declared.keys() == set(rl_megatron.__all__) - {"__version__"}
     for name, module in declared.items():
         assert getattr(rl_megatron, name) is getattr(importlib.import_module(f"rl_megatron.{module}"), name)
+
+
+def test_public_functions_classes_and_their_methods_are_documented():
+    undocumented = []
+    for name in set(rl_megatron.__all__) - {"__version__"}:
+        public = getattr(rl_megatron, name)
+        members = vars(public) if inspect.isclass(public) else {}
+        fields = members.get("__annotations__", {})  # the class's docstring has them
+        methods = [key for key in members if inspect.isfunction(members[key]) and key[0] != "_" and key not in fields]
+        documented = {name: public} | {f"{name}.{key}": getattr(public, key) for key in methods}
+        undocumented += [key for key, value in documented.items() if not inspect.getdoc(value)]
+    assert undocumented == []
 
 
 def test_importing_the_package_imports_no_torch():

@@ -140,7 +140,7 @@ class Batch(MutableMapping[str, Any]):
         first, size = int(starts[0 if topology is None else topology.data_rank]), 0 if own is None else own.size
         batch = cls(
             own if own is not None else BatchedDataDict(), torch.arange(first, first + size), facts,
-            torch.arange(len(counts), dtype=torch.int16).repeat_interleave(counts), int(widths.max()), columns, padding,
+            torch.repeat_interleave(counts).to(torch.int16), int(widths.max()), columns, padding,
             topology, store=store or TensorStore(), moved=moved,
         )  # fmt: skip
         return batch._renumber_trajectories(starts[producers])
@@ -425,15 +425,15 @@ def _gather(
         parts = _gather_from_replicas(packed, topology)
         parts = parts if len(producers) == len(parts) else parts[producers]
     moved.received += parts.numel()
-    return _unpack(parts, counts[producers].tolist(), dtypes)
+    return _unpack(parts, counts[producers], dtypes)
 
 
-def _unpack(parts: Tensor, counts: list[int], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+def _unpack(parts: Tensor, counts: Tensor, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
     """Return the facts of all sequences, from the bytes [ranks, …] that each of some ranks has packed."""
-    facts, starts = {}, [0] * len(counts)
+    facts, starts, are_equal = {}, torch.zeros_like(counts), bool((counts == counts[0]).all())
     for name, dtype in dtypes.items():
-        ends = [start + count * dtype.itemsize for start, count in zip(starts, counts, strict=True)]
-        if len(set(counts)) == 1:
+        ends = starts + counts * dtype.itemsize
+        if are_equal:
             part = parts[:, starts[0] : ends[0]].contiguous()
         else:
             part = torch.cat([packed[a:b] for packed, a, b in zip(parts, starts, ends, strict=True)])
