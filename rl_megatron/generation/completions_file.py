@@ -77,7 +77,6 @@ class CompletionsFile:
             return [json.loads(line) for line in file]
 
     def close(self) -> None:
-        """Close the file, if it is open."""
         if self._file is not None:
             self._file.close()
             self._file = None

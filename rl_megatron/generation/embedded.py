@@ -122,7 +122,6 @@ class EmbeddedReplica:
 
     @property
     def weight_version(self) -> int:
-        """Return the version of the policy's weights."""
         return self.policy.weight_version
 
     @property
@@ -144,7 +143,6 @@ class EmbeddedReplica:
         yield self.model_pass.get_angles(self.cache.capacity)
 
     def make_cache(self, num_slots: int, capacity: int) -> KVCache:
-        """Return a cache of the model's layers."""
         self.cache = KVCache(self.model_pass.models, num_slots, capacity, self._routing)
         return self.cache
 
@@ -182,7 +180,6 @@ class EmbeddedReplica:
         return experts.short()
 
     def sample(self, logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Return a token of each sequence and its logprob, [n] each."""
         return sample(logits, uniforms, sampling, self.topology.groups.tp, self.policy.vocab_size)
 
     def share(self, drawn: Tensor) -> None:

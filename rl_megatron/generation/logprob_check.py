@@ -43,7 +43,6 @@ class LogprobCheck:
 
     @property
     def max_new_tokens(self) -> int:
-        """Return the most tokens of its completions."""
         return min(self.sampling.max_new_tokens, _MAX_TOKENS)
 
     def choose(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -71,7 +71,6 @@ class PartialCompletion:
 
     @property
     def tokens_left(self) -> int:
-        """Return how many more tokens it may get."""
         return self.request.sampling.max_new_tokens - len(self.ids)
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:

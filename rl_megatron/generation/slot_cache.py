@@ -102,7 +102,6 @@ class SlotCache:
         return DeltaStates(*(state[:num_sequences] for state in self._delta_states[layer]))
 
     def keep_states(self, layer: int, states: DeltaStates) -> None:
-        """Keep the states of a layer after the pass."""
         if layer not in self._delta_states:
             self._delta_states[layer] = DeltaStates(*(x.new_zeros(self.num_slots, *x.shape[1:]) for x in states))
         for cached, new in zip(self._delta_states[layer], states, strict=True):

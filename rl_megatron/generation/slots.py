@@ -63,7 +63,6 @@ class Slots:
         )
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors."""
         return [getattr(self, field.name) for field in fields(self)]
 
     def resize(self, num_slots: int, num_tokens: int, num_stops: int) -> None:

@@ -128,7 +128,6 @@ class SyncedEngine:
                 sleep()
 
     def close(self) -> None:
-        """Close the engine."""
         self._engine.close()
 
 

@@ -54,7 +54,6 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Return the dtype as torch's object."""
         return getattr(torch, self.dtype)
 
     @property
@@ -139,7 +138,6 @@ class RefitPlan:
 
     @staticmethod
     def from_json(plan: dict[str, Any]) -> RefitPlan:
-        """Return the plan that `to_json` wrote."""
         buckets = (
             Bucket(tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in bucket))
             for bucket in plan["buckets"]

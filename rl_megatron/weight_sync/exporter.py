@@ -212,7 +212,6 @@ class BaseExporter(WeightExporter):
     _merges_adapters = False
 
     def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES):
-        """Plan the buckets; see `WeightExporter`."""
         with model.adapters_off():  # so that the blocks are those of the modules' originals
             super().__init__(model, max_bytes)
 

@@ -81,7 +81,6 @@ class WeightHandle:
 
     @staticmethod
     def from_json(handle: dict[str, Any]) -> WeightHandle:
-        """Return the handle that `to_json` wrote."""
         cuda = handle["cuda"] and tuple(_from_json(argument) for argument in handle["cuda"])
         return WeightHandle(handle["bucket_index"], handle["num_words"], handle["path"], cuda, handle["device_uuid"])
 

@@ -67,7 +67,6 @@ class ParameterSink:
                 raise WeightsRefused(f"{name} of the engine's model is missing from the trainer's plan")
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the tensors into the parameters."""
         for name, weight in weights:
             self._parameters[name].copy_(weight)
 

@@ -88,7 +88,6 @@ class WeightSender:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the model."""
         return self._model.topology.device
 
     @property

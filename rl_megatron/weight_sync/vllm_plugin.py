@@ -182,7 +182,6 @@ class VllmReceiver:
                 raise
 
     def shutdown(self) -> None:
-        """Leave the process group."""
         group, self._group = self._group, None
         if group is not None:
             group.close()

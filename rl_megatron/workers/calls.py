@@ -94,7 +94,6 @@ class TimedCall(Coroutine[Any, Any, Any]):
         return self._run(lambda: self._coroutine.throw(*error))
 
     def close(self) -> None:
-        """Close the coroutine."""
         self._coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:

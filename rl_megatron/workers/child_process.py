@@ -101,7 +101,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
         return self._process.pid
 
     def prepare(self, memory_mb: float | None) -> None:

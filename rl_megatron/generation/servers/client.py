@@ -127,7 +127,6 @@ class ServerClient:
         return True
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._http.aclose()
 
 

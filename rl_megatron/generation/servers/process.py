@@ -81,7 +81,6 @@ class ServerProcess:
         return self._guardian.pid
 
     def has_ended(self) -> bool:
-        """Return whether the server's process has ended."""
         return self._guardian.poll() is not None
 
     def check_start(self) -> None:
@@ -185,12 +184,10 @@ class LocalServers:
 
     @property
     def urls(self) -> list[str]:
-        """Return the addresses of the servers that run."""
         return [server.url for server in self._servers if server is not None]
 
     @property
     def processes(self) -> list[ServerProcess]:
-        """Return the servers that run."""
         return [server for server in self._servers if server is not None]
 
     def start(self, broken: Collection[str] = ()) -> None:

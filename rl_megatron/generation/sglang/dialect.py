@@ -102,7 +102,6 @@ class SglangDialect:
         await server.post("/pause_generation", {"mode": "retract"})
 
     async def resume(self, server: ServerClient) -> None:
-        """Continue generation after `pause`."""
         await server.post("/continue_generation", {})
 
     async def sleep(self, server: ServerClient) -> None:
@@ -110,13 +109,11 @@ class SglangDialect:
         await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     async def wake(self, server: ServerClient, part: str) -> None:
-        """Take the memory of a part again."""
         await server.post("/resume_memory_occupation", {"tags": [part]})
 
     # --- completions ---
 
     def http_request(self, request: Request, with_seed: bool) -> tuple[str, dict[str, Any]]:
-        """Return the path and the JSON body of a request."""
         sampling = request.sampling
         parameters: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,
@@ -138,7 +135,6 @@ class SglangDialect:
         }
 
     def parse_response(self, body: Any) -> RawAnswer:
-        """Parse a server's answer; see `ServerDialect.parse_response`."""
         ids, about = body["output_ids"], body["meta_info"]
         entries = about.get("output_token_logprobs") or []
         for token, entry in zip(ids, entries, strict=False):

@@ -114,7 +114,6 @@ class TransformersEngine:
             raise
 
     def close(self) -> None:
-        """End the engines' processes."""
         self._leave(at_once=False)
         if self._sends_adapter:
             self._sender.close()

@@ -26,7 +26,6 @@ class PendingRequests:
 
     @property
     def can_advance(self) -> bool:
-        """Return whether a token can be generated."""
         return self._decoder is not None or bool(self._held)
 
     # --- messages ---

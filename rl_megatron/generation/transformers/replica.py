@@ -33,11 +33,9 @@ class TransformersReplica:
 
     @property
     def weight_version(self) -> int:
-        """Return the version of the weights that arrived last."""
         return self._version()
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return the weights."""
         return self.model.parameters()
 
     def make_cache(self, num_slots: int, capacity: int) -> CachedAttention:
@@ -74,7 +72,6 @@ class TransformersReplica:
         return experts
 
     def sample(self, logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Return a token of each sequence and its logprob, [n] each."""
         return sample(logits, uniforms, sampling, None, self._vocab_size)
 
     def share(self, drawn: Tensor) -> None:

@@ -83,7 +83,6 @@ class TransformersWorker:
         return self.receiver.seconds
 
     def generate(self, requests: list[Request]) -> list[Completion]:
-        """Return the completion of each request, in order."""
         decoder = self.make_decoder()
         decoder.add([PartialCompletion(request) for request in requests])
         progress = DecodingProgress(len(requests))

@@ -207,7 +207,6 @@ class VllmDialect:
         await server.post("/pause?mode=keep")
 
     async def resume(self, server: ServerClient) -> None:
-        """Continue generation after `pause`."""
         await server.post("/resume")
 
     async def sleep(self, server: ServerClient) -> None:
@@ -215,13 +214,11 @@ class VllmDialect:
         await server.post("/sleep?level=2")
 
     async def wake(self, server: ServerClient, part: str) -> None:
-        """Take the memory of a part again."""
         await server.post(f"/wake_up?tags={part}")
 
     # --- completions ---
 
     def http_request(self, request: Request, with_seed: bool) -> tuple[str, dict[str, Any]]:
-        """Return the path and the JSON body of a request."""
         sampling = request.sampling
         parameters = {
             "max_tokens": sampling.max_new_tokens,
@@ -239,7 +236,6 @@ class VllmDialect:
         return _GENERATE, body if self._adapter_rank is None else body | {"model": ADAPTER}
 
     def parse_response(self, body: Any) -> RawAnswer:
-        """Parse a server's answer; see `ServerDialect.parse_response`."""
         (choice,) = body["choices"]
         ids, content = choice["token_ids"], choice["logprobs"]["content"]
         for token, entry in zip(ids, content, strict=False):
