@@ -49,9 +49,10 @@ sys.path.insert(0, str(REPOSITORY))
 from rl_megatron.batching import batch as batch_module  # noqa: E402
 from rl_megatron.batching import ownership as ownership_module  # noqa: E402
 from rl_megatron.batching.batch import LENGTHS, SAMPLED, Batch  # noqa: E402
+from rl_megatron.batching.blocks import Blocks  # noqa: E402
 from rl_megatron.batching.config import Batching  # noqa: E402
 from rl_megatron.batching.cost import SequenceCost  # noqa: E402
-from rl_megatron.batching.ownership import OwnershipPlanner, default_blocks, plan_ownership  # noqa: E402
+from rl_megatron.batching.ownership import OwnershipPlanner, plan_ownership  # noqa: E402
 from rl_megatron.config.model import ModelConfig  # noqa: E402
 from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
 from rl_megatron.data.batch import BatchedDataDict  # noqa: E402
@@ -114,7 +115,7 @@ def alone() -> SimpleNamespace:
 
 @contextmanager
 def others(
-    ranks: int, own: BatchedDataDict, facts: torch.Tensor, gifts: np.ndarray, local: np.ndarray
+    ranks: int, own: BatchedDataDict, facts: torch.Tensor, moves: np.ndarray, local: np.ndarray
 ) -> Iterator[None]:
     """Answer collectives as the other ranks would."""
     alike = Batch.gather_facts(own, None)
@@ -125,11 +126,11 @@ def others(
         objects[0] = alike.columns, alike.padding
 
     with (
-        mock.patch.object(batch_module, "from_all_ranks", lambda values, _: answers[values.dtype]),
+        mock.patch.object(batch_module, "gather_from_ranks", lambda values, _: answers[values.dtype]),
         mock.patch.object(dist, "broadcast_object_list", describe),
-        mock.patch.object(ownership_module, "from_all_ranks", lambda *_: torch.from_numpy(gifts)[None]),
+        mock.patch.object(ownership_module, "gather_from_ranks", lambda *_: torch.from_numpy(moves)[None]),
         mock.patch.object(dist, "all_reduce", lambda values, **_: values.copy_(torch.from_numpy(local))),
-        mock.patch.object(reductions, "from_all_ranks", lambda values, _: values[None]),
+        mock.patch.object(reductions, "gather_from_ranks", lambda values, _: values[None]),
     ):
         yield
 
@@ -141,18 +142,18 @@ def plan_of_all(planner: OwnershipPlanner, homes: np.ndarray) -> tuple[np.ndarra
     """
     blocks, number, given = planner.blocks, len(planner.lengths), []
 
-    def recorded(gifts: np.ndarray) -> np.ndarray:
-        given.append(gifts)
-        return gifts
+    def recorded(moves: np.ndarray) -> np.ndarray:
+        given.append(moves)
+        return moves
 
     for block in range(len(blocks)):
-        planner.block_of(0, number, homes, block, recorded)
-    gifts = np.concatenate(given) if given else np.zeros((0, 2), dtype=np.int64)
-    block_of, local = planner.block_of(0, number, homes, 0, lambda _: gifts), np.zeros(number, dtype=np.uint8)
+        planner.assign_blocks(0, number, homes, block, recorded)
+    moves = np.concatenate(given) if given else np.zeros((0, 2), dtype=np.int64)
+    block_of, local = planner.assign_blocks(0, number, homes, 0, lambda _: moves), np.zeros(number, dtype=np.uint8)
     for block in range(len(blocks)):
         numbers = np.flatnonzero(block_of == block)
-        local[numbers], _ = planner.of_block(numbers, len(blocks.ranks(block)))
-    return gifts, local, block_of * blocks.ranks_per_block + local
+        local[numbers], _ = planner.plan_block(numbers, len(blocks.ranks(block)))
+    return moves, local, block_of * blocks.ranks_per_block + local
 
 
 def measure(shortest: int, sizes: Sequence[int] = RANKS, seeds: int = 8) -> list[Measured]:
@@ -172,12 +173,12 @@ def measure_once(ranks: int, shortest: int, seed: int, repetitions: int = 10) ->
         layout = simulated(ranks, rank)
         lengths = [lengths_of(seed, each, shortest) for each in range(ranks)]
         homes, every = np.repeat(np.arange(ranks, dtype=np.uint16), PER_RANK), np.concatenate(lengths).astype(np.int32)
-        planner = OwnershipPlanner(every, WIDTH, PACKED, layout, COST, default_blocks(ranks))
-        gifts, local, owners = plan_of_all(planner, homes)
+        planner = OwnershipPlanner(every, WIDTH, PACKED, layout, COST, Blocks(ranks))
+        moves, local, owners = plan_of_all(planner, homes)
         own = rollouts_of(lengths[rank])
         facts = facts_of(lengths, Batch.gather_facts(own, None).facts)
         collecting, planning = [], []
-        with others(ranks, own, facts, gifts, local):
+        with others(ranks, own, facts, moves, local):
             for _ in range(repetitions):
                 started = time.process_time()
                 batch = Batch.gather_facts(own, layout)
@@ -188,12 +189,12 @@ def measure_once(ranks: int, shortest: int, seed: int, repetitions: int = 10) ->
             assert (plan.owners == owners).all()
             batch = batch.move_to_owners(plan)
         started = time.process_time()
-        planner.of_block(np.arange(len(every)), ranks)
+        planner.plan_block(np.arange(len(every)), ranks)
         one_block = time.process_time() - started
         costs = np.bincount(owners, weights=COST.per_token * every + COST.per_pair * every.astype(float) ** 2)
         stay = (owners // 8 == homes // 8).mean().item()
         # The planner's own collectives: a byte for each sequence, and 8 for each that goes to another block.
-        moved = batch.moved.received + (len(every) + 8 * len(gifts) if ranks > 8 else 0)
+        moved = batch.traffic.received + (len(every) + 8 * len(moves) if ranks > 8 else 0)
         imbalance = costs.max() / costs.mean() - 1
         return Measured(ranks, min(collecting), min(planning), one_block, held(batch), moved, imbalance, stay)
     finally:
@@ -253,7 +254,7 @@ def race(per_rank: int, rounds: int) -> tuple[float, float, int]:
             data = BatchedDataDict(batch)
             if side == "sharded":
                 data = policy.distribute(Batch.gather_facts(data if layout.rank == 0 else None, layout))
-                sent = data.moved.sent
+                sent = data.traffic.sent
             data["prev_logprobs"] = policy.get_logprobs(data)["logprobs"]
             policy.train(data, loss)
             seconds.append(time.perf_counter() - started)

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.paired_steps import Switch, compare, parser, when_on
-from rl_megatron.observability.queued_sink import QueuedSink
-from rl_megatron.observability.sinks import MetricLine
+from rl_megatron.observability.sinks import MetricLine, QueuedSink
 from rl_megatron.rollouts import statistics
 from rl_megatron.runs import output as run_output
 from rl_megatron.runs.step_meter import StepMeter
@@ -28,7 +27,7 @@ from rl_megatron.timing import PhaseTimer
 
 def measure_metrics(switch: Switch) -> None:
     """Let every second step go without the metrics of costs and of distributions."""
-    when_on(switch, PhaseTimer, "begin", lambda timer, name: timer.path)
+    when_on(switch, PhaseTimer, "begin", lambda timer, name: timer.phases)
     when_on(switch, PhaseTimer, "end", lambda timer, outer: None)
     when_on(switch, StepMeter, "learned_from", lambda *args, **named: None)
     when_on(switch, StepMeter, "metrics", lambda meter: {})
@@ -63,7 +62,7 @@ class RaisingSink(BlockedSink):
 
 def measure_sink(sink: type[BlockedSink], switch: Switch) -> None:
     """Let every second step give its metrics to a sink."""
-    run_output.service_sinks = lambda *arguments: {"benchmark": sink}  # type: ignore[assignment]
+    run_output.prepare_service_sinks = lambda *arguments: {"benchmark": sink}  # type: ignore[assignment]
     when_on(switch, QueuedSink, "write", lambda queued, line: None)
 
 

@@ -60,7 +60,7 @@ def read_lengths(path: str, pack_size: int) -> tuple[list[int], SequenceCost]:
     rows = training_dataset(config, tokenizer)
     lengths = rows.batch(range(len(rows)))["input_lengths"].tolist()
     order = epoch_order(len(rows), config.train.seed, epoch=0).tolist()
-    return [lengths[row] for row in order], SequenceCost.of_model(config.model, tokenizer.vocab_size)
+    return [lengths[row] for row in order], SequenceCost.from_model(config.model, tokenizer.vocab_size)
 
 
 def plan_padding(lengths: Sequence[int], num_ranks: int, pack_size: int, cost: SequenceCost) -> MicrobatchPlan:

@@ -1,4 +1,4 @@
-"""Write files on a disk that may be full: whole or not at all, now or later, and with words that say what to do."""
+"""Write files on a disk that may be full: whole or not at all, now or later, with errors that name the free space."""
 
 from __future__ import annotations
 
@@ -27,17 +27,15 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_UNFINISHED = ".incomplete"  # the suffix of a file that is being written, after the number of the process
-_OF_A_PROCESS = re.compile(r"\.\d+\.incomplete$")
+_UNFINISHED = ".incomplete"  # the suffix of a file that is being written, after the id of the process
+_UNFINISHED_NAME = re.compile(r"\.\d+\.incomplete$")
 
 
 def replace_file(path: Path, content: str | bytes, is_synced: bool = False) -> None:
     """Write a file so that it has its old content or all of the new, also if this process is killed meanwhile.
 
-    With `is_synced`, it is on the disk on return, so that it survives a crash of the machine.
-
-    Raises:
-        OSError: It cannot be written. Nothing of the new content is left.
+    With `is_synced`, it is on the disk on return and survives a crash of the machine. If an OSError is raised, nothing
+    of the new content is left.
     """
     # Several processes may write the same file, such as report.html.
     partial = path.with_name(f"{path.name}.{os.getpid()}{_UNFINISHED}")
@@ -55,49 +53,45 @@ def replace_file(path: Path, content: str | bytes, is_synced: bool = False) -> N
 
 
 def append(path: Path, content: bytes) -> None:
-    """Write to the end of a file, all or nothing. No other process may write to it.
+    """Write to the end of a file, all or nothing: if an OSError is raised, the file is unchanged.
 
-    Raises:
-        OSError: It cannot be written. The file is as it was.
+    No other process may write to it.
     """
-    before = path.stat().st_size if path.exists() else 0
+    size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("ab") as file:
             file.write(content)
     except OSError:
         with suppress(OSError):  # without this, a part of the content may be there
-            os.truncate(path, before)
+            os.truncate(path, size)
         raise
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove the files that `replace_file` was writing in a directory in processes that were killed.
+    """Remove the files that killed processes were writing to a directory with `replace_file`.
 
-    No process may write there. What cannot be removed stays.
+    No process may write there. Files that cannot be removed stay.
     """
     for path in directory.glob(f"*{_UNFINISHED}"):
-        if _OF_A_PROCESS.search(path.name):
+        if _UNFINISHED_NAME.search(path.name):
             with suppress(OSError):
                 path.unlink()
 
 
-def prefix_of_process(what: str, parent: Path | None = None) -> str:
-    """Return how the name of a temporary directory of this process begins.
+def make_temporary_prefix(what: str, parent: Path | None = None) -> str:
+    """Return the beginning of the name of a temporary directory of this process; `what` is its purpose, in one word.
 
-    The first call in a process removes the directories of this kind that ended processes of this machine have left.
-
-    Args:
-        what: What it is for, in one word.
-        parent: Where the directory will be. None: the system's directory for temporary files.
+    The first call in a process removes the directories with this purpose that ended processes of this machine have left
+    in `parent`, which is by default the system's directory for temporary files.
     """
-    namespace = Path("/proc/self/ns/pid")  # of another one, processes here know nothing
+    namespace = Path("/proc/self/ns/pid")  # processes of another namespace cannot be seen here
     kind = f"rl-megatron-{what}-{socket.gethostname()}-{namespace.stat().st_ino if namespace.exists() else 0}-"
-    _remove_of_ended_processes(Path(parent or tempfile.gettempdir()), kind)
+    _remove_stale_directories(Path(parent or tempfile.gettempdir()), kind)
     return f"{kind}{os.getpid()}-"
 
 
 @cache
-def _remove_of_ended_processes(parent: Path, kind: str) -> None:
+def _remove_stale_directories(parent: Path, kind: str) -> None:
     for directory in parent.glob(f"{glob.escape(kind)}*"):
         process = directory.name.removeprefix(kind).partition("-")[0]
         if process.isdigit() and not psutil.pid_exists(int(process)):
@@ -117,27 +111,27 @@ def find_system_error(error: BaseException) -> OSError | None:
 
 def is_full(error: BaseException) -> bool:
     """Return whether a full disk, or a quota, has caused the error."""
-    found = find_system_error(error)
-    return found is not None and found.errno in _FULL
+    cause = find_system_error(error)
+    return cause is not None and cause.errno in _FULL
 
 
 def describe(error: BaseException, path: Path) -> str:
-    """Return what went wrong when something was written below `path`, with the free space of its file system."""
-    reported = find_system_error(error) or error
-    return f"{type(reported).__name__}: {reported}; {describe_space(path)}"
+    """Return an error of writing below `path` in words, with the free space of its file system."""
+    cause = find_system_error(error) or error
+    return f"{type(cause).__name__}: {cause}; {describe_space(path)}"
 
 
 def describe_space(path: Path) -> str:
     """Return in words how many bytes are free on the file system of a path, which need not exist yet."""
     try:
-        disk = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists()))
+        disk = shutil.disk_usage(next(parent for parent in (path, *path.absolute().parents) if parent.exists()))
     except OSError:  # the file system itself may be gone
         return "its file system does not answer"
     return f"{disk.free:,} bytes free of {disk.total:,} on its file system"
 
 
 def keep_printing() -> None:
-    """Let this process lose lines of stdout and stderr, rather than fail, if they go to files on a full disk."""
+    """Drop lines of stdout and stderr, rather than fail, if they go to files on a full disk."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
@@ -147,7 +141,7 @@ def keep_printing() -> None:
 
 
 class _LossyFile(io.FileIO):
-    """A file that drops what a full disk does not take."""
+    """A file that drops bytes for which a full disk has no space."""
 
     def write(self, content: ReadableBuffer, /) -> int:
         """Write some bytes, or drop them. Return their number."""
@@ -160,24 +154,22 @@ class _LossyFile(io.FileIO):
 
 
 class WaitingWrites:
-    """What a full disk did not take. It waits in memory until the disk does, in its order, and is said once.
+    """The writes for which a full disk had no space. They wait in memory, in their order, and one warning reports them.
 
-    What waits is lost if the process is killed.
+    They are lost if the process is killed. `directory` is on the disk, and is named in warnings.
     """
 
     def __init__(self, directory: Path):
-        """Start with nothing that waits. `directory` is on the disk, and is named in warnings."""
         self._directory = directory
         self._waiting: dict[str, deque[Callable[[], object]]] = {}
         self._has_warned = False
 
-    def write(self, place: str, write: Callable[[], object]) -> None:
-        """Call `write` now, or later if the disk is full, after what waits for the same `place`.
+    def write(self, queue: str, write: Callable[[], object]) -> None:
+        """Call `write` now, or later if the disk is full, after the writes that wait in the same queue.
 
-        Raises:
-            OSError: It fails for another reason than a full disk.
+        An OSError of another kind is raised.
         """
-        self._waiting.setdefault(place, deque()).append(write)
+        self._waiting.setdefault(queue, deque()).append(write)
         try:
             self.finish()
         except OSError as error:
@@ -186,18 +178,14 @@ class WaitingWrites:
             if not self._has_warned:
                 self._has_warned = True
                 log.LOGGER.warning(
-                    "%s: metrics and samples cannot be written (%s); training goes on, and they wait in memory: free "
-                    "space",
+                    "%s: metrics and samples cannot be written (%s); training continues, and they wait in memory: "
+                    "free space",
                     *(self._directory, describe(error, self._directory)),
                 )
 
     def finish(self) -> None:
-        """Write what waits.
-
-        Raises:
-            OSError: Something cannot be written, and still waits. It is the first of several errors.
-        """
-        failed = None
+        """Call the writes that wait, and raise the first OSError. If the disk is full, the failed write still waits."""
+        first_error = None
         for waiting in self._waiting.values():
             try:
                 while waiting:
@@ -205,13 +193,13 @@ class WaitingWrites:
                         waiting[0]()
                     except BaseException as error:
                         if not is_full(error):
-                            waiting.popleft()  # it fails again and again
+                            waiting.popleft()  # it would always fail
                         raise
                     waiting.popleft()
             except OSError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
         if self._has_warned:
             self._has_warned = False
             log.LOGGER.warning("%s: all metrics and samples are written again", self._directory)

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 LOGGER = logging.getLogger("rl_megatron")
 
 Item = TypeVar("Item")
-_FIRST_SECONDS, _THEN_SECONDS = 2.0, 10.0  # until the lines about a preparation
-_BETWEEN = 64  # items between two looks at the clock
+_FIRST_SECONDS, _THEN_SECONDS = 2.0, 10.0  # until the first line of `track`, and between further lines
+_ITEMS_PER_CHECK = 64  # between two looks at the clock
 
 # Warnings of libraries that a user of this package cannot act on: message, category and module (regular expressions).
 _NOT_FOR_USERS: tuple[tuple[str, type[Warning], str], ...] = (
@@ -39,8 +39,8 @@ _NOT_FOR_USERS_LOGGED: tuple[tuple[str, str], ...] = (
     ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
 )
 
-# Environment variables whose values are secrets, such as HF_TOKEN and WANDB_API_KEY, by the ends of their names. Public
-# keys are none, and neither are numbers of tokens, which agents need.
+# The ends of the names of environment variables whose values are secrets, such as HF_TOKEN and WANDB_API_KEY. Public
+# keys and numbers of tokens are not secrets.
 _SECRET_VARIABLE = re.compile(
     r"(TOKEN|(?<!MAX_)(?<!MIN_)(?<!NUM_)(?<!NEW_)(?<!STOP_)TOKENS|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|WEBHOOK_URL"
     r"|((^|_)(API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|STORAGE|ACCOUNT)|OPENAI|WANDB|ANTHROPIC|GITHUB|HF)_?KEY"
@@ -57,7 +57,7 @@ _AFTER_OPTION = re.compile(
     re.I,
 )
 REDACTED = "***"
-# C0 and C1 but for tab and line feed, lone surrogates, separators of lines, and overrides of the direction of writing.
+# C0 and C1 except tab and line feed, lone surrogates, line separators, and overrides of the writing direction.
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e007f]"
@@ -74,12 +74,12 @@ def is_main_rank() -> bool:
 
 
 def is_secret_variable(name: str) -> bool:
-    """Return whether the name of an environment variable says that its value is a secret."""
+    """Return whether an environment variable with this name holds a secret."""
     return _SECRET_VARIABLE.search(name) is not None
 
 
 def redact(text: str) -> str:
-    """Return a text without secrets: values of such environment variables, and what addresses and options hold."""
+    """Return a text without secrets: values of secret variables, and the secrets in addresses and options."""
     for name, value in os.environ.items():
         if is_secret_variable(name) and len(value) >= _SHORTEST_SECRET and value in text:
             text = text.replace(value, REDACTED)
@@ -90,11 +90,11 @@ def redact(text: str) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Return a text in which characters that control a terminal or the direction of writing are escaped.
+    """Return a text in which characters that control a terminal or the writing direction are escaped.
 
-    Line feeds and tabs stay, and the joiners that scripts and emojis are written with.
+    Line feeds, tabs, and the joiners of scripts and emojis stay.
     """
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def make_printable(text: str) -> str:
@@ -122,13 +122,13 @@ def _print_without_secrets(kind: type[BaseException], error: BaseException, trac
 def silence_libraries() -> None:
     """Ignore the warnings of libraries that a user cannot act on.
 
-    It is called when the package is imported, because megatron-core warns when it is imported. Filters that the user
-    has set come first.
+    The package calls it when it is imported, because megatron-core warns when it is imported. The user's own filters
+    take precedence.
     """
     for message, category, module in _NOT_FOR_USERS:
         warnings.filterwarnings("ignore", message, category, module, append=True)
     for name, beginning in _NOT_FOR_USERS_LOGGED:
-        logging.getLogger(name).addFilter(_Without(beginning))
+        logging.getLogger(name).addFilter(_PrefixFilter(beginning))
 
 
 def silence_gpu_advice() -> None:
@@ -137,36 +137,29 @@ def silence_gpu_advice() -> None:
     warnings.filterwarnings("ignore", advice, UserWarning, append=True)
 
 
-def tracked(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
-    """Yield the items. After two seconds, and then from time to time, a line of the log says how many were taken.
+def track(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+    """Yield the items. After two seconds, and then from time to time, log how many were yielded of `total`.
 
-    Args:
-        items: The items.
-        what: What is done to them, for the line, such as "tokenized records".
-        total: Their number, if it is known.
+    `what` is the beginning of the line, such as "tokenized records".
     """
     began, due, done = time.monotonic(), _FIRST_SECONDS, 0
     for done, item in enumerate(items, 1):
         yield item
-        if done % _BETWEEN == 0 and (taken := time.monotonic() - began) >= due:
+        if done % _ITEMS_PER_CHECK == 0 and (elapsed := time.monotonic() - began) >= due:
             LOGGER.info("%s: %s%s", what, f"{done:,}", "" if total is None else f" of {total:,}")
-            due = taken + _THEN_SECONDS
+            due = elapsed + _THEN_SECONDS
     if due > _FIRST_SECONDS:
         LOGGER.info("%s: %s in %.0f s", what, f"{done:,}", time.monotonic() - began)
 
 
 class Once:
-    """A function that logs a warning, such as a fallback, the first time that it is given.
-
-    Attributes:
-        messages: The warnings that it has logged.
-    """
+    """A function that logs a warning, such as one about a fallback, only once."""
 
     def __init__(self) -> None:
         self.messages: set[str] = set()
 
     def __call__(self, message: str) -> None:
-        """Log a warning, unless it has been logged."""
+        """Log a warning, unless it was logged before."""
         if message not in self.messages:
             self.messages.add(message)
             LOGGER.warning(message)
@@ -176,13 +169,7 @@ once = Once()
 
 
 def error(message: object, on_every_node: bool = False) -> None:
-    """Print the final line of a failed run to stderr.
-
-    Args:
-        message: The error.
-        on_every_node: Whether the first rank of every node prints it, because the nodes may differ. Otherwise rank 0
-            does, because the error is the same on every rank.
-    """
+    """Print the final line of a failed run to stderr, on rank 0 or, if nodes may differ, on the first rank of each."""
     text = make_printable(" ".join(str(message).splitlines()))
     _tell_launcher(text)
     if is_main_rank() or (on_every_node and os.environ.get("LOCAL_RANK") == "0"):
@@ -190,45 +177,45 @@ def error(message: object, on_every_node: bool = False) -> None:
 
 
 def _tell_launcher(text: str) -> None:
-    """Write the message to the file in which torchrun looks for the reason of a rank's end."""
+    """Write the message to the file in which torchrun looks for the reason why a rank ended."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
         try:
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-        except OSError:  # the message is printed anyway; torchrun fails if there is half a file
+        except OSError:  # the message is printed anyway; torchrun fails on half a file
             Path(path).unlink(missing_ok=True)
 
 
 def watch_progress(watcher: Watcher | None) -> None:
-    """Call `watcher` for every progress report of this process from now on; None ends that."""
+    """Call `watcher` for every progress report of this process from now on; None stops this."""
     global _watcher
     _watcher = watcher
 
 
-def is_watched() -> bool:
+def has_watcher() -> bool:
     """Return whether there is a watcher that shows progress reports."""
     return _watcher is not None
 
 
 def follow_progress(follower: Watcher) -> None:
-    """Call `follower` for every progress report as well. It costs nothing extra: nobody counts for a follower alone."""
+    """Call `follower` for every progress report too. A follower alone does not cause progress to be counted."""
     _followers.append(follower)
 
 
 def unfollow_progress(follower: Watcher) -> None:
-    """Call `follower` no longer."""
+    """Stop calling `follower`."""
     _followers.remove(follower)
 
 
 def report_progress(done: int, total: int, noun: str, detail: str = "") -> None:
-    """Report the progress of a long call. Without a watcher or a follower, this does nothing.
+    """Report the progress of a long call to the watcher and the followers.
 
     Args:
         done: The number of items that are done.
         total: The number of all items.
         noun: What the items are, such as "sequences".
-        detail: Further text, which is shown if there is space.
+        detail: More text, which is shown if there is space.
     """
     if _watcher is not None:
         _watcher(done, total, noun, detail)
@@ -256,15 +243,15 @@ class _Formatter(logging.Formatter):
         return make_printable(super().format(record))
 
 
-class _Without(logging.Filter):
-    """A filter that drops the messages with one beginning."""
+class _PrefixFilter(logging.Filter):
+    """A filter that drops the messages with a given beginning."""
 
     def __init__(self, beginning: str):
         super().__init__()
         self._beginning = beginning
 
-    def __eq__(self, other: object) -> bool:  # a logger takes equal filters once
-        return isinstance(other, _Without) and other._beginning == self._beginning
+    def __eq__(self, other: object) -> bool:  # a logger adds equal filters only once
+        return isinstance(other, _PrefixFilter) and other._beginning == self._beginning
 
     def __hash__(self) -> int:
         return hash(self._beginning)

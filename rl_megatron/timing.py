@@ -1,7 +1,7 @@
 """Time the phases of a step, such as train and, within it, forward and backward, without gaps, and their peak memory.
 
-Every moment belongs to the innermost phase that runs then, or to none. So the times of all phases and of the rest add
-up to the time of the step. In a profiled step, processes also record spans of time with names, on the wall clock.
+Every moment belongs to the innermost phase that runs then, or to no phase. So the times of all phases and of the rest
+add up to the time of the step. In a profiled step, processes also record named spans of time on the wall clock.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
-Path = tuple[str, ...]  # the names of nested phases, the outermost first; () between phases
+Phases = tuple[str, ...]  # the names of nested phases, the outermost first; () between phases
 
 _RESET = "/proc/self/clear_refs"
 _RESET_PEAK = b"5"  # sets the largest resident set to the present one
 
 
 class Clock(Protocol):
-    """What makes marks, and tells the time between two of them."""
+    """A clock that makes marks, and measures the time between two of them."""
 
     def mark(self) -> Any:
         """Return a mark of this moment."""
         ...
 
     def seconds(self, began: Any, ended: Any) -> float | None:
-        """Return the seconds between two marks, or None if they are not known yet."""
+        """Return the seconds between two marks, or None if the time is not known yet."""
         ...
 
 
@@ -47,13 +47,13 @@ class HostClock:
 
 
 class StreamClock:
-    """The time at which a GPU's current stream gets to a mark: when it has done what was queued before it.
+    """The times at which a GPU's current stream reaches marks, after the work that was queued before them.
 
-    Nobody waits for the GPU. The time between two marks is known once the GPU has reached the second.
+    The host does not wait for the GPU. The time between two marks is known once the GPU has reached the second.
     """
 
     def mark(self) -> torch.cuda.Event:
-        """Return an event, which is queued."""
+        """Return an event, which is queued in the stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -64,9 +64,9 @@ class StreamClock:
 
 
 class PeakMemory(Protocol):
-    """A meter of memory."""
+    """A meter of peak memory."""
 
-    def peak_and_reset(self) -> int | None:
+    def take_peak(self) -> int | None:
         """Return the largest number of bytes since the last call, or None if it is not known."""
         ...
 
@@ -74,7 +74,7 @@ class PeakMemory(Protocol):
 class DevicePeak:
     """The memory of tensors on this process's GPU, as torch's allocator counts it."""
 
-    def peak_and_reset(self) -> int | None:
+    def take_peak(self) -> int | None:
         """Return the largest number of bytes since the last call."""
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -89,8 +89,8 @@ class HostPeak:
         with suppress(OSError):  # another system, or a container that does not allow it
             self._reset = open(_RESET, "wb", buffering=0)  # noqa: SIM115  # opening takes longer
 
-    def peak_and_reset(self) -> int | None:
-        """Return the largest number of bytes since the last call, or None if the system does not tell it."""
+    def take_peak(self) -> int | None:
+        """Return the largest number of bytes since the last call, or None if the system does not count it."""
         if self._reset is None:
             return None
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -103,15 +103,15 @@ class HostPeak:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The times of a step, or of whatever was between two calls of `PhaseTimer.collect`.
+    """The times between two calls of `PhaseTimer.collect`, such as those of a step.
 
     Attributes:
-        seconds: The seconds of each path of phases, without those of phases within it; `()` has those between phases.
+        seconds: The seconds of nested phases, without those of phases within them; `()` has those between phases.
         peak_bytes: The most memory that was in use during each outermost phase.
-        tokens: The tokens that each outermost phase worked on, as far as it said so.
+        tokens: The tokens that each outermost phase worked on, as far as it counted them.
     """
 
-    seconds: dict[Path, float] = field(default_factory=dict)
+    seconds: dict[Phases, float] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
 
@@ -120,17 +120,17 @@ class StepTimes:
         """Return the seconds of the whole step."""
         return sum(self.seconds.values())
 
-    def of_phase(self, name: str) -> float:
+    def sum_phase(self, name: str) -> float:
         """Return the seconds of an outermost phase, with those of all phases within it."""
-        return sum(seconds for path, seconds in self.seconds.items() if path[:1] == (name,))
+        return sum(seconds for phases, seconds in self.seconds.items() if phases[:1] == (name,))
 
-    def within(self, name: str) -> dict[str, float]:
-        """Return the seconds by innermost phase of an outermost phase, without those that belong to it alone."""
-        found: dict[str, float] = {}
-        for path, seconds in self.seconds.items():
-            if path[:1] == (name,) and len(path) > 1:
-                found[path[-1]] = found.get(path[-1], 0.0) + seconds
-        return found
+    def split_phase(self, name: str) -> dict[str, float]:
+        """Return the seconds of the innermost phases within an outermost phase, without those of no inner phase."""
+        inner: dict[str, float] = {}
+        for phases, seconds in self.seconds.items():
+            if phases[:1] == (name,) and len(phases) > 1:
+                inner[phases[-1]] = inner.get(phases[-1], 0.0) + seconds
+        return inner
 
 
 class PhaseTimer:
@@ -148,29 +148,29 @@ class PhaseTimer:
         """Start without any time.
 
         Args:
-            clock: What the times are measured with; by default the wall clock.
-            memory: What measures the peak memory of outermost phases, or None.
-            observer: Is given the outermost phase that runs whenever that changes, and None when none runs. A
-                phase that ends by an exception stays until the next one begins, so that the failure is known to be in
-                it.
+            clock: Measures the times; by default the wall clock.
+            memory: Measures the peak memory of outermost phases, or None.
+            observer: Is called with the outermost phase that runs whenever it changes, and with None between phases. If
+                a phase ends with an exception, it is not called until the next phase begins, so that the failure can
+                be located in the phase.
         """
         self._clock: Clock = clock or HostClock()
         self._memory, self.observer = memory, observer
-        self.listener: Callable[[Path], None] | None = None  # is given all running phases whenever they change
-        self.path: Path = ()  # the phases that run now
-        self._marks: deque[tuple[Any, Path]] = deque()  # each with the phases that run from it on
+        self.listener: Callable[[Phases], None] | None = None  # is called with all running phases when they change
+        self.phases: Phases = ()  # those that run now
+        self._marks: deque[tuple[Any, Phases]] = deque()  # each with the phases that run from it on
         self._peaks: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
         self.restart()
 
     def restart(self) -> None:
         """Drop all times before now."""
-        self._marks = deque([(self._clock.mark(), self.path)])
+        self._marks = deque([(self._clock.mark(), self.phases)])
         self._peaks, self._tokens = {}, {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block of a `with` statement as a part of phase `name`, also if the block raises."""
+        """Time the block of a `with` statement as phase `name`, also if the block raises."""
         outer = self.begin(name)
         try:
             yield
@@ -180,56 +180,56 @@ class PhaseTimer:
         self.end(outer)
 
     def count_tokens(self, number: int) -> None:
-        """Count tokens that the outermost phase works on. Those of phases within it do not count."""
-        if len(self.path) == 1:
-            self._tokens[self.path[0]] = self._tokens.get(self.path[0], 0) + number
+        """Count tokens that the outermost phase works on. Calls within inner phases are ignored."""
+        if len(self.phases) == 1:
+            self._tokens[self.phases[0]] = self._tokens.get(self.phases[0], 0) + number
 
-    def begin(self, name: str) -> Path:
-        """Begin a phase, and return what `end` needs."""
-        outer = self.path
+    def begin(self, name: str) -> Phases:
+        """Begin a phase, and return the phases that ran before, which `end` needs."""
+        outer = self.phases
         if name not in outer:
             self._go_to((*outer, name))
             if not outer:
                 self.observer(name)
         return outer
 
-    def end(self, outer: Path) -> None:
+    def end(self, outer: Phases) -> None:
         """End the phase whose `begin` returned `outer`, and those within it that still run."""
-        if self.path != outer:
+        if self.phases != outer:
             self._go_to(outer)
             if not outer:
                 self.observer(None)
 
     def collect(self) -> StepTimes:
-        """Return the times since the last call, without what a GPU has not done yet: that is in the next call's."""
-        self._go_to(self.path)
-        seconds: dict[Path, float] = {}
+        """Return the times since the last call. Work that a GPU has not done yet is in the next call's times."""
+        self._go_to(self.phases)
+        seconds: dict[Phases, float] = {}
         while len(self._marks) > 1:
-            (began, path), (ended, _) = self._marks[0], self._marks[1]
-            between = self._clock.seconds(began, ended)
-            if between is None:
+            (began, phases), (ended, _) = self._marks[0], self._marks[1]
+            elapsed = self._clock.seconds(began, ended)
+            if elapsed is None:
                 break
-            seconds[path] = seconds.get(path, 0.0) + between
+            seconds[phases] = seconds.get(phases, 0.0) + elapsed
             self._marks.popleft()
         peaks, tokens, self._peaks, self._tokens = self._peaks, self._tokens, {}, {}
         return StepTimes(seconds, peaks, tokens)
 
-    def _go_to(self, path: Path) -> None:
-        self._marks.append((self._clock.mark(), path))
-        if self._memory is not None and path[:1] != self.path[:1]:
-            peak = self._memory.peak_and_reset()
-            if self.path and peak is not None:
-                self._peaks[self.path[0]] = max(peak, self._peaks.get(self.path[0], 0))
-        self.path = path
+    def _go_to(self, phases: Phases) -> None:
+        self._marks.append((self._clock.mark(), phases))
+        if self._memory is not None and phases[:1] != self.phases[:1]:
+            peak = self._memory.take_peak()
+            if self.phases and peak is not None:
+                self._peaks[self.phases[0]] = max(peak, self._peaks.get(self.phases[0], 0))
+        self.phases = phases
         if self.listener is not None:
-            self.listener(path)
+            self.listener(phases)
 
 
 _IN_USE: list[PhaseTimer] = []
 
 
 @contextmanager
-def timing(timer: PhaseTimer) -> Iterator[None]:
+def use_timer(timer: PhaseTimer) -> Iterator[None]:
     """Let `phase` in this process time phases with `timer` during the block of a `with` statement."""
     _IN_USE.append(timer)
     try:
@@ -254,7 +254,7 @@ def count_tokens(number: int) -> None:
         _IN_USE[-1].count_tokens(number)
 
 
-# --- megatron-core's work ---
+# --- the work of megatron-core ---
 
 _PHASES = {
     "forward-compute": "forward",
@@ -264,29 +264,29 @@ _PHASES = {
     "embedding-grads-all-reduce": "collectives",
     "non-tensor-parallel-grads-all-reduce": "collectives",
 }
-_BETWEEN_STAGES = ("-recv", "-send")  # at the end of the names of what pipeline stages wait for
+_BETWEEN_STAGES = ("-recv", "-send")  # the ends of names of communication between pipeline stages
 
 
 class MegatronTimers:
-    """The object that megatron-core tells about its work, which becomes phases of the timer in use.
+    """The timers that megatron-core starts and stops around its work, which becomes phases of the timer in use.
 
-    It is the attribute `timers` of a configuration: `timers(name, log_level=2).start()`, and `.stop()`.
+    megatron-core calls the attribute `timers` of a configuration: `timers(name, log_level=2).start()`, and `.stop()`.
     """
 
     def __init__(self) -> None:
-        self._running: dict[str, tuple[PhaseTimer, Path]] = {}
+        self._running: dict[str, tuple[PhaseTimer, Phases]] = {}
 
     def __call__(self, name: str, log_level: int = 0) -> _NamedTimer:
-        """Return what times one kind of work. Every level is timed."""
+        """Return the timer of one kind of work. Every level is timed."""
         return _NamedTimer(self._running, name)
 
 
 class _NamedTimer:
-    def __init__(self, running: dict[str, tuple[PhaseTimer, Path]], name: str):
+    def __init__(self, running: dict[str, tuple[PhaseTimer, Phases]], name: str):
         self._running, self._name = running, name
 
     def start(self, barrier: bool = False) -> None:
-        """Begin the phase, if a timer is in use and knows this work. There is never a barrier."""
+        """Begin the phase, if a timer is in use and this kind of work is a phase. There is never a barrier."""
         work = "pipeline_wait" if self._name.endswith(_BETWEEN_STAGES) else _PHASES.get(self._name)
         if _IN_USE and work is not None:
             self._running[self._name] = (_IN_USE[-1], _IN_USE[-1].begin(work))
@@ -309,10 +309,10 @@ class Span:
     """A time in which a process did something.
 
     Attributes:
-        process: What people call the process, such as "rank 0" or "rollout engine 0 (process 17)".
+        process: The process, such as "rank 0" or "rollout engine 0 (process 17)".
         name: What it did.
         began: The begin, in nanoseconds since 1970.
-        ended: The end.
+        ended: The end, in the same unit.
     """
 
     process: str
@@ -321,27 +321,21 @@ class Span:
     ended: int
 
 
-_RECORDED: list[list[Span]] = []
+_COLLECTED: list[list[Span]] = []
 
 
 @contextmanager
-def recording_spans() -> Iterator[list[Span]]:
+def collect_spans() -> Iterator[list[Span]]:
     """Yield a list to which the spans of this process are added during the block of a `with` statement."""
     spans: list[Span] = []
-    _RECORDED.append(spans)
+    _COLLECTED.append(spans)
     try:
         yield spans
     finally:
-        _RECORDED.remove(spans)
+        _COLLECTED.remove(spans)
 
 
 def record_span(process: str, name: str, began: int) -> None:
-    """Add a span that ends now, if spans are recorded.
-
-    Args:
-        process: The process.
-        name: What it did.
-        began: What `time.time_ns` returned at its begin.
-    """
-    if _RECORDED:
-        _RECORDED[-1].append(Span(process, name, began, time.time_ns()))
+    """Add a span that began at `began`, in nanoseconds since 1970, and ends now, if spans are collected."""
+    if _COLLECTED:
+        _COLLECTED[-1].append(Span(process, name, began, time.time_ns()))

@@ -80,7 +80,7 @@ AMBIGUOUS = {
                ("algorithms/advantage_estimators.py", r".*", "what an estimator gets")),
     "contents": (),
     "origin": (("config/loading/hints.py", r"get_origin", "typing's"), ("compat/", r"origin", "importlib's attribute"),
-               ("doctor/installed.py", r"origin", "importlib's attribute")),
+               ("doctor/versions.py", r"origin", "importlib's attribute")),
 }  # fmt: skip
 
 PHRASES = (

@@ -40,7 +40,7 @@ CASES = [
     ("condition", "if a: raise b", ["if False: raise b"]),
     ("result", "return True", ["return False"]),
     ("collective", "dist.all_reduce(x, group=g)", ["pass"]),
-    ("collective", "y = from_all_ranks(x, g)", ["y = x[None]"]),
+    ("collective", "y = gather_from_ranks(x, g)", ["y = x[None]"]),
     ("collective", "y = ranks.sum(x)", ["y = x"]),
     ("group", "f(topology.groups.tp)", ["f(topology.groups.dp)"]),
     ("mask", "y = x * mask", ["y = x"]),

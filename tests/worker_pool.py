@@ -32,7 +32,7 @@ def _serve(rank: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from rl_megatron.topology.gloo import share_gloo_device
+    from rl_megatron.topology.device import share_gloo_device
 
     torch.set_num_threads(1)
     while (job := connection.recv()) is not None:

@@ -30,7 +30,7 @@ from benchmarks.config_mutations.bases import BASES, TINY, write_files
 from benchmarks.config_mutations.mutate import mutation
 from rl_megatron.cli import main as rl_megatron
 from rl_megatron.config.loading.load import load_config, to_yaml
-from rl_megatron.observability.run_files import flat
+from rl_megatron.observability.run_files import flatten
 
 _LIMIT_SECONDS = 120.0
 
@@ -76,7 +76,7 @@ def _keys(base: tuple[str, ...]) -> dict[str, Any]:
     """Return the keys that can be changed, with their values: those of a run without named stages."""
     tree = yaml.safe_load(to_yaml(load_config([*TINY, *base])))
     (stage,) = tree.pop("stages").values()
-    return flat({**stage, **tree})
+    return flatten({**stage, **tree})
 
 
 def _case(number: int, seed: int, keys: dict[str, dict[str, Any]]) -> tuple[str, Any]:

@@ -175,11 +175,11 @@ def drop_collective(place: Place, source: Source) -> Iterator[Change]:
             yield Change(node, "pass", "a collective left out")
     if isinstance(node, ast.Call) and node.args:
         name, first = _name_called(node), _whole(node.args[0], source)
-        if name == "from_all_ranks":
+        if name == "gather_from_ranks":
             yield Change(node, f"{first}[None]", "only this rank's part, instead of that of all ranks")
         elif name == "share":
             yield Change(node, f"({first})()", "this rank's value, instead of rank 0's")
-        elif name == "first_failure" or (
+        elif name == "find_first_failure" or (
             name in ("sum", "max") and _calls_of_modules(node, "ranks", "batch.ranks", "self._ranks")
         ):
             yield Change(node, first, "this rank's value, instead of that of all ranks")

@@ -52,7 +52,7 @@ def measure(case: Case) -> OfRank:
         policy = MegatronPolicy(
             config.model, topology, vocab_size=VOCAB_SIZE, precision=config.precision, seed=config.train.seed,
             optimizer=config.optimizer, total_steps=config.train.steps, global_batch_size=case.sequences,
-            batching=Batching.of(config.train), fused_head=FusedHead() if config.train.fused_head else None,
+            batching=Batching.from_config(config.train), fused_head=FusedHead() if config.train.fused_head else None,
         )  # fmt: skip
         if "reference" in case.phases:
             policy.freeze_reference()

@@ -74,7 +74,7 @@ class AdvantageInputs:
     @property
     def rewards(self) -> Float[Tensor, " batch"]:
         """Return one reward per sample."""
-        return self.index.of_first(self._rollouts["rewards"])
+        return self.index.take_first(self._rollouts["rewards"])
 
     @property
     def sample_mask(self) -> Float[Tensor, " batch"]:
@@ -82,12 +82,12 @@ class AdvantageInputs:
 
         Its reward and its token_mask are 0, and it must not be compared with.
         """
-        return self.index.of_first(sample_mask(self._rollouts))
+        return self.index.take_first(sample_mask(self._rollouts))
 
     @property
     def token_mask(self) -> Shaped[Tensor, "batch sequence"]:
         """Return 1 at sampled tokens, and 0 at the prompt and at padding."""
-        return self.index.joined(self._rollouts["token_mask"])
+        return self.index.join(self._rollouts["token_mask"])
 
     @property
     def token_rewards(self) -> Float[Tensor, "batch sequence"]:
@@ -96,13 +96,13 @@ class AdvantageInputs:
         With loss.use_kl_in_reward, the KL penalty is subtracted at every sampled token. Rewards that an environment
         gave for turns are at the last tokens of these turns.
         """
-        return self.index.joined(rewards_per_token(self._rollouts, self.index, self._loss_fn))
+        return self.index.join(rewards_per_token(self._rollouts, self.index, self._loss_fn))
 
     @property
     def turns(self) -> Int[Tensor, "batch sequence"]:
         """Return the number of the turn at sampled tokens, from 0, and -1 elsewhere. A completion is one turn."""
         mask = self.token_mask
-        turns = self.index.joined(self._rollouts[TURN]) if TURN in self._rollouts else torch.zeros_like(mask).long()
+        turns = self.index.join(self._rollouts[TURN]) if TURN in self._rollouts else torch.zeros_like(mask).long()
         return torch.where(mask != 0, turns, -1)
 
     @property
@@ -112,7 +112,7 @@ class AdvantageInputs:
         The rewards of an environment have the name "environment".
         """
         keys = [key for key in self._rollouts if key.startswith(COMPONENT)]
-        return {key.removeprefix(COMPONENT): self.index.of_first(self._rollouts[key]) for key in keys}
+        return {key.removeprefix(COMPONENT): self.index.take_first(self._rollouts[key]) for key in keys}
 
     @property
     def component_weights(self) -> Mapping[str, float]:
@@ -250,7 +250,7 @@ def _estimate(
     name, of_all = algorithm.advantage_estimator, estimator_of(algorithm.advantage_estimator).together == "sequence"
     where, mask = f"algorithm.advantage_estimator={name}", rollouts["token_mask"]
     inputs = AdvantageInputs(
-        BatchedDataDict(rollouts.facts) if of_all else rollouts.own, algorithm.samples_per_prompt,
+        BatchedDataDict(rollouts.facts) if of_all else rollouts.local, algorithm.samples_per_prompt,
         ranks=ALONE if of_all else rollouts.ranks, loss_fn=loss_fn, reward=reward,
         leave_one_out=algorithm.leave_one_out, normalize_std=algorithm.normalize_std,
     )  # fmt: skip
@@ -266,7 +266,7 @@ def _estimate(
         shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
         raise ConfigError(f"{where} returned {shape}; it must return a tensor {' or '.join(map(str, shapes))}")
     if of_all:
-        advantages = rollouts.own_facts(index.spread(advantages))[:, None]
+        advantages = rollouts.select_local(index.spread(advantages))[:, None]
     elif advantages.dim() == 1:
         advantages = index.spread(advantages)[:, None]
     else:

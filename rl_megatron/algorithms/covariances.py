@@ -76,10 +76,10 @@ def largest(
 
     if count >= total(torch.ones_like(values, dtype=torch.bool)):
         return torch.ones_like(values, dtype=torch.bool)
-    (bound,) = ranks.in_order(-values, [count - 1])
+    (bound,) = ranks.order_statistics(-values, [count - 1])
     above, equal = -values < bound, -values == bound
     left = count - total(above)
-    (last,) = ranks.in_order(sequences[equal].float(), [left - 1])
+    (last,) = ranks.order_statistics(sequences[equal].float(), [left - 1])
     before, at_last = equal & (sequences < last), equal & (sequences == last)
     return above | before | (at_last & (at_last.cumsum(0) <= left - total(before)))
 

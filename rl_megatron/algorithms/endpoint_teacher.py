@@ -188,4 +188,4 @@ def _padded(values: Sequence[Tensor], batch: Batch) -> Tensor:
     padded = values[0].new_zeros(len(values), batch["input_ids"].size(1), *values[0].shape[1:])
     for sequence, found in zip(padded, values, strict=True):
         sequence[: len(found)] = found
-    return batch.own_facts(padded)
+    return batch.select_local(padded)

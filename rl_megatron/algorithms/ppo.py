@@ -96,9 +96,9 @@ def ppo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: PPOConf
 
 def with_advantages(rollouts: Batch, algorithm: PPOConfig, policy_loss: LossFunction) -> Batch:
     """Return the rollouts with GAE's `advantages` and the `returns` that the critic learns, both [B, S]. Collective."""
-    index = TrajectoryIndex(rollouts.own)
-    per_token = (rewards_per_token(rollouts.own, index, policy_loss), rollouts["values"], rollouts["token_mask"])
-    rewards, values, mask = map(index.joined, per_token)
+    index = TrajectoryIndex(rollouts.local)
+    per_token = (rewards_per_token(rollouts.local, index, policy_loss), rollouts["values"], rollouts["token_mask"])
+    rewards, values, mask = map(index.join, per_token)
     advantages, returns = generalized_advantages(
         rewards, values, mask, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda
     )

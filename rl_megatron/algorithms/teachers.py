@@ -23,7 +23,7 @@ from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.runner import FusedHead
-from rl_megatron.training.teacher import Teacher, check_vocabulary_of, load_teacher, teacher_model
+from rl_megatron.training.teacher import Teacher, check_vocabulary, load_teacher, open_teacher
 
 # The keys that teachers add to a batch, for a loss over their top-k and for one over all logits.
 TOPK_KEYS = frozenset({"teacher_topk_logits", "teacher_topk_indices"})
@@ -65,8 +65,8 @@ def check_each_teacher(
                 f"algorithm.teachers: there is no directory {teacher.path}; set path to a checkpoint or to a Hugging "
                 "Face directory"
             )
-        check_vocabulary_of(path, tokenizer)
-        model, _ = teacher_model(path)
+        check_vocabulary(path, tokenizer)
+        model, _ = open_teacher(path)
         if longest > model.max_sequence_length:
             raise ConfigError(
                 f"algorithm.teachers: {teacher.path} reads at most {model.max_sequence_length} tokens, and the data "
@@ -119,7 +119,7 @@ class Teachers:
                 loop.close_at_end(model)
         total = sum(each.weight for each in teachers)
         shares = [each.weight / total for each in teachers]
-        batching, k = Batching.of(config.train), min(top_k, loop.tokenizer.vocab_size)
+        batching, k = Batching.from_config(config.train), min(top_k, loop.tokenizer.vocab_size)
         mixture = [each.shown_name for each in config.data.mix]
         data_sets = [tuple(mixture.index(name) for name in each.data_sets) for each in teachers]
         return cls(models, shares, batching, k, data_sets)
@@ -173,7 +173,7 @@ class Teachers:
     def _weights(self, batch: Batch) -> Tensor:
         """Return the share of each teacher in each sequence, [n, teachers]; the shares of a sequence sum to 1."""
         weights = torch.stack(self._taught(batch), dim=1) * torch.tensor(self.shares)
-        return batch.own_facts(weights / weights.sum(dim=1, keepdim=True))
+        return batch.select_local(weights / weights.sum(dim=1, keepdim=True))
 
     @staticmethod
     def _read(
@@ -186,7 +186,7 @@ class Teachers:
         if taught.all():
             return read(batch)
         if taught.any():  # all ranks take part if one has a sequence for it
-            own = batch.own_facts(taught)
+            own = batch.select_local(taught)
             for values, found in zip(blank, read(batch.select(taught)), strict=True):
                 values[own] = found
         return blank

@@ -89,11 +89,11 @@ def _place_beside(output_dir: Path) -> Path:
 def _import(source: Path, imported: Path) -> None:
     from rl_megatron.checkpoint.hf_convert import import_weights
     from rl_megatron.checkpoint.unused_rows import find_unused_rows
-    from rl_megatron.cli.convert import progress_bar
+    from rl_megatron.cli.convert import show_progress
 
     imported.parent.mkdir(parents=True, exist_ok=True)
     imported.with_name(_SOURCE).write_text(json.dumps(_files_of(source), indent=1) + "\n", "utf-8")
-    with progress_bar(f"import {source}") as report:
+    with show_progress(f"import {source}") as report:
         import_weights(source, imported, report)
     unused = find_unused_rows(source, runs_model=False)
     if unused is not None:

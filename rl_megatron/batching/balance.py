@@ -1,4 +1,4 @@
-"""Work spread evenly: groups over packs, and packs over shards.
+"""Spread work evenly: groups over packs, and packs over shards.
 
 A group is a sequence, or several that stay together. A pack has space for a number of tokens. The packs' costs should
 be equal, and so should the sums of the shards, which wait for each other at the end of every optimizer step. Every
@@ -15,7 +15,7 @@ from operator import itemgetter
 
 from rl_megatron.batching.packing import Packs, pack_sequences, require_fitting, split_packs
 
-_EVEN = 1e-3  # of the mean cost: closer than this, packs and shards are not worth another trade
+_EVEN = 1e-3  # of the mean cost: packs and shards that are closer than this are not worth another trade
 _TRADES_PER_PACK = 4  # on average, at most
 _TRADES_PER_SHARD = 8
 _PARTNERS = 4  # the cheapest shards, which the costliest one asks for a trade
@@ -51,34 +51,31 @@ def imbalance(costs: Sequence[float]) -> float:
     return max(costs) / mean - 1 if mean else 0.0
 
 
-def balanced_shards(groups: Groups, num_shards: int) -> list[Packs]:
+def balance_shards(groups: Groups, num_shards: int) -> list[Packs]:
     """Return groups over packs over shards: `[shard][k]` is a pack, a list of groups. The costliest pack comes first.
 
-    There are as few packs as the tokens allow, and equally many on every shard. If the groups cannot be placed in so
-    few, there are as many as modified first fit decreasing needs.
-
-    Raises:
-        ValueError: A group is longer than a pack, or there are fewer groups than packs are needed.
+    There are as few packs as the tokens allow, and equally many on every shard. If the groups do not fit in that few,
+    there are as many as modified first fit decreasing needs.
     """
     require_fitting(groups.lengths, groups.capacity)
     if not groups.lengths:
         return [[] for _ in range(num_shards)]
     best: list[Packs] | None = None
-    for packs in _packings(groups, num_shards):
+    for packs in _propose_packings(groups, num_shards):
         shards = _even_shards(groups, deal(groups, packs, num_shards))
         if best is None or _unevenness(groups, shards) < _unevenness(groups, best):
             best = shards
         if _unevenness(groups, best) <= _EVEN:
             break
-    assert best is not None, "the last packing is always there"
+    assert best is not None, "there is at least one packing"
     return [[sorted(pack) for pack in sorted(shard, key=groups.cost, reverse=True)] for shard in best]
 
 
-def _packings(groups: Groups, num_shards: int) -> Iterator[Packs]:
+def _propose_packings(groups: Groups, num_shards: int) -> Iterator[Packs]:
     """Yield packings with the same number of packs, the most promising first.
 
     Equal packs make equal shards, unless a few sequences are so long that no pack of short ones can cost as much.
-    Then packs that are merely full can be the better start: they differ enough to make up for each other.
+    Then packs that are merely full can be the better start, because their costs differ enough to balance each other.
     """
     least = max(1, -(-sum(groups.lengths) // groups.capacity))
     packs = _spread(groups, -(-least // num_shards) * num_shards)
@@ -132,9 +129,9 @@ def _even_packs(groups: Groups, packs: Packs) -> Packs:
         if len(ranked) < 2 or ranked[-1][0] - ranked[0][0] <= _EVEN * mean:
             break
         (cheap_cost, cheap), (costly_cost, costly) = ranked[0], ranked.pop()
-        error, trade = _best_trade(groups, packs[costly], packs[cheap], costly_cost - cheap_cost)
+        error, trade = _find_best_trade(groups, packs[costly], packs[cheap], costly_cost - cheap_cost)
         if trade is None:
-            continue  # the costliest pack stays as it is, and the next one has its turn
+            continue  # the costliest pack stays as it is, and the next one is tried
         del ranked[0]
         _exchange(packs[costly], packs[cheap], *trade)
         for number in (costly, cheap):
@@ -183,50 +180,50 @@ def _even_shards(groups: Groups, shards: list[Packs]) -> list[Packs]:
 def _trade_once(groups: Groups, costly: Packs, cheap: Packs, gap: float) -> bool:
     """Make the trade that brings two shards, `gap` apart, nearest to each other; return False if none does."""
     trades: list[tuple[float, int, tuple[int, int] | None]] = []
-    for place, (ours, theirs) in enumerate(zip(costly, cheap, strict=True)):
-        trades.append((abs(groups.cost(ours) - groups.cost(theirs) - gap / 2), place, None))
-        error, exchange = _best_trade(groups, ours, theirs, gap)
+    for index, (costly_pack, cheap_pack) in enumerate(zip(costly, cheap, strict=True)):
+        trades.append((abs(groups.cost(costly_pack) - groups.cost(cheap_pack) - gap / 2), index, None))
+        error, exchange = _find_best_trade(groups, costly_pack, cheap_pack, gap)
         if exchange is not None:
-            trades.append((error, place, exchange))
-    error, place, exchange = min(trades, key=itemgetter(0))
+            trades.append((error, index, exchange))
+    error, index, exchange = min(trades, key=itemgetter(0))
     if error >= gap / 2:
         return False
     if exchange is None:
-        costly[place], cheap[place] = cheap[place], costly[place]
+        costly[index], cheap[index] = cheap[index], costly[index]
     else:
-        _exchange(costly[place], cheap[place], *exchange)
+        _exchange(costly[index], cheap[index], *exchange)
     return True
 
 
-def _best_trade(
+def _find_best_trade(
     groups: Groups, costly: list[int], cheap: list[int], gap: float
 ) -> tuple[float, tuple[int, int] | None]:
-    """Return how far from half the `gap` the best exchange moves, and that exchange.
+    """Return by how much the best exchange misses half the `gap`, and that exchange.
 
     The exchange is (group of `costly`, group of `cheap` or `_NOTHING`), or None if no exchange fits both packs and
     narrows the gap.
     """
     space_costly, space_cheap = groups.space(costly), groups.space(cheap)
-    wares = sorted((groups.costs[group], group) for group in cheap)
-    if len(costly) > 1:  # a pack of one must not give it away for nothing
-        wares.insert(0, (0.0, _NOTHING))
+    returns = sorted((groups.costs[group], group) for group in cheap)
+    if len(costly) > 1:  # a pack of one group must get one in return
+        returns.insert(0, (0.0, _NOTHING))
     best_error, best = gap / 2, None
-    for given in costly:
-        wanted = groups.costs[given] - gap / 2
-        place = bisect_left(wares, (wanted, _NOTHING))
-        for cost, taken in wares[max(place - 1, 0) : place + 1]:
-            moved = groups.lengths[given] - (groups.lengths[taken] if taken != _NOTHING else 0)
-            if abs(cost - wanted) < best_error and -space_costly <= moved <= space_cheap:
-                best_error, best = abs(cost - wanted), (given, taken)
+    for sent in costly:
+        wanted = groups.costs[sent] - gap / 2
+        index = bisect_left(returns, (wanted, _NOTHING))
+        for cost, received in returns[max(index - 1, 0) : index + 1]:
+            tokens = groups.lengths[sent] - (groups.lengths[received] if received != _NOTHING else 0)
+            if abs(cost - wanted) < best_error and -space_costly <= tokens <= space_cheap:
+                best_error, best = abs(cost - wanted), (sent, received)
     return best_error, best
 
 
-def _exchange(costly: list[int], cheap: list[int], given: int, taken: int) -> None:
-    costly.remove(given)
-    cheap.append(given)
-    if taken != _NOTHING:
-        cheap.remove(taken)
-        costly.append(taken)
+def _exchange(costly: list[int], cheap: list[int], sent: int, received: int) -> None:
+    costly.remove(sent)
+    cheap.append(sent)
+    if received != _NOTHING:
+        cheap.remove(received)
+        costly.append(received)
 
 
 def _unevenness(groups: Groups, shards: list[Packs]) -> float:

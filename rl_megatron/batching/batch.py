@@ -1,4 +1,4 @@
-"""`Batch`: a global batch of which this rank has its own sequences, and a few numbers of all."""
+"""`Batch`: a global batch of which this rank has its own sequences, and a few numbers of all sequences."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rl_megatron.batching.exchange import (
     Column,
     Columns,
     Exchange,
-    Moved,
-    columns_of,
-    from_first_of_replica,
+    Traffic,
+    broadcast_in_replica,
     is_first_of_replica,
+    read_columns,
 )
 from rl_megatron.batching.host_memory import TensorStore
+from rl_megatron.batching.microbatch import PADDING, StepPlan
 from rl_megatron.batching.ownership import Ownership
 from rl_megatron.batching.rank_plan import sequence_lengths
-from rl_megatron.batching.step_plan import PADDING, StepPlan
 from rl_megatron.batching.trajectory_index import TRAJECTORY, TrajectoryIndex
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import is_per_token
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.reductions import ALONE, RankReduction
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:  # the topology imports megatron-core, which showing a batch d
     from rl_megatron.topology.topology import Topology
 
 LENGTHS, SAMPLED, DATA_SET = "input_lengths", "sampled_tokens", "data_set"
-"""Facts of sequences: their tokens, how many of these count, and the place of their data set in `data.mix`, if an
+"""Facts of sequences: their tokens, how many of these count, and the index of their data set in `data.mix`, if an
 algorithm reads it."""
 
-# What every rank knows of every sequence, if the batch has it.
+# The facts that every rank has of every sequence, if the batch has the key.
 _FACTS = {
     LENGTHS: torch.int32,
     "rewards": torch.float32,
@@ -56,11 +56,11 @@ class Batch(MutableMapping[str, Any]):
     """Sequences of a global batch, numbered from 0. As a mapping it has this rank's own sequences.
 
     A whole batch has all of its sequences on this rank: in a single process, or if every rank was given the same ones.
-    Otherwise all ranks of a data-parallel replica have the same sequences. Before they were moved to their owners, a
+    Otherwise all ranks of a data-parallel replica have the same sequences. Before they are moved to their owners, a
     rank has those that it has produced; see `gather_facts`.
 
     Attributes:
-        own: This rank's sequences in the order of their numbers.
+        local: This rank's sequences in the order of their numbers.
         numbers: [n] int64. Their numbers in the global batch.
         facts: [B] numbers of all sequences of the global batch, by name, the same on every rank.
         homes: [B] int16. The data-parallel rank on which each sequence was produced.
@@ -72,10 +72,10 @@ class Batch(MutableMapping[str, Any]):
         owners: [B] int16. The data-parallel rank that owns each sequence; None before they were moved.
         steps: The optimizer steps that were planned with the ownership.
         store: Where tensors are kept.
-        moved: The bytes that this rank has exchanged with others for the batch.
+        traffic: The bytes that this rank has exchanged with others for the batch.
     """
 
-    own: BatchedDataDict
+    local: BatchedDataDict
     numbers: Tensor
     facts: dict[str, Tensor]
     homes: Tensor
@@ -86,69 +86,61 @@ class Batch(MutableMapping[str, Any]):
     owners: Tensor | None = None
     steps: list[StepPlan] = field(default_factory=list)
     store: TensorStore = field(default_factory=TensorStore)
-    moved: Moved = field(default_factory=Moved)
+    traffic: Traffic = field(default_factory=Traffic)
 
     @classmethod
-    def whole(cls, values: Mapping[str, Any]) -> Batch:
-        """Return sequences that this rank has all of, and that every other rank has too.
+    def from_whole(cls, values: Mapping[str, Any]) -> Batch:
+        """Return the batch of sequences on the host that every rank has: tensors, and lists of an element for each.
 
-        Args:
-            values: The sequences on the host: tensors, and lists with an element for each sequence.
-
-        Raises:
-            KeyError, ValueError: See `sequence_lengths`.
+        Raises the errors of `sequence_lengths`.
         """
-        own = BatchedDataDict(values)
-        size = own.size
-        lengths = torch.tensor(sequence_lengths(own), dtype=torch.int32)
-        numeric = {key for key, value in own.items() if isinstance(value, Tensor) and value.dim() == 1}
-        facts = _facts_of(own, numeric | {"token_mask"} & own.keys()) | {LENGTHS: lengths}
-        batch = cls(own, torch.arange(size), facts, torch.zeros(size, dtype=torch.int16), own["input_ids"].size(1))
+        local = BatchedDataDict(values)
+        size = local.size
+        lengths = torch.tensor(sequence_lengths(local), dtype=torch.int32)
+        numeric = {key for key, value in local.items() if isinstance(value, Tensor) and value.dim() == 1}
+        facts = _compute_facts(local, numeric | {"token_mask"} & local.keys()) | {LENGTHS: lengths}
+        batch = cls(local, torch.arange(size), facts, torch.zeros(size, dtype=torch.int16), local["input_ids"].size(1))
         return batch._renumber_trajectories(torch.zeros(1, dtype=torch.long))
 
     @classmethod
     def gather_facts(
-        cls, own: BatchedDataDict | None, topology: Topology | None, store: TensorStore | None = None
+        cls, local: BatchedDataDict | None, topology: Topology | None, store: TensorStore | None = None
     ) -> Batch:
-        """Return the sequences that ranks have produced as one batch. Collective. Nothing but numbers is moved.
+        """Return the sequences that ranks have produced as one batch. Collective. Only numbers are exchanged.
 
         The global batch has those of the first data-parallel rank first, and then those of the next.
 
         Args:
-            own: The sequences of this rank, with `input_ids` and `input_lengths`; None if it has produced none. Only
-                the first rank of a data-parallel replica may have produced any. All batches have the same keys.
+            local: The sequences of this rank, as tensors, with `input_ids` and `input_lengths`; None if it has produced
+                none. Only the first rank of a data-parallel replica may have produced any. All have the same keys.
             topology: The layout; None in a single process.
-            store: Where tensors are kept once they were moved. None: in host memory.
-
-        Raises:
-            ValueError: No rank has produced a sequence, or a rank has that is not the first of its replica.
-            TypeError: A value of the batch is not a tensor.
+            store: Where tensors are kept after they are moved. None: in host memory.
         """
-        moved = Moved()
+        traffic = Traffic()
         if topology is not None and topology.world_size == 1:
             topology = None
-        own = None if own is None or own.size == 0 else own
-        if own is not None and topology is not None and not is_first_of_replica(topology):
+        local = None if local is None or local.size == 0 else local
+        if local is not None and topology is not None and not is_first_of_replica(topology):
             raise ValueError("only the first rank of a data-parallel replica can produce sequences")
-        counts, widths = _count_sequences(own, topology, moved)
+        counts, widths = _count_sequences(local, topology, traffic)
         producers = counts.nonzero().flatten()
         if not len(producers):
             raise ValueError("no rank has produced a sequence")
-        columns, padding = _describe(own, topology, int(producers[0]))
-        facts = _gather(own, columns, counts, topology, moved)
+        columns, padding = _share_columns(local, topology, int(producers[0]))
+        facts = _gather_facts(local, columns, counts, topology, traffic)
         starts = counts.cumsum(0) - counts
-        first, size = int(starts[0 if topology is None else topology.data_rank]), 0 if own is None else own.size
+        first, size = int(starts[0 if topology is None else topology.data_rank]), 0 if local is None else local.size
         batch = cls(
-            own if own is not None else BatchedDataDict(), torch.arange(first, first + size), facts,
+            local if local is not None else BatchedDataDict(), torch.arange(first, first + size), facts,
             torch.repeat_interleave(counts).to(torch.int16), int(widths.max()), columns, padding,
-            topology, store=store or TensorStore(), moved=moved,
+            topology, store=store or TensorStore(), traffic=traffic,
         )  # fmt: skip
         return batch._renumber_trajectories(starts[producers])
 
     def _renumber_trajectories(self, starts: Tensor) -> Batch:
         """Return the batch with trajectories numbered from 0 without a gap.
 
-        Trajectories end where their number changes, and before the sequences `starts`.
+        A trajectory starts where the number changes, and at each of the sequences `starts`.
         """
         if TRAJECTORY not in self.facts:
             return self
@@ -157,33 +149,33 @@ class Batch(MutableMapping[str, Any]):
         changes[1:] = (numbers.diff() != 0).to(numbers)
         changes[starts[starts < len(numbers)]] = 1
         numbers = changes.cumsum(0).to(numbers) - 1
-        own = self.own
-        if TRAJECTORY in own:
-            own = BatchedDataDict(own)
-            own[TRAJECTORY] = numbers[self.numbers].to(own[TRAJECTORY])
-        return replace(self, own=own, facts=self.facts | {TRAJECTORY: numbers})
+        local = self.local
+        if TRAJECTORY in local:
+            local = BatchedDataDict(local)
+            local[TRAJECTORY] = numbers[self.numbers].to(local[TRAJECTORY])
+        return replace(self, local=local, facts=self.facts | {TRAJECTORY: numbers})
 
     def __getitem__(self, key: str) -> Any:
         """Return the values of this rank's sequences."""
-        return self.own[key]
+        return self.local[key]
 
     def __setitem__(self, key: str, values: Tensor) -> None:
         """Add values of this rank's sequences, [n, …]."""
         if len(values) != len(self.numbers):
             raise ValueError(f"key {key!r} has {len(values)} sequences, and this rank has {len(self.numbers)}")
-        self.own[key] = self.store.kept(values)
+        self.local[key] = self.store.keep(values)
 
     def __delitem__(self, key: str) -> None:
-        del self.own[key]
+        del self.local[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.own)
+        return iter(self.local)
 
     def __len__(self) -> int:
-        return len(self.own)
+        return len(self.local)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.own
+        return key in self.local
 
     @property
     def size(self) -> int:
@@ -217,112 +209,111 @@ class Batch(MutableMapping[str, Any]):
 
     @cached_property
     def trajectories(self) -> TrajectoryIndex:
-        """Return which sequences of the global batch belong to one trajectory."""
+        """Return the trajectories of the global batch's sequences."""
         return TrajectoryIndex(self.facts)
 
-    def own_facts(self, values: Tensor) -> Tensor:
+    def select_local(self, values: Tensor) -> Tensor:
         """Return this rank's part [n, …] of values [B, …] of the global batch."""
         return values[self.numbers]
 
-    def part(self, start: int, stop: int) -> BatchedDataDict:
+    def slice(self, start: int, stop: int) -> BatchedDataDict:
         """Return this rank's sequences among those from `start` to `stop - 1`, as views."""
         first, last = torch.searchsorted(self.numbers, torch.tensor([start, stop])).tolist()
-        return self.own.slice(first, last)
+        return self.local.slice(first, last)
 
     def select(self, chosen: Tensor) -> Batch:
         """Return the batch with the chosen sequences of the global batch only; `chosen` is [B] bool on every rank.
 
-        Those that have owners keep them. A rank may be left with none.
+        They keep their owners. A rank may be left without sequences.
         """
-        is_own = chosen[self.numbers]
-        numbers = (chosen.cumsum(0) - 1)[self.numbers[is_own]]
-        own = self.own.select_indices(is_own) if len(self.own) else self.own
+        is_local = chosen[self.numbers]
+        numbers = (chosen.cumsum(0) - 1)[self.numbers[is_local]]
+        local = self.local.select_indices(is_local) if len(self.local) else self.local
         facts = {name: values[chosen] for name, values in self.facts.items()}
-        owners, moved = (None, Moved()) if self.owners is None else (self.owners[chosen], self.moved)
+        owners, traffic = (None, Traffic()) if self.owners is None else (self.owners[chosen], self.traffic)
         selected = replace(
-            self, own=own, numbers=numbers, facts=facts, homes=self.homes[chosen], owners=owners, steps=[], moved=moved
-        )
+            self, local=local, numbers=numbers, facts=facts, homes=self.homes[chosen], owners=owners, steps=[],
+            traffic=traffic,
+        )  # fmt: skip
         return selected._renumber_trajectories(numbers[:0])
 
     @classmethod
     def join(cls, parts: Sequence[Batch]) -> Batch:
-        """Return the sequences of several batches, one batch after the other. None of them was moved yet."""
+        """Return the sequences of several batches, one batch after the other. None of them has been moved."""
         first = parts[0]
         if len(parts) == 1:
             return first
         sizes = torch.tensor([part.size for part in parts])
         starts = sizes.cumsum(0) - sizes
-        there = [part.own for part in parts if len(part.numbers)]
+        local = [part.local for part in parts if len(part.numbers)]
         joined = replace(
             first,
-            own=BatchedDataDict.from_batches(there, FILLS) if there else first.own,
+            local=BatchedDataDict.from_batches(local, FILLS) if local else first.local,
             numbers=torch.cat([part.numbers + start for part, start in zip(parts, starts, strict=True)]),
             facts={name: torch.cat([part.facts[name] for part in parts]) for name in first.facts},
             homes=torch.cat([part.homes for part in parts]),
             width=max(part.width for part in parts),
             steps=[],
-            moved=Moved(),
+            traffic=Traffic(),
         )
         return joined._renumber_trajectories(starts)
 
     def keep_all(self) -> Batch:
         """Return a whole batch whose sequences this rank owns, kept in the batch's store."""
-        own = self.own.map_values(self.store.kept, list)
-        return replace(self, own=own, owners=torch.zeros(self.size, dtype=torch.int16))
+        local = self.local.map_values(self.store.keep, list)
+        return replace(self, local=local, owners=torch.zeros(self.size, dtype=torch.int16))
 
     def move_to_owners(self, ownership: Ownership) -> Batch:
         """Return the batch with every sequence on its owner. Collective. Every sequence is moved at most once."""
         assert self.topology is not None  # this rank has all sequences of a whole batch
         owners = torch.from_numpy(ownership.owners.astype("int16"))
-        own = self._exchange(self.homes, owners, self.own, self.numbers, self.columns, self.store)
+        local = self._exchange(self.homes, owners, self.local, self.numbers, self.columns, self.store)
         numbers = (owners == self.topology.data_rank).nonzero().flatten()
-        return replace(self, own=own, numbers=numbers, owners=owners, steps=ownership.steps)
+        return replace(self, local=local, numbers=numbers, owners=owners, steps=ownership.steps)
 
     def gather_at_homes(self, keys: Sequence[str]) -> BatchedDataDict:
         """Return these keys of the sequences that this rank has produced, in the order of their numbers. Collective.
 
         Only the first rank of a data-parallel replica gets any; a single process has produced all of them.
         """
-        return self._send_own(keys, self.homes)
+        return self._send_to(self.homes, keys)
 
     def gather_on_rank_0(self, keys: Sequence[str]) -> BatchedDataDict:
         """Return these keys of all sequences on the ranks of the first replica, and of none on others. Collective.
 
         Every rank has all sequences of a whole batch already.
         """
-        return self._send_own(keys, torch.zeros_like(self.homes))
+        return self._send_to(torch.zeros_like(self.homes), keys)
 
-    def scatter_from_rank_0(self, key: str, made: BatchedDataDict) -> Tensor:
+    def scatter_from_rank_0(self, key: str, values: BatchedDataDict) -> Tensor:
         """Return a value of each token, [n, width] fp32, of this rank's sequences. Collective.
 
-        Args:
-            key: The key.
-            made: The values of all sequences on the ranks of the first replica; it may be empty on others.
+        `values` has those of all sequences on the ranks of the first replica, and may be empty on others.
         """
         if self.owners is None or self.topology is None:
-            return made[key]
+            return values[key]
         columns = {key: Column(torch.float32, (), per_token=True)}
-        numbers = torch.arange(len(made.get(key, ())))
-        return self._exchange(torch.zeros_like(self.homes), self.owners, made, numbers, columns, TensorStore())[key]
+        numbers = torch.arange(len(values.get(key, ())))
+        return self._exchange(torch.zeros_like(self.homes), self.owners, values, numbers, columns, TensorStore())[key]
 
-    def _send_own(self, keys: Sequence[str], targets: Tensor) -> BatchedDataDict:
+    def _send_to(self, targets: Tensor, keys: Sequence[str]) -> BatchedDataDict:
         """Return these keys of the sequences of which this rank is the target, from their owners. Collective."""
-        values = BatchedDataDict({key: self.own[key] for key in keys})
+        values = BatchedDataDict({key: self.local[key] for key in keys})
         if self.owners is None or self.topology is None:
             return values
-        every = columns_of(self.own)
-        columns = {key: every[key] for key in keys}
+        columns = read_columns(self.local)
+        columns = {key: columns[key] for key in keys}
         return self._exchange(self.owners, targets, values, self.numbers, columns, TensorStore())
 
     def _exchange(
-        self, sources: Tensor, targets: Tensor, own: BatchedDataDict, numbers: Tensor, columns: Columns,
+        self, sources: Tensor, targets: Tensor, local: BatchedDataDict, numbers: Tensor, columns: Columns,
         store: TensorStore,
     ) -> BatchedDataDict:  # fmt: skip
         lengths = self.lengths.numpy()
-        exchange = Exchange(lengths, sources.numpy(), targets.numpy(), self.topology, moved=self.moved)
-        return exchange.run(own, numbers.numpy(), columns, self.width, store)
+        exchange = Exchange(lengths, sources.numpy(), targets.numpy(), self.topology, traffic=self.traffic)
+        return exchange.run(local, numbers.numpy(), columns, self.width, store)
 
-    def sequences(self, chosen: Sequence[int], width: int | None, first: int = 0) -> BatchedDataDict:
+    def take_sequences(self, chosen: Sequence[int], width: int | None, first: int = 0) -> BatchedDataDict:
         """Return copies of some of this rank's sequences.
 
         Args:
@@ -332,17 +323,17 @@ class Batch(MutableMapping[str, Any]):
         """
         numbers = torch.tensor(chosen)
         is_real = numbers != PADDING
-        places = torch.searchsorted(self.numbers, numbers[is_real])
-        found = BatchedDataDict()
-        for key, values in self.own.items():
+        indices = torch.searchsorted(self.numbers, numbers[is_real])
+        sequences = BatchedDataDict()
+        for key, values in self.local.items():
             if isinstance(values, list):  # only whole batches have some
-                found[key] = [values[first if number == PADDING else number] for number in chosen]
+                sequences[key] = [values[first if number == PADDING else number] for number in chosen]
                 continue
             cut = values if width is None or not is_per_token(key, values, self.width) else values[:, :width]
-            found[key] = cut[places]
-            if len(places) < len(chosen):
-                found[key] = self._insert_padding(key, found[key], is_real, cut[first : first + 1])
-        return found
+            sequences[key] = cut[indices]
+            if len(indices) < len(chosen):
+                sequences[key] = self._insert_padding(key, sequences[key], is_real, cut[first : first + 1])
+        return sequences
 
     def _insert_padding(self, key: str, real: Tensor, is_real: Tensor, first: Tensor) -> Tensor:
         """Return the values of sequences with those of padding sequences between them."""
@@ -360,71 +351,73 @@ class Batch(MutableMapping[str, Any]):
         return values
 
 
-def _count_sequences(own: BatchedDataDict | None, topology: Topology | None, moved: Moved) -> tuple[Tensor, Tensor]:
+def _count_sequences(
+    local: BatchedDataDict | None, topology: Topology | None, traffic: Traffic
+) -> tuple[Tensor, Tensor]:
     """Return how many sequences each data-parallel rank has produced, and their columns."""
-    here = torch.tensor([0, 0] if own is None else [own.size, own["input_ids"].size(1)])
+    count = torch.tensor([0, 0] if local is None else [local.size, local["input_ids"].size(1)])
     if topology is None:
-        return here[:1], here[1:]
-    counts = _gather_from_replicas(here.to(topology.device), topology)
-    moved.received += counts.nbytes
+        return count[:1], count[1:]
+    counts = _gather_from_replicas(count.to(topology.device), topology)
+    traffic.received += counts.nbytes
     return counts[:, 0], counts[:, 1]
 
 
 def _gather_from_replicas(values: Tensor, topology: Topology) -> Tensor:
     """Return the values [ranks, …] of the first ranks of all replicas, on the host."""
     if is_first_of_replica(topology):
-        every = from_all_ranks(values, topology.groups.dp).contiguous()
+        gathered = gather_from_ranks(values, topology.groups.dp).contiguous()
     else:
-        every = values.new_empty(topology.data, *values.shape)
-    return from_first_of_replica(every, topology).cpu()
+        gathered = values.new_empty(topology.data, *values.shape)
+    return broadcast_in_replica(gathered, topology).cpu()
 
 
-def _describe(
-    own: BatchedDataDict | None, topology: Topology | None, producer: int
+def _share_columns(
+    local: BatchedDataDict | None, topology: Topology | None, producer: int
 ) -> tuple[Columns, dict[str, Tensor]]:
-    """Return the columns and the values of padding sequences, as the first producer has them."""
-    described: list[Any] = [None]
-    if own is not None and (topology is None or topology.data_rank == producer):
-        columns = columns_of(own)
-        first = {key: value[:1, :1] if columns[key].per_token else value[:1] for key, value in own.items()}
+    """Return the columns and the values of padding sequences, as the first producer has them. Collective."""
+    shared: list[Any] = [None]
+    if local is not None and (topology is None or topology.data_rank == producer):
+        columns = read_columns(local)
+        first = {key: value[:1, :1] if columns[key].per_token else value[:1] for key, value in local.items()}
         padding = {key: value.clone() for key, value in first.items()}
         for key in _PADDING_VALUES.keys() & padding.keys():
             padding[key].fill_(_PADDING_VALUES[key])
-        described = [(columns, padding)]
+        shared = [(columns, padding)]
     if topology is not None:
         groups = topology.groups
         if is_first_of_replica(topology) and topology.data > 1:
-            dist.broadcast_object_list(described, dist.get_global_rank(groups.dp, producer), groups.dp, topology.device)
+            dist.broadcast_object_list(shared, dist.get_global_rank(groups.dp, producer), groups.dp, topology.device)
         for group in (groups.pp, groups.cp, groups.tp):
             if group.size() > 1:
-                dist.broadcast_object_list(described, dist.get_global_rank(group, 0), group, topology.device)
-    return described[0]
+                dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group, topology.device)
+    return shared[0]
 
 
-def _gather(
-    own: BatchedDataDict | None, columns: Columns, counts: Tensor, topology: Topology | None, moved: Moved
+def _gather_facts(
+    local: BatchedDataDict | None, columns: Columns, counts: Tensor, topology: Topology | None, traffic: Traffic
 ) -> dict[str, Tensor]:
-    """Return the facts of all sequences on every rank."""
+    """Return the facts of all sequences on every rank. Collective."""
     if topology is None:
-        assert own is not None  # a single process has produced all sequences
-        return _facts_of(own, columns)
+        assert local is not None  # a single process has produced all sequences
+        return _compute_facts(local, columns)
     dtypes, most = _fact_types(columns), int(counts.max())
     packed = torch.zeros(
         most * sum(dtype.itemsize for dtype in dtypes.values()), dtype=torch.uint8, device=topology.device
     )
-    if own is not None:
-        here = torch.cat([values.view(torch.uint8) for values in _facts_of(own, columns).values()])
-        packed[: len(here)] = here.to(topology.device)
+    if local is not None:
+        facts = torch.cat([values.view(torch.uint8) for values in _compute_facts(local, columns).values()])
+        packed[: len(facts)] = facts.to(topology.device)
     producers = counts.nonzero().flatten()
     if len(producers) == 1:
         if topology.data > 1 and is_first_of_replica(topology):
             producer = dist.get_global_rank(topology.groups.dp, int(producers[0]))
             dist.broadcast(packed, producer, topology.groups.dp)
-        parts = from_first_of_replica(packed, topology).cpu()[None]
+        parts = broadcast_in_replica(packed, topology).cpu()[None]
     else:
         parts = _gather_from_replicas(packed, topology)
         parts = parts if len(producers) == len(parts) else parts[producers]
-    moved.received += parts.numel()
+    traffic.received += parts.numel()
     return _unpack(parts, counts[producers], dtypes)
 
 
@@ -442,16 +435,16 @@ def _unpack(parts: Tensor, counts: Tensor, dtypes: dict[str, torch.dtype]) -> di
 
 
 def _fact_types(keys: Collection[str]) -> dict[str, torch.dtype]:
-    """Return the dtypes of the facts of batches with these keys, the largest first, so each begins at its multiple."""
+    """Return the dtypes of the facts of batches with these keys, the largest first, so that each fact is aligned."""
     dtypes = {name: dtype for name, dtype in _FACTS.items() if name in keys}
     if "token_mask" in keys:
         dtypes[SAMPLED] = torch.int32
     return dict(sorted(dtypes.items(), key=lambda fact: -fact[1].itemsize))
 
 
-def _facts_of(own: BatchedDataDict, keys: Collection[str]) -> dict[str, Tensor]:
+def _compute_facts(local: BatchedDataDict, keys: Collection[str]) -> dict[str, Tensor]:
     """Return the facts of this rank's sequences that follow from some of its keys."""
     return {
-        name: ((own["token_mask"] != 0).sum(1) if name == SAMPLED else own[name]).to(dtype).contiguous()
+        name: ((local["token_mask"] != 0).sum(1) if name == SAMPLED else local[name]).to(dtype).contiguous()
         for name, dtype in _fact_types(keys).items()
     }

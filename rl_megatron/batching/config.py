@@ -1,4 +1,4 @@
-"""How sequences form microbatches: the user's choice, and the arguments of the planner that carries it out."""
+"""How sequences form microbatches: the user's choice, and the arguments of the planners."""
 
 from __future__ import annotations
 
@@ -18,21 +18,13 @@ _PACKING = ("balanced", *ALGORITHMS)
 
 
 def require_count(name: str, value: object) -> None:
-    """Check that an argument is a whole number above 0.
-
-    Raises:
-        ValueError: It is not. The message has its `name` and its value.
-    """
+    """Raise ValueError, with the argument's `name` and value, unless it is a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be at least 1 and a whole number, got {value!r}.")
 
 
 def check_groups(group_size: int, **values: Sized) -> None:
-    """Check that values of samples, [B] or [B, …], form groups of `group_size`, and that they are of the same samples.
-
-    Raises:
-        ValueError: They do not, or the group size is not a whole number above 0. The message has their names.
-    """
+    """Raise ValueError unless all values, [B] or [B, …], are of as many samples, in groups of `group_size`."""
     require_count("group_size", group_size)
     sizes = {name: len(value) for name, value in values.items()}
     if len(set(sizes.values())) > 1:
@@ -44,7 +36,7 @@ def check_groups(group_size: int, **values: Sized) -> None:
 
 @dataclass(frozen=True)
 class Batching:
-    """How sequences form microbatches.
+    """The choice of how sequences form microbatches.
 
     Attributes:
         kind: "padded": `sequences` at a time, each as wide as the global batch. "dynamic": sequences of similar length,
@@ -68,8 +60,7 @@ class Batching:
         require_count("tokens", self.tokens)
 
     @classmethod
-    def of(cls, train: TrainConfig) -> Self:
-        """Return the batching that a train section asks for."""
+    def from_config(cls, train: TrainConfig) -> Self:
         return cls(train.batching, train.micro_batch_size, train.micro_batch_tokens)
 
 

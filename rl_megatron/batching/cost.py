@@ -40,26 +40,25 @@ class SequenceCost:
             )
 
     def __call__(self, length: int) -> float:
-        """Return the cost of a sequence of `length` tokens."""
         return (self.per_token + self.per_pair * length) * length
 
     @classmethod
-    def of_model(cls, model: ModelConfig, vocab_size: int) -> Self:
+    def from_model(cls, model: ModelConfig, vocab_size: int) -> Self:
         """Return the cost in FLOPs of a decoder.
 
-        Counted are attention's projections, the three matrices of SwiGLU (of a mixture of experts: the router's and
-        those of the experts that a token visits) and the output head, which is a matmul even if it is the embedding.
-        Not counted are norms, biases, the embedding's look-up, what `model.recompute` computes again, and what a
-        sliding window saves. The gated delta rule handles each token on its own.
+        It counts attention's projections, the three matrices of SwiGLU (of a mixture of experts: the router's and those
+        of the experts that a token visits) and the output head, which is a matmul even if it is the embedding. It
+        ignores norms, biases, the embedding's look-up, what `model.recompute` computes again, and what a sliding window
+        saves. The gated delta rule handles each token on its own.
         """
-        attention, width = _attention(model)
+        attention, width = _count_attention(model)
         with_delta_rule = sum(LayerKind.of(model, layer).has_delta_rule for layer in range(model.num_layers))
         with_attention = model.num_layers - with_delta_rule
         mlp = 3 * model.hidden_size * model.ffn_hidden_size
         dense_layers = model.num_layers if model.num_experts is None else model.first_dense_layers
         layers = with_attention * attention + dense_layers * mlp
         if with_delta_rule:
-            layers += with_delta_rule * _delta_rule(model)
+            layers += with_delta_rule * _count_delta_rule(model)
         if model.num_experts is not None:
             visited = model.experts_per_token * (model.expert_ffn_hidden_size or model.ffn_hidden_size)
             visited += model.shared_expert_ffn_hidden_size or 0
@@ -68,7 +67,7 @@ class SequenceCost:
         return cls(per_token=6.0 * parameters, per_pair=6.0 * with_attention * width)
 
 
-def _delta_rule(model: ModelConfig) -> int:
+def _count_delta_rule(model: ModelConfig) -> int:
     """Return the matmul parameters of a layer's gated delta rule, and the elements of its memories three times.
 
     A token passes through each memory three times: it is corrected for what it holds, written to it and read from it.
@@ -78,13 +77,13 @@ def _delta_rule(model: ModelConfig) -> int:
     return shape.groups * (projections + 3 * shape.values * shape.key * shape.value)
 
 
-def _attention(model: ModelConfig) -> tuple[int, float]:
+def _count_attention(model: ModelConfig) -> tuple[int, float]:
     """Return (parameters of a layer's projections, width of its heads: the mean of keys' and values')."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.kv_lora_rank is None:
         head_dim = head_size(model)
-        of_heads = (2 + model.attention_output_gate) * heads
-        return hidden * (of_heads + 2 * model.num_query_groups) * head_dim, heads * head_dim
+        projected_heads = (2 + model.attention_output_gate) * heads + 2 * model.num_query_groups
+        return hidden * projected_heads * head_dim, heads * head_dim
     shape = LatentShape.of(model)
     if model.q_lora_rank is None:
         queries = hidden * heads * shape.query

@@ -25,7 +25,7 @@ class TensorStore:
 
         Args:
             max_bytes: The bytes of all tensors that are kept in memory at the same time, at most. None: any number.
-            directory: Where the directory of the files is made. None: the system's directory for temporary files.
+            directory: The parent of the directory of the files. None: the system's directory for temporary files.
         """
         self._max_bytes, self._parent = max_bytes, directory
         self._in_memory = 0
@@ -38,23 +38,19 @@ class TensorStore:
         return None if self._directory is None else Path(self._directory.name)
 
     def full(self, shape: tuple[int, ...], fill: float, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of this shape and dtype that is filled with a value.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Return a tensor of this shape and dtype that is filled with a value, or raise OSError."""
         size = torch.Size(shape).numel()
         num_bytes = size * dtype.itemsize
         if self._max_bytes is None or self._in_memory + num_bytes <= self._max_bytes:
-            found = torch.full(shape, fill, dtype=dtype)
+            tensor = torch.full(shape, fill, dtype=dtype)
             if self._max_bytes is not None:
                 self._in_memory += num_bytes
-                weakref.finalize(found.untyped_storage(), self._free, num_bytes)
-            return found
-        return self._mapped(size, dtype).view(shape).fill_(fill)
+                weakref.finalize(tensor.untyped_storage(), self._free, num_bytes)
+            return tensor
+        return self._map_file(size, dtype).view(shape).fill_(fill)
 
-    def kept(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself if there is no limit, and otherwise a copy of it that counts."""
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself if there is no limit, and otherwise a copy of it that counts towards the limit."""
         if self._max_bytes is None:
             return tensor
         return self.full(tuple(tensor.shape), 0, tensor.dtype).copy_(tensor)
@@ -65,9 +61,9 @@ class TensorStore:
             self._directory.cleanup()
             self._directory = None
 
-    def _mapped(self, size: int, dtype: torch.dtype) -> Tensor:
+    def _map_file(self, size: int, dtype: torch.dtype) -> Tensor:
         if self._directory is None:
-            prefix = disk.prefix_of_process("sequences", Path(self._parent) if self._parent else None)
+            prefix = disk.make_temporary_prefix("sequences", Path(self._parent) if self._parent else None)
             self._directory = tempfile.TemporaryDirectory(prefix=prefix, dir=self._parent)
         self._number += 1
         path = Path(self._directory.name) / str(self._number)

@@ -1,4 +1,4 @@
-"""A microbatch: sequences that go through the model together, before the model's layout cuts them over ranks."""
+"""Microbatches: the sequences that go through the model together, and which sequences those of a step have."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rl_megatron.batching.config import Batching
 from rl_megatron.batching.packing import round_up
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.topology.degrees import SequenceLayout, zigzag_slices
+
+PADDING = -1
+"""It replaces the number of a sequence in microbatches that need a padding sequence."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +56,72 @@ def padded_lengths(lengths: Sequence[int], layout: SequenceLayout) -> list[int]:
     total = sum(padded)
     padded[-1] += round_up(total, layout.sequence_multiple) - total
     return padded
+
+
+@dataclass(frozen=True)
+class RankMicrobatches:
+    """The sequences of each microbatch of a rank, by number.
+
+    Attributes:
+        sequences: The numbers of the sequences of each microbatch in the global batch, and `PADDING` for each padding
+            sequence.
+        widths: The columns of each microbatch if it is dynamic.
+        tokens: Tokens of the sequences of the rank.
+        slots: Token slots that the model computes for them.
+        largest: Token slots of the largest microbatch, before it is split.
+    """
+
+    sequences: list[list[int]]
+    widths: list[int]
+    tokens: int
+    slots: int
+    largest: int
+
+    def extend(self, count: int, group_size: int) -> RankMicrobatches:
+        """Return `count` microbatches with the same sequences: the largest ones are split, or padding ones added."""
+        microbatches = list(zip(self.sequences, self.widths, strict=True))
+        slots = self.slots
+        while len(microbatches) < count:
+            largest = max(range(len(microbatches)), key=lambda index: len(microbatches[index][0]))
+            numbers, width = microbatches[largest]
+            if len(numbers) <= group_size:
+                microbatches.append(([PADDING] * group_size, min(width for _, width in microbatches)))
+                slots += group_size
+                continue
+            half = -(-len(numbers) // group_size // 2) * group_size
+            microbatches[largest : largest + 1] = [(numbers[:half], width), (numbers[half:], width)]
+        return replace(
+            self,
+            sequences=[numbers for numbers, _ in microbatches],
+            widths=[width for _, width in microbatches],
+            slots=slots,
+        )
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The microbatches of one optimizer step.
+
+    Attributes:
+        start: The number of the step's first sequence in the global batch.
+        stop: The number after its last sequence.
+        batching: How sequences form microbatches.
+        group_size: Sequences that stay together in a microbatch.
+        ranks: The microbatches of each rank whose sequences this rank has: of all data-parallel ranks if the batch is
+            whole, and otherwise of this rank alone. Every rank has the same number.
+        efficiency: Tokens per token slot that the model computes, over all ranks.
+        index: The index of this rank in `ranks`.
+    """
+
+    start: int
+    stop: int
+    batching: Batching
+    group_size: int
+    ranks: Sequence[RankMicrobatches]
+    efficiency: float
+    index: int = 0
+
+    @property
+    def local(self) -> RankMicrobatches:
+        """Return the microbatches of this rank."""
+        return self.ranks[self.index]

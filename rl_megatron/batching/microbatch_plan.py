@@ -1,4 +1,4 @@
-"""Which sequences form which microbatch of which shard, planned from their lengths alone.
+"""Plan which sequences form which microbatch of which shard, from their lengths alone.
 
 A shard is the part of one data-parallel rank. All shards get the same number of microbatches, of similar cost.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
-from rl_megatron.batching.balance import Groups, balanced_shards, deal, imbalance
+from rl_megatron.batching.balance import Groups, balance_shards, deal, imbalance
 from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs, require_count
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.packing import Packs, pack_sequences, round_up, split_packs
@@ -20,11 +20,11 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """The microbatches of all shards, and what they cost. Every attribute is indexed `[shard][microbatch]`.
+    """The microbatches of all shards, and their costs. Every attribute is indexed `[shard][microbatch]`.
 
     Attributes:
         sequences: Numbers of the sequences, counted from the batch's first.
-        lengths: The width to cut to (dynamic batching), or the tokens in all, each sequence padded to its multiple
+        lengths: The width to cut to (dynamic batching), or the total of tokens, each sequence padded to its multiple
             (packing).
         tokens: Tokens of the sequences themselves, without any padding.
         slots: Token positions computed: sequences times width (dynamic batching), or `lengths` (packing).
@@ -55,7 +55,7 @@ class MicrobatchPlan:
     def microbatch_imbalance(self) -> float:
         """Return by how much the costliest of the k-th microbatches of all shards exceeds their mean, for the worst k.
 
-        It is the waiting time of shards that meet in every microbatch, as those that share a model's experts do.
+        It is the waiting time of shards that synchronize in every microbatch, as those that share a model's experts do.
         """
         return max(map(imbalance, zip(*self.costs, strict=True)), default=0.0)
 
@@ -63,11 +63,7 @@ class MicrobatchPlan:
 def plan_padded(
     lengths: Sequence[int], width: int, num_shards: int, sequences_per_microbatch: int, cost: SequenceCost
 ) -> MicrobatchPlan:
-    """Plan neighbouring sequences on one shard, in order, so many at a time, all `width` tokens wide.
-
-    Raises:
-        ValueError: The sequences do not divide over shards and microbatches.
-    """
+    """Plan microbatches of neighbouring sequences, in order, all `width` tokens wide."""
     num_sequences = len(lengths)
     require_count("num_shards", num_shards)
     require_count("sequences_per_microbatch", sequences_per_microbatch)
@@ -103,38 +99,31 @@ def plan_dynamic_batching(lengths: Sequence[int], width: int, num_shards: int, a
     cut at the same places: before every group that would exceed the budget. As all shards compute the same shapes, the
     imbalance is 0, whatever the cost.
 
-    Args:
-        lengths: Tokens of each sequence.
-        width: S, the width of the batch: rounding a length up never exceeds it.
-        num_shards: Data-parallel ranks.
-        args: The budget and the groups.
-
-    Raises:
-        ValueError: The sequences do not divide over the shards in whole groups, or one group alone exceeds the budget.
+    Rounding a length up never exceeds `width`, the width of the batch.
     """
     num_groups = _num_groups(len(lengths), num_shards, args.group_size)
     require_within_width(lengths, width)
     group_lengths = [max(lengths[member] for member in _members(group, args.group_size)) for group in range(num_groups)]
     order = sorted(range(num_groups), key=group_lengths.__getitem__)
-    places = [order[start : start + num_shards] for start in range(0, num_groups, num_shards)]
-    longest = [place[-1] for place in places]
-    for place in places[1::2]:
-        place.reverse()
+    rounds = [order[start : start + num_shards] for start in range(0, num_groups, num_shards)]
+    longest = [round_[-1] for round_ in rounds]
+    for round_ in rounds[1::2]:
+        round_.reverse()
 
-    cuts: list[list[list[int]]] = []  # microbatch → places → one group per shard
+    cuts: list[list[list[int]]] = []  # microbatch → rounds → one group per shard
     cut_lengths: list[int] = []
-    for place, group in zip(places, longest, strict=True):
+    for round_, group in zip(rounds, longest, strict=True):
         length = min(round_up(group_lengths[group], args.sequence_length_round), width)
         _require_within_budget(group, length, args)
         fits = cuts and (len(cuts[-1]) + 1) * args.group_size * length <= args.max_tokens_per_microbatch
         if fits:  # groups come in order of length, so this one is the longest so far
-            cuts[-1].append(place)
+            cuts[-1].append(round_)
             cut_lengths[-1] = length
         else:
-            cuts.append([place])
+            cuts.append([round_])
             cut_lengths.append(length)
     sequences = [
-        [list(chain.from_iterable(_members(place[shard], args.group_size) for place in cut)) for cut in cuts]
+        [list(chain.from_iterable(_members(round_[shard], args.group_size) for round_ in cut)) for cut in cuts]
         for shard in range(num_shards)
     ]
     shapes = [(len(cut) * args.group_size, length) for cut, length in zip(cuts, cut_lengths, strict=True)]
@@ -162,11 +151,8 @@ def plan_sequence_packing(
 ) -> MicrobatchPlan:
     """Plan packs of sequences, the same number for every shard, dealt out by cost.
 
-    The shards' k-th microbatches are of similar cost, and so are their sums. Every shard begins with its costliest.
-
-    Raises:
-        ValueError: The sequences do not divide over the shards in whole groups (unless `allow_uneven`), there are fewer
-            groups than shards, or one group alone exceeds the budget.
+    The shards' k-th microbatches are of similar cost, and so are their sums. Every shard begins with its costliest. The
+    groups divide over the shards unless `allow_uneven`.
     """
     num_groups = _num_groups(len(lengths), 1 if allow_uneven else num_shards, args.group_size)
     members = [_members(group, args.group_size) for group in range(num_groups)]
@@ -186,7 +172,7 @@ def plan_sequence_packing(
 
 def _pack(groups: Groups, num_shards: int, algorithm: str) -> list[Packs]:
     if algorithm == "balanced":
-        return balanced_shards(groups, num_shards)
+        return balance_shards(groups, num_shards)
     packs = pack_sequences(groups.lengths, groups.capacity, algorithm)
     return deal(groups, split_packs(packs, groups.lengths, round_up(len(packs), num_shards)), num_shards)
 
@@ -200,11 +186,7 @@ def _sums(sequences: list[list[list[int]]], values: Sequence[_Number]) -> list[l
 
 
 def require_within_width(lengths: Sequence[int], width: int) -> None:
-    """Check that sequences fit the batch that they are in.
-
-    Raises:
-        ValueError: A length is negative, or exceeds `width`.
-    """
+    """Raise ValueError if a length is negative or exceeds the batch's `width`."""
     for index, length in enumerate(lengths):
         if not 0 <= length <= width:
             raise ValueError(f"sequence {index} has length {length}, and the batch is {width} tokens wide.")

@@ -1,37 +1,37 @@
 """Plan which data-parallel rank owns which sequences of a global batch, and how its sequences form microbatches.
 
 Every sequence has one owner, which computes its logprobs and values and trains on it. The plan follows from the lengths
-of all sequences alone, so that all ranks make the same one. Each rank plans only for its own block of ranks.
+of all sequences alone, so that it is the same on all ranks. Each rank plans only for its own block of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl_megatron.batching.blocks import BLOCK_RANKS, Blocks, Gifts, blocks_of, deal_to_ranks
+from rl_megatron.batching.blocks import Blocks, GatherMoves, assign_blocks, deal_to_ranks
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
+from rl_megatron.batching.microbatch import PADDING, RankMicrobatches, StepPlan
 from rl_megatron.batching.packing import round_up
 from rl_megatron.batching.rank_plan import LengthPlan, plan_lengths
-from rl_megatron.batching.step_plan import PADDING, Shapes, StepPlan
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.degrees import SequenceLayout
 from rl_megatron.topology.reductions import RankReduction
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """Who owns what.
+    """The owner of each sequence of a global batch.
 
     Attributes:
         owners: [B] The data-parallel rank that owns each sequence.
-        steps: How each optimizer step is planned on this rank; empty if it is planned when it is taken.
+        steps: The plan of each optimizer step on this rank; empty if a step is planned when it is taken.
     """
 
     owners: np.ndarray
@@ -45,13 +45,9 @@ class OwnershipPlanner:
     Attributes:
         lengths: [B] The tokens of each sequence.
         width: The columns of the global batch.
-        batching: How sequences form microbatches.
-        layout: The layout.
-        cost: The cost of a sequence.
         group_size: Sequences in a row that stay together in a microbatch.
         groups: [B] A number for each sequence, the same for neighbours that one rank must own, such as the sequences of
-            a trajectory. They may be in different microbatches. None: nothing but `group_size` holds.
-        blocks: The data-parallel ranks in blocks.
+            a trajectory. They may be in different microbatches. None: only those of a `group_size` stay together.
     """
 
     lengths: np.ndarray
@@ -65,35 +61,31 @@ class OwnershipPlanner:
 
     @property
     def plans_microbatches(self) -> bool:
-        """Return whether ownership follows from a plan of microbatches, as it does for sequences that are free."""
+        """Return whether ownership follows from a plan of microbatches, as it does for sequences without `groups`."""
         return self.groups is None or self.blocks.num_ranks == 1
 
-    def block_of(self, start: int, stop: int, homes: np.ndarray, mine: int, exchange: Gifts) -> np.ndarray:
+    def assign_blocks(self, start: int, stop: int, homes: np.ndarray, block: int, gather: GatherMoves) -> np.ndarray:
         """Return the block of each sequence from `start` to `stop - 1`, which are those of one optimizer step.
 
-        Args:
-            start: The first sequence.
-            stop: The number behind the last one.
-            homes: [B] The rank on which each sequence was produced.
-            mine: The block of this rank.
-            exchange: See `blocks_of`.
+        The arguments are those of the function `assign_blocks`, but `homes` is that of each sequence.
         """
         if len(self.blocks) == 1:
             return np.zeros(stop - start, dtype=np.int64)
         costs, homes = self._costs(self.lengths[start:stop]), homes[start:stop]
         if self.groups is None and self.group_size == 1:
-            return blocks_of(costs, homes, self.blocks, mine, exchange)
-        groups = self._groups_of(start, stop)
+            return assign_blocks(costs, homes, self.blocks, block, gather)
+        if self.groups is None:
+            groups = np.arange(stop - start) // self.group_size
+        else:
+            groups = self.groups[start:stop]
         first = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
-        found = blocks_of(np.add.reduceat(costs, first), homes[first], self.blocks, mine, exchange)
-        return np.repeat(found, np.diff(np.r_[first, stop - start]))
+        assigned = assign_blocks(np.add.reduceat(costs, first), homes[first], self.blocks, block, gather)
+        return np.repeat(assigned, np.diff(np.r_[first, stop - start]))
 
-    def of_block(self, numbers: np.ndarray, num_ranks: int) -> tuple[np.ndarray, list[Shapes]]:
+    def plan_block(self, numbers: np.ndarray, num_ranks: int) -> tuple[np.ndarray, list[RankMicrobatches]]:
         """Return (the rank within the block of each of its sequences, the microbatches of each of these ranks).
 
-        Args:
-            numbers: The numbers of the block's sequences of one optimizer step, in order.
-            num_ranks: The ranks of the block.
+        `numbers` are those of the block's sequences of one optimizer step, in order. The block has `num_ranks` ranks.
         """
         if not self.plans_microbatches:
             groups = self.groups[numbers]  # pyright: ignore[reportOptionalSubscript]  # there are groups then
@@ -101,35 +93,22 @@ class OwnershipPlanner:
                 np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]]) if len(groups) else np.zeros(0, dtype=np.int64)
             )
             costs = np.add.reduceat(self._costs(self.lengths[numbers]), first) if len(groups) else np.zeros(0)
-            of_groups = np.array(deal_to_ranks(costs.tolist(), num_ranks), dtype=np.int64)
-            return np.repeat(of_groups, np.diff(np.r_[first, len(numbers)])), []
+            group_ranks = np.array(deal_to_ranks(costs.tolist(), num_ranks), dtype=np.int64)
+            return np.repeat(group_ranks, np.diff(np.r_[first, len(numbers)])), []
         if not len(numbers):
-            return np.zeros(0, dtype=np.int64), [self.nothing()] * num_ranks
+            size = self.group_size
+            padding = RankMicrobatches([[PADDING] * size], [self.layout.sequence_multiple], 0, size, size)
+            return np.zeros(0, dtype=np.int64), [padding] * num_ranks
         lengths = self.lengths[numbers].tolist()
         planned = plan_lengths(lengths, self.width, self.batching, self.layout, num_ranks, self.group_size, self.cost)
         owners = np.zeros(len(numbers), dtype=np.int64)
-        for rank, microbatches in enumerate(planned.plan.sequences):
-            own = np.array(list(chain.from_iterable(microbatches)))
-            owners[own[own < len(numbers)]] = rank
-        shapes = [
-            replace(
-                of_rank,
-                sequences=[sorted(chosen, key=lambda number: number == PADDING) for chosen in of_rank.sequences],
-            )
-            for of_rank in rank_shapes(planned, numbers.tolist(), lengths, self.layout)
-        ]
-        return owners, shapes
-
-    def nothing(self) -> Shapes:
-        """Return the microbatch of a rank that owns no sequence: padding with zero loss weight."""
-        return Shapes(
-            [[PADDING] * self.group_size], [self.layout.sequence_multiple], 0, self.group_size, self.group_size
-        )
-
-    def _groups_of(self, start: int, stop: int) -> np.ndarray:
-        if self.groups is not None:
-            return self.groups[start:stop]
-        return np.arange(stop - start) // self.group_size
+        for owner, microbatches in enumerate(planned.plan.sequences):
+            owned = np.array(list(chain.from_iterable(microbatches)))
+            owners[owned[owned < len(numbers)]] = owner
+        ranks = build_rank_microbatches(planned, numbers.tolist(), lengths, self.layout)
+        for members in chain.from_iterable(rank.sequences for rank in ranks):
+            members.sort(key=lambda number: number == PADDING)
+        return owners, ranks
 
     def _costs(self, lengths: np.ndarray) -> np.ndarray:
         if self.batching.kind == "padded":  # every sequence is as wide as the batch
@@ -141,11 +120,7 @@ class OwnershipPlanner:
         return costs
 
     def check_longest(self) -> None:
-        """Check that every group fits a microbatch, so that no block fails to plan while others go on.
-
-        Raises:
-            ConfigError: A group alone exceeds `batching.tokens`.
-        """
+        """Raise ConfigError if a group alone exceeds `batching.tokens`: on all ranks, so that no block continues."""
         size = self.group_size
         tokens = self.lengths[: len(self.lengths) // size * size]
         if size > 1:
@@ -156,27 +131,23 @@ class OwnershipPlanner:
         plan_lengths(tokens.tolist(), self.width, self.batching, self.layout, 1, size, self.cost)
 
 
-def rank_shapes(
+def build_rank_microbatches(
     planned: LengthPlan, numbers: Sequence[int], lengths: Sequence[int], layout: SequenceLayout
-) -> list[Shapes]:
+) -> list[RankMicrobatches]:
     """Return the microbatches of each rank, with `PADDING` in place of padding sequences.
 
-    Args:
-        planned: The plan.
-        numbers: The number of each planned sequence in the global batch.
-        lengths: Its tokens.
-        layout: The layout.
+    `numbers` and `lengths` are the number in the global batch and the tokens of each planned sequence.
     """
-    named = [*numbers, *[PADDING] * (len(planned.lengths) - len(numbers))]
-    shapes = []
+    numbers = [*numbers, *[PADDING] * (len(planned.lengths) - len(numbers))]
+    ranks = []
     for microbatches, widths, slots in zip(
         planned.plan.sequences, planned.plan.lengths, planned.plan.slots, strict=True
     ):
-        tokens = sum(lengths[place] for place in chain.from_iterable(microbatches) if place < len(lengths))
+        tokens = sum(lengths[index] for index in chain.from_iterable(microbatches) if index < len(lengths))
         computed = sum(round_up(count, layout.sequence_multiple) for count in slots)
-        sequences = [[named[place] for place in chosen] for chosen in microbatches]
-        shapes.append(Shapes(sequences, widths, tokens, computed, max(slots)))
-    return shapes
+        sequences = [[numbers[index] for index in members] for members in microbatches]
+        ranks.append(RankMicrobatches(sequences, widths, tokens, computed, max(slots)))
+    return ranks
 
 
 def plan_ownership(
@@ -185,7 +156,7 @@ def plan_ownership(
     """Return who owns which sequences. Collective if there are several blocks.
 
     Args:
-        planner: What the ranks know of the global batch.
+        planner: The planner of the global batch.
         sizes: The number of sequences of each optimizer step. Each step is spread evenly over the ranks.
         homes: [B] The data-parallel rank on which each sequence was produced.
         rank: This data-parallel rank.
@@ -196,71 +167,61 @@ def plan_ownership(
     """
     planner.check_longest()
     blocks = planner.blocks
-    mine = blocks.of_rank(rank)
-    members = blocks.ranks(mine)
+    block = blocks.find_block(rank)
+    members = blocks.ranks(block)
     local = np.zeros(len(planner.lengths), dtype=np.uint8)  # the rank within the block, of this block's sequences
-    block_of = np.zeros(len(planner.lengths), dtype=np.uint16)
-    of_steps: list[list[Shapes]] = []
+    assigned = np.zeros(len(planner.lengths), dtype=np.uint16)
+    planned: list[list[RankMicrobatches]] = []  # of each step, the members' microbatches
     ends = np.cumsum([0, *sizes]).tolist()
     for start, stop in pairwise(ends):
-        block_of[start:stop] = planner.block_of(
-            start, stop, homes, mine, lambda given: _gifts(given, members, rank, ranks)
+        assigned[start:stop] = planner.assign_blocks(
+            start, stop, homes, block, lambda moves: _gather_moves(moves, members, rank, ranks)
         )
-        numbers = start + np.flatnonzero(block_of[start:stop] == mine)
-        local[numbers], of_ranks = planner.of_block(numbers, len(members))
-        of_steps.append(of_ranks)
+        numbers = start + np.flatnonzero(assigned[start:stop] == block)
+        local[numbers], microbatches = planner.plan_block(numbers, len(members))
+        planned.append(microbatches)
     if len(blocks) > 1:
-        local = _of_all_blocks(local if rank == members.start else np.zeros_like(local), ranks)
-    owners = block_of * np.uint16(blocks.ranks_per_block)
+        local = _sum_over_ranks(local if rank == members.start else np.zeros_like(local), ranks)
+    owners = assigned * np.uint16(blocks.ranks_per_block)
     owners += local
     if not planner.plans_microbatches:
         return Ownership(owners, [])
     if len(blocks) > 1:
-        agreed = agreed_shapes([of_ranks[rank - members.start] for of_ranks in of_steps], planner.group_size, ranks)
+        agreed = agree_on_counts([step[rank - members.start] for step in planned], planner.group_size, ranks)
     else:
-        agreed = [(of_ranks[rank], _efficiency(of_ranks)) for of_ranks in of_steps]
+        agreed = [
+            (step[rank], sum(member.tokens for member in step) / sum(member.slots for member in step))
+            for step in planned
+        ]
     steps = [
-        StepPlan(start, stop, planner.batching, planner.group_size, [shapes], efficiency)
-        for (start, stop), (shapes, efficiency) in zip(pairwise(ends), agreed, strict=True)
+        StepPlan(start, stop, planner.batching, planner.group_size, [microbatches], efficiency)
+        for (start, stop), (microbatches, efficiency) in zip(pairwise(ends), agreed, strict=True)
     ]
     return Ownership(owners, steps)
 
 
-def agreed_shapes(shapes: Sequence[Shapes], group_size: int, ranks: RankReduction) -> list[tuple[Shapes, float]]:
-    """Return as many microbatches on every rank, and the efficiency over all ranks. Collective.
-
-    Args:
-        shapes: The microbatches of this rank, of several steps.
-        group_size: Sequences that stay together in a microbatch.
-        ranks: The data-parallel ranks.
-    """
-    most = ranks.max(torch.tensor([len(each.sequences) for each in shapes])).tolist()
-    shapes = [each.extended(count, group_size) for each, count in zip(shapes, most, strict=True)]
-    totals = ranks.sum(torch.tensor([[each.tokens, each.slots] for each in shapes])).tolist()
-    return [(each, tokens / slots) for each, (tokens, slots) in zip(shapes, totals, strict=True)]
+def agree_on_counts(
+    steps: Sequence[RankMicrobatches], group_size: int, ranks: RankReduction
+) -> list[tuple[RankMicrobatches, float]]:
+    """Return this rank's microbatches of each step, as many as on every rank, and the efficiency of all. Collective."""
+    most = ranks.max(torch.tensor([len(step.sequences) for step in steps])).tolist()
+    steps = [step.extend(count, group_size) for step, count in zip(steps, most, strict=True)]
+    totals = ranks.sum(torch.tensor([[step.tokens, step.slots] for step in steps])).tolist()
+    return [(step, tokens / slots) for step, (tokens, slots) in zip(steps, totals, strict=True)]
 
 
-def _efficiency(shapes: Sequence[Shapes]) -> float:
-    return sum(each.tokens for each in shapes) / sum(each.slots for each in shapes)
-
-
-def _gifts(given: np.ndarray, members: range, rank: int, ranks: RankReduction) -> np.ndarray:
-    """Return [k, 2] what all blocks give away. Each rank of a block says its part of what the block gives."""
-    own = given[rank - members.start :: len(members)]
-    most = int(ranks.max(torch.tensor([len(own)])).item())
+def _gather_moves(moves: np.ndarray, members: range, rank: int, ranks: RankReduction) -> np.ndarray:
+    """Return [k, 2] the moves from all blocks. Each rank of a block contributes a part of the block's moves."""
+    part = moves[rank - members.start :: len(members)]
+    most = int(ranks.max(torch.tensor([len(part)])).item())
     padded = torch.full((most, 2), -1, dtype=torch.int32)
-    padded[: len(own)] = torch.from_numpy(own)
-    found = from_all_ranks(padded.to(ranks.device), ranks.group).flatten(0, 1).cpu().numpy()
-    return found[found[:, 0] >= 0].astype(np.int64)
+    padded[: len(part)] = torch.from_numpy(part)
+    gathered = gather_from_ranks(padded.to(ranks.device), ranks.group).flatten(0, 1).cpu().numpy()
+    return gathered[gathered[:, 0] >= 0].astype(np.int64)
 
 
-def _of_all_blocks(local: np.ndarray, ranks: RankReduction) -> np.ndarray:
-    """Return the sum over all ranks, of which one per block has the numbers of that block's sequences."""
-    found = torch.from_numpy(local).to(ranks.device)
-    dist.all_reduce(found, group=ranks.group)
-    return found.cpu().numpy()
-
-
-def default_blocks(num_ranks: int) -> Blocks:
-    """Return the blocks of so many data-parallel ranks."""
-    return Blocks(num_ranks, BLOCK_RANKS)
+def _sum_over_ranks(local: np.ndarray, ranks: RankReduction) -> np.ndarray:
+    """Return the sum over all ranks. Only the first rank of each block has numbers that are not 0."""
+    total = torch.from_numpy(local).to(ranks.device)
+    dist.all_reduce(total, group=ranks.group)
+    return total.cpu().numpy()

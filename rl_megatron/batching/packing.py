@@ -1,7 +1,7 @@
 """Bin packing of sequences: which sequences share one pack of at most `capacity` tokens.
 
-Each algorithm is a pure function from lengths to packs; `ALGORITHMS` names them. Every one is deterministic: ties go to
-the sequence that comes first.
+Each algorithm is a deterministic function from lengths to packs; `ALGORITHMS` names them. Ties go to the sequence that
+comes first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ Packs = list[list[int]]
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is no less than `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -43,11 +42,7 @@ def pack_sequences(
 
 
 def require_fitting(lengths: Sequence[int], capacity: int) -> None:
-    """Check that a pack of `capacity` tokens holds each of the sequences.
-
-    Raises:
-        ValueError: A length is negative, or exceeds `capacity`, which is no number of tokens itself if it is below 1.
-    """
+    """Raise ValueError unless a pack of `capacity` ≥ 1 tokens holds each of the sequences."""
     if not capacity >= 1:
         raise ValueError(f"a pack holds {capacity} tokens: its capacity must be at least 1.")
     for index, length in enumerate(lengths):
@@ -61,11 +56,7 @@ def require_fitting(lengths: Sequence[int], capacity: int) -> None:
 
 
 def split_packs(packs: Packs, lengths: Sequence[int], num_packs: int) -> Packs:
-    """Split the heaviest packs in two until there are `num_packs`, so that every rank gets the same number of them.
-
-    Raises:
-        ValueError: There are fewer sequences than `num_packs`, and no pack may be empty.
-    """
+    """Split the heaviest packs in two until there are `num_packs`, so that every rank gets the same number of them."""
     num_sequences = sum(map(len, packs))
     if num_sequences < num_packs:
         raise ValueError(
@@ -79,29 +70,29 @@ def split_packs(packs: Packs, lengths: Sequence[int], num_packs: int) -> Packs:
     heap = [heaviest_first(pack) for pack in packs]
     heapq.heapify(heap)
     while len(heap) < num_packs:
-        for half in _halves(heapq.heappop(heap)[2], lengths):
+        for half in _halve(heapq.heappop(heap)[2], lengths):
             heapq.heappush(heap, heaviest_first(half))
     return sorted(pack for _, _, pack in heap)
 
 
-def _halves(pack: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+def _halve(pack: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return two packs of nearly equal weight: each sequence, longest first, joins the lighter one."""
     first: list[int] = []
     second: list[int] = []
     weights = [0, 0]
-    for index in _longest_first(pack, lengths):
+    for index in _sort_longest_first(pack, lengths):
         lighter_is_second = bool(first) and (not second or weights[1] < weights[0])
         (second if lighter_is_second else first).append(index)
         weights[lighter_is_second] += lengths[index]
     return sorted(first), sorted(second)
 
 
-def _longest_first(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
+def _sort_longest_first(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return sorted(indices, key=lambda index: (-lengths[index], index))
 
 
 def _first_fit(indices: Sequence[int], lengths: Sequence[int], capacity: int) -> Packs:
-    """Return packs in which each sequence, in the order given, joined the first pack with space for it."""
+    """Return packs in which each sequence, in the order of `indices`, joined the first pack with space for it."""
     packs: Packs = [[] for _ in indices]
     # A tournament tree: leaf `first_leaf + pack` is the pack's space, every node above is the larger of its children,
     # 2n and 2n + 1.
@@ -137,11 +128,11 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
 
     There are at most 11/9 of the least number of packs, plus one.
     """
-    return _first_fit(_longest_first(range(len(lengths)), lengths), lengths, capacity)
+    return _first_fit(_sort_longest_first(range(len(lengths)), lengths), lengths, capacity)
 
 
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
-    """Return packs as first fit decreasing does, with those of long sequences filled on purpose.
+    """Return packs as first fit decreasing does, but fill those of long sequences first.
 
     There are at most 71/60 of the least number of packs, plus one.
 
@@ -154,7 +145,7 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Pack
 
     Source: Johnson and Garey, "A 71/60 theorem for bin packing", Journal of Complexity 1 (1985).
     """
-    order = _longest_first(range(len(lengths)), lengths)
+    order = _sort_longest_first(range(len(lengths)), lengths)
     long = [index for index in order if 2 * lengths[index] > capacity]
     medium = [index for index in order if 2 * lengths[index] <= capacity < 3 * lengths[index]]
     small = [index for index in order if 3 * lengths[index] <= capacity < 6 * lengths[index]]
@@ -167,9 +158,9 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Pack
         space[pack] -= lengths[index]
 
     def add_longest_that_fits(pack: int, source: list[int]) -> bool:
-        place = bisect_left(source, -space[pack], key=lambda index: -lengths[index])
-        if place < len(source):
-            add(pack, source.pop(place))
+        longest = bisect_left(source, -space[pack], key=lambda index: -lengths[index])
+        if longest < len(source):
+            add(pack, source.pop(longest))
             return True
         return False
 
@@ -179,7 +170,7 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Pack
         if len(packs[pack]) == 1 and len(small) >= 2 and lengths[small[-1]] + lengths[small[-2]] <= space[pack]:
             add(pack, small.pop())
             add_longest_that_fits(pack, small)
-    rest = _longest_first(medium + small + tiny, lengths)
+    rest = _sort_longest_first(medium + small + tiny, lengths)
     for pack in range(len(packs)):
         while add_longest_that_fits(pack, rest):
             pass

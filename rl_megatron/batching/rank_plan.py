@@ -1,7 +1,7 @@
 """Plan the microbatches of several ranks at once, from the lengths of their sequences.
 
-All ranks need the same number of microbatches, or some would wait for ever; and they should be of similar cost. So
-every rank makes the same plan for all ranks that it plans with.
+All ranks need the same number of microbatches, or some would wait forever, and these should be of similar cost. So
+every rank makes the same plan for all ranks that share the sequences.
 """
 
 from __future__ import annotations
@@ -76,17 +76,8 @@ def plan_lengths(
 ) -> LengthPlan:
     """Return the microbatches of sequences on `num_shards` data-parallel ranks.
 
-    Args:
-        lengths: Tokens of each sequence.
-        width: The columns of the batch that the sequences are in.
-        batching: How sequences form microbatches.
-        layout: The layout.
-        num_shards: The data-parallel ranks that share the sequences.
-        group_size: Sequences that stay together, in order: 2 for preference pairs.
-        cost: The cost of a sequence, by which packs are balanced.
-
-    Raises:
-        ConfigError: A group alone exceeds `batching.tokens`.
+    `width` is the columns of the batch that the sequences are in. `group_size` sequences stay together, in order: 2 for
+    preference pairs. `cost` balances packs. ConfigError is raised if a group alone exceeds `batching.tokens`.
     """
     num_sequences = len(lengths)
     if not num_sequences:
@@ -95,12 +86,12 @@ def plan_lengths(
     require_count("group_size", group_size)
     require_within_width(lengths, width)
     per_rank = -(-num_sequences // (num_shards * group_size)) * group_size
-    padded_batching = min(batching.sequences, per_rank)
-    multiple = num_shards * (padded_batching if batching.kind == "padded" else group_size)
+    per_microbatch = min(batching.sequences, per_rank)  # of padded batching
+    multiple = num_shards * (per_microbatch if batching.kind == "padded" else group_size)
     size = round_up(num_sequences, multiple)
     padded = [max(length, 1) for length in lengths] + [1] * (size - num_sequences)
     try:
-        plan = _plan_for_layout(batching, padded, width, layout, num_shards, padded_batching, group_size, cost)
+        plan = _plan_for_layout(batching, padded, width, layout, num_shards, per_microbatch, group_size, cost)
     except ValueError as error:
         raise ConfigError(
             f"train.batching={batching.kind}, train.micro_batch_tokens={batching.tokens}: {error}"
@@ -133,19 +124,14 @@ def _plan_for_layout(
     return plan_sequence_packing(lengths, num_shards, packing)
 
 
-def required(batch: Mapping[str, Any], key: str) -> Any:
-    """Return batch[key].
-
-    Raises:
-        KeyError: The batch does not have the key. The message names it and the nearest key of the batch.
-    """
+def require_key(batch: Mapping[str, Any], key: str) -> Any:
+    """Return batch[key], or raise a KeyError that names the nearest key of the batch."""
     if key not in batch:
         raise KeyError(f"the batch needs {key!r}{nearest(key, batch)}")
     return batch[key]
 
 
-def _described(value: Any) -> str:
-    """Return a value's type or its shape and dtype, for a message."""
+def _describe(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -157,9 +143,9 @@ def sequence_lengths(batch: Mapping[str, Tensor]) -> list[int]:
         ValueError: There is no sequence or no token, a shape or dtype does not fit, a length does not fit the width, or
             a token that counts lies past the end of its sequence.
     """
-    ids = required(batch, "input_ids")
+    ids = require_key(batch, "input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype is torch.bool:
-        raise ValueError(f"input_ids must be a tensor of integers [B, S], got {_described(ids)}")
+        raise ValueError(f"input_ids must be a tensor of integers [B, S], got {_describe(ids)}")
     num_sequences, width = ids.shape
     if not ids.numel():
         what = "sequence" if not num_sequences else "token"
@@ -175,7 +161,7 @@ def sequence_lengths(batch: Mapping[str, Tensor]) -> list[int]:
     if not whole:
         raise ValueError(
             f"input_lengths must be a tensor of integers, one for each of the {num_sequences} sequences, got "
-            f"{_described(lengths)}"
+            f"{_describe(lengths)}"
         )
     lengths = lengths.cpu()
     wrong = ((lengths < 0) | (lengths > width)).nonzero()

@@ -17,21 +17,13 @@ UNKNOWN_EXPERT = -1
 
 
 def check_routed_experts(batch: Mapping[str, Tensor], model: ModelConfig) -> None:
-    """Check that the model can replay the recorded experts of a batch.
-
-    Args:
-        batch: A batch with `routed_experts`.
-        model: The shape of the model, which has experts.
-
-    Raises:
-        ConfigError: Their shape does not fit the batch and the model, or the model has no such expert.
-    """
+    """Raise ConfigError if the recorded experts of a batch do not fit its tokens and the model, which has experts."""
     experts = batch[ROUTED_EXPERTS]
     wanted = (*batch["input_ids"].shape, model.num_layers, model.experts_per_token)
     if tuple(experts.shape) != wanted:
         raise ConfigError(
             f"routed_experts has shape {tuple(experts.shape)}, but the batch's tokens, model.num_layers and "
-            f"model.experts_per_token ask for {wanted}; replay only what an engine recorded with this model"
+            f"model.experts_per_token require {wanted}; replay only what an engine recorded with this model"
         )
     lowest, highest = (int(value) for value in experts.aminmax())
     if lowest < UNKNOWN_EXPERT or highest >= (model.num_experts or 0):

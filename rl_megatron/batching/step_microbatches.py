@@ -6,10 +6,9 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.blocks import Blocks
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.microbatch import Microbatch
-from rl_megatron.batching.ownership import OwnershipPlanner, agreed_shapes, rank_shapes
+from rl_megatron.batching.microbatch import PADDING, Microbatch, RankMicrobatches, StepPlan
+from rl_megatron.batching.ownership import OwnershipPlanner, agree_on_counts, build_rank_microbatches
 from rl_megatron.batching.rank_plan import RankPlan, plan_lengths
-from rl_megatron.batching.step_plan import PADDING, Shapes, StepPlan
 from rl_megatron.topology.degrees import SequenceLayout
 
 
@@ -25,9 +24,9 @@ def plan_step(
 ) -> StepPlan:
     """Return the microbatches of some sequences of a batch. Collective over the ranks that share it.
 
-    Ranks have as many microbatches. If every rank has the whole batch, each plans for all of them. Otherwise the plan
-    that the ownership follows from is used if it is for the same sequences, or every rank packs its own sequences, and
-    all agree on the number.
+    All ranks have the same number of microbatches. If every rank has the whole batch, each plans for all of them.
+    Otherwise the sequences are with their owners. The plan that the ownership follows from is used if it is for the
+    same sequences; or every rank packs its own sequences, and all agree on the number.
 
     Args:
         batch: The batch, whole or with sequences that are with their owners.
@@ -45,36 +44,36 @@ def plan_step(
     if batch.is_whole:
         lengths = batch.lengths[start:stop].tolist()
         planned = plan_lengths(lengths, batch.width, batching, layout, layout.data, group_size, cost)
-        ranks = rank_shapes(planned, range(start, stop), lengths, layout)
+        ranks = build_rank_microbatches(planned, range(start, stop), lengths, layout)
         return StepPlan(start, stop, batching, group_size, ranks, planned.efficiency, data_rank)
     for step in batch.steps:
         if (step.start, step.stop, step.batching, step.group_size) == (start, stop, batching, group_size):
             return step
-    own = batch.numbers[(batch.numbers >= start) & (batch.numbers < stop)].numpy()
+    numbers = batch.numbers[(batch.numbers >= start) & (batch.numbers < stop)].numpy()
     planner = OwnershipPlanner(batch.lengths.numpy(), batch.width, batching, layout, cost, Blocks(1), group_size)
     planner.check_longest()
-    _, (shapes,) = planner.of_block(own, 1)
-    ((shapes, efficiency),) = agreed_shapes([shapes], group_size, batch.ranks)
-    return StepPlan(start, stop, batching, group_size, [shapes], efficiency)
+    _, microbatches = planner.plan_block(numbers, 1)
+    ((microbatches, efficiency),) = agree_on_counts(microbatches, group_size, batch.ranks)
+    return StepPlan(start, stop, batching, group_size, [microbatches], efficiency)
 
 
 def plan_microbatches(batch: Batch, step: StepPlan) -> RankPlan:
     """Return this rank's microbatches of a step with their sequences."""
-    return RankPlan(form_microbatches(batch, step, step.shapes), step.efficiency)
+    return RankPlan(form_microbatches(batch, step, step.local), step.efficiency)
 
 
-def form_microbatches(batch: Batch, step: StepPlan, shapes: Shapes) -> list[Microbatch]:
+def form_microbatches(batch: Batch, step: StepPlan, microbatches: RankMicrobatches) -> list[Microbatch]:
     """Return microbatches of a step with their sequences, in the order in which they run."""
     return [
-        _form_microbatch(batch, step, chosen, width)
-        for chosen, width in zip(shapes.sequences, shapes.widths, strict=True)
+        _form_microbatch(batch, step, numbers, width)
+        for numbers, width in zip(microbatches.sequences, microbatches.widths, strict=True)
     ]
 
 
-def _form_microbatch(batch: Batch, step: StepPlan, chosen: list[int], width: int) -> Microbatch:
+def _form_microbatch(batch: Batch, step: StepPlan, numbers: list[int], width: int) -> Microbatch:
     if step.batching.kind == "padded":
-        return Microbatch(batch.sequences(chosen, None, step.start))
+        return Microbatch(batch.take_sequences(numbers, None, step.start))
     if step.batching.kind == "dynamic":
-        return Microbatch(batch.sequences(chosen, width, step.start))
-    lengths = tuple(1 if number == PADDING else max(int(batch.lengths[number]), 1) for number in chosen)
-    return Microbatch(batch.sequences(chosen, max(lengths), step.start), lengths)
+        return Microbatch(batch.take_sequences(numbers, width, step.start))
+    lengths = tuple(1 if number == PADDING else max(int(batch.lengths[number]), 1) for number in numbers)
+    return Microbatch(batch.take_sequences(numbers, max(lengths), step.start), lengths)

@@ -40,19 +40,19 @@ class TrajectoryIndex:
         self._first = self._last - counts + 1
         self._most = int(counts.max()) if len(counts) else 0
 
-    def of_first(self, values: Tensor) -> Tensor:
+    def take_first(self, values: Tensor) -> Tensor:
         """Return the value [N, …] of the first sequence of each trajectory."""
         return values if self.all_alone else values[self._first]
 
-    def of_last(self, values: Tensor) -> Tensor:
+    def take_last(self, values: Tensor) -> Tensor:
         """Return the value [N, …] of the last sequence of each trajectory."""
         return values if self.all_alone else values[self._last]
 
     def is_last(self) -> Tensor:
         """Return which sequences are the last of their trajectory, [B] bool."""
-        found = torch.zeros(len(self.owner), dtype=torch.bool)
-        found[self._last] = True
-        return found
+        is_last = torch.zeros(len(self.owner), dtype=torch.bool)
+        is_last[self._last] = True
+        return is_last
 
     def total(self, values: Tensor) -> Tensor:
         """Return the sums [N] of the values [B] of each trajectory's sequences."""
@@ -64,25 +64,25 @@ class TrajectoryIndex:
         """Return the value of its trajectory for each sequence: [N, …] becomes [B, …]."""
         return values if self.all_alone else values[self.owner]
 
-    def joined(self, values: Tensor) -> Tensor:
+    def join(self, values: Tensor) -> Tensor:
         """Return the sequences of each trajectory as one, padded with zeros: [B, S] becomes [N, K·S]."""
         if self.all_alone:
             return values
         width = values.shape[1]
         whole = values.new_zeros((self.num_trajectories, self._most, width))
-        whole[self.owner, self._place()] = values
+        whole[self.owner, self._number_within()] = values
         return whole.view(self.num_trajectories, self._most * width)
 
     def split(self, values: Tensor) -> Tensor:
-        """Return what `joined` was given: [N, K·S] becomes [B, S]."""
+        """Undo `join`: [N, K·S] becomes [B, S]."""
         if self.all_alone:
             return values
-        return values.view(self.num_trajectories, self._most, -1)[self.owner, self._place()]
+        return values.view(self.num_trajectories, self._most, -1)[self.owner, self._number_within()]
 
     def step_sizes(self, num_trajectories: int) -> list[int] | None:
-        """Return how many sequences each optimizer step of that many trajectories has; None if each is one sequence."""
+        """Return the sequences of each optimizer step of that many trajectories; None if each is one sequence."""
         return None if self.all_alone else torch.bincount(self.owner // num_trajectories).tolist()
 
-    def _place(self) -> Tensor:
+    def _number_within(self) -> Tensor:
         """Return the number of each sequence within its trajectory, [B]."""
         return torch.arange(len(self.owner)) - self._first[self.owner]

@@ -71,7 +71,7 @@ def _certify(config: RunConfig) -> int:
     fused_head = SMALL_FUSED_HEAD if first.train.fused_head else None
     workload = Workload(model, objectives, optimizer=replace(Workload.optimizer, **taken), fused_head=fused_head)
 
-    with tempfile.TemporaryDirectory(prefix=disk.prefix_of_process("certify")) as directory:
+    with tempfile.TemporaryDirectory(prefix=disk.make_temporary_prefix("certify")) as directory:
         reference = Reference(workload, Path(directory), first.device, config.plugins) if layout.ranks.leads else None
         try:
             measured = run_workload(workload, layout, batching)

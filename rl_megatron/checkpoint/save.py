@@ -129,7 +129,7 @@ class Save:
         """
         self._wait()
         ranks = self._ranks
-        failure = ranks.first_failure(self._failure)
+        failure = ranks.find_first_failure(self._failure)
         if failure is None:
             gathered: list = [None] * ranks.size
             dist.gather_object(self._written, gathered if ranks.leads else None)

@@ -33,7 +33,7 @@ def verify_checkpoint(path: Path, ranks: Ranks) -> None:
         _check_files(path, manifest["files"], ranks.rank)
     except ConfigError as error:
         failure = str(error)
-    failure = ranks.first_failure(failure)
+    failure = ranks.find_first_failure(failure)
     if failure is not None:
         raise Damaged(failure)
 

@@ -1,4 +1,4 @@
-"""`rl-megatron balance`: divide a job's nodes between training and the rollout engine, as a run has measured it."""
+"""`rl-megatron balance`: divide a job's nodes between training and the rollout engine, by the times of a run."""
 
 from __future__ import annotations
 
@@ -6,48 +6,32 @@ import argparse
 from pathlib import Path
 
 from rl_megatron import log
-from rl_megatron.cli.serve import servers_of, stages_with_servers
+from rl_megatron.cli.serve import find_stages_with_servers, get_servers
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import METRICS_FILE
-from rl_megatron.config.schema import RunConfig, StageConfig
-from rl_megatron.observability.recorded_metrics import readable_lines
+from rl_megatron.config.schema import RunConfig
+from rl_megatron.observability.recorded_metrics import read_metric_lines
 from rl_megatron.rollouts.pace import DeviceBalance, Division, devices_per_server
 from rl_megatron.topology.degrees import validate
 
 
 def balance(config: RunConfig, options: argparse.Namespace) -> int:
-    """Print how many of a job's nodes should run servers, and return the exit status.
-
-    Args:
-        config: The composed configuration, which is that of the run.
-        options: The options of the command, which rl_megatron/cli/parser.py declares.
-
-    Raises:
-        ConfigError: A key or an option is wrong, or no division fits the parallel degrees.
-    """
-    print(engine_nodes(config, options.nodes, options.ranks_per_node, options.engine_nodes))
+    """Print how many of a job's nodes should run servers, and return the exit status; `config` is the run's."""
+    print(choose_engine_nodes(config, options.nodes, options.ranks_per_node, options.engine_nodes))
     return 0
 
 
-def engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, first: int | None) -> int:
+def choose_engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, first: int | None) -> int:
     """Return how many of `nodes` nodes should run the servers of the rollout engine.
 
-    Args:
-        config: The composed configuration, which is that of the run.
-        nodes: The nodes of the job, at least 2.
-        ranks_per_node: The ranks of a node that trains.
-        first: The nodes for servers before anything was measured; None for half of them.
-
-    Raises:
-        ConfigError: A number of nodes is impossible, no stage is asynchronous, or no division fits the parallel
-            degrees.
+    Until a step was measured, they are as near as possible to `first`, or to half of the nodes.
     """
     for option, value, least in (("nodes", nodes, 2), ("ranks-per-node", ranks_per_node, 1)):
         if value < least:
             raise ConfigError(f"--{option} {value}: must be at least {least}")
     if first is not None and not 1 <= first < nodes:
         raise ConfigError(f"--engine-nodes {first}: must be at least 1 and less than the {nodes} nodes of the job")
-    served = stages_with_servers(config, "balance")
+    served = find_stages_with_servers(config, "balance")
     name, stage = next(
         ((name, stage) for name, stage in reversed(served.items()) if stage.rollout.is_asynchronous), (None, None)
     )
@@ -56,14 +40,13 @@ def engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, first: int 
             "balance: no stage trains while servers generate, so that nodes cannot be divided by how busy they are; "
             "set rollout.async_enabled=true, or choose a number of nodes yourself (ENGINE_NODES=1)"
         )
-    possible = _possible(config, nodes, ranks_per_node)
+    possible = _list_possible(config, nodes, ranks_per_node)
     file = Path(config.output_dir) / METRICS_FILE
-    lines = readable_lines(file) if file.is_file() else []
+    lines = read_metric_lines(file) if file.is_file() else []
     measured = DeviceBalance.of(line for line in lines if line["stage"] == name and line["kind"] == "train")
-    devices = {
-        Division((nodes - engine) * ranks_per_node, engine * _devices_of_node(stage)): engine for engine in possible
-    }
-    best = measured.best(devices)
+    devices_per_node = get_servers(stage).num_servers * devices_per_server(stage.generation)
+    divisions = {Division((nodes - engine) * ranks_per_node, engine * devices_per_node): engine for engine in possible}
+    best = measured.best(divisions)
     if best is None:
         wanted = nodes // 2 if first is None else first
         chosen = min(possible, key=lambda engine: (abs(engine - wanted), engine))
@@ -71,17 +54,12 @@ def engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, first: int 
             "stage %s: %s has no asynchronous step yet; %d of %d nodes run servers", name, file, chosen, nodes
         )
         return chosen
-    log.LOGGER.info("stage %s: %s; %d of %d nodes run servers", name, measured.said(), devices[best], nodes)
-    return devices[best]
+    log.LOGGER.info("stage %s: %s; %d of %d nodes run servers", name, measured.said(), divisions[best], nodes)
+    return divisions[best]
 
 
-def _devices_of_node(stage: StageConfig) -> int:
-    """Return the devices of a node that runs servers."""
-    return servers_of(stage).num_servers * devices_per_server(stage.generation)
-
-
-def _possible(config: RunConfig, nodes: int, ranks_per_node: int) -> list[int]:
-    """Return the numbers of nodes for servers that leave a world size which fits every stage."""
+def _list_possible(config: RunConfig, nodes: int, ranks_per_node: int) -> list[int]:
+    """Return the numbers of nodes for servers with which the remaining nodes fit the layout of every stage."""
     possible, refusal = [], None
     for engine in range(1, nodes):
         try:

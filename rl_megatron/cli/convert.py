@@ -21,26 +21,17 @@ _SUFFIXES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB"
 
 
 def import_directory(source: str, target: str, base: str | None) -> None:
-    """Convert a Hugging Face directory, or a directory of adapters, to a checkpoint, and print how to go on.
-
-    Args:
-        source: The directory to read.
-        target: The checkpoint to write.
-        base: The checkpoint of the adapters' base, or None.
-
-    Raises:
-        ConfigError: The source cannot be converted, or the target exists.
-    """
+    """Convert a Hugging Face directory, or adapters of checkpoint `base`, to a checkpoint, and print how to use it."""
     check_import(Path(source), Path(target), None if base is None else Path(base))
     from rl_megatron.checkpoint import hf_convert, unused_rows  # here, because they import torch and megatron-core
 
-    console = _console()
+    console = _make_console()
     if base is not None:
         manifest = hf_convert.import_peft(Path(source), Path(base), Path(target))
         ranks = {section["adapter_name"]: section["r"] for section in adapter_sections(manifest)}
-        console.print(f"{target}: {_described(ranks)}. To use the model with it:")
+        console.print(f"{target}: {_describe_adapters(ranks)}. To use the model with it:")
     else:
-        with progress_bar(f"import {source}", console) as report:
+        with show_progress(f"import {source}", console) as report:
             manifest = hf_convert.import_weights(Path(source), Path(target), report)
         unused = unused_rows.find_unused_rows(Path(source))
         if unused is not None:
@@ -58,23 +49,20 @@ def export_checkpoint(
     adapter: str | None = None,
     cut_vocabulary: bool = False,
 ) -> None:
-    """Convert a checkpoint to a Hugging Face directory, or one of adapters to a directory for peft, and say what it is.
+    """Convert a checkpoint to a Hugging Face directory, or one of adapters to a directory for peft, and describe it.
 
     Args:
         source: The checkpoint to read.
         target: The directory to write.
         max_shard_size: The largest file of weights, such as "5GB"; None for the default.
         merge: Whether adapters are merged into their base.
-        adapter: The name of an adapter that is written alone; None for all.
+        adapter: The name of the only adapter to write; None for all.
         cut_vocabulary: Whether to leave out the rows of the embedding and the head that no token has.
-
-    Raises:
-        ConfigError: The source cannot be converted, the target exists, or the size cannot be read.
     """
     if Path(source).is_dir() and not (Path(source) / MANIFEST).is_file():
-        again = no_checkpoint(Path(source), lambda checkpoint: command("convert", "export", checkpoint, target))
-        raise ConfigError(f"{source} {again}")
-    limit = MAX_SHARD_BYTES if max_shard_size is None else num_bytes(max_shard_size)
+        remedy = no_checkpoint(Path(source), lambda checkpoint: command("convert", "export", checkpoint, target))
+        raise ConfigError(f"{source} {remedy}")
+    limit = MAX_SHARD_BYTES if max_shard_size is None else parse_size(max_shard_size)
     is_adapter = check_export(Path(source), Path(target), adapter)
     if merge and not is_adapter:
         raise ConfigError(f"--merge is for an adapter, and checkpoint {source} holds a whole model; leave it out")
@@ -85,14 +73,14 @@ def export_checkpoint(
         )
     from rl_megatron.checkpoint import hf_convert, unused_rows  # here, because they import torch and megatron-core
 
-    console = _console()
+    console = _make_console()
     if is_adapter and not merge:
         configs = hf_convert.export_peft(Path(source), Path(target), adapter)
         console.print(
-            f"{target}: {_described({name: config['r'] for name, config in configs.items()})}, in peft's format"
+            f"{target}: {_describe_adapters({name: config['r'] for name, config in configs.items()})}, in peft's format"
         )
         return
-    with progress_bar(f"export {source}", console) as report:
+    with show_progress(f"export {source}", console) as report:
         config = hf_convert.export_weights(Path(source), Path(target), limit, report, cut_vocabulary=cut_vocabulary)
     console.print(f"{target}: {config['architectures'][0]}, as transformers loads it")
     if read_manifest(Path(source)).get("head", "lm") == "lm":
@@ -101,23 +89,19 @@ def export_checkpoint(
             console.print(f"{target}: {unused}; --cut-vocabulary leaves them out of the files")
 
 
-def _described(ranks: Mapping[str, int]) -> str:
-    """Return what a directory or a checkpoint holds, from the rank of each adapter by name."""
+def _describe_adapters(ranks: Mapping[str, int]) -> str:
+    """Return adapters in words, from the LoRA rank of each by name."""
     if list(ranks) == [DEFAULT_ADAPTER]:
         return f"an adapter of rank {ranks[DEFAULT_ADAPTER]}"
     return "adapters " + ", ".join(f"{name} of rank {rank}" for name, rank in ranks.items())
 
 
-def _console() -> Console:
+def _make_console() -> Console:
     return Console(soft_wrap=True, highlight=False, markup=False)  # no line is wrapped, so that it can be copied
 
 
-def num_bytes(size: str) -> int:
-    """Return the bytes of a size: 5,000,000,000 for "5GB", and 2,147,483,648 for "2GiB".
-
-    Raises:
-        ConfigError: The text is not a size.
-    """
+def parse_size(size: str) -> int:
+    """Return the bytes of a size: 5,000,000,000 for "5GB", and 2,147,483,648 for "2GiB"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", size.strip().upper())
     if match is None or match[2] not in _SUFFIXES or not float(match[1]) * _SUFFIXES[match[2]] >= 1:
         raise ConfigError(f"--max-shard-size {size}: give a size such as 500MB, 5GB or 2GiB")
@@ -125,7 +109,7 @@ def num_bytes(size: str) -> int:
 
 
 @contextmanager
-def progress_bar(title: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+def show_progress(title: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
     """Show a bar in a terminal, and yield the function that moves it."""
     console = console or Console()
     columns = (

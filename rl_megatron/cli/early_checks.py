@@ -1,11 +1,11 @@
-"""Check what needs neither torch nor megatron-core, so that mistakes in paths and files are answered at once.
+"""Make the checks that need neither torch nor megatron-core, so that mistakes in paths and files are reported at once.
 
-The checks themselves lie in the packages that use what is checked, and the preflight makes them again on every rank.
-Each section of the configuration that names files has one here.
+The checks are functions of the packages that use what is checked, and the preflight makes them again on every rank.
+Each section of the configuration that names files has a check.
 
-Every rank makes these checks, so that none waits for one that has found a mistake. Only the import of reward functions
-is left to the preflight if there are several ranks: each of them would run the user's file, and the preflight runs it
-on the first rank of each node and tells the others.
+Every rank makes these checks, so that no rank waits for one that has found a mistake. With several ranks, only the
+preflight imports reward functions: here each rank would run the user's file, and the preflight runs it on the first
+rank of each node and informs the others.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ from rl_megatron.runs.rerun import earlier_run
 
 
 def check_early(config: RunConfig) -> None:
-    """Check the paths and files that a configuration names.
-
-    Raises:
-        ConfigError: One of them is wrong. The message is the one that the preflight would give.
-    """
+    """Check the paths and files that a configuration names. The errors are those of the preflight."""
     check_output_dir(Path(config.output_dir))
     check_sinks(config.metric_sinks)
     check_loggers(config.logger)
@@ -42,11 +38,7 @@ def check_early(config: RunConfig) -> None:
 
 
 def check_data(config: RunConfig) -> None:
-    """Check the data, the tokenizer and the initial weights that a configuration names.
-
-    Raises:
-        ConfigError: One of them is wrong.
-    """
+    """Check the data, the tokenizer and the initial weights that a configuration names."""
     for stage in config.stages.values():
         require_place(stage.data)
     check_losses(config)
@@ -60,10 +52,6 @@ def check_data(config: RunConfig) -> None:
 
 
 def check_losses(config: RunConfig) -> None:
-    """Check the losses that a configuration chooses from the user's files.
-
-    Raises:
-        ConfigError: One of them cannot be used.
-    """
+    """Check the losses that a configuration names in the user's files."""
     for stage in config.stages.values():
         check_own_loss(stage.loss)

@@ -1,6 +1,6 @@
 """Evaluate a checkpoint or a Hugging Face directory on the sets of `eval.sets`, for `rl-megatron eval`.
 
-Mistakes in options, paths and files are answered before torch is imported.
+Mistakes in options, paths and files are reported before torch is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron import log
-from rl_megatron.cli.generate import check_weights, tokenizer_of
+from rl_megatron.cli.generate import build_weights_tokenizer, check_weights
 from rl_megatron.config.commands import override
 from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.schema import RunConfig
@@ -21,26 +21,21 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.loading import check_rewards
 
 
-def with_weights(weights: str, overrides: list[str]) -> list[str]:
-    """Return the overrides with `init_from`.
-
-    Raises:
-        ConfigError: The weights are an override, or `init_from` is set as well.
-    """
+def add_weights(weights: str, overrides: list[str]) -> list[str]:
+    """Return the overrides with `init_from`, which they may not contain yet."""
     if "=" in weights and not Path(weights).exists():
         raise ConfigError(f"eval {weights}: the weights come first, as in rl-megatron eval CHECKPOINT {weights}")
-    if any(each.startswith("init_from=") for each in overrides):
+    if any(text.startswith("init_from=") for text in overrides):
         raise ConfigError(f"eval evaluates {weights}, and init_from names other weights; leave init_from out")
     return [*overrides, override("init_from", weights)]
 
 
 @dataclass(frozen=True)
 class PreparedEvaluation:
-    """What `eval` needs, after all checks that need no torch.
+    """The inputs of `eval`, after all checks that need no torch.
 
     Attributes:
-        tokenizer: The tokenizer.
-        identity: What tells the weights from others.
+        identity: Identifies the weights.
         baseline: The results of another evaluation, or None.
     """
 
@@ -50,11 +45,7 @@ class PreparedEvaluation:
 
 
 def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedEvaluation:
-    """Make the directory of the results, and check everything that needs no torch.
-
-    Raises:
-        ConfigError: An option, a path or a file is wrong.
-    """
+    """Make the directory of the results, and make all checks that need no torch."""
     stage, weights, output = config.first, Path(str(config.init_from)), Path(options.output)
     if not stage.eval.sets:
         raise ConfigError("eval.sets is empty, so there is nothing to evaluate on; set it, or choose an experiment")
@@ -62,8 +53,13 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedEvaluatio
     if baseline is not None and not baseline.is_dir():
         raise ConfigError(f"--baseline {baseline} is not a directory; give the --output of another evaluation")
     if log.is_main_rank():
-        _make(output)
-    tokenizer = tokenizer_of(stage)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--output {output} cannot be made: {error.strerror}; choose another directory"
+            ) from error
+    tokenizer = build_weights_tokenizer(stage)
     identity = check_weights(weights, stage, tokenizer)
     bad_input_named(lambda: check_set_files(stage, tokenizer))
     check_rewards(stage, loads=int(os.environ.get("WORLD_SIZE", "1")) == 1)
@@ -71,24 +67,11 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedEvaluatio
 
 
 def evaluate(config: RunConfig, options: argparse.Namespace) -> int:
-    """Write the results of all sets, and return the exit status.
-
-    Args:
-        config: What `generation_run` returned.
-        options: The options of the command.
-
-    Raises:
-        ConfigError: An option, a path or a file is wrong.
-    """
-    ready = prepare(config, options)
+    """Write the results of all sets for a run from `prepare_run`, and return the exit status."""
+    prepared = prepare(config, options)
     from rl_megatron.evaluation.evaluate_weights import EvalJob, evaluate_weights
 
     weights, output = Path(str(config.init_from)), Path(options.output)
-    return evaluate_weights(EvalJob(config.first, weights, ready.tokenizer, output, ready.identity, ready.baseline))
-
-
-def _make(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {output} cannot be made: {error.strerror}; choose another directory") from error
+    return evaluate_weights(
+        EvalJob(config.first, weights, prepared.tokenizer, output, prepared.identity, prepared.baseline)
+    )

@@ -1,6 +1,6 @@
 """Complete the prompts of a file with a checkpoint or a Hugging Face directory, for `rl-megatron generate`.
 
-Mistakes in options, paths and prompts are answered before torch is imported.
+Mistakes in options, paths and prompts are reported before torch is imported.
 """
 
 from __future__ import annotations
@@ -24,33 +24,26 @@ from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK, CompletionsFile, check_output
 
-# What has an effect: whole sections, and single keys. A key of a stage comes after `stages.NAME.`.
+# The sections and keys that have an effect. A key of a stage comes after `stages.NAME.`.
 _SECTIONS = ("model", "parallel", "generation", "tokenizer")
 _MORE_SECTIONS = {"generate": (), "eval": ("eval", "reward")}
 _KEYS = frozenset(
     ("experiment", "data", "init_from", "plugins", "precision", "device", "train.collective_timeout_minutes")
 ).union(f"data.{key}" for key in RENDERING_KEYS)
 _MAPPINGS = ("data.columns.", "data.chat_template_kwargs.")
-# Keys that have no effect, and the option that is meant.
+# Keys that have no effect, and the option to use instead.
 _OPTIONS = {"data.path": "--prompts", "train.seed": "--seed", "algorithm.samples_per_prompt": "--samples-per-prompt"}
 _FILTERS = ("temperature", "top_k", "top_p")
 _MAX_SEED = 2**63
 
 
-def generation_run(config: RunConfig, options: argparse.Namespace) -> RunConfig:
+def prepare_run(config: RunConfig, options: argparse.Namespace) -> RunConfig:
     """Return the run whose only stage has the model and the tokenizer of `init_from`.
 
-    Keys of the model section that the command gives keep their values.
-
-    Args:
-        config: The composed configuration.
-        options: The options of the command, which rl_megatron/cli/parser.py declares.
-
-    Raises:
-        ConfigError: A key has no effect, there is no such stage, or there are no weights at `init_from`.
+    Keys of the model section that are overridden keep their values. Overrides without an effect are refused.
     """
-    given = [key_of(override) for override in options.overrides]
-    for override, key in zip(options.overrides, given, strict=True):
+    keys = [key_of(override) for override in options.overrides]
+    for override, key in zip(options.overrides, keys, strict=True):
         _refuse_without_effect(override, key, options.command)
     name = list(config.stages)[-1] if options.stage is None else options.stage
     if name not in config.stages:
@@ -61,29 +54,21 @@ def generation_run(config: RunConfig, options: argparse.Namespace) -> RunConfig:
             "directory"
         )
     stage, weights = config.stages[name], Path(config.init_from)
-    model = model_at(weights)
-    kept: dict[str, Any] = {
+    model = read_model(weights)
+    overridden: dict[str, Any] = {
         field.name: getattr(stage.model, field.name)
         for field in fields(ModelConfig)
-        if any(key.removeprefix(f"stages.{name}.").startswith(f"model.{field.name}") for key in given)
+        if any(key.removeprefix(f"stages.{name}.").startswith(f"model.{field.name}") for key in keys)
     }
-    model = replace(model, **kept)
+    model = replace(model, **overridden)
     check_model(model)
-    stage = replace(stage, model=model, tokenizer=replace(stage.tokenizer, path=_tokenizer_path(stage, weights)))
+    stage = replace(stage, model=model, tokenizer=replace(stage.tokenizer, path=_find_tokenizer(stage, weights)))
     return replace(config, stages={name: stage})
 
 
 @dataclass(frozen=True)
 class PreparedGeneration:
-    """What `generate` needs, after all checks that need no torch.
-
-    Attributes:
-        stage: The model, the layout, the sampling and the engine.
-        weights: A checkpoint, or a Hugging Face directory.
-        tokenizer: The tokenizer.
-        prompts: The prompts.
-        output: The file of the completions.
-    """
+    """The inputs of `generate`, after all checks that need no torch; `weights` is a checkpoint or an HF directory."""
 
     stage: StageConfig
     weights: Path
@@ -93,15 +78,7 @@ class PreparedGeneration:
 
 
 def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedGeneration:
-    """Check options, paths and prompts.
-
-    Args:
-        config: What `generation_run` returned.
-        options: The options of the command.
-
-    Raises:
-        ConfigError: One of them is wrong.
-    """
+    """Check the options, paths and prompts of a run from `prepare_run`."""
     if options.samples_per_prompt < 1:
         raise ConfigError(f"--samples-per-prompt {options.samples_per_prompt}: must be at least 1")
     if not 0 <= options.seed < _MAX_SEED:
@@ -114,7 +91,7 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedGeneratio
         )
     if log.is_main_rank():  # which alone writes to it
         check_output(Path(options.output))
-    tokenizer = tokenizer_of(stage)
+    tokenizer = build_weights_tokenizer(stage)
     identity = check_weights(weights, stage, tokenizer)
     data = rendering_of(stage.data, options.prompts)
     data.check(stage)
@@ -124,7 +101,7 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedGeneratio
         "precision": stage.precision,
         "tokenizer": tokenizer.digest,
         "prompts": {"number": len(prompts.prompts), "digest": prompts.digest},
-        **_sampling_settings(stage, options),
+        **_describe_sampling(stage, options),
     }
     output = CompletionsFile(Path(options.output), settings)
     if log.is_main_rank():
@@ -133,15 +110,7 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedGeneratio
 
 
 def generate(config: RunConfig, options: argparse.Namespace) -> int:
-    """Write the completions of all prompts, and return the exit status.
-
-    Args:
-        config: What `generation_run` returned.
-        options: The options of the command.
-
-    Raises:
-        ConfigError: An option, a path or a prompt is wrong.
-    """
+    """Write the completions of all prompts for a run from `prepare_run`, and return the exit status."""
     prepared = prepare(config, options)
     from rl_megatron.evaluation.generate import CompletionJob, complete_prompts
 
@@ -152,8 +121,8 @@ def generate(config: RunConfig, options: argparse.Namespace) -> int:
     return complete_prompts(job)
 
 
-def _sampling_settings(stage: StageConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what completions of the same prompts and weights depend on. The seed decides nothing if it is greedy."""
+def _describe_sampling(stage: StageConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings on which completions of the same prompts and weights depend. Greedy ones need no seed."""
     generation = stage.generation
     greedy = options.greedy or generation.temperature == 0
     shared = {key: getattr(generation, key) for key in ("max_new_tokens", "stop_tokens", "stop_strings")}
@@ -168,41 +137,41 @@ def _sampling_settings(stage: StageConfig, options: argparse.Namespace) -> dict[
 
 
 def _refuse_without_effect(override: str, key: str, command: str) -> None:
-    """Refuse an override that changes nothing of what the command does."""
-    of_stage = key.split(".", 2)[2] if key.startswith("stages.") and key.count(".") > 1 else key
-    if of_stage in _KEYS or of_stage.partition(".")[0] in (*_SECTIONS, *_MORE_SECTIONS[command]):
+    """Refuse an override that has no effect on the command."""
+    stage_key = key.split(".", 2)[2] if key.startswith("stages.") and key.count(".") > 1 else key
+    if stage_key in _KEYS or stage_key.partition(".")[0] in (*_SECTIONS, *_MORE_SECTIONS[command]):
         return
-    if of_stage.startswith(_MAPPINGS):
+    if stage_key.startswith(_MAPPINGS):
         return
-    has_option = command == "generate" and of_stage in _OPTIONS
-    remedy = f"set {_OPTIONS[of_stage]}" if has_option else "leave it out"
+    has_option = command == "generate" and stage_key in _OPTIONS
+    remedy = f"set {_OPTIONS[stage_key]}" if has_option else "leave it out"
     raise ConfigError(f"override {override!r} has no effect on {command}; {remedy}")
 
 
-def model_at(weights: Path) -> ModelConfig:
+def read_model(weights: Path) -> ModelConfig:
     """Return the model section of a checkpoint or of a Hugging Face directory."""
     if not (weights / MANIFEST).is_file() and (weights / "config.json").is_file():
         return read_directory(weights)[1]
     return saved_model(weights, read_manifest(weights))
 
 
-def _tokenizer_path(stage: StageConfig, weights: Path) -> str:
+def _find_tokenizer(stage: StageConfig, weights: Path) -> str:
     """Return `tokenizer.path` or, if it is not set, the directory of the tokenizer that belongs to the weights."""
     if stage.tokenizer.path is not None:
         return stage.tokenizer.path
     if (weights / "config.json").is_file():
         return str(weights)
-    found = carried_tokenizer(weights) or run_tokenizer(weights)
-    if found is None:
+    directory = carried_tokenizer(weights) or run_tokenizer(weights)
+    if directory is None:
         raise ConfigError(
             f"init_from={weights} lies in no run's output_dir, so its tokenizer is not known; set tokenizer.path to "
             "the tokenizer directory of the run that made the checkpoint"
         )
-    return str(found)
+    return str(directory)
 
 
-def tokenizer_of(stage: StageConfig) -> Tokenizer:
-    """Return the tokenizer of the stage, without special tokens that the model has no embedding of."""
+def build_weights_tokenizer(stage: StageConfig) -> Tokenizer:
+    """Return the tokenizer of the stage, without special tokens that have no embedding in the model."""
     tokenizer = build_tokenizer(stage)
     if stage.model.vocab_size is not None:
         tokenizer.leave_out_special_tokens_from(stage.model.vocab_size)
@@ -210,7 +179,7 @@ def tokenizer_of(stage: StageConfig) -> Tokenizer:
 
 
 def check_weights(weights: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Check that the weights can be read, and return what identifies them."""
+    """Check that the weights can be read, and return their path with a digest or sizes, which identify them."""
     if (weights / MANIFEST).is_file():
         manifest = check_checkpoint(weights, stage.model, tokenizer.digest)
         check_head(weights, manifest, "lm", weights_only=False)

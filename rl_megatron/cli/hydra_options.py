@@ -1,33 +1,71 @@
-"""Show how Hydra composes a configuration: `--info`, `--hydra-help` and the shell completion."""
+"""Show what a command can choose, and how Hydra composes it: experiments, presets, `--info` and shell completion."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from hydra._internal.core_plugins.bash_completion import BashCompletion
 from hydra.core.config_loader import ConfigLoader
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.compose import PRIMARY, as_additions, composed, hydra_session
-from rl_megatron.config.loading.hints import schema_paths
+from rl_megatron.config.loading.compose import PRIMARY, as_additions, composed, config_directory, hydra_session
+from rl_megatron.config.loading.hints import key_of, schema_paths
 from rl_megatron.config.schema import StageConfig
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _ACTIONS = ("install=bash", "uninstall=bash", "query=bash")
 _WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn")
+# The keys that choose what is trained. Without one, a command would train a default that nobody wants.
+_CHOICES = ("experiment", "algorithm", "data", "model", "init_from", "stages", "tokenizer", "loss")
+
+
+def has_no_choice(overrides: list[str], config_name: str) -> bool:
+    """Return whether a command chooses neither what to train nor what to train it on."""
+    return config_name == PRIMARY and not any(key_of(override).split(".")[0] in _CHOICES for override in overrides)
+
+
+def print_experiments(config_dir: str | None) -> None:
+    """Print to stderr, on rank 0, that nothing was chosen, and all experiments with their descriptions."""
+    if not log.is_main_rank():
+        return
+    lines = ["error: nothing says what to train; add experiment=NAME, or algorithm=… and data=… of your own", ""]
+    for title, directory in (("experiments", config_directory()), (f"in {config_dir}", config_dir)):
+        experiments = [] if directory is None else _list_experiments(Path(directory))
+        if experiments:
+            width = max(len(name) for name, _ in experiments)
+            lines.append(f"{title}:")
+            lines += [f"  {name:{width}}  {description}".rstrip() for name, description in experiments]
+    lines += ["", "rl-megatron train experiment=NAME --print-config shows what an experiment does in full."]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _list_experiments(directory: Path) -> list[tuple[str, str]]:
+    """Return the name and the description of every experiment in a directory of configurations."""
+    parent = directory / "experiment"
+    paths = sorted(parent.rglob("*.yaml"))
+    return [(str(path.relative_to(parent).with_suffix("")), _read_description(path)) for path in paths]
+
+
+def _read_description(path: Path) -> str:
+    """Return the first comment of a YAML file that is not an instruction for Hydra, or ""."""
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        if not (text := line.lstrip("# ")).startswith("@"):
+            return text
+    return ""
 
 
 def show_info(what: str, overrides: list[str], config_dir: str | None, config_name: str) -> None:
-    """Print what Hydra found: its search path, the defaults list or tree, the configuration, plugins, or all.
-
-    Raises:
-        ConfigError: There is no such information, or the configuration cannot be composed.
-    """
+    """Print Hydra's search path, the defaults list or tree, the configuration, plugins, or all of them."""
     if what not in INFO:
         raise ConfigError(f"--info {what}: choose one of {', '.join(INFO)}")
     composed(overrides, config_dir, config_name)  # for its error messages
@@ -40,7 +78,7 @@ def show_info(what: str, overrides: list[str], config_dir: str | None, config_na
         root.handlers[:], root.level = handlers, level
 
 
-def groups_and_presets(config_dir: str | None) -> str:
+def list_presets(config_dir: str | None) -> str:
     """Return the groups of the configuration with their presets, one group a line."""
     with hydra_session(config_dir) as hydra:
         return hydra.format_config_groups(lambda group: not group.startswith("hydra"))
@@ -50,12 +88,9 @@ def complete(action: str, commands: Iterable[str], with_overrides: Iterable[str]
     """Print a script that installs the completion in bash, or the completions of the line that bash asks about.
 
     Args:
-        action: "install=bash", "uninstall=bash" or "query=bash"; the last is what the script calls.
+        action: "install=bash", "uninstall=bash" or, which the script calls, "query=bash".
         commands: The names of all commands.
-        with_overrides: The names of those that take overrides.
-
-    Raises:
-        ConfigError: There is no such action.
+        with_overrides: The names of the commands that take overrides.
     """
     if action not in _ACTIONS:
         raise ConfigError(
@@ -69,10 +104,10 @@ def complete(action: str, commands: Iterable[str], with_overrides: Iterable[str]
         elif action == "uninstall=bash":
             bash.uninstall()
     if action == "query=bash":
-        print("\n".join(completions(os.environ.get("COMP_LINE", ""), commands, with_overrides)))
+        print("\n".join(list_completions(os.environ.get("COMP_LINE", ""), commands, with_overrides)))
 
 
-def completions(line: str, commands: Iterable[str], with_overrides: Iterable[str]) -> list[str]:
+def list_completions(line: str, commands: Iterable[str], with_overrides: Iterable[str]) -> list[str]:
     """Return what may come next in a command line: a command, or a group, a preset, an experiment or a key."""
     words = line.split()[1:]
     current = "" if line.endswith(" ") or not words else words.pop()
@@ -85,10 +120,10 @@ def completions(line: str, commands: Iterable[str], with_overrides: Iterable[str
     try:
         with hydra_session(config_dir) as hydra:
             name = options.get("--config-name", options.get("-cn", PRIMARY))
-            found = _Bash(hydra.config_loader).candidates(name, shlex.join([*as_additions(overrides), current]))
+            words = _Bash(hydra.config_loader).complete(name, shlex.join([*as_additions(overrides), current]))
     except (ConfigError, HydraException, OmegaConfBaseException, ValueError):
-        return []  # the overrides before it are wrong, which the command itself will say
-    return sorted({*(each for each in found if not each.startswith("hydra")), *_keys_of_stage(current)})
+        return []  # the overrides before it are wrong, which the command itself will report
+    return sorted({*(word for word in words if not word.startswith("hydra")), *_complete_stage_key(current)})
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -102,15 +137,15 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return options, overrides
 
 
-def _keys_of_stage(current: str) -> list[str]:
-    """Return the keys that a stage may set, which a composed configuration has at its top level only."""
+def _complete_stage_key(current: str) -> list[str]:
+    """Return the keys of a stage that begin with `current`. Hydra completes such keys only at the top level."""
     parts = current.split(".", 2)
     if len(parts) < 3 or parts[0] != "stages":
         return []
     paths = set(schema_paths(StageConfig))
-    below = [path for path in paths if path.startswith(parts[2]) and "." not in path[len(parts[2]) :]]
+    candidates = [path for path in paths if path.startswith(parts[2]) and "." not in path[len(parts[2]) :]]
     sections = {path.rpartition(".")[0] for path in paths}
-    return [f"stages.{parts[1]}.{path}{'.' if path in sections else '='}" for path in below]
+    return [f"stages.{parts[1]}.{path}{'.' if path in sections else '='}" for path in candidates]
 
 
 class _Bash(BashCompletion):
@@ -119,7 +154,7 @@ class _Bash(BashCompletion):
     def __init__(self, config_loader: ConfigLoader):
         super().__init__(config_loader)
 
-    def candidates(self, config_name: str, line: str) -> list[str]:
+    def complete(self, config_name: str, line: str) -> list[str]:
         """Return what may replace the last word of `line`, which consists of overrides only."""
         return self._query(config_name=config_name, line=line)
 

@@ -1,15 +1,15 @@
 """Start ranks as torchrun does, whose arguments it takes, and end in one clear way: `rl_megatron.cli.launcher`.
 
-It differs from `torchrun` in what it does about the ends of ranks:
+It differs from `torchrun` in how it handles the ends of ranks, and in its store:
 
-- SIGTERM, SIGINT and SIGUSR1 go to the ranks, which save and end. The launcher waits as long as a step and a save took
-  before, and ends the ranks that are still there then. A second signal ends them at once.
+- SIGTERM, SIGINT and SIGUSR1 go to the ranks, which save and end. The launcher waits for twice the time that a step and
+  a save took earlier, and then ends the ranks that still run. A second signal ends them at once.
 - Ranks that found bad input, or that ended because they were asked to, are not started again.
 - A rank that does not end after another one has ended well is named and killed.
-- Instead of torchrun's report, one line says which rank failed first and how. The exit status is that of this rank.
-- On one node, only this machine reaches the store at which ranks meet, and it holds no pickles. torchrun listens at all
-  interfaces, and reads a pickle from the store every few seconds.
-- On several nodes that meet by the rendezvous `c10d`, that pickle may name only what describes a rendezvous.
+- Instead of torchrun's report, one line reports which rank failed first and how. The exit status is that of this rank.
+- On one node, only this machine reaches the store in which ranks meet, and the store has no pickles. torchrun listens
+  at all interfaces, and reads a pickle from the store every few seconds.
+- On several nodes that meet by the rendezvous `c10d`, that pickle may contain only classes that describe a rendezvous.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from rl_megatron.runs.stop_signals import SAME_SIGNAL_SECONDS, SIGNALS
 _NOT_STARTED_AGAIN = (2, STOPPED)  # exit statuses: bad input, and ended as asked
 _ONE_NODE, _LOOPBACK = "one_node", "127.0.0.1"  # a rendezvous of this module, and its address
 _SECONDS_TO_MEET = 600
-# What torch's state of a rendezvous consists of.
-_OF_A_RENDEZVOUS = {
+# The classes of which torch's state of a rendezvous consists, by module.
+_RENDEZVOUS_CLASSES = {
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous": {"_RendezvousState", "_NodeDesc"},
     "datetime": {"datetime", "timedelta", "timezone"},
 }
 _OTHER_SIGNALS = "SIGHUP,SIGQUIT"  # torch handles them: it ends the ranks
 _SECONDS_OF_EVERYTHING_ELSE = 30.0  # that the ranks need to end, besides a step and a save
-_SECONDS_UNMEASURED = 300.0  # until a save has been measured
-_KILLED = 1  # seconds that ranks have after the time is over
+_SECONDS_UNMEASURED = 300.0  # that the ranks have to end until a save has been measured
+_SECONDS_TO_KILL = 1  # that ranks have between SIGTERM and SIGKILL when their time is over
 SECONDS_TO_FOLLOW = 300.0  # that ranks have to end after the first one has ended well; rank 0 writes the run's report
 
 
@@ -83,10 +83,10 @@ class RunAgent(LocalElasticAgent):
             self._asked_at = now
         elif number != signal.SIGUSR1:
             if now - self._asked_at <= SAME_SIGNAL_SECONDS:
-                return  # what started this launcher has sent on a signal that the launcher has got as well
-            self._shutdown_timeout = _KILLED
+                return  # the launcher's parent has forwarded a signal that the launcher has received too
+            self._shutdown_timeout = _SECONDS_TO_KILL
             raise SignalException(f"a second {signal.Signals(number).name}", signal.Signals(number))
-        limit = max(self._shutdown_timeout, _seconds_to_end())
+        limit = max(self._shutdown_timeout, _estimate_seconds_to_end())
         self._deadline, RunAgent.was_asked_to_end = now + limit, True
         for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
             with suppress(ProcessLookupError):
@@ -95,17 +95,17 @@ class RunAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  # a decorator
         if result.state == WorkerState.FAILED:
-            ended_for_good = any(failure.exitcode in _NOT_STARTED_AGAIN for failure in result.failures.values())
-            if ended_for_good or self._deadline is not None:
+            is_final = any(failure.exitcode in _NOT_STARTED_AGAIN for failure in result.failures.values())
+            if is_final or self._deadline is not None:
                 self._remaining_restarts = 0
         elif self._deadline is not None and time.monotonic() > self._deadline:
-            self._shutdown_timeout = _KILLED
+            self._shutdown_timeout = _SECONDS_TO_KILL
             raise SignalException("the ranks did not end in time", signal.SIGTERM)
         elif result.state == WorkerState.HEALTHY:
-            self._kill_what_does_not_end(worker_group)
+            self._kill_remaining_ranks(worker_group)
         return result
 
-    def _kill_what_does_not_end(self, worker_group: WorkerGroup) -> None:
+    def _kill_remaining_ranks(self, worker_group: WorkerGroup) -> None:
         """Kill the ranks that still run long after another one has ended with status 0, such as a stopped process."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         left = {number: handler.proc.pid for number, handler in handlers.items() if handler.proc.poll() is None}
@@ -128,41 +128,41 @@ class RunAgent(LocalElasticAgent):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _seconds_to_end() -> float:
-    """Return how long the ranks may need from a signal to their end, by what they have measured."""
+def _estimate_seconds_to_end() -> float:
+    """Return how long the ranks may need from a signal to their end, by their measured steps and saves."""
     times = read_step_times()
     if times is None or times["save_seconds"] == 0.0:
         return _SECONDS_UNMEASURED
     return 2 * (times["step_seconds"] + times["save_seconds"]) + _SECONDS_OF_EVERYTHING_ELSE
 
 
-def _message(failure: ProcessFailure) -> str | None:
+def _read_message(failure: ProcessFailure) -> str | None:
     """Return the message that a rank wrote to its error file (`log.error`), or None."""
     data: Any = failure.error_file_data["message"] if Path(failure.error_file).is_file() else None
     return data["message"] if isinstance(data, dict) else data
 
 
-def _ended_as_asked(status: int) -> bool:
+def _has_ended_as_asked(status: int) -> bool:
     """Return whether a rank saved and ended, or ended before its first step, when it got a signal."""
     return status == STOPPED or -status in SIGNALS
 
 
 def _report(failures: dict[int, ProcessFailure]) -> int:
-    """Print how the run failed, unless the ranks have said it, and return the exit status."""
+    """Print how the run failed, unless the ranks have reported it, and return the exit status."""
 
-    def order(rank: int) -> tuple[int, int, int]:
-        # A killed rank makes others fail. SIGTERM comes from the agent, which ends the others then.
+    def get_order(rank: int) -> tuple[int, int, int]:
+        # A killed rank makes others fail. SIGTERM comes from the launcher's agent, which then ends the others.
         failure = failures[rank]
         kind = 2 if failure.exitcode == -signal.SIGTERM else int(failure.exitcode > 0)
         return kind, failure.timestamp, rank
 
-    if RunAgent.was_asked_to_end and all(_ended_as_asked(failure.exitcode) for failure in failures.values()):
+    if RunAgent.was_asked_to_end and all(_has_ended_as_asked(failure.exitcode) for failure in failures.values()):
         return STOPPED
-    first = min(failures, key=order)
+    first = min(failures, key=get_order)
     failure = failures[first]
-    message = _message(failure)
+    message = _read_message(failure)
     if message is not None:
-        if 0 in failures and _message(failures[0]) is None:
+        if 0 in failures and _read_message(failures[0]) is None:
             print("error:", message, file=sys.stderr)  # rank 0 was ended before it could print it
     elif failure.exitcode != STOPPED:
         how = f"with status {failure.exitcode}" if failure.exitcode > 0 else f"killed by {failure.signal_name()}"
@@ -186,22 +186,22 @@ class _OneNodeRendezvous(StaticTCPRendezvous):
         )
 
     def get_backend(self) -> str:
-        """Return the name by which it is registered."""
+        """Return the name under which it is registered."""
         return _ONE_NODE
 
 
 class _RendezvousUnpickler(pickle.Unpickler):
-    """An unpickler of what nodes that meet by `c10d` write to their store, which others may reach."""
+    """An unpickler of the state in the store of nodes that meet by `c10d`, to which others may write."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class that describes a rendezvous."""
-        if name in _OF_A_RENDEZVOUS.get(module, ()) or (module, name) == ("builtins", "set"):
+        if name in _RENDEZVOUS_CLASSES.get(module, ()) or (module, name) == ("builtins", "set"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"the state of the rendezvous names {module}.{name}, which does not belong to it")
 
 
 def _meet_safely(parsed: argparse.Namespace) -> None:
-    """Let the nodes meet without code from others: see the module's docstring."""
+    """Let the nodes meet without unpickling code from others, as the module's docstring describes."""
     dynamic_rendezvous.pickle = SimpleNamespace(  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
         dumps=pickle.dumps, loads=lambda data: _RendezvousUnpickler(io.BytesIO(data)).load(),
         PickleError=pickle.PickleError,
@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed.signals_to_handle = _OTHER_SIGNALS
     _meet_safely(parsed)
     launcher_api.LocalElasticAgent = RunAgent  # pyright: ignore[reportPrivateImportUsage]  # torch has no argument for it
-    with tempfile.TemporaryDirectory(prefix=disk.prefix_of_process("launcher")) as directory:
+    with tempfile.TemporaryDirectory(prefix=disk.make_temporary_prefix("launcher")) as directory:
         os.environ[FILE] = str(Path(directory) / "step_times.json")
         try:
             run(parsed)

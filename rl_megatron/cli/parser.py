@@ -21,7 +21,7 @@ COMPOSED = {
     "balance": "divide a job's nodes between training and the rollout engine, as a run has measured it",
     "show-batch": "show every token that the model sees in a step, with its loss mask, or the prompts of a step",
 }
-# The others.
+# The commands that read no configuration.
 WITHOUT_CONFIGURATION = ("rollouts", "report", "compare", "inspect", "convert")
 _CONVERSIONS = {
     "import": ("HF_DIR", "CHECKPOINT", "make a checkpoint, which any layout can load, from a Hugging Face directory"),
@@ -71,7 +71,7 @@ class _ShellCompletion(argparse.Action):
 
 
 class _Refused(argparse.Action):
-    """An option of Hydra that has no meaning here; its `const` says what to write instead."""
+    """An option of Hydra that has no meaning here; its `const` is the remedy."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
@@ -80,7 +80,7 @@ class _Refused(argparse.Action):
         parser.error(f"{option_string}: {self.const}")
 
 
-def command_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     parser = _Parser(
         prog="rl-megatron",
@@ -192,7 +192,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
 def _add_generate(command: argparse.ArgumentParser) -> None:
     prompts = "a file, pattern or directory of prompts: JSON lines, Parquet, or text with a prompt on each line"
     command.add_argument("--prompts", metavar="PATH", required=True, help=prompts)
-    output = "the file of completions, as JSON lines; a command that was killed goes on with it"
+    output = "the file of completions, as JSON lines; a command that was killed continues it"
     command.add_argument("--output", metavar="FILE", required=True, help=output)
     command.add_argument("--samples-per-prompt", "-n", type=int, default=1, metavar="N", help="completions per prompt")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of sampling; by default 0")
@@ -201,7 +201,7 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
 
 
 def _add_pages(commands: argparse._SubParsersAction) -> None:
-    report = commands.add_parser("report", help="write report.html of a run, which may still go on")
+    report = commands.add_parser("report", help="write report.html of a run, which may still be running")
     report.add_argument("path", type=Path, metavar="RUN", help="the output_dir of the run")
     compare = commands.add_parser("compare", help="write a page with the curves and the settings of several runs")
     compare.add_argument("paths", type=Path, nargs="+", metavar="RUN", help="the output_dir of each run")
@@ -226,7 +226,7 @@ def _add_rollouts(commands: argparse._SubParsersAction) -> None:
 def _add_eval(command: argparse.ArgumentParser) -> None:
     weights = "the weights: a checkpoint, or a Hugging Face directory"
     command.add_argument("weights", metavar="CHECKPOINT|HF_DIR", help=weights)
-    output = "the directory of the results; a command that was killed goes on with it"
+    output = "the directory of the results; a command that was killed continues it"
     command.add_argument("--output", metavar="DIR", required=True, help=output)
     baseline = "the --output of another evaluation, with which every problem is compared"
     command.add_argument("--baseline", metavar="DIR", help=baseline)
@@ -258,7 +258,7 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_plugins(command: argparse.ArgumentParser) -> None:
-    """Add the options that name plugins, for commands that do not read a configuration."""
+    """Add the options that name plugins, for commands that read no configuration."""
     plugin = "a module to import first, such as one with your model family; can be given several times"
     command.add_argument("--plugin", action="append", default=[], metavar="MODULE", help=plugin)
     command.add_argument("--config-dir", help="a directory whose modules can be plugins")

@@ -10,32 +10,24 @@ from rl_megatron.config.errors import ConfigError
 
 
 def report(run: Path) -> int:
-    """Write report.html of a run, which may still go on, and return the exit status.
-
-    Raises:
-        ConfigError: `run` is not the output directory of a run, or the page cannot be written.
-    """
-    from rl_megatron.observability.html_report import REPORT, report_page
+    """Write report.html of a run, which may still be running, and return the exit status."""
+    from rl_megatron.observability.html_report import REPORT, render_report
     from rl_megatron.observability.run_files import RecordedRun
 
-    return _written(run / REPORT, report_page(RecordedRun.read(run)))
+    return _write_page(run / REPORT, render_report(RecordedRun.read(run)))
 
 
 def compare(runs: Sequence[Path], output: Path) -> int:
-    """Write a page with the curves of several runs and the differences of their settings; return the exit status.
-
-    Raises:
-        ConfigError: One of them is not the output directory of a run, or the page cannot be written.
-    """
-    from rl_megatron.observability.html_report import compare_page
+    """Write a page with the curves and the different settings of several runs, and return the exit status."""
+    from rl_megatron.observability.html_report import render_comparison
     from rl_megatron.observability.run_files import RecordedRun
 
     if len(runs) < 2:
         raise ConfigError("compare needs at least two runs; rl-megatron report shows one")
-    return _written(output, compare_page([RecordedRun.read(run) for run in runs]))
+    return _write_page(output, render_comparison([RecordedRun.read(run) for run in runs]))
 
 
-def _written(path: Path, page: str) -> int:
+def _write_page(path: Path, page: str) -> int:
     try:
         path.write_text(page, "utf-8")
     except OSError as error:

@@ -24,17 +24,13 @@ _COLUMNS = (
 
 
 def rollouts(options: argparse.Namespace) -> int:
-    """Print the trajectories that the options choose, and return the exit status.
-
-    Raises:
-        ConfigError: There are no files of rollouts, or pyarrow is not installed.
-    """
-    files = _files(options.path, options.stage, options.step)
+    """Print the trajectories that the options choose, and return the exit status."""
+    files = _find_files(options.path, options.stage, options.step)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
     chosen = shown = 0
-    for row in _chosen(files, options):
+    for row in _choose_rows(files, options):
         chosen += 1
         if shown >= options.limit:
             continue
@@ -42,45 +38,41 @@ def rollouts(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps(row))
         else:
-            console.print(_panel(row))
+            console.print(_build_panel(row))
     if not options.json:
         steps = ", ".join(sorted({path.stem for path in files}))
         console.print(f"{shown} of {chosen} trajectories shown, of {len(files)} file(s): {steps}", soft_wrap=True)
     return 0
 
 
-def _files(path: Path, stage: str | None, step: int | None) -> list[Path]:
-    """Return the files of a run, of the directory of a stage, or the file that is given.
-
-    Raises:
-        ConfigError: There are none.
-    """
+def _find_files(path: Path, stage: str | None, step: int | None) -> list[Path]:
+    """Return the files of rollouts of a run or of a stage's directory, or `path` itself if it is a file."""
     if path.is_file():
         return [path]
     pattern = "step-*.parquet" if step is None else f"step-{step:06}.parquet"
-    found = sorted(path.glob(pattern)) or sorted((path / "rollouts").glob(f"{stage or '*'}/{pattern}"))
-    if not found:
+    files = sorted(path.glob(pattern)) or sorted((path / "rollouts").glob(f"{stage or '*'}/{pattern}"))
+    if not files:
         raise ConfigError(
             f"{path} has no files of rollouts{'' if step is None else f' of step {step}'}; "
             "a run writes them with rollout.save_every above 0"
         )
-    return found
+    return files
 
 
-def _chosen(files: list[Path], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _choose_rows(files: list[Path], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from rl_megatron.rollouts.files import read_rows
 
     require_extra("rl-megatron rollouts", "data", "pyarrow")
     for file in files:
         for row in read_rows(file, None if options.json else _COLUMNS):
-            low = options.min_reward is not None and row["reward"] < options.min_reward
-            high = options.max_reward is not None and row["reward"] > options.max_reward
-            other = options.prompt is not None and options.prompt not in row["prompt"]
-            if not (low or high or other):
+            is_low = options.min_reward is not None and row["reward"] < options.min_reward
+            is_high = options.max_reward is not None and row["reward"] > options.max_reward
+            is_other = options.prompt is not None and options.prompt not in row["prompt"]
+            if not (is_low or is_high or is_other):
                 yield row
 
 
-def _panel(row: dict[str, Any]) -> Panel:
+def _build_panel(row: dict[str, Any]) -> Panel:
     facts = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""Start the servers of a run's rollout engine on this node, for `rl-megatron serve`, and name them to the run."""
+"""Start the servers of a run's rollout engine on this node (`rl-megatron serve`), and tell the run where they are."""
 
 from __future__ import annotations
 
@@ -16,43 +16,30 @@ from rl_megatron.config.generation import MAX_PORT, NODE, ServersConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import run_tokenizer
 
-_ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+_END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
-def with_server_nodes(config: RunConfig, nodes: str | None) -> RunConfig:
-    """Return the run whose rollout engines are the servers that `rl-megatron serve` runs on some nodes.
+def set_server_nodes(config: RunConfig, nodes: str | None) -> RunConfig:
+    """Return the run with rollout engines on the servers of `rl-megatron serve` on `nodes`: HOST:PORT, with commas.
 
-    Args:
-        config: The composed configuration.
-        nodes: The nodes as HOST:PORT with commas between them; None to return `config`.
-
-    Raises:
-        ConfigError: No stage has an engine on servers, or an address is wrong.
+    Without `nodes`, return `config`.
     """
     if nodes is None:
         return config
-    served = stages_with_servers(config, f"--server-nodes {nodes}")
-    places = tuple(nodes.split(","))
-    wrong = next((place for place in places if not re.match(NODE, place)), None)
-    if wrong is not None:
-        raise ConfigError(f"--server-nodes {nodes}: {wrong!r} is not HOST:PORT; write it as 10.0.0.5:8000")
-    changed = {name: _with_section(stage, server_nodes=places) for name, stage in served.items()}
-    for stage in changed.values():
-        servers_of(stage).check()
-    return replace(config, stages=config.stages | changed)
+    served = find_stages_with_servers(config, f"--server-nodes {nodes}")
+    addresses = tuple(nodes.split(","))
+    for address in addresses:
+        if not re.match(NODE, address):
+            raise ConfigError(f"--server-nodes {nodes}: {address!r} is not HOST:PORT; write it as 10.0.0.5:8000")
+    stages = {name: _replace_servers(stage, server_nodes=addresses) for name, stage in served.items()}
+    for stage in stages.values():
+        get_servers(stage).check()
+    return replace(config, stages=config.stages | stages)
 
 
 def serve(config: RunConfig, options: argparse.Namespace) -> int:
-    """Start the servers of a stage's rollout engine, run them until a signal comes, and return the exit status.
-
-    Args:
-        config: The composed configuration, which is that of the run.
-        options: The options of the command, which rl_megatron/cli/parser.py declares.
-
-    Raises:
-        ConfigError: A key or an option is wrong.
-    """
-    stages = {name: _placed(stage, options) for name, stage in _served_stages(config, options.stage).items()}
+    """Start the servers of a stage's rollout engine, run them until a signal comes, and return the exit status."""
+    stages = {name: _set_address(stage, options) for name, stage in _choose_stages(config, options.stage).items()}
     from rl_megatron.generation.engines import ENGINES
     from rl_megatron.generation.interfaces import EngineFailed
     from rl_megatron.generation.servers.node import NodeServers, ServerLauncher
@@ -61,9 +48,9 @@ def serve(config: RunConfig, options: argparse.Namespace) -> int:
     tokenizer = bad_input_named(lambda: run_tokenizer(config.first, output_dir))
     launchers: dict[str, ServerLauncher] = {}
     for name, stage in stages.items():
-        launcher_of = ENGINES[stage.generation.engine].launcher
-        assert launcher_of is not None  # an engine with a section of servers has one
-        launchers[name] = launcher_of(stage, tokenizer.vocab_size)
+        make_launcher = ENGINES[stage.generation.engine].launcher
+        assert make_launcher is not None  # an engine with a section of servers has one
+        launchers[name] = make_launcher(stage, tokenizer.vocab_size)
     last = list(launchers)[-1]
     for name, launcher in launchers.items():
         if launcher.command() != launchers[last].command():
@@ -71,7 +58,7 @@ def serve(config: RunConfig, options: argparse.Namespace) -> int:
     restarts = stages[last].generation.max_engine_restarts
     servers = NodeServers(launchers[last], output_dir / "servers", restarts)
     stop = threading.Event()
-    for number in _ENDS:
+    for number in _END_SIGNALS:
         signal.signal(number, lambda *_: stop.set())
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks the ranks to end after a step, which may need the servers
     try:
@@ -82,9 +69,9 @@ def serve(config: RunConfig, options: argparse.Namespace) -> int:
     return 0
 
 
-def _served_stages(config: RunConfig, name: str | None) -> dict[str, StageConfig]:
+def _choose_stages(config: RunConfig, name: str | None) -> dict[str, StageConfig]:
     """Return the stages whose servers are started: the named one, or all that use servers."""
-    served = stages_with_servers(config, "serve")
+    served = find_stages_with_servers(config, "serve")
     if name is None:
         return served
     if name not in served:
@@ -92,26 +79,18 @@ def _served_stages(config: RunConfig, name: str | None) -> dict[str, StageConfig
     return {name: served[name]}
 
 
-def _placed(stage: StageConfig, options: argparse.Namespace) -> StageConfig:
-    """Return the stage with the address of the options."""
-    section = servers_of(stage)
+def _set_address(stage: StageConfig, options: argparse.Namespace) -> StageConfig:
+    """Return the stage with the host and the port of the options."""
+    section = get_servers(stage)
     if section.urls:
         raise ConfigError(f"{section.key}.server_urls and server_nodes name servers that run already; leave them out")
     if options.port is not None and not 0 < options.port <= MAX_PORT + 1 - section.num_servers:
         raise ConfigError(f"--port {options.port}: must be from 1 to {MAX_PORT + 1 - section.num_servers}")
-    return _with_section(stage, host=options.host or section.host, port=options.port or section.port)
+    return _replace_servers(stage, host=options.host or section.host, port=options.port or section.port)
 
 
-def stages_with_servers(config: RunConfig, what: str) -> dict[str, StageConfig]:
-    """Return the stages whose rollout engine runs on servers.
-
-    Args:
-        config: The run.
-        what: The words at the start of an error, which name what needs servers.
-
-    Raises:
-        ConfigError: There is none.
-    """
+def find_stages_with_servers(config: RunConfig, what: str) -> dict[str, StageConfig]:
+    """Return the stages whose rollout engine runs on servers, or raise an error that begins with `what`."""
     served = {
         name: stage
         for name, stage in config.stages.items()
@@ -126,13 +105,13 @@ def stages_with_servers(config: RunConfig, what: str) -> dict[str, StageConfig]:
     return served
 
 
-def servers_of(stage: StageConfig) -> ServersConfig:
-    """Return the section of the servers of a stage that uses servers."""
+def get_servers(stage: StageConfig) -> ServersConfig:
+    """Return the settings of the servers of a stage that uses servers."""
     return getattr(stage.generation, str(ENGINE_DECLARATIONS[stage.generation.engine].section))
 
 
-def _with_section(stage: StageConfig, **changes: object) -> StageConfig:
-    """Return the stage with other values of keys of its servers' section."""
+def _replace_servers(stage: StageConfig, **changes: object) -> StageConfig:
+    """Return the stage with changed settings of its servers."""
     section = str(ENGINE_DECLARATIONS[stage.generation.engine].section)
-    changed = replace(servers_of(stage), **changes)  # pyright: ignore[reportArgumentType]  # they come from options
-    return replace(stage, generation=replace(stage.generation, **{section: changed}))
+    servers = replace(get_servers(stage), **changes)  # pyright: ignore[reportArgumentType]  # they come from options
+    return replace(stage, generation=replace(stage.generation, **{section: servers}))

@@ -1,8 +1,8 @@
 """Run one job for each combination of the values of a sweep, one after the other: `rl-megatron train --multirun`.
 
-Each job is a process of its own, because megatron-core has global state and a job may end in any way. The imports are
-done once, in a server process whose forks the jobs are. Under torchrun, every rank expands the sweep alike, and the
-ranks of a job meet under a name of its own in the launcher's store.
+Each job is a process of its own, because megatron-core has global state and a job may end in any way. The jobs are
+forks of a server process, which does the imports once. Under torchrun, every rank expands the sweep alike, and the
+ranks of a job meet in the launcher's store under the job's own name.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rl_megatron.config.loading.hints import explain, key_of
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.runs.stop_signals import SIGNALS
-from rl_megatron.topology.job_store import JOB, TIMEOUT_MINUTES, store_of_attempt
+from rl_megatron.topology.job_store import JOB, TIMEOUT_MINUTES, open_attempt_store
 
 _LONGEST_NAME = 120  # characters of a directory's name
-_LONGEST_WORDS = 30  # of them, the words of a value that is no name
-_END_SECONDS = 30.0  # that the other ranks have to end a job which has failed on one
+_LONGEST_WORDS = 30  # characters of the words of a value that is not a name
+_END_SECONDS = 30.0  # that the other ranks have to end a job after it has failed on one
 _POLL_SECONDS = 0.2
 _STOPPED = (STOPPED, *(128 + number for number in SIGNALS))  # the exit statuses of a job that a signal ended
 
@@ -50,8 +50,7 @@ class Job:
 
     Attributes:
         name: Its swept overrides, as the name of a directory.
-        overrides: All its overrides, output_dir included.
-        config: Its configuration.
+        overrides: All its overrides, including output_dir.
     """
 
     name: str
@@ -59,20 +58,16 @@ class Job:
     config: RunConfig
 
 
-def jobs_of(overrides: list[str], config_dir: str | None, config_name: str) -> list[Job]:
-    """Return the jobs of a sweep, in Hydra's order: the values of the last override change fastest.
-
-    Raises:
-        ConfigError: An override is wrong, or the configuration of a job is; the message names it.
-    """
+def expand_sweep(overrides: list[str], config_dir: str | None, config_name: str) -> list[Job]:
+    """Return the jobs of a sweep, in Hydra's order: the values of the last override change fastest."""
     jobs = {}
-    for chosen, swept in _combinations(overrides, config_dir):
-        name = _directory_name([each for each in swept if key_of(each) != "output_dir"])
-        config = load_config(chosen, config_dir, config_name)
+    for job_overrides, swept in _combine(overrides, config_dir):
+        name = _name_directory([override for override in swept if key_of(override) != "output_dir"])
+        config = load_config(job_overrides, config_dir, config_name)
         output_dir = f"{config.output_dir}/{name}" if name else config.output_dir
-        given = [each for each in chosen if key_of(each) != "output_dir"]
+        others = [override for override in job_overrides if key_of(override) != "output_dir"]
         job = Job(
-            name or output_dir, [*given, quoted("output_dir", output_dir)], replace(config, output_dir=output_dir)
+            name or output_dir, [*others, quoted("output_dir", output_dir)], replace(config, output_dir=output_dir)
         )
         jobs.setdefault(output_dir, job)
     return list(jobs.values())
@@ -81,18 +76,18 @@ def jobs_of(overrides: list[str], config_dir: str | None, config_name: str) -> l
 def run_jobs(jobs: list[Job], options: list[str], run: Callable[[list[str]], int]) -> int:
     """Run all jobs, report those that failed, and return the exit status: 0 if none failed.
 
-    A signal that ends a job early ends the sweep with it. The same command goes on with that job.
+    A signal that ends a job early also ends the sweep. The same command continues with that job.
 
     Args:
         jobs: The jobs.
-        options: Options of the command line for each of them, such as --config-dir.
+        options: Options of the command line for each job, such as --config-dir.
         run: A function at module level that runs a command, and returns its exit status.
     """
-    store, results = _shared_store(), []
+    store, results = _open_store(), []
     for number, job in enumerate(jobs):
         log.LOGGER.info("job %d of %d: %s, in %s", number + 1, len(jobs), job.name, job.config.output_dir)
         arguments = ["train", *job.overrides, *options]
-        results.append(_status(_start(run, arguments, number), number, store))
+        results.append(_wait_for_job(_start(run, arguments, number), number, store))
         if results[-1] in _STOPPED:
             break
     if log.is_main_rank():
@@ -102,7 +97,7 @@ def run_jobs(jobs: list[Job], options: list[str], run: Callable[[list[str]], int
     return results[-1] if results[-1] in _STOPPED else max(results)
 
 
-def _combinations(overrides: list[str], config_dir: str | None) -> list[tuple[list[str], list[str]]]:
+def _combine(overrides: list[str], config_dir: str | None) -> list[tuple[list[str], list[str]]]:
     """Return the overrides of each job, and those among them that are swept over."""
     choices: dict[str, list[str]] = {}
     swept: set[str] = set()
@@ -127,28 +122,28 @@ def _combinations(overrides: list[str], config_dir: str | None) -> list[tuple[li
         finally:
             random.setstate(state)
     jobs = [list(job) for job in itertools.product(*choices.values())]
-    return [(job, [each for key, each in zip(choices, job, strict=True) if key in swept]) for job in jobs]
+    return [(job, [override for key, override in zip(choices, job, strict=True) if key in swept]) for job in jobs]
 
 
-def _directory_name(swept: list[str]) -> str:
+def _name_directory(swept: list[str]) -> str:
     """Return the name of a job's directory: its swept overrides.
 
-    A value that is no name as it is, such as a template, is given by its words and a digest.
+    A value that cannot be part of a name, such as a template, is replaced by its words and a digest.
     """
-    given = ",".join(override.lstrip("+") for override in swept)
-    name = ",".join(_readable(override.lstrip("+")) for override in swept)
-    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{_short_digest(given)}"
+    overrides = [override.lstrip("+") for override in swept]
+    name = ",".join(map(_shorten_value, overrides))
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{_hash(','.join(overrides))}"
 
 
-def _readable(override: str) -> str:
+def _shorten_value(override: str) -> str:
     key, _, value = override.partition("=")
     if re.fullmatch(r"[\w.,=+@%-]*", value):
         return override
     words = re.sub(r"[^\w.]+", "-", value.replace("\\n", " ")).strip("-.")[:_LONGEST_WORDS].rstrip("-.")
-    return f"{key}={words}-{_short_digest(value)}" if words else f"{key}={_short_digest(value)}"
+    return f"{key}={words}-{_hash(value)}" if words else f"{key}={_hash(value)}"
 
 
-def _short_digest(text: str) -> str:
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -157,7 +152,7 @@ def _start(run: Callable[[list[str]], int], arguments: list[str], number: int) -
     context.set_forkserver_preload(["rl_megatron.runs.run"])
     environment = {**os.environ, JOB: f"job-{number}"}
     if "RANK" in environment:
-        environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store exists already: see _shared_store
+        environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store exists already: see _open_store
     process = context.Process(target=_run_in_process, args=(run, arguments, environment))
     process.start()
     return process
@@ -169,34 +164,34 @@ def _run_in_process(run: Callable[[list[str]], int], arguments: list[str], envir
     sys.exit(run(arguments))
 
 
-def _shared_store() -> Any:
-    """Return the store in which the ranks meet: the launcher's or, without one, one that rank 0 opens. Or None."""
+def _open_store() -> Any:
+    """Return the store in which the ranks meet: the launcher's, or else one that rank 0 opens; None without ranks."""
     if "RANK" not in os.environ:
         return None
     import torch.distributed as dist  # slow to import
 
-    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_master = log.is_main_rank() and not of_launcher
+    is_master = log.is_main_rank() and not launcher_has_store
     tcp_store = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented, not re-exported
     store = tcp_store(address, port, is_master=is_master, wait_for_workers=False)
-    if not of_launcher:
+    if not launcher_has_store:
         return store
     timeout = timedelta(minutes=TIMEOUT_MINUTES)
-    return store_of_attempt(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
+    return open_attempt_store(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
 
 
-def _status(process: BaseProcess, number: int, store: Any) -> int:
+def _wait_for_job(process: BaseProcess, number: int, store: Any) -> int:
     """Wait for the end of a job on all ranks, and return its exit status, which is 1 if a rank was killed.
 
-    Meanwhile the job gets the stop signals that this process gets.
+    Meanwhile this process forwards stop signals to the job.
     """
 
-    def send_on(signum: int, frame: FrameType | None) -> None:
+    def forward(signum: int, frame: FrameType | None) -> None:
         if process.pid is not None and process.is_alive():
             os.kill(process.pid, signum)
 
-    before = {each: signal.signal(each, send_on) for each in SIGNALS}
+    handlers = {signum: signal.signal(signum, forward) for signum in SIGNALS}
     deadline, failed = None, f"sweep/{number}/failed"
     try:
         while process.is_alive():
@@ -208,16 +203,16 @@ def _status(process: BaseProcess, number: int, store: Any) -> int:
         status = process.exitcode or 0
         if status < 0:
             status = 128 - status if -status in SIGNALS else 1
-        return status if store is None else _status_of_all(status, number, store)
+        return status if store is None else _wait_for_all_statuses(status, number, store)
     finally:
         process.terminate()
         process.join()
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
 
-def _status_of_all(status: int, number: int, store: Any) -> int:
-    """Return the highest exit status of a job's ranks, once all have ended."""
+def _wait_for_all_statuses(status: int, number: int, store: Any) -> int:
+    """Wait until all ranks of a job have ended, and return the highest exit status."""
     failed, ended = f"sweep/{number}/failed", f"sweep/{number}/ended"
     if status:
         store.set(failed, str(status))
@@ -227,7 +222,7 @@ def _status_of_all(status: int, number: int, store: Any) -> int:
 
 
 def _leave(store: Any) -> None:
-    """Let the other ranks know that this one no longer uses the store. Rank 0 may own it, and leaves last."""
+    """Report to the other ranks that this one no longer uses the store. Rank 0 may own it, and leaves last."""
     store.add("sweep/left", 1)
     if log.is_main_rank():
         _wait_for_all("sweep/left", store)
@@ -240,12 +235,12 @@ def _wait_for_all(counter: str, store: Any) -> None:
 
 def _report(jobs: list[Job], results: list[int]) -> None:
     """Print the result of each job, with directories that can be copied."""
-    said = ["complete" if status == 0 else f"failed with status {status}" for status in results]
+    states = ["complete" if status == 0 else f"failed with status {status}" for status in results]
     if results[-1] in _STOPPED:
-        said[-1] = "ended early"
-    said += ["not begun"] * (len(jobs) - len(said))
-    width = max(map(len, said))
-    lines = (f"  {result:{width}}  {job.config.output_dir}" for job, result in zip(jobs, said, strict=True))
+        states[-1] = "ended early"
+    states += ["not begun"] * (len(jobs) - len(states))
+    width = max(map(len, states))
+    lines = (f"  {state:{width}}  {job.config.output_dir}" for job, state in zip(jobs, states, strict=True))
     print(f"Sweep of {len(jobs)} jobs:", *lines, sep="\n", flush=True)
     complete = [job.config.output_dir for job, status in zip(jobs, results, strict=False) if status == 0]
     if complete:

@@ -20,7 +20,7 @@ from rl_megatron.data.readers import Lines
 from rl_megatron.data.records import Joined, Reader, Record, Renamed
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.log import tracked
+from rl_megatron.log import track
 
 IDS = "prompt_ids"  # the field of a record that holds a prompt as token ids
 # The keys of a data section that say how records become prompts.
@@ -126,7 +126,7 @@ def _read_prompts(
     records, renderer = reader.all(), Renderer(data, tokenizer)
     prompts = [
         _prompt(number, record, renderer, tokenizer)
-        for number, record in enumerate(tracked(records, "tokenized prompts", len(records)))
+        for number, record in enumerate(track(records, "tokenized prompts", len(records)))
     ]
     limit = Limit(
         max_sequence_length - max_new_tokens,

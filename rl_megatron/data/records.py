@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_megatron.log import tracked
+from rl_megatron.log import track
 
 Position = tuple[int, ...]  # where reading continues; its numbers mean something to its reader only
 
@@ -78,7 +78,7 @@ class Reader(ABC):
         Raises:
             ValueError: There is no record, or one cannot be read.
         """
-        records = [record for record, _ in tracked(self.read(), f"records read from {self.name}")]
+        records = [record for record, _ in track(self.read(), f"records read from {self.name}")]
         if not records:
             raise ValueError(self.nothing)
         return records

@@ -29,7 +29,7 @@ from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tasks.task import TaskRecord
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.log import tracked
+from rl_megatron.log import track
 
 OFF = "off"  # the value of data.cache_dir that keeps nothing
 _FORMAT = 4
@@ -69,7 +69,7 @@ def encoded_documents(documents: Sequence[str], tokenizer: Tokenizer, cache_dir:
     def encode() -> _Tokens:
         parts = [
             np.asarray([tokenizer.eos_id, *tokenizer.encode(document)], np.int32)
-            for document in tracked(documents, "tokenized documents", len(documents))
+            for document in track(documents, "tokenized documents", len(documents))
         ]
         ids = np.concatenate(parts)
         return _Tokens(ids, np.zeros(0, np.uint8), np.cumsum([len(part) for part in parts]))
@@ -165,7 +165,7 @@ def _encoded(
     key = _digest([[kind, *_of_tokenizer(renderer.tokenizer), *_of_rendering(renderer)], *texts])
 
     def tokens() -> _Tokens:
-        sequences = [one for record in tracked(records, "tokenized records", len(records)) for one in encode(record)]
+        sequences = [one for record in track(records, "tokenized records", len(records)) for one in encode(record)]
         ids = np.concatenate([np.asarray(one.ids, np.int32) for one in sequences])
         trained = np.array(bytearray().join(one.trained for one in sequences), np.uint8)
         return _Tokens(ids, trained, np.cumsum([one.num_tokens for one in sequences]))

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -14,32 +13,30 @@ from rl_megatron import log
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.doctor.devices import check_devices, read_gpus
 from rl_megatron.doctor.experiment import check_files, check_layout, check_servers, check_tokenizer
-from rl_megatron.doctor.findings import Finding, count
-from rl_megatron.doctor.installed import Installed
+from rl_megatron.doctor.findings import Finding, Transfer, count_state, print_json, print_report, summarize
 from rl_megatron.doctor.machine import check_limits_of_programs, check_ports, check_shared_memory
-from rl_megatron.doctor.report import print_json, print_report, summary
 from rl_megatron.doctor.storage import check_storage
-from rl_megatron.doctor.versions import check_apex, check_transformer_engine, check_triton, check_versions
-
-if TYPE_CHECKING:
-    from rl_megatron.doctor.communication import Transfer
+from rl_megatron.doctor.versions import (
+    Installed,
+    check_apex,
+    check_transformer_engine,
+    check_triton,
+    check_versions,
+)
 
 _WIDTH_IN_FILES = 120
 _COMPARED = ("rl-megatron", "torch", "megatron-core", "transformers", "transformer-engine", "triton", "numpy")
 
 
 def doctor(config: RunConfig | None, check_early: Callable[[RunConfig], None], as_json: bool = False) -> int:
-    """Print what is wrong with this machine, and return the exit status.
+    """Print the findings about this machine, and return the exit status: 1 if any node has a problem, and 0 otherwise.
 
     Under a launcher, the first rank of each node checks its machine, and all ranks check their communication.
 
     Args:
-        config: The run whose needs are checked, or None to check the machine alone.
+        config: The run whose needs are checked, or None to check only the machine.
         check_early: The checks of paths and files that every command makes before it imports torch.
         as_json: Whether to print JSON.
-
-    Returns:
-        0 if there is no problem, on any node, and 1 otherwise.
     """
     is_first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
     findings = check_node(config, check_early) if is_first_of_node else []
@@ -52,10 +49,10 @@ def doctor(config: RunConfig | None, check_early: Callable[[RunConfig], None], a
         else:
             width = None if sys.stdout.isatty() else _WIDTH_IN_FILES
             print_report(findings, transfers, Console(width=width, highlight=False))
-    problems = count(findings, "problem")
-    if problems and "WORLD_SIZE" in os.environ:  # the launcher says nothing else then
-        apart = next((found.message for found in findings if found.check == "communication" and not transfers), None)
-        log.error(f"doctor: {apart or summary(findings)}", on_every_node=apart is not None)
+    problems = count_state(findings, "problem")
+    if problems and "WORLD_SIZE" in os.environ:  # the launcher reports nothing else then
+        failed = [finding.message for finding in findings if finding.check == "communication" and not transfers]
+        log.error(f"doctor: {failed[0] if failed else summarize(findings)}", on_every_node=bool(failed))
     return 1 if problems else 0
 
 
@@ -84,20 +81,20 @@ def check_node(config: RunConfig | None, check_early: Callable[[RunConfig], None
 
 
 def _check_ranks(
-    config: RunConfig | None, own: list[Finding], is_first_of_node: bool
+    config: RunConfig | None, findings: list[Finding], is_first_of_node: bool
 ) -> tuple[list[Finding], list[Transfer]]:
     """Return the findings of all nodes and of the communication between all ranks."""
     import torch.distributed as dist
 
-    from rl_megatron.doctor.communication import gather, join, judge, time_transfers
+    from rl_megatron.doctor.communication import gather_findings, join_ranks, judge_transfers, time_transfers
 
-    device, failures = join("auto" if config is None else config.first.device)
+    device, problems = join_ranks("auto" if config is None else config.first.device)
     if device is None:
-        return own + failures, []
+        return findings + problems, []
     installed = Installed()
-    versions = {name: installed.version(name) for name in _COMPARED} if is_first_of_node else {}
-    findings, differences = gather(own, versions)
+    versions = {name: installed.find_version(name) for name in _COMPARED} if is_first_of_node else {}
+    findings, differences = gather_findings(findings, versions)
     transfers = time_transfers(device)
-    findings += differences + judge(transfers, dist.get_backend(), dist.get_world_size())
+    findings += differences + judge_transfers(transfers, dist.get_backend(), dist.get_world_size())
     dist.destroy_process_group()
     return findings, transfers

@@ -6,13 +6,13 @@ import json
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.doctor.findings import Finding, ok, problem, refusal, warning
+from rl_megatron.doctor.findings import Finding, Transfer, ok, problem, refusal, warning
 from rl_megatron.topology.device import start_device
 from rl_megatron.topology.ranks import Ranks
 
@@ -21,91 +21,74 @@ _TIMEOUT_MINUTES = 2.0
 _SIZES = (8, 64 << 10, 1 << 20, 16 << 20)  # bytes
 _LARGE_SIZES = (256 << 20,)  # on GPUs
 _FEW, _MANY = 5, 20  # repetitions of large and small messages
-_SLOW_NCCL = 1e9  # bytes a second, which TCP reaches too
+_SLOW_NCCL = 1e9  # bytes a second, which TCP also reaches
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """An all-reduce of one size over all ranks.
-
-    Attributes:
-        size: The bytes of each rank's message.
-        seconds: The mean time.
-        bandwidth: Bytes that each rank sends and receives in a second (the bus bandwidth).
-    """
-
-    size: int
-    seconds: float
-    bandwidth: float
-
-
-def join(device: str, timeout_minutes: float = _TIMEOUT_MINUTES) -> tuple[torch.device | None, list[Finding]]:
-    """Join the process group as a run does, and return the rank's device, or what is wrong."""
+def join_ranks(device: str, timeout_minutes: float = _TIMEOUT_MINUTES) -> tuple[torch.device | None, list[Finding]]:
+    """Join the process group as a run does, and return the rank's device, or None and the problem."""
     try:
-        found = start_device(device, timeout_minutes)
-        probe = torch.ones(1, device=found)
+        torch_device = start_device(device, timeout_minutes)
+        probe = torch.ones(1, device=torch_device)
         dist.all_reduce(probe)
     except ConfigError as error:
         return None, [refusal(_CHECK, error)]
-    except RuntimeError as error:  # torch raises no narrower one for addresses, interfaces and timeouts
+    except RuntimeError as error:  # torch raises it for addresses, interfaces and timeouts alike
         remedy = (
             "check MASTER_ADDR, firewalls between the nodes, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; "
             "NCCL_DEBUG=INFO says more"
         )
-        lines = str(error).split("\n")
-        message = f"the ranks of {socket.gethostname()} do not reach the others: {lines[0]}"
+        reason = str(error).split("\n")[0]
+        message = f"the ranks of {socket.gethostname()} do not reach the others: {reason}"
         return None, [problem(_CHECK, message, remedy)]
     if probe.item() != dist.get_world_size():
         message = f"a sum of ones over {dist.get_world_size()} ranks is {probe.item():g}"
         return None, [problem(_CHECK, message, "set NCCL_P2P_DISABLE=1 to find out whether a link is broken")]
-    return found, []
+    return torch_device, []
 
 
 def time_transfers(device: torch.device) -> list[Transfer]:
     """Return the times of all-reduces of several sizes. Collective."""
-    return [_transfer(size, device) for size in _SIZES + (_LARGE_SIZES if device.type == "cuda" else ())]
+    return [_time_transfer(size, device) for size in _SIZES + (_LARGE_SIZES if device.type == "cuda" else ())]
 
 
-def _transfer(size: int, device: torch.device) -> Transfer:
+def _time_transfer(size: int, device: torch.device) -> Transfer:
     x, repetitions = torch.zeros(size // 4, device=device), _MANY if size <= 1 << 20 else _FEW
     dist.all_reduce(x)
-    _wait(device)
+    _synchronize(device)
     began = time.perf_counter()
     for _ in range(repetitions):
         dist.all_reduce(x)
-    _wait(device)
+    _synchronize(device)
     seconds, ranks = (time.perf_counter() - began) / repetitions, dist.get_world_size()
     return Transfer(size, seconds, 2 * (ranks - 1) / ranks * size / seconds)
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def judge(transfers: Sequence[Transfer], backend: str, ranks: int) -> list[Finding]:
-    """Return whether the transfers are as fast as the network of a cluster should be."""
+def judge_transfers(transfers: Sequence[Transfer], backend: str, ranks: int) -> list[Finding]:
+    """Check that the transfers are as fast as the network of a cluster should be."""
     fastest = max(transfer.bandwidth for transfer in transfers)
-    said = f"{ranks} ranks meet over {backend}; {transfers[0].seconds * 1e6:,.0f} µs, up to {fastest / 1e9:,.2f} GB/s"
+    message = (
+        f"{ranks} ranks meet over {backend}; {transfers[0].seconds * 1e6:,.0f} µs, up to {fastest / 1e9:,.2f} GB/s"
+    )
     if backend == "nccl" and fastest < _SLOW_NCCL:
         remedy = "NCCL probably uses TCP: look for NET/IB or NVLink in NCCL_DEBUG=INFO, and set NCCL_IB_HCA"
-        return [warning(_CHECK, said, remedy)]
-    return [ok(_CHECK, said)]
+        return [warning(_CHECK, message, remedy)]
+    return [ok(_CHECK, message)]
 
 
 def compare_nodes(versions: Sequence[tuple[str, dict[str, str | None]]]) -> list[Finding]:
-    """Return the versions that differ between nodes.
-
-    Args:
-        versions: For each node, its name and the versions of what it has installed.
-    """
-    first, of_first = versions[0]
+    """Report the versions that differ between nodes; `versions` has each node's name and its versions."""
+    first, first_versions = versions[0]
     findings = []
-    for host, of_host in versions[1:]:
+    for host, host_versions in versions[1:]:
         differing = [
-            f"{name} {of_host.get(name)} instead of {version}"
-            for name, version in of_first.items()
-            if of_host.get(name) != version
+            f"{name} {host_versions.get(name)} instead of {version}"
+            for name, version in first_versions.items()
+            if host_versions.get(name) != version
         ]
         if differing:
             remedy = "install the same environment on all nodes, or use one that they share"
@@ -113,17 +96,19 @@ def compare_nodes(versions: Sequence[tuple[str, dict[str, str | None]]]) -> list
     return findings
 
 
-def gather(findings: Sequence[Finding], versions: dict[str, str | None]) -> tuple[list[Finding], list[Finding]]:
+def gather_findings(
+    findings: Sequence[Finding], versions: dict[str, str | None]
+) -> tuple[list[Finding], list[Finding]]:
     """Return the findings of all nodes, with the nodes' names, and how the nodes differ. Collective.
 
-    Args:
-        findings: This rank's findings; empty on all but the first rank of a node.
-        versions: The versions on this node; empty on all but the first rank of a node.
+    `findings` and `versions`, which are this node's, are empty on all but the first rank of the node.
     """
-    own = json.dumps([socket.gethostname(), [asdict(finding) for finding in findings], versions])
-    answers = [json.loads(text) for text in Ranks.detect().gather(own)]
-    several = sum(bool(of_node) for _, _, of_node in answers) > 1
-    everywhere = [
-        Finding(**{**finding, "host": host if several else ""}) for host, found, _ in answers for finding in found
+    answer = json.dumps([socket.gethostname(), [asdict(finding) for finding in findings], versions])
+    answers = [json.loads(text) for text in Ranks.detect().gather(answer)]
+    nodes = [(host, node_versions) for host, _, node_versions in answers if node_versions]
+    all_findings = [
+        Finding(**finding | {"host": host if len(nodes) > 1 else ""})
+        for host, node_findings, _ in answers
+        for finding in node_findings
     ]
-    return everywhere, compare_nodes([(host, of_node) for host, _, of_node in answers if of_node])
+    return all_findings, compare_nodes(nodes)

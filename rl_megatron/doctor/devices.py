@@ -10,24 +10,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rl_megatron.doctor.findings import Finding, ok, problem, warning
-from rl_megatron.doctor.installed import Installed
+from rl_megatron.doctor.versions import Installed
 
 _SECONDS = 30
 _CHECK = "devices"
-_USED_SHARE = 0.1  # of a GPU's memory, from which on another process is worth a warning
+_USED_SHARE = 0.1  # of a GPU's memory: if more is in use, a warning follows
 _CUDA_OF_DRIVER = re.compile(r"CUDA(?: UMD)? Version\s*:\s*(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """What `nvidia-smi` says about this machine.
+    """The GPUs of this machine, as `nvidia-smi` reports them.
 
     Attributes:
-        names: The GPUs' names.
         used: The share of each GPU's memory that is in use.
         driver: The driver's version.
         cuda: The newest CUDA version that the driver supports.
-        failure: Why `nvidia-smi` gave no answer, although it is installed.
+        failure: Why `nvidia-smi` gave no answer although it is installed, or None.
     """
 
     names: tuple[str, ...] = ()
@@ -53,17 +52,17 @@ def read_gpus() -> Gpus:
     if failed is not None:
         lines = (failed.stdout + failed.stderr).split("\n")
         return Gpus(failure=next((line.strip() for line in lines if line.strip()), f"status {failed.returncode}"))
-    listed = [[cell.strip() for cell in line.split(",")] for line in answers[0].stdout.splitlines() if line.strip()]
+    lines = [[cell.strip() for cell in line.split(",")] for line in answers[0].stdout.splitlines() if line.strip()]
     cuda = _CUDA_OF_DRIVER.search(answers[1].stdout)
     return Gpus(
-        tuple(line[0] for line in listed),
-        tuple(_share(line[1], line[2]) for line in listed),
-        listed[0][3] if listed else "",
+        tuple(line[0] for line in lines),
+        tuple(_compute_share(line[1], line[2]) for line in lines),
+        lines[0][3] if lines else "",
         (int(cuda[1]), int(cuda[2])) if cuda else None,
     )
 
 
-def _share(used: str, total: str) -> float:
+def _compute_share(used: str, total: str) -> float:
     """Return a share of memory; some GPUs report "[N/A]", which counts as nothing in use."""
     return float(used) / float(total) if used.isdigit() and total.isdigit() and float(total) else 0.0
 
@@ -71,13 +70,9 @@ def _share(used: str, total: str) -> float:
 def check_devices(
     gpus: Gpus, installed: Installed, device: str = "auto", environment: Mapping[str, str] = os.environ
 ) -> list[Finding]:
-    """Return whether the ranks of this node find the devices that they compute on.
+    """Check that the ranks of this node find the devices that they compute on; `device` is the key `device`.
 
-    Args:
-        gpus: The GPUs of the machine.
-        installed: The environment, for torch's build.
-        device: The key `device`.
-        environment: Variables; LOCAL_WORLD_SIZE, or otherwise NPROC_PER_NODE, is the number of ranks of this node.
+    LOCAL_WORLD_SIZE in `environment`, or otherwise NPROC_PER_NODE, is the number of ranks of this node.
     """
     if device == "cpu":
         return [ok(_CHECK, "device=cpu: ranks compute on the CPU")]
@@ -97,19 +92,19 @@ def check_devices(
 
 def _check_build(gpus: Gpus, installed: Installed) -> list[Finding]:
     """Compare torch's CUDA version with the driver's. Within a major version, an older driver is enough."""
-    if installed.module("torch") is None:
+    if installed.find_module("torch") is None:
         return []  # the versions report it
-    built = installed.cuda_of_torch()
-    if built is None:
+    cuda = installed.find_torch_cuda()
+    if cuda is None:
         remedy = "install a CUDA build of torch, as https://pytorch.org/get-started says, or set device=cpu"
-        message = f"{len(gpus.names)} GPU(s), but torch {installed.version('torch')} is a build for the CPU"
+        message = f"{len(gpus.names)} GPU(s), but torch {installed.find_version('torch')} is a build for the CPU"
         return [problem(_CHECK, message, remedy)]
-    if gpus.cuda is not None and gpus.cuda[0] < built[0]:
+    if gpus.cuda is not None and gpus.cuda[0] < cuda[0]:
         return [
             problem(
                 _CHECK,
                 f"driver {gpus.driver} supports CUDA up to {gpus.cuda[0]}.{gpus.cuda[1]}, and torch is built for CUDA "
-                f"{built[0]}.{built[1]}",
+                f"{cuda[0]}.{cuda[1]}",
                 f"update the driver, or install a build of torch for CUDA {gpus.cuda[0]}",
             )
         ]
@@ -119,14 +114,14 @@ def _check_build(gpus: Gpus, installed: Installed) -> list[Finding]:
 def _check_ranks(gpus: Gpus, environment: Mapping[str, str]) -> list[Finding]:
     text = environment.get("LOCAL_WORLD_SIZE") or environment.get("NPROC_PER_NODE") or "1"
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    there = len(gpus.names) if visible is None else len([name for name in visible.split(",") if name.strip()])
-    if not text.isdigit() or int(text) <= there:
+    num_gpus = len(gpus.names) if visible is None else len([name for name in visible.split(",") if name.strip()])
+    if not text.isdigit() or int(text) <= num_gpus:
         return []
-    seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    note = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     return [
         problem(
             _CHECK,
-            f"{text} ranks on this node, and {there} GPU(s){seen}",
+            f"{text} ranks on this node, and {num_gpus} GPU(s){note}",
             "start at most as many ranks on a node as it has GPUs (NPROC_PER_NODE), or set device=cpu",
         )
     ]

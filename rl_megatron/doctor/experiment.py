@@ -1,4 +1,4 @@
-"""Check what an experiment names: its files, its layout on these ranks, its tokenizer, and its servers' Python."""
+"""Check an experiment: its files, its layout on these ranks, its tokenizer, and its servers' Python."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rl_megatron.doctor.findings import Finding, ok, problem, refusal, warning
 from rl_megatron.runs.rerun import earlier_run
 from rl_megatron.topology.degrees import validate
 
-_SMALL_SHARE = 0.5  # of the embedding's rows: a tokenizer with fewer tokens is probably another model's
+_SMALL_SHARE = 0.5  # of the embedding's rows; a tokenizer with fewer tokens is probably another model's
 _SECONDS = 120
-# The version of a distribution and, for the plugin, whether this package is installed beside it.
+# Prints the version of a distribution and, for the plugin, that of this package.
 _PROGRAM = """
 import importlib.metadata as metadata
 for name in ({name!r}, "rl_megatron"):
@@ -33,12 +33,7 @@ _SERVERS = {
 
 
 def check_files(config: RunConfig, check_early: Callable[[RunConfig], None]) -> list[Finding]:
-    """Return whether the files that the experiment names exist and can be read.
-
-    Args:
-        config: The run.
-        check_early: The checks that every command makes before it imports torch.
-    """
+    """Check that the experiment's files can be read, by the checks that commands make before they import torch."""
     try:
         check_early(config)
     except ConfigError as error:
@@ -47,7 +42,7 @@ def check_files(config: RunConfig, check_early: Callable[[RunConfig], None]) -> 
 
 
 def check_layout(config: RunConfig, environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Return whether the parallel degrees fit the number of ranks, under a launcher."""
+    """Check that the parallel degrees fit the number of ranks, under a launcher."""
     if "WORLD_SIZE" not in environment:
         return []
     world_size = int(environment["WORLD_SIZE"])
@@ -59,7 +54,7 @@ def check_layout(config: RunConfig, environment: Mapping[str, str] = os.environ)
 
 
 def check_tokenizer(config: RunConfig) -> list[Finding]:
-    """Return whether the tokenizer loads, and whether the model's embedding fits its vocabulary."""
+    """Check that the tokenizer loads, and that the model's embedding fits its vocabulary."""
     stage = config.first
     try:
         tokenizer = known_tokenizer(stage, earlier_run(config))
@@ -83,22 +78,22 @@ def check_tokenizer(config: RunConfig) -> list[Finding]:
 
 
 def check_servers(config: RunConfig) -> list[Finding]:
-    """Return whether the Python of the servers that the run starts has a version that was tried."""
+    """Check that the Python of the servers that the run starts has a version that was tried."""
     findings = []
-    seen = set()
+    checked = set()
     for stage in config.stages.values():
         engine, generation = stage.generation.engine, stage.generation
         section = {"vllm": generation.vllm, "sglang": generation.sglang}.get(engine)
         if not stage.scores_completions or section is None or section.urls:
             continue
-        plugin = engine == "vllm" and generation.refit in ("collective", "shared_memory")
-        if (engine, section.python, plugin) not in seen:
-            seen.add((engine, section.python, plugin))
-            findings += _check_python_of(engine, section.python, f"{section.key}.python", plugin)
+        needs_plugin = engine == "vllm" and generation.refit in ("collective", "shared_memory")
+        if (engine, section.python, needs_plugin) not in checked:
+            checked.add((engine, section.python, needs_plugin))
+            findings += _check_python(engine, section.python, f"{section.key}.python", needs_plugin)
     return findings
 
 
-def _check_python_of(engine: str, python: str, key: str, needs_plugin: bool) -> list[Finding]:
+def _check_python(engine: str, python: str, key: str, needs_plugin: bool) -> list[Finding]:
     name, tried, remedy = _SERVERS[engine]
     program = _PROGRAM.format(name=engine)
     try:

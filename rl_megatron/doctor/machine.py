@@ -1,4 +1,4 @@
-"""Check what a node gives its processes: shared memory and ports."""
+"""Check the shared memory and the ports of a node, and its limits for programs of the model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rl_megatron.doctor.findings import Finding, ok, problem, warning
 from rl_megatron.workers.confinement import find_missing_limits
 
 SHARED_MEMORY = Path("/dev/shm")
-_LEAST_SHARED, _USUAL_SHARED = 256 << 20, 1 << 30  # docker's default, 64 MiB, is too small for NCCL
+_MIN_SHARED, _USUAL_SHARED = 256 << 20, 1 << 30  # docker's default, 64 MiB, is too small for NCCL
 _MORE_SHARED = (
     "docker run --ipc=host (or --shm-size=16g); in Kubernetes, mount an emptyDir with medium: Memory at /dev/shm"
 )
 
 
 def check_shared_memory(config: RunConfig | None = None, path: Path = SHARED_MEMORY) -> list[Finding]:
-    """Return whether shared memory is large enough for NCCL, and for weight syncs that go through it."""
+    """Check that shared memory is large enough for NCCL, and for weight syncs that use it."""
     if not path.is_dir():
         return [problem("shared memory", f"there is no {path}", f"mount a tmpfs at {path}")]
     free = shutil.disk_usage(path).free
@@ -35,17 +35,17 @@ def check_shared_memory(config: RunConfig | None = None, path: Path = SHARED_MEM
     ]
     largest, refit = max(buckets, default=(0, ""))
     needed = 2 * largest  # each side holds two buckets
-    if free < max(_LEAST_SHARED, needed):
-        why = f"generation.refit={refit} needs {_mib(needed)}" if needed > _LEAST_SHARED else "NCCL needs more"
-        remedy = _MORE_SHARED + ("; or lower generation.refit_bucket_mb" if needed > _LEAST_SHARED else "")
-        return [problem("shared memory", f"{path} has {_mib(free)} free, and {why}", remedy)]
+    if free < max(_MIN_SHARED, needed):
+        why = f"generation.refit={refit} needs {_format_mib(needed)}" if needed > _MIN_SHARED else "NCCL needs more"
+        remedy = _MORE_SHARED + ("; or lower generation.refit_bucket_mb" if needed > _MIN_SHARED else "")
+        return [problem("shared memory", f"{path} has {_format_mib(free)} free, and {why}", remedy)]
     if free < _USUAL_SHARED:
-        return [warning("shared memory", f"{path} has only {_mib(free)} free", _MORE_SHARED)]
-    return [ok("shared memory", f"{path} has {_mib(free)} free")]
+        return [warning("shared memory", f"{path} has only {_format_mib(free)} free", _MORE_SHARED)]
+    return [ok("shared memory", f"{path} has {_format_mib(free)} free")]
 
 
 def check_limits_of_programs(config: RunConfig | None = None) -> list[Finding]:
-    """Return what the system cannot keep programs of the model from, if the run has such programs."""
+    """Check that the system can limit what programs of the model do, if the run has such programs."""
     if config is None or not any(stage.runs_programs for stage in config.stages.values()):
         return []
     check, remedy = "programs of the model", "docs/security.md says what is open; run the whole job in a container"
@@ -53,16 +53,14 @@ def check_limits_of_programs(config: RunConfig | None = None) -> list[Finding]:
     return missing or [ok(check, "all limits can be set")]
 
 
-def _mib(size: float) -> str:
+def _format_mib(size: float) -> str:
     return f"{size / (1 << 20):,.0f} MiB" if size < 10 << 30 else f"{size / (1 << 30):,.0f} GiB"
 
 
 def check_ports(config: RunConfig | None = None, environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Return whether the ports are free that ranks and servers of this node will listen at.
+    """Check that the ports are free at which ranks and servers of this node will listen.
 
-    Args:
-        config: The run, or None.
-        environment: Variables. MASTER_PORT is checked only before a launcher has started ranks, which uses it.
+    MASTER_PORT is checked only if no launcher has started ranks, because a launcher uses it.
     """
     findings, checked = [], []
     port = environment.get("MASTER_PORT")
@@ -70,23 +68,23 @@ def check_ports(config: RunConfig | None = None, environment: Mapping[str, str] 
         if not port.isdigit() or not 0 < int(port) < 1 << 16:
             return [problem("ports", f"MASTER_PORT={port} is not a port", "set a number from 1 to 65535")]
         checked.append(int(port))
-        taken = _why_not(environment.get("MASTER_ADDR", "localhost"), int(port))
-        if taken is not None:
+        obstacle = _find_obstacle(environment.get("MASTER_ADDR", "localhost"), int(port))
+        if obstacle is not None:
             remedy = "set another MASTER_PORT, the same on all nodes, or end what uses it (ss -ltnp)"
-            findings.append(problem("ports", f"MASTER_PORT={port} cannot be used: {taken}", remedy))
-    for section in _server_sections(config):
-        for number in range(section.port or 0, (section.port or 0) + section.num_servers) if section.port else ():
+            findings.append(problem("ports", f"MASTER_PORT={port} cannot be used: {obstacle}", remedy))
+    for section in _list_server_sections(config):
+        for number in range(section.port, section.port + section.num_servers) if section.port else ():
             checked.append(number)
-            taken = _why_not(section.host, number)
-            if taken is not None:
-                message = f"{section.key}.port={section.port}: a server cannot listen at port {number}: {taken}"
+            obstacle = _find_obstacle(section.host, number)
+            if obstacle is not None:
+                message = f"{section.key}.port={section.port}: a server cannot listen at port {number}: {obstacle}"
                 findings.append(problem("ports", message, f"set {section.key}.port=null, which takes a free port"))
-    named = f"free: {', '.join(map(str, checked))}" if checked else "none is fixed; free ones are taken"
-    return findings or [ok("ports", named)]
+    message = f"free: {', '.join(map(str, checked))}" if checked else "none is fixed; free ones are taken"
+    return findings or [ok("ports", message)]
 
 
-def _server_sections(config: RunConfig | None) -> list[ServersConfig]:
-    """Return the settings of the servers that the run starts, each once."""
+def _list_server_sections(config: RunConfig | None) -> list[ServersConfig]:
+    """Return the different settings of the servers that the run starts."""
     sections: list[ServersConfig] = []
     for stage in () if config is None else config.stages.values():
         section = getattr(stage.generation, stage.generation.engine, None)
@@ -95,7 +93,7 @@ def _server_sections(config: RunConfig | None) -> list[ServersConfig]:
     return sections
 
 
-def _why_not(host: str, port: int) -> str | None:
+def _find_obstacle(host: str, port: int) -> str | None:
     """Return why this node cannot listen at an address, or None; the address of another node counts as free."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -15,42 +15,42 @@ from rl_megatron.doctor.findings import Finding, ok, problem, warning
 from rl_megatron.model.sharded_shape import ShardedShape, element_bytes, optimizer_bytes_per_element
 
 _CHECK = "storage"
-_WRITTEN = 32 << 20  # bytes of the file that is written to measure the speed
+_PROBE_BYTES = 32 << 20  # of the file that is written to measure the speed
 _BLOCK = 1 << 20
-_LONG_SAVE = 900.0  # seconds of one rank's writing, from which on a checkpoint is worth a warning
+_LONG_SAVE = 900.0  # seconds: if one rank writes a checkpoint for longer, a warning follows
 _GB = 1e9
 
 
-def checkpoint_bytes(stage: StageConfig) -> int:
-    """Return the size of a checkpoint: what is trained and its optimizer state, of the critic too if there is one."""
+def estimate_checkpoint_bytes(stage: StageConfig) -> int:
+    """Return the size of a checkpoint: trained weights and optimizer state of the policy and, if any, the critic."""
     shape = ShardedShape(stage.model, ParallelConfig(), 1, stage.tokenizer.vocab_size, lora=stage.peft)
     per_element = element_bytes(stage.precision) + optimizer_bytes_per_element(stage.precision)
     models = 2 if stage.algorithm.has_critic else 1
     return models * per_element * sum(shape.trained_elements(0))
 
 
-def export_bytes(stage: StageConfig) -> int:
-    """Return the size of the export of a checkpoint in the format of Hugging Face; 0 if there is none."""
+def estimate_export_bytes(stage: StageConfig) -> int:
+    """Return the size of a checkpoint's export in the format of Hugging Face; 0 if checkpoints are not exported."""
     if not stage.train.export_hf:
         return 0
     shape = ShardedShape(stage.model, ParallelConfig(), 1, stage.tokenizer.vocab_size, lora=stage.peft)
     return element_bytes(stage.precision) * sum(shape.trained_elements(0))
 
 
-def run_bytes(config: RunConfig) -> int:
-    """Return the space that checkpoints and exports need: those that are kept, and one that is being written."""
+def estimate_run_bytes(config: RunConfig) -> int:
+    """Return the space for the checkpoints and exports that are kept, and for one more that is being written."""
     total = largest = 0
     for stage in config.stages.values():
         train = stage.train
         saved = 1 + (train.steps - 1) // train.save_every if train.save_every else 1
         kept = min(saved, train.keep_checkpoints + (train.keep_best is not None))
-        size = checkpoint_bytes(stage) + export_bytes(stage)
+        size = estimate_checkpoint_bytes(stage) + estimate_export_bytes(stage)
         total, largest = total + kept * size, max(largest, size if saved > kept else 0)
     return total + largest
 
 
 def check_storage(output_dir: Path, config: RunConfig | None = None) -> list[Finding]:
-    """Return whether a run can keep its checkpoints in `output_dir`. It writes to a directory that it removes again."""
+    """Check that a run can keep its checkpoints in `output_dir`, by writing to a directory that is removed again."""
     home = output_dir.absolute()
     while not home.exists():
         home = home.parent
@@ -66,7 +66,7 @@ def check_storage(output_dir: Path, config: RunConfig | None = None) -> list[Fin
 
 
 def _check_files(scratch: Path) -> tuple[list[Finding], float]:
-    """Return what is wrong with renames and locks, and the bytes that are written in a second."""
+    """Return the findings about renames and locks, and the bytes that are written in a second."""
     findings, old, new = [], scratch / "step.incomplete", scratch / "step"
     old.mkdir()
     (old / "file").write_text("1")
@@ -75,10 +75,10 @@ def _check_files(scratch: Path) -> tuple[list[Finding], float]:
     try:
         old.rename(new)
         (scratch / "replacing").replace(scratch / "replaced")
-        whole = (new / "file").read_text() == (scratch / "replaced").read_text() == "1" and not old.exists()
+        is_atomic = (new / "file").read_text() == (scratch / "replaced").read_text() == "1" and not old.exists()
     except OSError:
-        whole = False
-    if not whole:
+        is_atomic = False
+    if not is_atomic:
         message = f"{scratch.parent} does not rename directories and replace files in one step, as checkpoints need"
         findings.append(problem(_CHECK, message, "set output_dir to a POSIX file system, not to an object store"))
     with (scratch / "lock").open("w") as file:
@@ -91,23 +91,23 @@ def _check_files(scratch: Path) -> tuple[list[Finding], float]:
             )
     block, began = os.urandom(_BLOCK), time.perf_counter()
     with (scratch / "speed").open("wb", buffering=0) as file:
-        for _ in range(_WRITTEN // _BLOCK):
+        for _ in range(_PROBE_BYTES // _BLOCK):
             file.write(block)
         os.fsync(file.fileno())
-    return findings, _WRITTEN / max(time.perf_counter() - began, 1e-9)
+    return findings, _PROBE_BYTES / max(time.perf_counter() - began, 1e-9)
 
 
 def _check_space(home: Path, config: RunConfig | None, speed: float) -> list[Finding]:
     free = shutil.disk_usage(home).free
-    said = f"{home} has {free / _GB:,.1f} GB free and writes {speed / 1e6:,.0f} MB/s from one process"
+    message = f"{home} has {free / _GB:,.1f} GB free and writes {speed / 1e6:,.0f} MB/s from one process"
     if config is None:
-        return [ok(_CHECK, said)]
-    needed, largest = run_bytes(config), max(map(checkpoint_bytes, config.stages.values()))
+        return [ok(_CHECK, message)]
+    needed, largest = estimate_run_bytes(config), max(map(estimate_checkpoint_bytes, config.stages.values()))
     if needed > free:
         message = f"{home} has {free / _GB:,.1f} GB free, and the run's checkpoints need {needed / _GB:,.1f} GB"
         return [problem(_CHECK, message, "free space, set another output_dir, or lower train.keep_checkpoints")]
     if largest / speed > _LONG_SAVE:
-        message = f"{said}: a checkpoint of {largest / _GB:,.1f} GB takes {largest / speed / 60:,.0f} min of writing"
+        message = f"{message}: a checkpoint of {largest / _GB:,.1f} GB takes {largest / speed / 60:,.0f} min of writing"
         remedy = "use a faster file system; several ranks may write faster than one"
         return [warning(_CHECK, message, remedy)]
-    return [ok(_CHECK, f"{said}; checkpoints need {needed / _GB:,.1f} GB")]
+    return [ok(_CHECK, f"{message}; checkpoints need {needed / _GB:,.1f} GB")]

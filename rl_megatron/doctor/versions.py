@@ -2,35 +2,83 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
+from importlib import machinery, metadata
+from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from rl_megatron.doctor.findings import Finding, ok, problem, warning
-from rl_megatron.doctor.installed import Installed
 
-# Distributions whose own requirements are compared with what is installed.
+# Distributions whose requirements are compared with what is installed.
 _COMPARED = ("torch", "megatron-core", "transformers", "numpy", "tokenizers")
 _LAST_FOR_311 = Version("0.16.1")  # the last megatron-core for Python 3.11
 _TRIED = {(3, 11): "0.16.1", (3, 12): "0.19.2"}  # constraints.txt: the megatron-core that a Python was tried with
 _OLDEST_TRANSFORMER_ENGINE = Version("2.0")
 _OLDEST_TRITON = Version("3.2")
 _INSTALL = "scripts/install.sh installs the versions of constraints.txt"
+_CUDA_OF_TORCH = re.compile(r"^cuda\b.*=\s*['\"](\d+)\.(\d+)", re.MULTILINE)  # in torch/version.py
+
+
+class Installed:
+    """The distributions and modules in directories such as those of `sys.path`, found without importing any of them.
+
+    Without `path`, they are those of `sys.path`.
+    """
+
+    def __init__(self, path: Sequence[str] | None = None):
+        self._path = None if path is None else list(path)
+
+    def find_version(self, name: str) -> str | None:
+        """Return the version of a distribution, or None if it is not installed."""
+        distribution = self._find_distribution(name)
+        return None if distribution is None else distribution.version
+
+    def list_requirements(self, name: str) -> list[Requirement]:
+        """Return the requirements of a distribution in this environment, without those of its extras."""
+        distribution = self._find_distribution(name)
+        texts = (distribution.requires or []) if distribution is not None else []
+        requirements = [Requirement(text) for text in texts]
+        return [needed for needed in requirements if needed.marker is None or needed.marker.evaluate({"extra": ""})]
+
+    def find_module(self, name: str) -> Path | None:
+        """Return the directory of a package, or the file of a module, at the top level; None if there is none."""
+        spec = machinery.PathFinder.find_spec(name, self._path)
+        if spec is None:
+            return None
+        directories = list(spec.submodule_search_locations or [])
+        return Path(directories[0]) if directories else Path(spec.origin) if spec.origin else None
+
+    def find_torch_cuda(self) -> tuple[int, int] | None:
+        """Return the CUDA version that torch was built for, or None for a CPU build or without torch."""
+        torch = self.find_module("torch")
+        if torch is None or not (torch / "version.py").is_file():
+            return None
+        match = _CUDA_OF_TORCH.search((torch / "version.py").read_text("utf-8"))
+        return None if match is None else (int(match[1]), int(match[2]))
+
+    def _find_distribution(self, name: str) -> metadata.Distribution | None:
+        if self._path is None:
+            return next(iter(metadata.distributions(name=name)), None)
+        return next(iter(metadata.distributions(name=name, path=self._path)), None)
 
 
 def check_versions(installed: Installed, python: tuple[int, int] | None = None) -> list[Finding]:
-    """Return what is wrong with the versions of this package's requirements and of theirs."""
+    """Compare the versions of this package's requirements, and of their requirements, with what is installed."""
     python = python or (sys.version_info.major, sys.version_info.minor)
-    found = [*_check_python(installed, python), *_check_ranges(installed), *_check_requirements(installed)]
-    if found:
-        return found
+    findings = [*_check_python(installed, python), *_check_ranges(installed), *_check_requirements(installed)]
+    if findings:
+        return findings
     names = ("torch", "megatron-core", "transformers", "numpy")
-    listed = ", ".join(f"{name} {installed.version(name)}" for name in names)
+    listed = ", ".join(f"{name} {installed.find_version(name)}" for name in names)
     return [ok("versions", f"Python {python[0]}.{python[1]}, {listed}")]
 
 
 def _check_python(installed: Installed, python: tuple[int, int]) -> list[Finding]:
-    text = installed.version("megatron-core")
+    text = installed.find_version("megatron-core")
     name = f"Python {python[0]}.{python[1]}"
     if python < (3, 11):
         return [
@@ -61,7 +109,7 @@ def _check_python(installed: Installed, python: tuple[int, int]) -> list[Finding
 
 def _check_ranges(installed: Installed) -> list[Finding]:
     """Compare what is installed with the ranges of setup.py."""
-    if installed.version("rl-megatron") is None:
+    if installed.find_version("rl-megatron") is None:
         return [
             warning(
                 "versions",
@@ -70,8 +118,8 @@ def _check_ranges(installed: Installed) -> list[Finding]:
             )
         ]
     findings = []
-    for needed in installed.requirements("rl-megatron"):
-        version = installed.version(needed.name)
+    for needed in installed.list_requirements("rl-megatron"):
+        version = installed.find_version(needed.name)
         if version is None:
             findings.append(problem("versions", f"{needed.name} is not installed ({needed} is needed)", _INSTALL))
         elif not needed.specifier.contains(version, prereleases=True):
@@ -86,18 +134,18 @@ def _check_ranges(installed: Installed) -> list[Finding]:
 
 
 def _check_requirements(installed: Installed) -> list[Finding]:
-    """Compare what is installed with the ranges that the most important packages state."""
+    """Compare what is installed with the ranges that the most important packages require."""
     findings = []
     for name in _COMPARED:
-        for needed in installed.requirements(name):
-            version = installed.version(needed.name)
-            # A package without its requirements may be on purpose: NVIDIA's image builds torch without metadata.
+        for needed in installed.list_requirements(name):
+            version = installed.find_version(needed.name)
+            # A missing requirement may be on purpose: NVIDIA's image builds torch without metadata.
             if version is not None and not needed.specifier.contains(version, prereleases=True):
                 findings.append(
                     problem(
                         "versions",
-                        f"{name} {installed.version(name)} needs {needed.name}{needed.specifier}, and {version} is "
-                        "installed",
+                        f"{name} {installed.find_version(name)} needs {needed.name}{needed.specifier}, and {version} "
+                        "is installed",
                         f'pip install "{needed.name}{needed.specifier}"',
                     )
                 )
@@ -105,20 +153,24 @@ def _check_requirements(installed: Installed) -> list[Finding]:
 
 
 def check_transformer_engine(installed: Installed, has_gpu: bool) -> list[Finding]:
-    """Return whether Transformer Engine is there, is whole and fits torch's CUDA version."""
+    """Check that Transformer Engine is installed completely and fits torch's CUDA version."""
     name, extra = "Transformer Engine", "pip install --no-build-isolation 'transformer-engine[pytorch]'"
-    version = installed.version("transformer-engine")
+    version = installed.find_version("transformer-engine")
     if version is None:
         if not has_gpu:
             return [ok(name, "not installed; it needs a GPU")]
         return [warning(name, "not installed, so that layers use the slower portable torch modules", extra)]
     if Version(version) < _OLDEST_TRANSFORMER_ENGINE:
         return [problem(name, f"{version} is older than {_OLDEST_TRANSFORMER_ENGINE}", f"{extra} --upgrade")]
-    if installed.module("transformer_engine_torch") is None:
+    if installed.find_module("transformer_engine_torch") is None:
         return [problem(name, f"{version} has no module transformer_engine_torch, its part for torch", extra)]
-    cuda = installed.cuda_of_torch()
+    cuda = installed.find_torch_cuda()
     for major in (11, 12, 13, 14):
-        if installed.version(f"transformer-engine-cu{major}") is not None and cuda is not None and cuda[0] != major:
+        if (
+            installed.find_version(f"transformer-engine-cu{major}") is not None
+            and cuda is not None
+            and cuda[0] != major
+        ):
             return [
                 problem(
                     name,
@@ -130,21 +182,21 @@ def check_transformer_engine(installed: Installed, has_gpu: bool) -> list[Findin
 
 
 def check_apex(installed: Installed) -> list[Finding]:
-    """Return whether the installed `apex` is NVIDIA's, and not the unrelated package of the index."""
-    version, module = installed.version("apex"), installed.module("apex")
+    """Check that the installed `apex` is NVIDIA's, and not the unrelated package of the same name."""
+    version, module = installed.find_version("apex"), installed.find_module("apex")
     if version is None and module is None:
         return [ok("Apex", "not installed; it is optional")]
     if module is None or not (module / "multi_tensor_apply").is_dir():
-        which = version or f"in {module}"
-        message = f"the installed apex {which} is not NVIDIA's; PyPI's apex is an unrelated package"
+        name = version or f"in {module}"
+        message = f"the installed apex {name} is not NVIDIA's; PyPI's apex is an unrelated package"
         return [problem("Apex", message, "pip uninstall apex; NVIDIA's comes with its PyTorch container image")]
     return [ok("Apex", f"NVIDIA's {version or ''}".rstrip())]
 
 
 def check_triton(installed: Installed, has_gpu: bool) -> list[Finding]:
-    """Return whether Triton is there for the GPU kernels, and not too old."""
-    version = installed.version("triton")
-    if version is None and installed.module("triton") is None:
+    """Check that Triton is installed for the GPU kernels, and is not too old."""
+    version = installed.find_version("triton")
+    if version is None and installed.find_module("triton") is None:
         if not has_gpu:
             return [ok("Triton", "not installed; its kernels need a GPU")]
         remedy = "install the triton that torch's CUDA build names: pip install --force-reinstall torch"

@@ -32,7 +32,7 @@ class DecodingProgress:
         `shares` returns the sum of the shares of their possible tokens that the running ones have.
         """
         if self._clock() >= self._next:
-            self._report(int(ended + shares()) if log.is_watched() else ended, f"{running} running")
+            self._report(int(ended + shares()) if log.has_watcher() else ended, f"{running} running")
             self._next = self._clock() + _SECONDS_BETWEEN
 
     def finish_batch(self, sequences: int) -> None:

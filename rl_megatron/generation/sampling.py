@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.logprobs.sampling_filter import SamplingFilter, filter_thresholds
 from rl_megatron.logprobs.vocab_parallel import VocabShard
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 
 _BLOCK = 64  # columns that are summed in fp32
 
@@ -48,7 +48,7 @@ def sample(
     scores = scores - peak[:, None]  # logits relative to the best one, ≤ 0
     weights = scores.exp()
     blocks = _sum_blocks(weights)
-    total = from_all_ranks(blocks.sum(-1), tp_group).sum(0)
+    total = gather_from_ranks(blocks.sum(-1), tp_group).sum(0)
 
     if sampling.temperature == 0:
         chosen = _choose_best(scores, start, tp_group)
@@ -102,7 +102,7 @@ def _invert(weights: Tensor, blocks: Tensor, uniforms: Tensor, start: int, group
         group: The ranks that share the vocabulary.
     """
     cumulated = blocks.cumsum(-1)
-    masses = from_all_ranks(cumulated[:, -1].contiguous(), group)  # [tp, B]
+    masses = gather_from_ranks(cumulated[:, -1].contiguous(), group)  # [tp, B]
     edges = masses.cumsum(0)
     target = uniforms * edges[-1]
     # Rounding can put the target on the last edge: the last rank that has mass owns it then.

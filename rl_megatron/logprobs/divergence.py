@@ -21,7 +21,7 @@ from rl_megatron.logprobs.divergence_rows import (
 )
 from rl_megatron.logprobs.flatten import from_rows, may_be_overwritten, memory_order, to_rows
 from rl_megatron.logprobs.vocab_parallel import VocabShard, check, saved
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 
 
 def vocab_parallel_soft_cross_entropy(
@@ -222,4 +222,4 @@ class _Divergence(torch.autograd.Function):
 
 def _all_shards(stats: Float[Tensor, "rows 5"], shard: VocabShard) -> Float[Tensor, "tp rows 5"]:
     """Return every rank's statistics, in rank order, with one all-gather."""
-    return from_all_ranks(stats, shard.group)
+    return gather_from_ranks(stats, shard.group)

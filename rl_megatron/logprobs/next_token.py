@@ -24,7 +24,7 @@ class Sharding:
         tp_group: The last dimension is cut over these ranks; None: it is whole.
         cp_group: Sequences are cut zigzag over these ranks; None: they are whole.
         valid_vocab_size: Ids from here on are padding; None: no id is.
-        cu_seqlens: [B+1], the cumulative lengths of sequences that are packed in one row (see `TokenLayout.packed`).
+        cu_seqlens: [B+1], the cumulative lengths of sequences that are packed in one row (see `TokenLayout.from_pack`).
             None: each sequence has its own row.
         cu_seqlens_padded: [B+1], where the sequences start in the packed row; None: they are not padded.
         most_counted: How many tokens of a sequence-parallel rank count in the batch's token_mask·sample_mask, at the
@@ -52,10 +52,10 @@ class Sharding:
                     f"scores or logits {tuple(output.shape)} do not fit input_ids {tuple(batch)}: expected "
                     f"[{batch[0]}, ≥ {batch[1]} / {cp_size}, …] with {cp_size} context parallel rank(s)"
                 )
-            return TokenLayout.padded(batch, length, self.cp_group, output.device)
+            return TokenLayout.from_padded_batch(batch, length, self.cp_group, output.device)
         padded = self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
         _check_packing(output, batch, self.cu_seqlens, padded, cp_size)
-        return TokenLayout.packed(
+        return TokenLayout.from_pack(
             self.cu_seqlens.to(output.device), padded.to(output.device), batch[1], length, self.cp_group
         )
 

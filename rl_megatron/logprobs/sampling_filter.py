@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_megatron.logprobs.kernels.tiles import row_blocks
 from rl_megatron.logprobs.threshold_search import COPIES, largest_threshold
 from rl_megatron.logprobs.vocab_parallel import VocabShard
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 
 Outside = Literal["minus_infinity", "keep", "ignore"]
 
@@ -133,7 +133,7 @@ def _candidates(
     largest.masked_fill_(~active[:, None], -torch.inf)
     bound = largest[:, -1]
     if shard.is_parallel:
-        parts = from_all_ranks(largest, shard.group)
+        parts = gather_from_ranks(largest, shard.group)
         bound = parts[:, :, -1].amax(dim=0)
         largest = parts.movedim(0, 1).flatten(1).topk(count, dim=-1).values
     dtype = torch.promote_types(logits.dtype, torch.float32)

@@ -18,7 +18,7 @@ from rl_megatron.logprobs.flatten import from_rows, may_be_overwritten, memory_o
 from rl_megatron.logprobs.kernels.tiles import exponentials, row_blocks, row_sums, scratch_tiles
 from rl_megatron.logprobs.linear import BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_CUDA, DeferredLogits
 from rl_megatron.logprobs.vocab_parallel import VocabShard, check, saved
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 
 TeacherDivergence = Literal["forward", "reverse", "jensen_shannon"]
 
@@ -151,7 +151,7 @@ def _teacher_rows(teacher: Tensor | DeferredLogits, order: list[int], tp_group: 
         return _TeacherRows(to_rows(teacher.detach(), order), None, None, max(1, teacher[..., 0].numel()))
     hidden, weight = teacher.hidden.detach(), teacher.weight.detach()
     if teacher.sequence_shards > 1:
-        hidden = from_all_ranks(hidden, tp_group).flatten(0, 1)
+        hidden = gather_from_ranks(hidden, tp_group).flatten(0, 1)
     elements = BLOCK_ELEMENTS_CPU if hidden.device.type == "cpu" else BLOCK_ELEMENTS_CUDA
     block_rows = teacher.block_tokens or max(1, elements // max(1, len(weight)))
     return _TeacherRows(None, to_rows(hidden.transpose(0, 1), order), weight, block_rows)
@@ -171,7 +171,7 @@ class _TeacherDivergences(torch.autograd.Function):
         target_x = target_x if temperature is None else target_x / temperature
         # That some rank owns each target is one more sum.
         stats = torch.cat([rows.stats(one_pass), target_x[:, None], owned[:, None].to(dtype)], dim=1)
-        parts = from_all_ranks(stats, shard.group)
+        parts = gather_from_ranks(stats, shard.group)
         check(
             (parts[..., -1].sum(dim=0) == counted).all(),
             lambda: f"targets {targets.min()} … {targets.max()} must be in the vocabulary, or ignored",
@@ -190,7 +190,7 @@ class _TeacherDivergences(torch.autograd.Function):
         student_kl = None
         if "jensen_shannon" in divergences:
             teacher_kl, student_kl = (
-                from_all_ranks(rows.kls_to_mixture(normalisers, beta), shard.group).sum(0).unbind(-1)
+                gather_from_ranks(rows.kls_to_mixture(normalisers, beta), shard.group).sum(0).unbind(-1)
             )
             results["jensen_shannon"] = beta * teacher_kl + (1 - beta) * student_kl
         for name, result in results.items():

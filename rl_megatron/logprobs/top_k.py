@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_megatron.logprobs.flatten import from_rows, memory_order, to_rows
 from rl_megatron.logprobs.kernels.float_order import from_ordered_bits, ordered_bits
 from rl_megatron.logprobs.kernels.tiles import row_blocks
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 
 _COPIES = 4  # a block of rows needs this many times its fp32 size, for int64 keys and their computation
 _ID_BITS = 0xFFFFFFFF
@@ -60,7 +60,7 @@ def vocab_parallel_top_k(
     order = memory_order(logits)
     keys = _largest_keys(to_rows(logits.detach(), order), k, start, min(width, max(0, vocab_size - start)))
     if size > 1:
-        keys = from_all_ranks(keys, tp_group).movedim(0, 1).flatten(1).topk(k, dim=-1).values
+        keys = gather_from_ranks(keys, tp_group).movedim(0, 1).flatten(1).topk(k, dim=-1).values
     values, ids = from_ordered_bits(keys >> 32, torch.float32), _ID_BITS - (keys & _ID_BITS)
     leading = logits.shape[:-1]
     return from_rows(values, leading, order), from_rows(ids, leading, order)

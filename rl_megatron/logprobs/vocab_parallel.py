@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 
 
 class Kernels(NamedTuple):
@@ -309,7 +309,7 @@ def _all_shards(
     ranges = stats.new_zeros(1, 4)
     ranges[0, 0].fill_(shard.start)  # `new_tensor` would copy from the host, and wait for the device
     ranges[0, 1].fill_(shard.stop)
-    parts = from_all_ranks(torch.cat([stats, ranges]), shard.group)
+    parts = gather_from_ranks(torch.cat([stats, ranges]), shard.group)
     return parts[:, :-1], parts[:, -1, :2]
 
 

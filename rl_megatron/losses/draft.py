@@ -86,7 +86,7 @@ class DraftCrossEntropyLossFn(Loss):
         teacher = real(require(data, "teacher_logits", name), "data['teacher_logits']", name)
         self._check_alike(output, teacher)
         teacher, vocab_size = self._restricted(teacher, output, sharding.tp_group, sharding.valid_vocab_size)
-        teacher, positions = layout.following(teacher)
+        teacher, positions = layout.locate_next_tokens(teacher)
         counted = layout.scatter(pad(mask[:, 1:], (0, 1)), 0) != 0
         cross_entropy = vocab_parallel_soft_cross_entropy(
             output,

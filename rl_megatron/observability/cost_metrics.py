@@ -1,4 +1,4 @@
-"""Declare the metrics of what a step costs: times by phase, speeds, MFU and memory."""
+"""Declare the metrics of the cost of a step: times by phase, speeds, MFU and memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rl_megatron.config.metrics import Metric, declare_metrics
 
-# The outermost phases of steps (timing.py), with what is done in them.
+# The outermost phases of steps (timing.py), and the work that is done in them.
 OUTER_PHASES = {
     "generate": "generating completions",
     "environment": "waiting for rollout workers, with their environments and tools",
@@ -26,7 +26,7 @@ OUTER_PHASES = {
     "save": "saving checkpoints, as far as training waits for it",
     "evaluate": "evaluating the policy",
 }
-# The parts of the phases of training. Collectives within layers belong to forward and backward.
+# The parts of training phases. Collectives within layers belong to forward and backward.
 INNER_PHASES = {
     "forward": "the forward pass and the loss",
     "backward": "the backward pass",
@@ -38,39 +38,41 @@ TRAINING_PHASES = ("train", "train_critic")
 TOKEN_PHASES = ("generate", "logprobs", "reference", "values", *TRAINING_PHASES)  # whose tokens are counted
 
 
-def _seconds(phase: str, meaning: str) -> Metric:
+def _declare_seconds(phase: str, meaning: str) -> Metric:
     return Metric(f"time_{phase}_s", "seconds", meaning, "sum", "lower")
 
 
-def _speed(name: str, unit: str, meaning: str, healthy: str = "") -> Metric:
+def _declare_speed(name: str, unit: str, meaning: str, healthy: str = "") -> Metric:
     return Metric(name, unit, meaning, "mean", "higher", healthy)
 
 
-def _times() -> Iterator[Metric]:
-    yield _seconds("step", "The wall-clock time since the training line before, to which its phases add up.")
+def _declare_times() -> Iterator[Metric]:
+    yield _declare_seconds("step", "The wall-clock time since the training line before, to which its phases add up.")
     for name, doing in OUTER_PHASES.items():
-        yield _seconds(name, f"The time of {doing}.")
-    yield _seconds("other", "The time of the step that belongs to no phase.")
+        yield _declare_seconds(name, f"The time of {doing}.")
+    yield _declare_seconds("other", "The time of the step that belongs to no phase.")
     for outer in TRAINING_PHASES:
         for name, doing in INNER_PHASES.items():
-            yield _seconds(f"{outer}_{name}", f"The part of time_{outer}_s that is {doing}.")
-        yield _seconds(f"{outer}_other", f"The rest of time_{outer}_s, such as preparing microbatches.")
+            yield _declare_seconds(f"{outer}_{name}", f"The part of time_{outer}_s that is {doing}.")
+        yield _declare_seconds(f"{outer}_other", f"The rest of time_{outer}_s, such as preparing microbatches.")
 
 
-def _speeds() -> Iterator[Metric]:
-    of_step = "per second of the step without evaluations and saves."
-    yield _speed("samples_per_s", "1/s", f"The sequences that the policy learns from, {of_step}")
-    yield _speed("tokens_per_s_per_rank", "1/s", f"The tokens that the policy learns from, per rank and {of_step[4:]}")
-    yield _speed("tokens_per_s_generate", "1/s", "The tokens of completions, per second of time_generate_s.")
+def _declare_speeds() -> Iterator[Metric]:
+    without = "second of the step without evaluations and saves."
+    yield _declare_speed("samples_per_s", "1/s", f"The sequences that the policy learns from, per {without}")
+    yield _declare_speed(
+        "tokens_per_s_per_rank", "1/s", f"The tokens that the policy learns from, per rank and {without}"
+    )
+    yield _declare_speed("tokens_per_s_generate", "1/s", "The tokens of completions, per second of time_generate_s.")
     for name in TOKEN_PHASES[1:]:
-        yield _speed(f"tokens_per_s_{name}", "1/s", f"The tokens without padding, per second of time_{name}_s.")
-    yield _speed(
+        yield _declare_speed(f"tokens_per_s_{name}", "1/s", f"The tokens without padding, per second of time_{name}_s.")
+    yield _declare_speed(
         "tflops_per_rank",
         "TFLOP/s",
         "The operations of forward and backward passes that the result depends on, per rank and second of training: "
         "without padding, recomputation and attention to later tokens.",
     )
-    yield _speed(
+    yield _declare_speed(
         "mfu",
         "1",
         "tflops_per_rank as a share of the GPU's peak, if the peak is known.",
@@ -78,11 +80,11 @@ def _speeds() -> Iterator[Metric]:
     )
 
 
-def _over_ranks() -> Iterator[Metric]:
+def _declare_over_ranks() -> Iterator[Metric]:
     meaning = "The share of time_train_s in which a rank waits for other pipeline stages, as a mean over ranks."
     yield Metric("pipeline_bubble", "1", meaning, "mean", "lower", healthy="below 0.2")
     for name, doing in OUTER_PHASES.items():
         yield Metric(f"peak_memory_{name}_gb", "GB", f"The most memory of a rank while {doing}.", "max", "lower")
 
 
-COSTS = declare_metrics(*_times(), *_speeds(), *_over_ranks())
+COSTS = declare_metrics(*_declare_times(), *_declare_speeds(), *_declare_over_ranks())

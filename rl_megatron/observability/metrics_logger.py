@@ -14,19 +14,18 @@ from rich.console import Console
 from rl_megatron import disk, log
 from rl_megatron.config.loggers import PrometheusConfig
 from rl_megatron.config.metrics import SAMPLES
-from rl_megatron.observability.html_report import REPORT, ReportPages, quietly, write_html_report
+from rl_megatron.observability.html_report import REPORT, ReportPages, warn_if_it_fails, write_html_report
 from rl_megatron.observability.progress import ConsoleProgress
-from rl_megatron.observability.prometheus_sink import PrometheusSink
-from rl_megatron.observability.queued_sink import QueuedSink
+from rl_megatron.observability.recorded_metrics import drop_later_lines
 from rl_megatron.observability.report import write_report
-from rl_megatron.observability.sinks import SINKS, MetricLine, MetricSink, drop_later_lines
+from rl_megatron.observability.service_sinks import PrometheusSink
+from rl_megatron.observability.sinks import SINKS, MetricLine, MetricSink, QueuedSink
 
 
 class MetricsLogger:
-    """The metrics of one run. It makes lines of them and gives each line to every sink and to the console.
+    """The logger of a run's metrics, which writes each line of metrics to every sink and to the console.
 
-    It owns the sinks and the display. Only rank 0 writes and shows: on other ranks `enabled` is False, and every method
-    does nothing.
+    It owns the sinks and the display. Only rank 0 writes: on other ranks `enabled` is False, and methods do nothing.
     """
 
     def __init__(
@@ -43,11 +42,9 @@ class MetricsLogger:
             output_dir: The run's directory.
             enabled: Whether this rank writes.
             sinks: Names of registered sinks (`sinks.register_sink`).
-            services: What opens the sinks of services, by name (`service_sinks`). Each has a thread and a queue.
-            prometheus: The settings of the endpoint for Prometheus, or None for none.
-
-        Raises:
-            ConfigError: The endpoint cannot listen.
+            services: The functions that open sinks of services, by name (`service_sinks.prepare_service_sinks`).
+                Each sink has a thread and a queue.
+            prometheus: The settings of the endpoint for Prometheus, or None for no endpoint.
         """
         self.output_dir, self.enabled = output_dir, enabled
         self._console = Console(quiet=not enabled, soft_wrap=True)  # a path that is copied stays in one piece
@@ -63,9 +60,9 @@ class MetricsLogger:
         self._stage, self._last = "", time.perf_counter()
 
     def begin_stage(self, stage: str, start: int, steps: int, metric: str = "loss") -> None:
-        """Begin the lines of a stage, whose first `start` of `steps` steps are done; later lines of it are dropped.
+        """Begin the lines of a stage whose first `start` of `steps` steps are done, and drop its later lines.
 
-        `metric` is the one that the display always has.
+        The display always shows `metric`.
         """
         self._stage, self._last = stage, time.perf_counter()
         if not self.enabled:
@@ -90,17 +87,11 @@ class MetricsLogger:
                 sink.enter_phase(phase)
 
     def note(self, metrics: dict[str, float]) -> None:
-        """Keep metrics of what happens within a step for the next line that is recorded."""
+        """Keep metrics of a part of a step for the next line that is recorded."""
         self._noted |= metrics
 
     def record(self, step: int, metrics: dict[str, float], kind: str = "train") -> None:
-        """Write one line, with the metrics that were noted since the line before.
-
-        Args:
-            step: The training step that the line belongs to.
-            metrics: Values by name.
-            kind: "train" or "eval".
-        """
+        """Write one line of `kind` "train" or "eval", with the metrics that were noted since the previous line."""
         metrics, self._noted = metrics | self._noted, {}
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
@@ -120,26 +111,20 @@ class MetricsLogger:
             self._writes.write(SAMPLES, partial(disk.append, self.output_dir / SAMPLES, content))
 
     def finish_writing(self) -> None:
-        """Write the lines that a full disk did not take before.
-
-        Raises:
-            OSError: It does not take them yet.
-        """
+        """Write the lines that wait for space on a full disk. Raise OSError if it is still full."""
         self._writes.finish()
 
     def close(self, has_failed: bool = False) -> None:
-        """Close the sinks, which those of services may delay by `queued_sink.CLOSE_SECONDS` at most, together.
+        """Close the sinks, and wait at most `sinks.CLOSE_SECONDS` for all services together.
 
-        An error of a sink is a warning, because it must not hide why a run ended.
-
-        Args:
-            has_failed: Whether the run has failed, which services show.
+        Services show whether the run has failed. An error of a sink is a warning, because it must not hide why the run
+        ended.
         """
         try:
             self._writes.finish()
         except Exception as error:
             log.LOGGER.warning(
-                "%s: the last lines of metrics are not written (%s); their steps come again when the run goes on",
+                "%s: the last lines of metrics are not written (%s); their steps come again when the run continues",
                 *(self.output_dir, disk.describe(error, self.output_dir)),
             )
         sinks, self._sinks = self._sinks, []
@@ -156,15 +141,15 @@ class MetricsLogger:
     def finish(
         self, summary: dict[str, Any], next_commands: Sequence[tuple[str, str]] = (), has_trained: bool = True
     ) -> None:
-        """Close the sinks and write the run's report. Its curves are those of the `jsonl` sink's file.
+        """Close the sinks and write the run's report, with the curves of metrics.jsonl.
 
         Args:
-            summary: What summary.json will have; `stages`, `seconds` and `layout` are shown as well.
-            next_commands: What can be done with the result: in words, and as a command to copy.
+            summary: The content of summary.json; `stages`, `seconds` and `layout` are printed too.
+            next_commands: What a user can do with the result: in words, and as a command to copy.
             has_trained: Whether a stage was trained. If none was, the report of the earlier run stays.
         """
         if not self.enabled:
             return
         self.close()
         write_report(self.output_dir, summary, self._console, next_commands, has_trained)
-        quietly(REPORT, lambda: write_html_report(self.output_dir))
+        warn_if_it_fails(REPORT, lambda: write_html_report(self.output_dir))

@@ -1,4 +1,4 @@
-"""Show the progress of a run on the console: one line that changes on a terminal, lines from time to time elsewhere."""
+"""Show the progress of a run: one line that changes on a terminal, and a new line from time to time elsewhere."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rl_megatron import log
 from rl_megatron.config.metrics import is_eval_metric, shown_name
 
 _SHOWN = ("reward", "loss", "grad_norm", "lr")
-_LINES_PER_STAGE = 20  # of plain progress, if the console is not a terminal
-_SECONDS_PER_LINE = 60.0  # and at least one in this time
+_LINES_PER_STAGE = 20  # if the console is not a terminal
+_SECONDS_PER_LINE = 60.0  # at least one line is printed in this time
 _REFRESHES_PER_SECOND = 4
 _SECONDS_OF_AN_ACTIVITY = 0.5  # a shorter one is not shown: the line would flicker
 _BAR = (6, 30)  # the narrowest and the widest
 _ACTIVITY_WIDTH = 22  # kept free beside the bar: "generating 1000/1024"
-_STAGE_WIDTH = 14  # to which the name of a stage is cut at most, so that the activity has its place
+_STAGE_WIDTH = 14  # to which the name of a stage may be cut for the activity
 _USUAL = ("train", "train_critic")  # phases that are only shown with a count
-# What a phase of the training loop (timing.py) is called here.
+# The activities that phases of the training loop (timing.py) are shown as.
 _ACTIVITIES = {
     "generate": "generating",
     "reward": "scoring",
@@ -51,14 +51,7 @@ class ConsoleProgress:
         self._counts: tuple[str, ...] = ()
 
     def begin_stage(self, stage: str, start: int, steps: int, metric: str = "loss") -> None:
-        """Start the display of a stage.
-
-        Args:
-            stage: The name of the stage.
-            start: How many of its steps are done.
-            steps: How many it has.
-            metric: The training metric that tells how it goes.
-        """
+        """Start the display of a stage, of which `start` of `steps` steps are done, with its main training metric."""
         self._stage, self._start, self._step, self._steps, self._metric = stage, start, start, steps, metric
         self._began = self._step_ended = self._line_shown = self._clock()
         self._metrics: dict[str, float] = {}
@@ -69,42 +62,42 @@ class ConsoleProgress:
                 _Line(self),
                 console=self._console,
                 refresh_per_second=_REFRESHES_PER_SECOND,
-                redirect_stderr=sys.stderr.isatty(),  # a file of its own stays one
+                redirect_stderr=sys.stderr.isatty(),  # not if stderr goes to a file
             )
             self._live.start()
 
     def show_phase(self, phase: str | None) -> None:
-        """Show what the training loop does now."""
+        """Show the phase that the training loop is in."""
         self._phase, self._phase_began, self._counts = phase, self._clock(), ()
 
     def show(self, step: int, metrics: dict[str, float], kind: str) -> None:
         """Show the main metrics of a training step or an evaluation."""
         if kind == "eval":
-            given = [(name, value) for name, value in metrics.items() if is_eval_metric(name)]
-            self._console.print(f"{self._stage} step {step}: held-out {_listed(given)}", highlight=False)
+            shown = [(name, value) for name, value in metrics.items() if is_eval_metric(name)]
+            self._console.print(f"{self._stage} step {step}: held-out {_format_metrics(shown)}", highlight=False)
             return
         self._step, self._metrics, self._step_ended = step, metrics, self._clock()
         if self._live is None and (step % max(1, self._steps // _LINES_PER_STAGE) == 0 or self._is_time()):
-            self._print_line(_listed(_first(metrics, self._metric)))
+            self._print_line(_format_metrics(_select(metrics, self._metric)))
 
     def end_stage(self) -> None:
-        """Leave the line as it is, if there is one."""
+        """Leave the last line on the terminal."""
         log.watch_progress(None)
         self.show_phase(None)
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def line(self, width: int, bar: str = "━─") -> Text:
+    def render_line(self, width: int, bar: str = "━─") -> Text:
         """Return the line of a terminal that is `width` wide. The step, both times and the metric are never cut.
 
-        A long name of the stage is cut before the activity is left out, as there is one stage at a time. `bar` is the
-        character for steps that are done, and the one for those that are not.
+        A long name of the stage is cut before the activity is left out, because one stage runs at a time. `bar` has the
+        characters for steps that are done and for those that are not.
         """
         stage, step = self._stage, f"{self._step}/{self._steps}"
-        elapsed, left = _time(self._clock() - self._began), self._time_left()
+        elapsed, left = _format_time(self._clock() - self._began), self._estimate_time_left()
         after = [elapsed] + ([f"ETA {left}"] if self._step < self._steps else [])
-        metrics = [_one(*pair) for pair in _first(self._metrics, self._metric)]
+        metrics = [_format_metric(*pair) for pair in _select(self._metrics, self._metric)]
         after += metrics[:1]
         beside = width - len(" ".join(["", step, *after]))
         if beside < _STAGE_WIDTH:
@@ -119,7 +112,7 @@ class ConsoleProgress:
             if len(metric) < free - _ACTIVITY_WIDTH:
                 after.append(metric)
                 free -= len(metric) + 1
-        after += [text for text in self._activity() if text and len(text) < free][:1]
+        after += [text for text in self._describe_activity() if text and len(text) < free][:1]
         text = Text.assemble((stage, "bold"), f" {step} ", no_wrap=True, overflow="crop")
         if bar_width >= _BAR[0]:
             done = bar_width * self._step // max(1, self._steps)
@@ -131,58 +124,57 @@ class ConsoleProgress:
         short = f" {done}/{total}"
         long = f"{short} {noun}"
         self._counts = (f"{long}, {detail}" if detail else long, long, short) if total > 1 else ()
-        if self._live is None and self._is_time() and (activity := self._activity()[0]):
+        if self._live is None and self._is_time() and (activity := self._describe_activity()[0]):
             self._print_line(activity)
 
-    def _activity(self) -> tuple[str, ...]:
-        """Return what the training loop does now, the longest wording first; nothing if it has just begun."""
+    def _describe_activity(self) -> tuple[str, ...]:
+        """Return wordings of the current activity, the longest first; an empty one if it has just begun."""
         if self._phase is None or self._clock() - self._phase_began < _SECONDS_OF_AN_ACTIVITY:
             return ("",)
         name = _ACTIVITIES.get(self._phase, self._phase)
-        counted = [f"{name}{count}" for count in self._counts if count]
-        return (*counted, "" if self._phase in _USUAL else name)
+        return (*(f"{name}{count}" for count in self._counts), "" if self._phase in _USUAL else name)
 
-    def _time_left(self) -> str:
-        taken = self._step - self._start
-        if taken == 0:
+    def _estimate_time_left(self) -> str:
+        num_timed = self._step - self._start
+        if num_timed == 0:
             return "-:--:--"
-        per_step = (self._step_ended - self._began) / taken
+        step_seconds = (self._step_ended - self._began) / num_timed
         since = self._clock() - self._step_ended
-        return _time(max(0.0, per_step * (self._steps - self._step) - since))
+        return _format_time(max(0.0, step_seconds * (self._steps - self._step) - since))
 
     def _is_time(self) -> bool:
         return self._clock() - self._line_shown >= _SECONDS_PER_LINE
 
     def _print_line(self, shown: str) -> None:
         self._line_shown = self._clock()
-        times = f"{_time(self._clock() - self._began)}, ETA {self._time_left()}"
+        times = f"{_format_time(self._clock() - self._began)}, ETA {self._estimate_time_left()}"
         self._console.print(f"{self._stage} step {self._step}/{self._steps}: {shown}  ({times})", highlight=False)
 
 
 class _Line:
-    """What `Live` draws: the line of the moment, as wide as the terminal is then."""
+    """The line that `Live` draws, as wide as the terminal is at that moment."""
 
     def __init__(self, progress: ConsoleProgress):
         self._progress = progress
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._progress.line(options.max_width, "=-" if options.ascii_only else "━─")
+        yield self._progress.render_line(options.max_width, "=-" if options.ascii_only else "━─")
 
 
-def _first(metrics: dict[str, float], first: str) -> list[tuple[str, float]]:
+def _select(metrics: dict[str, float], first: str) -> list[tuple[str, float]]:
     """Return the metrics that are shown, `first` before the others."""
     names = dict.fromkeys((first, *_SHOWN))
     return [(name, metrics[name]) for name in names if name in metrics]
 
 
-def _listed(metrics: list[tuple[str, float]]) -> str:
-    return "  ".join(_one(name, value) for name, value in metrics)
+def _format_metrics(metrics: list[tuple[str, float]]) -> str:
+    return "  ".join(_format_metric(name, value) for name, value in metrics)
 
 
-def _one(name: str, value: float) -> str:
+def _format_metric(name: str, value: float) -> str:
     return f"{shown_name(name, [value])} {value:.4g}"
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

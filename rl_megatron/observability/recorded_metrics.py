@@ -1,4 +1,4 @@
-"""`RecordedMetrics`: checkpoints know the lines of metrics.jsonl so far, and a resumed run says if they changed."""
+"""The lines of metrics.jsonl that a resumed run finds: read them, drop some, and check that they have not changed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_megatron import log
+from rl_megatron import disk, log
 from rl_megatron.config.metrics import METRICS_FILE
 
 
 class RecordedMetrics:
-    """A part of a stage's resumed state. Training does not need metrics, so a change of them is a warning only."""
+    """The digest of metrics.jsonl, a part of a stage's resumed state.
+
+    Training does not need metrics, so a change of the file is only a warning.
+    """
 
     def __init__(self, output_dir: Path):
-        """Keep the digest of metrics.jsonl in `output_dir`."""
         self._path = output_dir / METRICS_FILE
 
     def state_dict(self) -> dict[str, Any]:
@@ -28,22 +30,22 @@ class RecordedMetrics:
         return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Warn if the file no longer begins as it was."""
+        """Warn if the file does not begin with the lines that it had."""
         if not state or not log.is_main_rank():
             return
         content = self._path.read_bytes()[: state["bytes"]] if self._path.is_file() else b""
         if hashlib.sha256(content).hexdigest() != state["sha256"]:
             log.LOGGER.warning(
-                "%s is not as it was when the checkpoint was saved; training goes on, and new lines are added to it",
+                "%s has changed since the checkpoint was saved; training continues, and new lines are added to it",
                 self._path,
             )
 
 
-def readable_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl or samples.jsonl. If others are left out, a warning says so.
+def read_metric_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl or samples.jsonl. If others are left out, a warning names them.
 
-    The file as it was is then kept beside it, as metrics.damaged.jsonl.
-    A last line without its end is what a killed run leaves, and is left out silently.
+    The unchanged file is then kept beside it, as metrics.damaged.jsonl. A last line without its end, which a killed run
+    leaves, is left out silently.
     """
     lines: list[dict[str, Any]] = []
     text = path.read_text(errors="replace").splitlines()
@@ -56,9 +58,22 @@ def readable_lines(path: Path) -> list[dict[str, Any]]:
         except (ValueError, AttributeError):
             if number == len(text) and not line.endswith("}"):
                 continue
-            kept = path.with_name(f"{path.stem}.damaged{path.suffix}")
-            shutil.copyfile(path, kept)
+            damaged = path.with_name(f"{path.stem}.damaged{path.suffix}")
+            shutil.copyfile(path, damaged)
             log.LOGGER.warning(
-                "%s:%d is not a line of metrics, and is left out; the file as it was is now %s", path, number, kept.name
+                "%s:%d is not a line of metrics, and is left out; the file as it was is now %s",
+                *(path, number, damaged.name),
             )
     return lines
+
+
+def drop_later_lines(path: Path, stage: str, start: int) -> None:
+    """Drop the lines of a stage after step `start` from a file of JSON lines, and those that cannot be read."""
+    if not path.exists():
+        return
+    lines = [line for line in read_metric_lines(path) if not _is_after(line, stage, start)]
+    disk.replace_file(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _is_after(line: dict[str, Any], stage: str, step: int) -> bool:
+    return line["stage"] == stage and (line["step"] > step or (step == 0 and line["step"] == 0))

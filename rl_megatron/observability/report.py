@@ -14,10 +14,10 @@ from rich.table import Table
 
 from rl_megatron import disk
 from rl_megatron.config.metrics import METRICS_FILE, is_eval_metric, shown_name
-from rl_megatron.observability.html_report import quietly
+from rl_megatron.observability.html_report import warn_if_it_fails
 
-# The evaluation metrics that the curves show.
-HELDOUT = ("accuracy", "nll_per_token", "nll_per_character", "preference_accuracy", "reward_accuracy")
+# The evaluation metrics in curves.png.
+_HELDOUT = ("accuracy", "nll_per_token", "nll_per_character", "preference_accuracy", "reward_accuracy")
 _SHARES = {"accuracy", "reward", "preference_accuracy", "reward_accuracy"}  # if their values are in [0, 1]
 
 _UNLIMITED = 10_000  # columns
@@ -32,18 +32,18 @@ def write_report(
 ) -> None:
     """Write curves.png and summary.json into `output_dir`, and print the results of each stage.
 
-    Then print what can be done next: each of `next_commands` in words, and as a command on a line of its own. If
-    nothing was trained, files that are there already stay as they are.
+    Then print what a user can do next: each of `next_commands` in words, and as a command on a line of its own. If
+    nothing was trained, existing files are not changed.
     """
     is_written = has_trained or not (output_dir / "summary.json").is_file()
     if is_written:
-        quietly("curves.png", lambda: plot_curves(output_dir / METRICS_FILE, output_dir / "curves.png"))
+        warn_if_it_fails("curves.png", lambda: plot_curves(output_dir / METRICS_FILE, output_dir / "curves.png"))
         content = json.dumps(summary, indent=1) + "\n"
-        quietly("summary.json", lambda: disk.replace_file(output_dir / "summary.json", content))
+        warn_if_it_fails("summary.json", lambda: disk.replace_file(output_dir / "summary.json", content))
     if summary["stages"]:
         console.print("Held-out results after each stage")
-        console.print(_results(summary["stages"], console), soft_wrap=False)
-    # Plain text on lines of its own, in one piece however narrow the terminal is: it is there to be copied.
+        console.print(_build_results(summary["stages"], console), soft_wrap=False)
+    # Plain text that is not wrapped in a narrow terminal, because users copy it.
     lines = [f"{summary['seconds']:.0f} s on {summary['layout']}", f"Written to {output_dir}"]
     if not is_written:
         lines = [f"All stages were complete before, and nothing was trained: {output_dir} is as it was"]
@@ -51,34 +51,34 @@ def write_report(
         lines += [
             "",
             "What you can do next:",
-            *(line for text, do in next_commands for line in (f"  {text}", f"    {do}")),
+            *(line for text, command in next_commands for line in (f"  {text}", f"    {command}")),
         ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def _results(stages: dict[str, dict[str, float]], console: Console) -> Table:
-    """Return a table of each stage's evaluation metrics, with a column for each metric, without errors and changes.
+def _build_results(stages: dict[str, dict[str, float]], console: Console) -> Table:
+    """Return a table of each stage's evaluation metrics, without their errors and changes.
 
-    If that is too wide for the console, metrics are rows and stages are columns. If that is too wide as well, rich cuts
-    cells.
+    Metrics are columns and stages are lines, or the other way round if that is too wide for the console. If both are
+    too wide, rich cuts cells.
     """
     names = sorted({name for result in stages.values() for name in result if "/" not in name or is_eval_metric(name)})
     columns = [["stage", *stages]]
     for name in names:
         values = [result[name] for result in stages.values() if name in result]
-        columns.append([shown_name(name, values), *(_number(result.get(name)) for result in stages.values())])
-    table = _table(list(zip(*columns, strict=True)))
+        columns.append([shown_name(name, values), *(_format_number(result.get(name)) for result in stages.values())])
+    table = _build_table(list(zip(*columns, strict=True)))
     unlimited = console.options.update(max_width=_UNLIMITED)
     if Measurement.get(console, unlimited, table).maximum <= console.width:
         return table
-    return _table([("metric", *stages), *columns[1:]])
+    return _build_table([("metric", *stages), *columns[1:]])
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _table(cells: Sequence[Sequence[str]]) -> Table:
+def _build_table(cells: Sequence[Sequence[str]]) -> Table:
     """Return a table whose first row is its header, and whose cells are not wrapped."""
     table = Table()
     for index, name in enumerate(cells[0]):
@@ -101,10 +101,10 @@ def plot_curves(metrics: Path, picture: Path) -> None:
     stages = list(dict.fromkeys(line["stage"] for line in lines))
     figure, axes = pyplot.subplots(2, len(stages), figsize=(4.5 * len(stages), 6), squeeze=False)
     for column, stage in enumerate(stages):
-        of_stage = [line for line in lines if line["stage"] == stage]
-        _plot(axes[0][column], of_stage, "train", ("loss",), f"{stage}: loss")
-        _plot(axes[1][column], of_stage, "train", ("reward",), f"{stage}: reward, held-out")
-        _plot(axes[1][column], of_stage, "eval", HELDOUT, None)
+        stage_lines = [line for line in lines if line["stage"] == stage]
+        _plot(axes[0][column], stage_lines, "train", ("loss",), f"{stage}: loss")
+        _plot(axes[1][column], stage_lines, "train", ("reward",), f"{stage}: reward, held-out")
+        _plot(axes[1][column], stage_lines, "eval", _HELDOUT, None)
         if _are_shares(axes[1][column]):
             axes[1][column].set_ylim(0, 1)
     figure.tight_layout()
@@ -127,7 +127,7 @@ def _plot(axis: Any, lines: list[dict[str, Any]], kind: str, names: tuple[str, .
 
 
 def _are_shares(axis: Any) -> bool:
-    """Return whether everything on the axis is a share, such as an accuracy, and none is outside of [0, 1]."""
+    """Return whether all curves on the axis are shares, such as accuracies, with values in [0, 1]."""
     curves = axis.get_lines()
     values = [value for curve in curves for value in curve.get_ydata()]
     return bool(curves) and {curve.get_label() for curve in curves} <= _SHARES and all(0 <= v <= 1 for v in values)

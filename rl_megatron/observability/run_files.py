@@ -12,26 +12,24 @@ import yaml
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import METRICS_FILE, SAMPLES
-from rl_megatron.observability.attempts import ATTEMPTS, joined
-from rl_megatron.observability.failure_file import FAILURE, PREVIOUS
 
 CONFIG, SUMMARY, RUN_INFO = "config.yaml", "summary.json", "run_info.json"
+ATTEMPTS, FAILURE = "attempts.jsonl", "failure.json"
+_NOT_METRICS = ("stage", "step", "kind")
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What is in the output directory of a run.
+    """The content of the output directory of a run.
 
     Attributes:
-        directory: The directory.
         lines: The lines of metrics.jsonl.
         config: The effective configuration.
         summary: The content of summary.json; empty if the run has not ended in an orderly way.
         failure: The content of failure.json, or None.
-        earlier_failure: That of the attempt before, or None.
         samples: The lines of samples.jsonl: completions of evaluations.
         info: Git revision, versions and layout; empty if they are unknown.
-        attempts: The starts of the run, as `attempts.joined` returns them.
+        attempts: For each start of the run, when it began and, if it was not killed, how it ended.
     """
 
     directory: Path
@@ -39,30 +37,24 @@ class RecordedRun:
     config: dict[str, Any]
     summary: dict[str, Any] = field(default_factory=dict)
     failure: dict[str, Any] | None = None
-    earlier_failure: dict[str, Any] | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
     attempts: list[dict[str, str]] = field(default_factory=list)
 
     @classmethod
     def read(cls, directory: Path) -> RecordedRun:
-        """Read the directory of a run, which may still go on.
-
-        Raises:
-            ConfigError: It is not the output directory of a run.
-        """
+        """Read the output directory of a run, which may still be running. Raise ConfigError if it is not one."""
         if not (directory / CONFIG).is_file():
             raise ConfigError(f"{directory} is not the output_dir of a run: it has no {CONFIG}")
         return cls(
             directory,
-            _lines(directory / METRICS_FILE),
+            _read_lines(directory / METRICS_FILE),
             yaml.safe_load((directory / CONFIG).read_text()),
-            _object(directory / SUMMARY) or {},
-            _object(directory / FAILURE),
-            _object(directory / PREVIOUS),
-            _lines(directory / SAMPLES),
-            _object(directory / RUN_INFO) or {},
-            joined(_lines(directory / ATTEMPTS)),
+            _read_object(directory / SUMMARY) or {},
+            _read_object(directory / FAILURE),
+            _read_lines(directory / SAMPLES),
+            _read_object(directory / RUN_INFO) or {},
+            _join_attempts(_read_lines(directory / ATTEMPTS)),
         )
 
     @property
@@ -77,37 +69,34 @@ class RecordedRun:
 
     @property
     def state(self) -> str:
-        """Return whether the run is complete, stopped, failed, or has not ended as far as its files say."""
+        """Return whether the run is complete, stopped, failed or hangs, or runs as far as its files show."""
         if self.failure is not None:
             return "failed" if self.failure.get("kind") == "error" else "hangs"
         if self.attempts and "how" not in self.attempts[-1]:
             return "running"  # or killed
         if "stopped" in self.summary:
-            return "stopped, and can go on"
+            return "stopped, and can continue"
         return "complete" if self.summary else "running"
 
-    def curve(self, stage: str, kind: str, name: str) -> list[tuple[int, float]]:
-        """Return the steps and values of a metric, without those that are no finite numbers."""
+    def get_curve(self, stage: str, kind: str, name: str) -> list[tuple[int, float]]:
+        """Return the steps and the finite values of a metric."""
         return [
             (line["step"], line[name])
             for line in self.lines
             if line["stage"] == stage and line["kind"] == kind and _is_number(line.get(name))
         ]
 
-    def metric_names(self, stage: str, kind: str) -> list[str]:
+    def list_metrics(self, stage: str, kind: str) -> list[str]:
         """Return the names of all metrics of a stage, in the order of their first lines."""
         lines = (line for line in self.lines if line["stage"] == stage and line["kind"] == kind)
-        return [name for name in dict.fromkeys(name for line in lines for name in line) if name not in _NO_METRICS]
-
-
-_NO_METRICS = ("stage", "step", "kind")
+        return [name for name in dict.fromkeys(name for line in lines for name in line) if name not in _NOT_METRICS]
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and value == value and abs(value) != float("inf")
 
 
-def _object(path: Path) -> dict[str, Any] | None:
+def _read_object(path: Path) -> dict[str, Any] | None:
     """Return the content of a JSON file, or None if it is missing or cannot be read."""
     try:
         return json.loads(path.read_text())
@@ -115,23 +104,34 @@ def _object(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a JSON-lines file; a run that goes on may be writing the last one."""
-    found = []
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a JSON-lines file; a run may be writing the last one."""
+    values = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
-            found.append(json.loads(line))
+            values.append(json.loads(line))
         except ValueError:
             continue
-    return [line for line in found if isinstance(line, dict)]
+    return [value for value in values if isinstance(value, dict)]
 
 
-def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def _join_attempts(lines: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return one entry for each start, from the lines about its begin and its end."""
+    attempts: list[dict[str, str]] = []
+    for line in lines:
+        if "began" in line:
+            attempts.append(dict(line))
+        elif attempts:
+            attempts[-1] |= line
+    return attempts
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested mappings by their paths, as in `optimizer.lr`."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{above}{key}.")
+            values |= flatten(value, f"{prefix}{key}.")
         else:
-            found[f"{above}{key}"] = value
-    return found
+            values[f"{prefix}{key}"] = value
+    return values

@@ -1,4 +1,4 @@
-"""What sinks record about a run besides its metrics: configuration, git revision, versions and layout."""
+"""`RunInfo`: what sinks record about a run besides its metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GIT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a run is.
+    """The configuration and the environment of a run.
 
     Attributes:
         config: The effective configuration, without secrets.
@@ -39,20 +39,20 @@ class RunInfo:
     device: str
 
     @classmethod
-    def of(cls, config: RunConfig, layout: str, device: str) -> RunInfo:
-        """Return what the run of `config` in this process is."""
-        return cls(yaml.safe_load(to_yaml(config)), git_revision(Path.cwd()), versions(), layout, device)
+    def from_config(cls, config: RunConfig, layout: str, device: str) -> RunInfo:
+        """Return the information about the run of `config` in this process."""
+        return cls(yaml.safe_load(to_yaml(config)), _find_git_revision(Path.cwd()), versions(), layout, device)
 
     def write(self, output_dir: Path) -> None:
         """Write run_info.json. Users' own sinks, which get only `output_dir`, read it there."""
         disk.replace_file(output_dir / RUN_INFO, json.dumps(asdict(self), indent=2) + "\n")
 
 
-def git_revision(directory: Path) -> str | None:
+def _find_git_revision(directory: Path) -> str | None:
     """Return the commit that is checked out in `directory`, or None if git or a repository is missing."""
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None if found.returncode == 0 else None
+    return answer.stdout.strip() or None if answer.returncode == 0 else None

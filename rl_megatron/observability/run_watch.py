@@ -1,4 +1,4 @@
-"""`RunWatch`: the threads with which every rank shows signs of life, finds hangs, and hears of a failed rank."""
+"""`RunWatch`: the threads with which every rank sends heartbeats, finds hangs, and learns that another rank failed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ import time
 from typing import Any
 
 from rl_megatron import log
-from rl_megatron.observability.failure_file import FailureFile
-from rl_megatron.observability.first_failure import FirstFailure, describe_failure, failure_of
-from rl_megatron.observability.hang import Diagnosis
-from rl_megatron.observability.heartbeat import Heartbeat
-from rl_megatron.observability.position import Position
-from rl_megatron.observability.waiting import stacks
-from rl_megatron.observability.watchdog import Watchdog
-from rl_megatron.topology.job_store import launcher_has_the_store
+from rl_megatron.observability.failures import FailureFile, FirstFailure, describe_failure, record_failure
+from rl_megatron.observability.liveness import Heartbeat, Position, format_stacks
+from rl_megatron.observability.watchdog import Diagnosis, Watchdog
+from rl_megatron.topology.job_store import launcher_has_store
 
 _LONGEST_INTERVAL = 5.0  # seconds between two heartbeats
 _INTERVALS_PER_LIMIT = 8
-_INTERVALS_TO_REPORT = 3  # a hang is known so early that its report comes within the limit
-_SECONDS_TO_REPORT = 10.0  # that a rank waits for the store beside `seconds_to_end`
-_SECONDS_AFTER_A_LOSS = 5.0  # that rank 0 keeps the store for the others if a rank was lost
+_INTERVALS_TO_REPORT = 3  # a hang is found this much before the limit, so that its report comes within the limit
+_SECONDS_TO_REPORT = 10.0  # how much longer than `seconds_to_end` a rank waits for the store
+_SECONDS_AFTER_A_LOSS = 5.0  # for which rank 0 keeps the store for the others if a rank was lost
 _TRACEBACK = "the traceback"
 
 
 class RunWatch:
     """The watch of one run on this rank. It owns the position, two threads, and their connections to the store.
 
-    The first thread writes heartbeats and reads those of the others; a store that does not answer stops it. The second
-    one notices that.
+    The first thread writes heartbeats and reads those of the others; it blocks if the store does not answer. The second
+    thread notices that.
     """
 
     def __init__(
@@ -46,7 +42,7 @@ class RunWatch:
         """Prepare the watch.
 
         Args:
-            store: The store in which the ranks met, or None: then nothing is watched.
+            store: The store in which the ranks met; None watches nothing.
             rank: This rank.
             world_size: The number of ranks.
             limit: `train.hang_report_seconds`; 0 watches nothing.
@@ -65,20 +61,20 @@ class RunWatch:
         self._watchdog: Watchdog | None = None
         self._own_failure: dict[str, Any] | None = None
         self._others_failed_at: float | None = None
-        self._has_said, self._has_heard = False, False
+        self._has_reported, self._knows_of_failure = False, False
 
     def __enter__(self) -> RunWatch:
-        log.follow_progress(self.position.progress)
+        log.follow_progress(self.position.update_progress)
         if self._store is not None and self._limit > 0:
             self._threads = [threading.Thread(target=self._run, name="heartbeat", daemon=True)]
-            if self._rank < 2 and self._world_size > 1 and (launcher_has_the_store() == (self._rank == 0)):
+            if self._rank < 2 and self._world_size > 1 and (launcher_has_store() == (self._rank == 0)):
                 self._threads.append(threading.Thread(target=self._watch_store, name="store watch", daemon=True))
             for thread in self._threads:
                 thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        log.unfollow_progress(self.position.progress)
+        log.unfollow_progress(self.position.update_progress)
         self._end_threads()
 
     def _end_threads(self) -> None:
@@ -87,17 +83,15 @@ class RunWatch:
             thread.join(2 * self._interval)  # it may wait for a store that has ended
 
     def begin_writing(self) -> None:
-        """Let reports be written to the output directory, which now is this run's."""
+        """Let reports be written to the output directory, which is this run's from now on."""
         self.file.begin(self._rank == 0)
 
-    def failed(self, error: BaseException, on_all_ranks: bool) -> None:
+    def report_error(self, error: BaseException, on_all_ranks: bool) -> None:
         """Report the error that ends this rank, unless another rank's failure has caused it.
 
-        Args:
-            error: The error.
-            on_all_ranks: Whether all ranks raise it, and rank 0 prints it.
+        If all ranks raise the error, rank 0 prints it.
         """
-        failure = failure_of(error, self._rank, self.position.place, on_all_ranks)
+        failure = record_failure(error, self._rank, self.position.place, on_all_ranks)
         self._own_failure = failure
         self._end_threads()  # they must not use a store whose process ends, because torch prints its stack then
         if self._store is None or self._world_size == 1:
@@ -111,49 +105,49 @@ class RunWatch:
 
     def _record(self, failure: dict[str, Any]) -> None:
         """Record the failure in the store. The first rank that fails waits until rank 0 has reported it."""
-        if self._has_heard:
-            return  # rank 0 has been told that this rank knows of another's failure, so the store may have ended
+        if self._knows_of_failure:
+            return  # rank 0 was informed that this rank knows of another's failure, so the store may have ended
         try:
             shared = FirstFailure(self._store.clone())
             first = shared.record(failure)
             if self._rank == 0:
-                self._say_failure(shared, first)
-                if not (failure["on_all_ranks"] or launcher_has_the_store()):
+                self._report_failure(shared, first)
+                if not (failure["on_all_ranks"] or launcher_has_store()):
                     self._keep_store(shared, first)
                 return
             if first["rank"] == self._rank and not failure["on_all_ranks"]:
                 self._wait_for_report(shared)
-            shared.add_known()
+            shared.count_informed()
         except RuntimeError as error:
-            self._say_without_store(failure, error)
+            self._report_without_store(failure, error)
 
     def _keep_store(self, shared: FirstFailure, first: dict[str, Any]) -> None:
-        """Wait on rank 0, which holds the store, until the other ranks have read there whose failure it is."""
+        """Wait on rank 0, which holds the store, until the other ranks have read the first failure."""
         ends_at = time.monotonic() + {"error": self._seconds_to_end, "lost": _SECONDS_AFTER_A_LOSS}[first["kind"]]
-        while shared.add_known(0) < self._world_size - 1 and time.monotonic() < ends_at:
+        while shared.count_informed(0) < self._world_size - 1 and time.monotonic() < ends_at:
             time.sleep(0.05)
 
     def _wait_for_report(self, shared: FirstFailure) -> None:
-        """Wait until rank 0 has reported this rank's failure, and otherwise report it here."""
+        """Wait until rank 0 has reported this rank's failure, and report it here if rank 0 does not."""
         assert self._own_failure is not None, "it was recorded"
         ends_at = time.monotonic() + (self._interval + 2.0 if self._threads else 0.0)
         while not shared.has_been_reported():
             if time.monotonic() > ends_at:
-                self._say_failure(shared, self._own_failure)
+                self._report_failure(shared, self._own_failure)
                 return
             time.sleep(0.05)
         log.error(self._own_failure["message"])  # for the launcher only; rank 0 has printed it
 
-    def _say_failure(self, shared: FirstFailure, first: dict[str, Any]) -> None:
+    def _report_failure(self, shared: FirstFailure, first: dict[str, Any]) -> None:
         """Write failure.json and print the paragraph, once in this process."""
         with self._lock:
-            if self._has_said or shared.has_been_reported():
+            if self._has_reported or shared.has_been_reported():
                 return
-            self._has_said = True
+            self._has_reported = True
             written = self.file.write(first, _TRACEBACK)
             if not first["on_all_ranks"] or self._own_failure is None:
                 self._print(first, written)
-            shared.set_reported()
+            shared.mark_reported()
 
     def _print(self, first: dict[str, Any], written: str) -> None:
         text = describe_failure(first, written)
@@ -163,36 +157,37 @@ class RunWatch:
         if not self.file.path.is_file() and not first["disk_is_full"]:
             print("\n".join(first["traceback"]), file=sys.stderr, flush=True)
 
-    def _say_without_store(self, failure: dict[str, Any], error: RuntimeError) -> None:
-        """Report a failure if the store's process has ended, which nobody can be asked about."""
-        holder = "the launcher" if launcher_has_the_store() else "rank 0"
-        failure = failure | {"message": f"{failure['message']}; the store of {holder} at {_address()}: {error}"}
-        if self._rank == (0 if launcher_has_the_store() else 1) and self._others_failed_at is None:
+    def _report_without_store(self, failure: dict[str, Any], error: RuntimeError) -> None:
+        """Report a failure if the store cannot be read, because its process has ended."""
+        holder = "the launcher" if launcher_has_store() else "rank 0"
+        failure = failure | {"message": f"{failure['message']}; the store of {holder} at {_find_store()}: {error}"}
+        if self._rank == (0 if launcher_has_store() else 1) and self._others_failed_at is None:
             self._print(failure, self.file.write(failure, _TRACEBACK))
 
     def _run(self) -> None:
         """Write heartbeats until the run ends."""
-        longest, before = 2 * self._interval, time.monotonic()
+        longest_interval, last = 2 * self._interval, time.monotonic()
         try:
             store = self._store.clone()
-            heartbeat = Heartbeat(store, self._rank, self.position, longest)
+            heartbeat = Heartbeat(store, self._rank, self.position, longest_interval)
             if self._rank < 2:
                 self._watchdog = Watchdog(
-                    store, self._rank, self._world_size, self._silence, longest, self.file, self._timeout_minutes, _say
-                )
+                    store, self._rank, self._world_size, self._silence, longest_interval, self.file,
+                    self._timeout_minutes, log.LOGGER.error,
+                )  # fmt: skip
             failures = FirstFailure(store)
             heartbeat.send(0.0)
             while not self._stop.wait(self._interval):
                 now = time.monotonic()
-                elapsed, before = now - before, now
+                elapsed, last = now - last, now
                 heartbeat.send(elapsed)
-                heartbeat.answer()
+                heartbeat.send_requested_stacks()
                 if self._watchdog is not None and self._others_failed_at is None:
                     self._watchdog.tick(elapsed)
-                self._hear(failures)
+                self._check_first_failure(failures)
                 if self._rank != 0 and self._others_failed_at is not None and self._own_failure is None:
-                    self._has_heard = True
-                    failures.add_known()  # so rank 0 may end, which frees a rank that waits for it in a collective
+                    self._knows_of_failure = True
+                    failures.count_informed()  # rank 0 may end then, which frees a rank that waits for it
                     self._end_in_time()
                     return
                 self._ticks += 1
@@ -200,10 +195,10 @@ class RunWatch:
         except RuntimeError as error:
             if not self._stop.is_set() and self._own_failure is None:
                 log.LOGGER.warning(
-                    "the heartbeat has ended, because the job's store at %s fails: %s", _address(), error
+                    "the heartbeat has ended, because the job's store at %s fails: %s", _find_store(), error
                 )
 
-    def _hear(self, failures: FirstFailure) -> None:
+    def _check_first_failure(self, failures: FirstFailure) -> None:
         """Report the failure of another rank, and end this process if its main thread waits for that rank too long."""
         first = failures.get()
         if first is None:
@@ -213,7 +208,7 @@ class RunWatch:
             self._others_failed_at = now
         patience = 2 * self._interval if first["on_all_ranks"] else 0.0  # rank 0 raises such an error itself
         if self._rank == 0 and self._own_failure is None and now - self._others_failed_at >= patience:
-            self._say_failure(failures, first)
+            self._report_failure(failures, first)
         if self._own_failure is None and now - self._others_failed_at > self._seconds_to_end:
             _end_process()
 
@@ -223,35 +218,30 @@ class RunWatch:
             _end_process()
 
     def _watch_store(self) -> None:
-        """Report that the store does not answer, if no heartbeat ends for as long as a rank may be silent."""
-        ticks, silent, before = -1, 0.0, time.monotonic()
+        """Report that the store does not answer, if the first thread is stuck for as long as a rank may be silent."""
+        ticks, silent, last = -1, 0.0, time.monotonic()
         while not self._stop.wait(self._interval) and self._others_failed_at is None:
             now = time.monotonic()
-            elapsed, before = now - before, now
+            elapsed, last = now - last, now
             if ticks != self._ticks:
                 if silent > self._silence and self._watchdog is not None:
-                    self._watchdog.went_on()
+                    self._watchdog.report_end()
                 ticks, silent = self._ticks, 0.0
                 continue
-            was, silent = silent, silent + min(elapsed, 2 * self._interval)
-            if was <= self._silence < silent and self._watchdog is not None:
-                self._say_store_hangs(self._watchdog, silent)
+            previous, silent = silent, silent + min(elapsed, 2 * self._interval)
+            if previous <= self._silence < silent and self._watchdog is not None:
+                self._report_store_hang(self._watchdog, silent)
 
-    def _say_store_hangs(self, watchdog: Watchdog, seconds: float) -> None:
+    def _report_store_hang(self, watchdog: Watchdog, seconds: float) -> None:
         reason = (
-            f"has not answered for {seconds:.0f} s (it holds the job's store at {_address()}, so the rest is what the "
-            "ranks wrote before)"
+            f"has not answered for {seconds:.0f} s (it holds the job's store at {_find_store()}, so the rest is what "
+            "the ranks wrote before)"
         )
-        if launcher_has_the_store():
+        if launcher_has_store():
             diagnosis = Diagnosis(None, seconds, f"the launcher on the first node {reason}")
         else:
             diagnosis = Diagnosis(0, seconds, reason)
-        watchdog.report(diagnosis, [{"ranks": [self._rank], "stack": stacks().splitlines()}])
-
-
-def _say(text: str) -> None:
-    """Print a line on this rank's terminal, whichever rank it is."""
-    log.LOGGER.error(text)
+        watchdog.report(diagnosis, [{"ranks": [self._rank], "stack": format_stacks().splitlines()}])
 
 
 def _end_process() -> None:
@@ -260,5 +250,5 @@ def _end_process() -> None:
     os._exit(1)
 
 
-def _address() -> str:
+def _find_store() -> str:
     return f"{os.environ.get('MASTER_ADDR', 'this process')}:{os.environ.get('MASTER_PORT', '')}"

@@ -1,6 +1,7 @@
-"""Sinks of services: Weights & Biases, MLflow, SwanLab and Trackio. A run that is started again goes on there.
+"""Sinks of services: Weights & Biases, MLflow, SwanLab, Trackio and Prometheus.
 
-A sink is opened and called in the thread of a `QueuedSink`.
+A run that is started again continues its run of the service. Except for Prometheus, a sink is opened and called in the
+thread of a `QueuedSink`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,24 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from rl_megatron import disk, log
-from rl_megatron.config.loggers import LoggerConfig, MlflowConfig, SwanlabConfig, TrackioConfig, WandbConfig
-from rl_megatron.observability.run_files import flat
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.loggers import (
+    LoggerConfig,
+    MlflowConfig,
+    PrometheusConfig,
+    SwanlabConfig,
+    TrackioConfig,
+    WandbConfig,
+)
+from rl_megatron.observability.run_files import flatten
 from rl_megatron.observability.run_info import RunInfo
 from rl_megatron.observability.sinks import MetricLine, MetricSink
 
-_FINISH_SECONDS = 12.0  # time that W&B takes to send what is left at the end, before the files are left to `wandb sync`
+_FINISH_SECONDS = 12.0  # for which W&B sends the last metrics at the end; `wandb sync` can send the rest
 _NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w./ :-]")
+_NOT_IN_PROMETHEUS_NAMES = re.compile(r"[^a-zA-Z0-9_]")
+_PROMETHEUS_OWN = ("step", "phase", "restarts")  # gauges that are not metrics of lines
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the launcher's variable
 
 
 class WandbSink:
@@ -36,9 +48,9 @@ class WandbSink:
         import wandb  # slow to import, and only rank 0 needs it
 
         self._exit_code = 0
-        known = KnownRun(output_dir / "wandb_run.json", {"project": settings.project, "entity": settings.entity})
-        run_id = known.id or uuid.uuid4().hex[:8]
-        known.keep(run_id)
+        saved_id = SavedRunId(output_dir / "wandb_run.json", {"project": settings.project, "entity": settings.entity})
+        run_id = saved_id.id or uuid.uuid4().hex[:8]
+        saved_id.save(run_id)
         self._run = wandb.init(
             project=settings.project,
             entity=settings.entity,
@@ -51,7 +63,7 @@ class WandbSink:
             dir=str(settings.directory or output_dir),
             id=run_id,
             resume="allow" if settings.mode == "online" else None,  # offline, the same id is enough for `wandb sync`
-            config=_facts(info) | info.config,
+            config=_collect_facts(info) | info.config,
             allow_val_change=True,  # some settings may change when a run is started again
             settings=wandb.Settings(
                 console="off",
@@ -64,13 +76,13 @@ class WandbSink:
         )
 
     def begin_stage(self, stage: str, start: int) -> None:
-        """Show the metrics of the stage over its own steps, because W&B's step may not go back after a restart."""
+        """Show the metrics of the stage over its own steps, because W&B's step may not decrease after a restart."""
         self._run.define_metric(f"{stage}/step", hidden=True)
         self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
     def write(self, line: MetricLine) -> None:
         """Log the metrics of the line."""
-        self._run.log({f"{line.stage}/step": line.step, **_named(line)})
+        self._run.log({f"{line.stage}/step": line.step, **_name_metrics(line)})
 
     def fail(self) -> None:
         """Mark the run as failed."""
@@ -95,25 +107,27 @@ class MlflowSink:
         if uri.startswith("file:"):  # MLflow refuses directories otherwise; a database needs its larger package
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        place = {"tracking_uri": chosen and log.redact(chosen), "experiment_name": settings.experiment_name}
-        known = KnownRun(output_dir / "mlflow_run.json", place)
-        tags = {"mlflow.source.git.commit": info.git_revision, **flat(_facts(info)), **settings.tags}
-        if known.id is None:
-            found = self._client.get_experiment_by_name(settings.experiment_name)
-            experiment = found.experiment_id if found else self._client.create_experiment(settings.experiment_name)
+        destination = {"tracking_uri": chosen and log.redact(chosen), "experiment_name": settings.experiment_name}
+        saved_id = SavedRunId(output_dir / "mlflow_run.json", destination)
+        tags = {"mlflow.source.git.commit": info.git_revision, **flatten(_collect_facts(info)), **settings.tags}
+        if saved_id.id is None:
+            experiment = self._client.get_experiment_by_name(settings.experiment_name)
+            experiment_id = (
+                experiment.experiment_id if experiment else self._client.create_experiment(settings.experiment_name)
+            )
             name = settings.run_name or output_dir.resolve().name
-            self.run_id = self._client.create_run(experiment, run_name=name).info.run_id
-            known.keep(self.run_id)
-            values = [Param(key, _cut(value, 6000)) for key, value in flat(info.config).items()]
-            for start in range(0, len(values), 100):  # the most of one request
+            self.run_id = self._client.create_run(experiment_id, run_name=name).info.run_id
+            saved_id.save(self.run_id)
+            values = [Param(key, str(value)[:6000]) for key, value in flatten(info.config).items()]
+            for start in range(0, len(values), 100):  # the most in one request
                 self._client.log_batch(self.run_id, params=values[start : start + 100])
         else:  # parameters cannot change: the settings of the first start stay
-            self.run_id = known.id
+            self.run_id = saved_id.id
             if uri.startswith("file:"):
                 _drop_unfinished_points(Path(url2pathname(urlsplit(uri).path)), self.run_id)
             self._client.update_run(self.run_id, status="RUNNING")
-        given = [RunTag(key, _cut(value, 5000)) for key, value in tags.items() if value is not None]
-        self._client.log_batch(self.run_id, tags=given)
+        run_tags = [RunTag(key, str(value)[:5000]) for key, value in tags.items() if value is not None]
+        self._client.log_batch(self.run_id, tags=run_tags)
 
     def begin_stage(self, stage: str, start: int) -> None:
         """Do nothing: MLflow keeps several values of a step, and shows the newest."""
@@ -123,9 +137,9 @@ class MlflowSink:
         now = int(time.time() * 1000)
         values = [
             self._metric(_NOT_IN_MLFLOW_NAMES.sub("_", name), value, now, line.step)
-            for name, value in _named(line).items()
+            for name, value in _name_metrics(line).items()
         ]
-        for start in range(0, len(values), 1000):  # the most of one request
+        for start in range(0, len(values), 1000):  # the most in one request
             self._client.log_batch(self.run_id, metrics=values[start : start + 1000])
 
     def fail(self) -> None:
@@ -138,7 +152,7 @@ class MlflowSink:
 
 
 def _drop_unfinished_points(store: Path, run_id: str) -> None:
-    """Remove what a killed process was writing to files of metrics, because MLflow reads no run that has such files."""
+    """Remove the points that a killed process was writing, because MLflow cannot read a run with unfinished points."""
     for path in store.glob(f"*/{run_id}/metrics/**/*"):
         if not path.is_file():
             continue
@@ -157,10 +171,10 @@ class SwanlabSink:
         """Begin the run, or continue the one whose id swanlab_run.json has."""
         import swanlab  # slow to import, and only rank 0 needs it
 
-        place = {"project": settings.project, "workspace": settings.workspace, "mode": settings.mode}
-        known = KnownRun(output_dir / "swanlab_run.json", place)
-        run_id = known.id or uuid.uuid4().hex[:21]
-        known.keep(run_id)
+        destination = {"project": settings.project, "workspace": settings.workspace, "mode": settings.mode}
+        saved_id = SavedRunId(output_dir / "swanlab_run.json", destination)
+        run_id = saved_id.id or uuid.uuid4().hex[:21]
+        saved_id.save(run_id)
         self._run = swanlab.init(
             project=settings.project,
             workspace=settings.workspace,
@@ -173,7 +187,7 @@ class SwanlabSink:
             log_dir=str(settings.log_dir or output_dir / "swanlog"),
             id=run_id,
             resume="allow",
-            config=_facts(info) | info.config,
+            config=_collect_facts(info) | info.config,
             settings=swanlab.Settings.model_validate(
                 {
                     "interactive": False,  # it would ask for a key at the terminal
@@ -185,11 +199,11 @@ class SwanlabSink:
         )
 
     def begin_stage(self, stage: str, start: int) -> None:
-        """Do nothing: SwanLab keeps the steps of every metric apart."""
+        """Do nothing: SwanLab has separate steps for every metric."""
 
     def write(self, line: MetricLine) -> None:
         """Log the metrics of the line."""
-        self._run.log(_named(line), step=line.step)
+        self._run.log(_name_metrics(line), step=line.step)
 
     def close(self) -> None:
         """Finish the run."""
@@ -204,20 +218,20 @@ class TrackioSink:
     def __init__(self, settings: TrackioConfig, output_dir: Path, info: RunInfo):
         """Begin the run, or continue the one whose name trackio_run.json has.
 
-        Trackio knows runs by their names, so a new run's name gets an end that no other has.
+        Trackio identifies runs by their names, so a new run's name gets a unique suffix.
         """
         import trackio  # slow to import, and only rank 0 needs it
 
-        place = {"project": settings.project, "space_id": settings.space_id, "directory": settings.directory}
-        known = KnownRun(output_dir / "trackio_run.json", place)
-        name = known.id or f"{settings.name or output_dir.resolve().name}-{uuid.uuid4().hex[:6]}"
-        known.keep(name)
+        destination = {"project": settings.project, "space_id": settings.space_id, "directory": settings.directory}
+        saved_id = SavedRunId(output_dir / "trackio_run.json", destination)
+        name = saved_id.id or f"{settings.name or output_dir.resolve().name}-{uuid.uuid4().hex[:6]}"
+        saved_id.save(name)
         self._run = trackio.init(
             project=settings.project,
             name=name,
             group=settings.group,
             space_id=settings.space_id,
-            config=_facts(info) | info.config,
+            config=_collect_facts(info) | info.config,
             resume="allow",
             embed=False,
             auto_log_cpu=False,
@@ -229,33 +243,94 @@ class TrackioSink:
 
     def write(self, line: MetricLine) -> None:
         """Log the metrics of the line."""
-        self._run.log(_named(line), step=line.step)
+        self._run.log(_name_metrics(line), step=line.step)
 
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
 
 
-class KnownRun:
-    """The id of a service's run, in a file of the output directory, so that a run that is resumed continues it."""
+class PrometheusSink:
+    """A web server in a thread of this process, with `rl_megatron_<metric>{run, stage, kind}`.
 
-    def __init__(self, path: Path, place: Mapping[str, Any]):
-        """Read the file. The id of a run in another place is not used."""
-        self._path, self._place = path, dict(place)
+    It also has `rl_megatron_step`, `rl_megatron_phase` (1 for the phase that runs, 0 for earlier phases) and
+    `rl_megatron_restarts`.
+    """
+
+    def __init__(self, settings: PrometheusConfig, output_dir: Path):
+        """Start listening at the address. Raise ConfigError if it is in use, or not an address of this machine."""
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        self._gauge = Gauge
+        self._registry, self._gauges = CollectorRegistry(), {}
+        self._run, self._stage, self._phases = output_dir.resolve().name, "", set()
+        try:
+            self._server, self._thread = start_http_server(settings.port, addr=settings.host, registry=self._registry)
+        except OSError as error:
+            raise ConfigError(
+                f"logger.prometheus.host={settings.host} and logger.prometheus.port={settings.port}: the endpoint "
+                f"cannot listen there ({error.strerror}); choose another port, or end what uses it"
+            ) from error
+        self._set("restarts", int(os.environ.get(_RESTARTS, "0")))
+
+    @property
+    def port(self) -> int:
+        """Return the port at which it listens; `logger.prometheus.port=0` chooses a free one."""
+        return self._server.server_port
+
+    def begin_stage(self, stage: str, start: int) -> None:
+        """Show the stage's first step."""
+        self._stage = stage
+        self._set("step", start, stage=stage)
+
+    def enter_phase(self, phase: str | None) -> None:
+        """Show which phase runs; None between phases."""
+        if phase is not None:
+            self._phases.add(phase)
+        for name in self._phases:
+            self._set("phase", float(name == phase), phase=name)
+
+    def write(self, line: MetricLine) -> None:
+        """Show the values of the line."""
+        if line.kind == "train":
+            self._set("step", line.step, stage=line.stage)
+        for name, value in line.metrics.items():
+            gauge = f"{name}_metric" if name in _PROMETHEUS_OWN else name
+            self._set(gauge, value, stage=line.stage, kind=line.kind)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _set(self, name: str, value: float, **labels: str) -> None:
+        full = f"rl_megatron_{_NOT_IN_PROMETHEUS_NAMES.sub('_', name)}"
+        if full not in self._gauges:
+            self._gauges[full] = self._gauge(full, name, ["run", *labels], registry=self._registry)
+        self._gauges[full].labels(run=self._run, **labels).set(value)
+
+
+class SavedRunId:
+    """The id of a service's run, in a file of the output directory, with which a resumed run continues it."""
+
+    def __init__(self, path: Path, destination: Mapping[str, Any]):
+        """Read the file. The id is not used if it was saved for another destination."""
+        self._path, self._destination = path, dict(destination)
         self.id: str | None = None
         try:
-            kept = json.loads(path.read_text())
-            if kept["place"] == self._place:
-                self.id = str(kept["id"])
+            content = json.loads(path.read_text())
+            if content["place"] == self._destination:
+                self.id = str(content["id"])
         except FileNotFoundError:
             return
         except (ValueError, KeyError, TypeError) as error:
             log.LOGGER.warning("%s cannot be read (%s); a new run of the service is begun", path, error)
 
-    def keep(self, run_id: str) -> None:
+    def save(self, run_id: str) -> None:
         """Write the id to the file."""
         self.id = run_id
-        disk.replace_file(self._path, json.dumps({"id": run_id, "place": self._place}) + "\n")
+        disk.replace_file(self._path, json.dumps({"id": run_id, "place": self._destination}) + "\n")
 
 
 SERVICES: dict[str, Callable[[Any, Path, RunInfo], MetricSink]] = {
@@ -263,37 +338,33 @@ SERVICES: dict[str, Callable[[Any, Path, RunInfo], MetricSink]] = {
 }  # fmt: skip
 
 
-def service_sinks(config: LoggerConfig, output_dir: Path, info: RunInfo) -> dict[str, Callable[[], MetricSink]]:
-    """Import the packages of the services that a run uses, and return what opens their sinks, by name.
+def prepare_service_sinks(config: LoggerConfig, output_dir: Path, info: RunInfo) -> dict[str, Callable[[], MetricSink]]:
+    """Import the packages of the services that a run uses, and return the functions that open their sinks, by name.
 
-    The imports end before a thread begins, because a thread that imports while a checkpoint's writer is forked would
-    leave the writer waiting for the lock of the import.
+    The imports end before a thread begins. If a thread imported a module while a checkpoint's writer is forked, the
+    writer would wait for the import's lock forever.
     """
-    opened: dict[str, Callable[[], MetricSink]] = {}
+    openers: dict[str, Callable[[], MetricSink]] = {}
     for name, settings in config.chosen():
         if name not in SERVICES:
             continue
         if isinstance(settings, TrackioConfig):  # its package reads the directory when it is imported
             os.environ.setdefault("TRACKIO_DIR", str(Path(settings.directory or output_dir / "trackio").resolve()))
         importlib.import_module(settings.package)
-        opened[name] = partial(SERVICES[name], settings, output_dir, info)
-    return opened
+        openers[name] = partial(SERVICES[name], settings, output_dir, info)
+    return openers
 
 
-def _named(line: MetricLine) -> dict[str, float]:
+def _name_metrics(line: MetricLine) -> dict[str, float]:
     values = line.metrics | {"seconds": line.seconds}
     return {f"{line.stage}/{line.kind}/{name}": value for name, value in values.items()}
 
 
-def _facts(info: RunInfo) -> dict[str, Any]:
-    """Return what is known about the run besides its configuration."""
+def _collect_facts(info: RunInfo) -> dict[str, Any]:
+    """Return what a service records about the run besides its configuration."""
     return {
         "git_revision": info.git_revision,
         "versions": info.versions,
         "layout": info.layout,
         "device_type": info.device,
     }
-
-
-def _cut(value: Any, most: int) -> str:
-    return str(value)[:most]

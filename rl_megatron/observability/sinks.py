@@ -1,4 +1,4 @@
-"""Write the metrics of a run somewhere: one sink for each kind of file or service."""
+"""Metric sinks: files that metrics are written to, and `QueuedSink`, which keeps a slow service from slowing a run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from rl_megatron import disk
-from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron import disk, log
+from rl_megatron.config.errors import ConfigError, describe_error, nearest
 from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.metrics import METRICS_FILE
-from rl_megatron.observability.recorded_metrics import readable_lines
+from rl_megatron.observability.recorded_metrics import drop_later_lines
+
+CLOSE_SECONDS = 15.0  # the longest that the end of a run waits for a sink of a service
+_MAX_LINES = 1000  # lines that wait for a sink of a service; further ones are dropped
+_RETRY_SECONDS = 60.0  # between attempts to open a sink of a service
+_EVENT_FILES = itertools.count()  # each TensorBoard writer of a process has a file of its own
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class MetricLine:
         step: The training step, 1 for the first; an evaluation before it has step 0.
         kind: "train" or "eval".
         metrics: The values by name (see `config.metrics`).
-        seconds: The wall-clock time since the line before, or since the stage began.
+        seconds: The wall-clock time since the previous line, or since the stage began.
     """
 
     stage: str
@@ -40,12 +47,12 @@ class MetricLine:
 
 
 class MetricSink(Protocol):
-    """A place that metrics are written to. Only rank 0 has sinks."""
+    """A file or a service that metrics are written to. Only rank 0 has sinks."""
 
     def begin_stage(self, stage: str, start: int) -> None:
         """Prepare for the steps of a stage after step `start`.
 
-        An interrupted run may have written lines of later steps, which now come again.
+        An interrupted run may have written lines of later steps, which are written again.
         """
         ...
 
@@ -53,7 +60,7 @@ class MetricSink(Protocol):
         """Write one line. The run may be killed at any time afterwards.
 
         Raises:
-            OSError: The disk is full (ENOSPC), and nothing of the line was written. The line is given again later.
+            OSError: The disk is full (ENOSPC), and nothing of the line was written. The line is written again later.
         """
         ...
 
@@ -62,18 +69,22 @@ class MetricSink(Protocol):
         ...
 
 
-_EVENT_FILES = itertools.count()  # each writer of a process has a file of its own
-# What makes a sink, from the run's output directory.
+@runtime_checkable
+class FailingSink(MetricSink, Protocol):
+    """A sink that shows whether a run has failed."""
+
+    def fail(self) -> None:
+        """Mark the run as failed. `close` follows."""
+        ...
+
+
+# The constructors of sinks, which take the run's output directory.
 SINKS: Registry[Callable[[Path], MetricSink]] = Registry("metric sink")
 register_sink = SINKS.register
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Refuse unknown metric sinks, and a run without metrics.jsonl, which curves.png and a resumed run read.
-
-    Raises:
-        ConfigError: A sink is unknown, or jsonl is missing.
-    """
+    """Refuse unknown metric sinks, and a run without metrics.jsonl, which curves.png and a resumed run read."""
     for name in names:
         if name not in SINKS:
             raise ConfigError(f"metric_sinks: there is no metric sink {name!r}{nearest(name, SINKS)}")
@@ -94,14 +105,14 @@ class JsonlSink:
 
     def write(self, line: MetricLine) -> None:
         """Append the line to the file."""
-        written = {
+        values = {
             "stage": line.stage,
             "step": line.step,
             "kind": line.kind,
             **line.metrics,
             "seconds": round(line.seconds, 4),
         }
-        disk.append(self._path, (json.dumps(written) + "\n").encode())
+        disk.append(self._path, (json.dumps(values) + "\n").encode())
 
     def close(self) -> None:
         """Do nothing: every line was closed when it was written."""
@@ -143,13 +154,141 @@ class TensorBoardSink:
         disk.append(self._path, record.getvalue())
 
 
-def drop_later_lines(path: Path, stage: str, start: int) -> None:
-    """Drop the lines of a stage after step `start` from a file of JSON lines, and those that cannot be read."""
-    if not path.exists():
-        return
-    kept = [line for line in readable_lines(path) if not _is_after(line, stage, start)]
-    disk.replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
+class QueuedSink:
+    """A metric sink that writes to another one in a thread, from a queue that holds `max_lines` lines.
 
+    The other sink is opened and called in that thread only, so a service that blocks or fails neither stops nor slows a
+    run. Lines that do not fit into the queue, and lines for which the sink raises an error, are dropped and counted. A
+    warning reports the first of them, and another one their number at the end.
+    """
 
-def _is_after(line: dict[str, Any], stage: str, step: int) -> bool:
-    return line["stage"] == stage and (line["step"] > step or (step == 0 and line["step"] == 0))
+    def __init__(
+        self,
+        name: str,
+        open_sink: Callable[[], MetricSink],
+        max_lines: int = _MAX_LINES,
+        close_seconds: float = CLOSE_SECONDS,
+        retry_seconds: float = _RETRY_SECONDS,
+    ):
+        """Start the thread.
+
+        Args:
+            name: The name of the sink in messages.
+            open_sink: Opens the sink. It is called again, every `retry_seconds`, if it raises an error.
+            max_lines: The most lines that wait.
+            close_seconds: The longest that `close` waits.
+            retry_seconds: The time between attempts to open the sink.
+        """
+        self._name, self._open, self._max_lines = name, open_sink, max_lines
+        self._close_seconds, self._retry_seconds = close_seconds, retry_seconds
+        self._changed = threading.Condition()
+        self._waiting: deque[MetricLine | tuple[str, int]] = deque()  # lines, and (stage, start) where a stage begins
+        self._num_waiting = self._num_received = self._num_written = 0  # lines
+        self._is_closing = self._has_closed = self._has_failed = self._has_warned = False
+        self._closes_until = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"metric sink {name}", daemon=True)
+        self._thread.start()
+
+    def begin_stage(self, stage: str, start: int) -> None:
+        """Let the sink begin a stage, after the lines that wait."""
+        with self._changed:
+            self._waiting.append((stage, start))
+            self._changed.notify()
+
+    def write(self, line: MetricLine) -> None:
+        """Add a line to the queue, or drop it if the queue is full."""
+        with self._changed:
+            self._num_received += 1
+            is_full = self._num_waiting >= self._max_lines
+            if not is_full and not self._is_closing:
+                self._waiting.append(line)
+                self._num_waiting += 1
+                self._changed.notify()
+        if is_full:
+            self._warn(f"does not keep up with the run, and {self._max_lines} lines wait")
+
+    def begin_to_close(self, has_failed: bool = False) -> None:
+        """Let the sink write the lines that wait and close, without waiting for it.
+
+        If the run has failed, a `FailingSink` is marked as failed before it is closed.
+        """
+        with self._changed:
+            if not self._is_closing:
+                self._is_closing, self._has_failed = True, has_failed
+                self._closes_until = time.monotonic() + self._close_seconds
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Wait until the sink has closed, for a limited time, and warn of the number of lines that it lacks."""
+        self.begin_to_close()
+        if self._has_closed:
+            return
+        self._has_closed = True
+        self._thread.join(max(0.0, self._closes_until - time.monotonic()))
+        with self._changed:
+            missing = self._num_received - self._num_written
+        if self._thread.is_alive():
+            log.LOGGER.warning(
+                "metric sink %s did not finish within %g s, and is left; %d of %d lines may be missing in it",
+                self._name, self._close_seconds, missing, self._num_received,
+            )  # fmt: skip
+        elif missing:
+            log.LOGGER.warning("metric sink %s lacks %d of %d lines", self._name, missing, self._num_received)
+
+    def _run(self) -> None:
+        sink = self._open_or_retry()
+        if sink is None:
+            return
+        while (entry := self._take_next()) is not None:
+            try:
+                if isinstance(entry, MetricLine):
+                    sink.write(entry)
+                else:
+                    sink.begin_stage(*entry)
+            except Exception as error:  # whatever a library raises must not end the run
+                if not self._has_warned:
+                    self._warn(describe_error(error))
+            else:
+                with self._changed:
+                    self._num_written += isinstance(entry, MetricLine)
+        try:
+            if self._has_failed and isinstance(sink, FailingSink):
+                sink.fail()
+            sink.close()
+        except Exception as error:  # as above
+            log.LOGGER.warning(
+                "metric sink %s failed when it was closed: %s", self._name, log.make_printable(describe_error(error))
+            )
+
+    def _open_or_retry(self) -> MetricSink | None:
+        """Return the sink, or None if the run ends before it could be opened."""
+        while True:
+            try:
+                return self._open()
+            except Exception as error:  # as above
+                self._warn(
+                    f"cannot be opened, and is tried again every {self._retry_seconds:g} s: {describe_error(error)}"
+                )
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_closing, self._retry_seconds):
+                    return None
+
+    def _take_next(self) -> MetricLine | tuple[str, int] | None:
+        """Wait for the next entry and return it, or None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closing)
+            if not self._waiting:
+                return None
+            entry = self._waiting.popleft()
+            self._num_waiting -= isinstance(entry, MetricLine)
+            return entry
+
+    def _warn(self, reason: str) -> None:
+        """Warn of the first problem only."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.LOGGER.warning(
+                "metric sink %s %s; the run continues, lines that the sink does not get are dropped, and their number "
+                "is reported at the end (metrics.jsonl has them all)",
+                self._name, log.make_printable(reason),
+            )  # fmt: skip

@@ -17,27 +17,18 @@ import torch.distributed as dist
 
 from rl_megatron import disk, log
 from rl_megatron.config.loggers import ProfileConfig
-from rl_megatron.timing import Path as Phases
-from rl_megatron.timing import PhaseTimer, Span, recording_spans
+from rl_megatron.timing import Phases, PhaseTimer, Span, collect_spans
 
-_MOST_ALLOCATIONS = 200_000  # of a snapshot of memory
-# What a full disk raises: Python when it writes, torch by a file without an end, and gzip when it reads such a file.
-_UNWRITTEN = (OSError, ValueError, EOFError, zlib.error)
+_MAX_ALLOCATIONS = 200_000  # in a snapshot of memory
+# The errors of a full disk: from writing, from torch's file without an end, and from gzip when it reads such a file.
+_WRITE_ERRORS = (OSError, ValueError, EOFError, zlib.error)
 
 
 class StepProfiler:
-    """What this rank records in the steps of `profile.steps`. A step ends where its metrics are recorded."""
+    """The recording of the steps of `profile.steps` on this rank. A step ends when its metrics are recorded."""
 
     def __init__(self, config: ProfileConfig, directory: Path, timer: PhaseTimer, rank: int, is_cuda: bool):
-        """Record nothing yet.
-
-        Args:
-            config: The section `profile`.
-            directory: The directory of the stage's profiles.
-            timer: The timer of the stage's phases.
-            rank: This rank.
-            is_cuda: Whether it computes on a GPU.
-        """
+        """Prepare to write profiles to `directory`; `timer` times the stage's phases."""
         self._config, self._directory, self._timer = config, directory, timer
         self._rank, self._is_cuda = rank, is_cuda
         self._is_chosen = rank in config.ranks
@@ -48,16 +39,16 @@ class StepProfiler:
         self._profiler: torch.profiler.profile | None = None
 
     def begin(self, step: int) -> None:
-        """Begin to record, if the step is one of those."""
+        """Begin to record if the step is to be profiled."""
         if step not in self._config.steps:
             return
         self._step = step
-        self._spans = self._open.enter_context(recording_spans())
-        self._timer.listener = self._change
+        self._spans = self._open.enter_context(collect_spans())
+        self._timer.listener = self._switch_phases
         if not self._is_chosen:
             return
         if self._is_cuda and self._config.memory:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
         activities = [torch.profiler.ProfilerActivity.CPU]
         activities += [torch.profiler.ProfilerActivity.CUDA] if self._is_cuda else []
         self._profiler = torch.profiler.profile(activities=activities, with_stack=self._config.with_stack)
@@ -69,14 +60,14 @@ class StepProfiler:
             return
         step, self._step = self._step, 0
         self._timer.listener = None
-        self._change(())
+        self._switch_phases(())
         self._open.close()
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
         try:
             self._write_part(step, profiler)
-        except _UNWRITTEN as error:
+        except _WRITE_ERRORS as error:
             self._warn(step, error)
         if self._is_cuda and self._config.memory and profiler is not None:
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -84,8 +75,8 @@ class StepProfiler:
         if self._rank == 0:
             merged = self._directory / f"step-{step:06}.json.gz"
             try:
-                _write_trace(merged, [self._part(step, rank) for rank in range(dist.get_world_size())])
-            except _UNWRITTEN as error:
+                _merge_parts(merged, [self._get_part(step, rank) for rank in range(dist.get_world_size())])
+            except _WRITE_ERRORS as error:
                 self._warn(step, error)
                 return
             log.LOGGER.info("step %d is profiled: open %s at https://ui.perfetto.dev", step, merged)
@@ -96,11 +87,11 @@ class StepProfiler:
         if profiler is not None:
             path = self._directory / f"step-{step:06}-rank-{self._rank}.json"
             profiler.export_chrome_trace(str(path))
-            events += _events_of(json.loads(path.read_text()), f"rank {self._rank}")
+            events += _convert_events(json.loads(path.read_text()), f"rank {self._rank}")
             if self._is_cuda and self._config.memory:
                 snapshot = self._directory / f"step-{step:06}-rank-{self._rank}-memory.pickle"
                 torch.cuda.memory._dump_snapshot(str(snapshot))
-        with gzip.open(self._part(step, self._rank), "wt") as file:
+        with gzip.open(self._get_part(step, self._rank), "wt") as file:
             json.dump(events, file)
 
     def _warn(self, step: int, error: Exception) -> None:
@@ -108,7 +99,7 @@ class StepProfiler:
         log.LOGGER.warning("rank %d: the profile of step %d cannot be written: %s", self._rank, step, reason)
 
     def abandon(self) -> None:
-        """Stop to record a step that does not end, and drop what was recorded."""
+        """Stop recording a step that does not end, and drop what was recorded."""
         if not self._step:
             return
         self._step, self._timer.listener, self._running = 0, None, []
@@ -119,10 +110,10 @@ class StepProfiler:
             if self._is_cuda and self._config.memory:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _part(self, step: int, rank: int) -> Path:
+    def _get_part(self, step: int, rank: int) -> Path:
         return self._directory / f"step-{step:06}-rank-{rank}.part.gz"
 
-    def _change(self, phases: Phases) -> None:
+    def _switch_phases(self, phases: Phases) -> None:
         """End the phases that no longer run, and begin the new ones."""
         now = time.time_ns()
         names = [name for name, _ in self._running]
@@ -137,43 +128,43 @@ class StepProfiler:
 def convert_spans(spans: Iterable[Span]) -> Iterable[dict[str, Any]]:
     """Yield spans as complete events of a trace, in microseconds since 1970.
 
-    Spans of a process that overlap, such as requests to a server, are on tracks of their own, because those of one
-    track must be within one another or apart.
+    Spans of a process that overlap, such as requests to a server, are on different tracks, because the spans of one
+    track must be nested or apart.
     """
-    tracks: dict[str, list[list[int]]] = {}  # of each process: the ends of the spans that run, on each track
+    tracks_by_process: dict[str, list[list[int]]] = {}  # for each track, the ends of the spans that run
     for span in sorted(spans, key=lambda span: (span.began, -span.ended)):
-        of_process = tracks.setdefault(span.process, [])
-        for running in of_process:
-            while running and running[-1] <= span.began:
-                running.pop()
-        place = next((i for i, running in enumerate(of_process) if not running or span.ended <= running[-1]), None)
-        if place is None:
-            of_process.append([])
-            place = len(of_process) - 1
-        of_process[place].append(span.ended)
+        tracks = tracks_by_process.setdefault(span.process, [])
+        for ends in tracks:
+            while ends and ends[-1] <= span.began:
+                ends.pop()
+        index = next((i for i, ends in enumerate(tracks) if not ends or span.ended <= ends[-1]), None)
+        if index is None:
+            tracks.append([])
+            index = len(tracks) - 1
+        tracks[index].append(span.ended)
         yield {
             "ph": "X", "cat": "phase", "name": span.name, "process": span.process,
-            "tid": f"phases {place + 1}" if place else "phases",
+            "tid": f"phases {index + 1}" if index else "phases",
             "ts": span.began / 1000, "dur": max(span.ended - span.began, 1) / 1000,
         }  # fmt: skip
 
 
-def _events_of(trace: dict[str, Any], process: str) -> list[dict[str, Any]]:
+def _convert_events(trace: dict[str, Any], process: str) -> list[dict[str, Any]]:
     """Return the events of torch's trace of a process, in microseconds since 1970."""
     base = trace.get("baseTimeNanoseconds", 0) / 1000
-    found = []
+    events = []
     for event in trace["traceEvents"]:
         if "ts" in event and event.get("ph") in ("X", "i", "s", "f"):
             device = event.get("pid")
-            where = process if device == os.getpid() else f"{process}, {device}"
-            placed = {"ts": event["ts"] + base, "process": where, "tid": str(event.get("tid"))}
+            name = process if device == os.getpid() else f"{process}, {device}"
+            changes = {"ts": event["ts"] + base, "process": name, "tid": str(event.get("tid"))}
             if event["ph"] in ("s", "f"):  # an arrow, whose number other ranks have too
-                placed["id"] = f"{process} {event.get('id')}"
-            found.append(event | placed)
-    return found
+                changes["id"] = f"{process} {event.get('id')}"
+            events.append(event | changes)
+    return events
 
 
-def _write_trace(path: Path, parts: Iterable[Path]) -> None:
+def _merge_parts(path: Path, parts: Iterable[Path]) -> None:
     """Write the events of all parts as one trace whose times begin at 0, and remove the parts."""
     events: list[dict[str, Any]] = []
     for part in parts:

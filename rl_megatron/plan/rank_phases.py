@@ -99,7 +99,7 @@ class RankPhases:
             replace(stage.model, backend="portable"), self.topology, vocab_size=self.workload.vocab_size,
             precision=stage.precision,
             seed=stage.train.seed, optimizer=optimizer, total_steps=stage.train.steps,
-            global_batch_size=stage.train.global_batch_size, batching=Batching.of(stage.train), head=head,
+            global_batch_size=stage.train.global_batch_size, batching=Batching.from_config(stage.train), head=head,
             fused_head=FusedHead() if stage.train.fused_head else None, reference_placement=stage.train.reference,
             peft=stage.peft,
         )  # fmt: skip

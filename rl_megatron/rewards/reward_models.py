@@ -198,7 +198,7 @@ class RewardModels:
         return MegatronPolicy(
             replace(model, backend=config.model.backend, max_sequence_length=longest), self._layout,
             vocab_size=vocab_size, precision=config.precision, head="score", initialise=False,
-            global_batch_size=config.train.global_batch_size, batching=Batching.of(config.train),
+            global_batch_size=config.train.global_batch_size, batching=Batching.from_config(config.train),
         )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ class AgentWorker:
             AgentFailed: The program failed, took too long, or left a result that cannot be used.
         """
         async with client.openai(sampling=sampling) as session:
-            with TemporaryDirectory(prefix=disk.prefix_of_process("agent")) as scratch:
+            with TemporaryDirectory(prefix=disk.make_temporary_prefix("agent")) as scratch:
                 directory = Path(scratch)
                 (directory / "record.json").write_text(_as_json(record), "utf-8")
                 await self._run(client, session, directory)

@@ -169,7 +169,7 @@ class AsyncRollouts:
         """Return the state of the queue, the same on all ranks."""
         if self._newest is None:
             return self.queue.state_dict()
-        return self._loop.on_all_ranks(self._state)
+        return self._loop.run_for_all_ranks(self._state)
 
     def close(self) -> None:
         """End what runs. It is not collective."""
@@ -181,19 +181,19 @@ class AsyncRollouts:
 
     def _has_taken(self) -> bool:
         with phase("wait"):
-            return self._loop.on_all_ranks(self._next)
+            return self._loop.run_for_all_ranks(self._next)
 
     def _before_sync(self) -> None:
         """Send no further request, and let the running ones end if new weights wait for them."""
         served, version = self._engine.served, self._weight_version()
         if self._newest is not None and (served is None or served.version != version):
-            self._loop.on_all_ranks(lambda: self._close(version, self._find_step(version)))
+            self._loop.run_for_all_ranks(lambda: self._close(version, self._find_step(version)))
 
     def _after_sync(self) -> None:
         """Continue with weights that the engine has got."""
         if self._newest is not None:
             version = self._weight_version()
-            self._loop.on_all_ranks(lambda: self._open(version, self._find_step(version)))
+            self._loop.run_for_all_ranks(lambda: self._open(version, self._find_step(version)))
 
     def _find_step(self, version: int) -> int:
         """Return the step that begins with the policy's weights, which have a version."""

@@ -234,7 +234,7 @@ class RolloutRecord:
         rollouts.facts[ORDER] = torch.arange(self._num_drawn, self._num_drawn + rollouts.size, dtype=torch.int32)
         self._num_drawn += rollouts.size
         if len(rollouts.numbers):
-            self._draws.append(Draw(round_, rollouts.own, prompts, metrics.scores))
+            self._draws.append(Draw(round_, rollouts.local, prompts, metrics.scores))
 
     def write(self, step: int, learned: Batch, newest_version: int, line: LoggedStep | None = None) -> None:
         """Write the rollouts of a step, if they are due, and then its line of the log, if it has one. Collective.

@@ -150,7 +150,7 @@ class RolloutRunner:
                 completions = engine.complete(requests)
                 if self.ranks.leads:
                     self.loop.wait(rounds.answer(completions))
-            self.loop.on_all_ranks(end)
+            self.loop.run_for_all_ranks(end)
             return results
         finally:
             if self.ranks.leads:
@@ -168,7 +168,7 @@ class RolloutRunner:
 
     def _waited(self, begins_round: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
         with phase("environment"):
-            return self.loop.on_all_ranks(begins_round)
+            return self.loop.run_for_all_ranks(begins_round)
 
     async def attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
         """Run a task on the loop until an attempt succeeds or there are no more.

@@ -295,13 +295,13 @@ def add_data_sets(rollouts: BatchedDataDict | None, prompts: Sequence[EncodedPro
 
 def on_every_rank(rollouts: Batch) -> BatchedDataDict:
     """Return the rollouts that rank 0 has produced, on every rank. Collective."""
-    return rollouts.all_ranks.share(lambda: rollouts.own)
+    return rollouts.all_ranks.share(lambda: rollouts.local)
 
 
 def keep_informative(rollouts: Batch, group_size: int) -> Batch:
     """Return the trajectories of groups whose rewards differ."""
     index = rollouts.trajectories
-    rewards, counts = (index.of_first(rollouts.facts[key]) for key in ("rewards", "sample_mask"))
+    rewards, counts = (index.take_first(rollouts.facts[key]) for key in ("rewards", "sample_mask"))
     kept = informative_groups(rewards, group_size, counts).repeat_interleave(group_size)
     return rollouts.select(index.spread(kept))
 

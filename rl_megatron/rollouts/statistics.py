@@ -71,8 +71,8 @@ def _describe_trajectories(rollouts: Batch) -> tuple[Tensor, Tensor, Tensor, Ten
     """Return the reward of each trajectory, whether it has not failed, its sampled tokens, and whether it stopped."""
     numbers, index = rollouts.facts, rollouts.trajectories
     return (
-        index.of_first(numbers["rewards"]), index.of_first(numbers["sample_mask"]) > 0,
-        index.total(numbers[SAMPLED]).float(), index.of_last(numbers["stopped"]).float(),
+        index.take_first(numbers["rewards"]), index.take_first(numbers["sample_mask"]) > 0,
+        index.total(numbers[SAMPLED]).float(), index.take_last(numbers["stopped"]).float(),
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def describe_distribution(name: str, values: Tensor, moments: Moments, ranks: Ra
     """
     if not moments.number:
         return {}
-    quantiles = ranks.in_order(values, [round(share * (moments.number - 1)) for share in QUANTILES])
+    quantiles = ranks.order_statistics(values, [round(share * (moments.number - 1)) for share in QUANTILES])
     return {
         f"{name}_std": moments.deviation,
         f"{name}_min": moments.least,
@@ -143,7 +143,7 @@ def logprob_mismatch(rollouts: Batch) -> dict[str, float]:
     moments = ranks.moments(difference)
     if not moments.number:
         return {"mismatch_mean": 0.0, "mismatch_p99": 0.0, "mismatch_max": 0.0}
-    (high,) = ranks.in_order(difference, [-(-99 * (moments.number - 1) // 100)])
+    (high,) = ranks.order_statistics(difference, [-(-99 * (moments.number - 1) // 100)])
     return {"mismatch_mean": moments.mean, "mismatch_p99": high, "mismatch_max": moments.most}
 
 

@@ -23,7 +23,7 @@ from rl_megatron.config.schema import RunConfig
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces
 from rl_megatron.runs.rerun import leaves
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.topology import Topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -195,7 +195,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 def _gathered(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
     """Return the numbers of every rank. Collective."""
     own = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-    return from_all_ranks(own, dist.group.WORLD).tolist()
+    return gather_from_ranks(own, dist.group.WORLD).tolist()
 
 
 def _from_ranks(value: Any, senders: Sequence[int], ranks: Ranks) -> list[Any]:

@@ -12,10 +12,10 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.run_tokenizer import save_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.observability.attempts import Attempts
+from rl_megatron.observability.failures import Attempts
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.run_info import RunInfo
-from rl_megatron.observability.service_sinks import service_sinks
+from rl_megatron.observability.service_sinks import prepare_service_sinks
 from rl_megatron.runs.lock import OutputLock
 from rl_megatron.runs.rerun import move_aside
 from rl_megatron.topology.topology import Topology
@@ -67,10 +67,10 @@ def open_metrics(config: RunConfig, layout: Topology, attempts: Attempts) -> Met
     try:
         services = {}
         if is_writer:
-            info = RunInfo.of(config, layout.describe(), layout.device.type)
+            info = RunInfo.from_config(config, layout.describe(), layout.device.type)
             info.write(output_dir)
             attempts.begin(info.layout)
-            services = service_sinks(config.logger, output_dir, info)
+            services = prepare_service_sinks(config.logger, output_dir, info)
         return MetricsLogger(output_dir, is_writer, config.metric_sinks, services, config.logger.prometheus)
     except ConfigError:
         raise

@@ -22,9 +22,8 @@ from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import STOPPED, ConfigError, RunFailed
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.config.stages import stage_before
-from rl_megatron.observability.attempts import Attempts
-from rl_megatron.observability.failure_file import FailureFile
-from rl_megatron.observability.html_report import start_to_write
+from rl_megatron.observability.failures import Attempts, FailureFile
+from rl_megatron.observability.html_report import start_writing_report
 from rl_megatron.observability.run_watch import RunWatch
 from rl_megatron.runs import preflight, verify
 from rl_megatron.runs.desync import check_configuration
@@ -124,11 +123,13 @@ def run_stages(config: RunConfig) -> RunResults:
                 foreseen = isinstance(error, (ConfigError, RunFailed))
                 if isinstance(error, DiskFull) and layout.world_size > 1:
                     foreseen = False  # it is this rank's alone
-                watch.failed(error, on_all_ranks=foreseen)
+                watch.report_error(error, on_all_ranks=foreseen)
                 attempts.end("failed", watch.position.place.describe())
                 if layout.rank == 0 and file.has_begun:
                     with suppress(OSError):
-                        start_to_write(file.path.parent)  # report.html, in a process that survives the end of this one
+                        start_writing_report(
+                            file.path.parent
+                        )  # report.html, in a process that survives the end of this one
                 if foreseen or layout.world_size == 1:
                     raise
                 raise RankFailed(f"rank {layout.rank} was ended by an error: {error}") from error

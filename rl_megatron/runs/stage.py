@@ -22,8 +22,8 @@ from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.stage_loader import in_memory_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.contract import LossFunction
+from rl_megatron.observability.liveness import Position
 from rl_megatron.observability.metrics_logger import MetricsLogger
-from rl_megatron.observability.position import Position
 from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.runs.anomalies import Anomalies, described_sequences
 from rl_megatron.runs.checkpointer import Checkpointer, critic_checkpoints
@@ -186,7 +186,7 @@ class Stage(Loop):
         model: MegatronPolicy | None = None,
         teacher: Teacher | None = None,
     ) -> dict[str, float]:
-        batch = (model or self.policy).enter(batch)
+        batch = (model or self.policy).as_batch(batch)
         self._desync.check(step, batch, self.models)
         if model is None:
             self._batch = batch

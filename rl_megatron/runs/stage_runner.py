@@ -26,8 +26,8 @@ from rl_megatron.generation.logprob_check import LIMITS, LogprobCheck
 from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.model.build import Head
+from rl_megatron.observability.liveness import Position
 from rl_megatron.observability.metrics_logger import MetricsLogger
-from rl_megatron.observability.position import Position
 from rl_megatron.observability.recorded_metrics import RecordedMetrics
 from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.rewards.reward_models import RewardModels
@@ -40,7 +40,7 @@ from rl_megatron.runs.roll_back import RollBack
 from rl_megatron.runs.stage import Stage
 from rl_megatron.runs.step_meter import StepMeter
 from rl_megatron.runs.stopping import Stopping
-from rl_megatron.timing import timing
+from rl_megatron.timing import use_timer
 from rl_megatron.topology.topology import Topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.metrics import NonFiniteLoss
@@ -153,7 +153,7 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine, rollouts: ScoredRollouts)
     """Run the training loop of a stage, and close its engine."""
     config, policy, critics = stage.config, stage.policy, () if stage.critic is None else (stage.critic,)
     try:
-        with timing(stage.timer), _short_collections():
+        with use_timer(stage.timer), _short_collections():
             if isinstance(config.algorithm, RolloutConfig):
                 source = Sampler(stage, policy, engine, rollouts)
             else:
@@ -221,7 +221,7 @@ def _model(
         optimizer=optimizer,
         total_steps=total_steps,
         global_batch_size=config.train.global_batch_size,
-        batching=Batching.of(config.train),
+        batching=Batching.from_config(config.train),
         head=head,
         fused_head=FusedHead() if config.train.fused_head else None,
         max_skipped_steps=config.train.max_nonfinite_steps if config.train.on_nonfinite == "skip" else 0,

@@ -10,7 +10,7 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.model.flops import model_flops
 from rl_megatron.observability.cost_metrics import INNER_PHASES, OUTER_PHASES, TOKEN_PHASES, TRAINING_PHASES
 from rl_megatron.timing import DevicePeak, HostClock, HostPeak, PhaseTimer, StepTimes, StreamClock
-from rl_megatron.topology.gpus import gpu_of_device
+from rl_megatron.topology.gpus import find_gpu
 from rl_megatron.topology.topology import Topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
@@ -34,7 +34,7 @@ class StepMeter:
         self._device, self._num_ranks, self._pipelined = topology.device, topology.world_size, topology.pipeline > 1
         clock, memory = (StreamClock(), DevicePeak()) if topology.is_cuda else (HostClock(), HostPeak())
         self.timer = PhaseTimer(clock, memory)
-        gpu = gpu_of_device(torch.cuda.get_device_name()) if topology.is_cuda else None
+        gpu = find_gpu(torch.cuda.get_device_name()) if topology.is_cuda else None
         if topology.is_cuda and gpu is None:
             log.once(f"the peak of {torch.cuda.get_device_name()} is unknown, so there is no metric mfu")
         self._peak_tflops = None if gpu is None else gpu.tflops(precision)
@@ -56,15 +56,15 @@ class StepMeter:
         times = self.timer.collect()
         flops, samples, self._flops, self._samples = self._flops, self._samples, 0.0, 0
         metrics = time_metrics(times)
-        step = times.total - times.of_phase("evaluate") - times.of_phase("save")
+        step = times.total - times.sum_phase("evaluate") - times.sum_phase("save")
         metrics["samples_per_s"] = samples / step
         for name in TOKEN_PHASES:
-            seconds = times.of_phase(name)
+            seconds = times.sum_phase(name)
             if seconds > 0 and name in times.tokens:
                 metrics[f"tokens_per_s_{name}"] = times.tokens[name] / seconds
         trained = times.tokens.get("train", 0)
         metrics["tokens_per_s_per_rank"] = trained / step / self._num_ranks
-        training = sum(map(times.of_phase, TRAINING_PHASES))
+        training = sum(map(times.sum_phase, TRAINING_PHASES))
         if training > 0:
             metrics["tflops_per_rank"] = flops / training / self._num_ranks / 1e12
             if self._peak_tflops is not None:
@@ -79,8 +79,8 @@ class StepMeter:
         peaks = [float(times.peak_bytes.get(name, 0)) for name in OUTER_PHASES]
         own = torch.tensor(peaks, dtype=torch.float64)
         if self._pipelined:
-            training = times.of_phase("train")
-            waited = times.within("train").get("pipeline_wait", 0.0) / training if training > 0 else 0.0
+            training = times.sum_phase("train")
+            waited = times.split_phase("train").get("pipeline_wait", 0.0) / training if training > 0 else 0.0
             own = torch.cat([own, torch.tensor([waited / self._num_ranks], dtype=torch.float64)])
         own = own.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else own
         if self._pipelined:
@@ -124,11 +124,11 @@ def time_metrics(times: StepTimes) -> dict[str, float]:
     """
     names = list(dict.fromkeys(path[0] for path in times.seconds if path))
     metrics = {"time_step_s": times.total}
-    metrics |= {f"time_{name}_s": times.of_phase(name) for name in names}
+    metrics |= {f"time_{name}_s": times.sum_phase(name) for name in names}
     metrics["time_other_s"] = times.seconds.get((), 0.0)
     for name in TRAINING_PHASES:
         if name in names:
-            within = times.within(name)
+            within = times.split_phase(name)
             metrics |= {f"time_{name}_{part}_s": within[part] for part in INNER_PHASES if part in within}
             metrics[f"time_{name}_other_s"] = times.seconds.get((name,), 0.0)
     return metrics

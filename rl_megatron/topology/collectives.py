@@ -23,11 +23,8 @@ def reduce_scatter(into: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: 
     return getattr(dist, REDUCE_SCATTER)(into, x, group=group, async_op=async_op)
 
 
-def from_all_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return [ranks, n, …] of all ranks' `x` [n, …], in rank order. Without a group it is this rank's alone.
-
-    It has no gradient.
-    """
+def gather_from_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return [ranks, n, …] of all ranks' `x` [n, …] in rank order, without a gradient. Group None: this rank alone."""
     if group is None or group.size() == 1:
         return x[None]
     parts = x.new_empty(group.size(), *x.shape)

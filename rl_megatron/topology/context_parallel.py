@@ -1,4 +1,4 @@
-"""Cut hidden states zigzag over the context-parallel ranks, and put them together again, as attention needs.
+"""Cut hidden states zigzag over the context-parallel ranks, and put them together again for attention.
 
 A sequence of S tokens, S a multiple of 2·cp, is cut into 2·cp slices. Rank r holds the slices r and 2·cp−1−r, so that
 causal attention costs every rank the same.
@@ -12,15 +12,11 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_megatron.topology.collectives import from_all_ranks, reduce_scatter
+from rl_megatron.topology.collectives import gather_from_ranks, reduce_scatter
 
 
 def zigzag_positions(sequence_length: int, cp_rank: int, cp_size: int, device: torch.device | None = None) -> Tensor:
-    """Return the positions `[S/cp]` in the whole sequence of the tokens that `cp_rank` holds.
-
-    Raises:
-        ValueError: 2·cp_size does not divide the sequence.
-    """
+    """Return the positions `[S/cp]` in the whole sequence of the tokens that `cp_rank` holds."""
     if sequence_length % (2 * cp_size):
         raise ValueError(
             f"context parallelism over {cp_size} ranks cuts a sequence into {2 * cp_size} equal slices, and "
@@ -52,40 +48,40 @@ def zigzag_gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None, dim:
     return torch.cat([head for head, _ in halves] + [tail for _, tail in reversed(halves)], dim)
 
 
-def tokens_for_heads(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
+def scatter_heads(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
     """Return all ranks' tokens of a part of the heads, [cp·n, B, G/cp, …], from this rank's `[n, B, G, …]`.
 
-    The tokens are in rank order, and the ranks have the heads in their order. `heads_for_tokens` is the inverse.
+    The tokens are in rank order, and the ranks have the heads in their order. `gather_heads` is the inverse.
     """
     if cp_group is None or cp_group.size() == 1:
         return x
-    of_ranks = x.unflatten(2, (cp_group.size(), -1)).movedim(2, 0)
-    return all_to_all(cp_group, of_ranks).flatten(0, 1)
+    by_rank = x.unflatten(2, (cp_group.size(), -1)).movedim(2, 0)
+    return all_to_all(cp_group, by_rank).flatten(0, 1)
 
 
-def heads_for_tokens(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
+def gather_heads(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
     """Return all heads of this rank's tokens, [n, B, G, …], from all ranks' tokens `[cp·n, B, G/cp, …]`."""
     if cp_group is None or cp_group.size() == 1:
         return x
-    of_ranks = x.unflatten(0, (cp_group.size(), -1))
-    return all_to_all(cp_group, of_ranks).movedim(0, 2).flatten(2, 3)
+    by_rank = x.unflatten(0, (cp_group.size(), -1))
+    return all_to_all(cp_group, by_rank).movedim(0, 2).flatten(2, 3)
 
 
 def zigzag_order(sequence_length: int, cp_size: int, device: torch.device | None = None) -> Tensor:
     """Return the index `[S]` of each position of a sequence among all ranks' tokens in rank order."""
-    held = [zigzag_positions(sequence_length, rank, cp_size, device) for rank in range(cp_size)]
-    return torch.cat(held).argsort()
+    positions = [zigzag_positions(sequence_length, rank, cp_size, device) for rank in range(cp_size)]
+    return torch.cat(positions).argsort()
 
 
 class _GatherAndReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
         ctx.cp_group, ctx.num_local = cp_group, x.size(0)
-        return from_all_ranks(x, cp_group).flatten(0, 1)
+        return gather_from_ranks(x, cp_group).flatten(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        mine = gradient.new_empty(ctx.num_local, *gradient.shape[1:])
-        reduce_scatter(mine, gradient.contiguous(), group=ctx.cp_group)
-        return mine, None
+        local = gradient.new_empty(ctx.num_local, *gradient.shape[1:])
+        reduce_scatter(local, gradient.contiguous(), group=ctx.cp_group)
+        return local, None

@@ -40,11 +40,11 @@ def redirect_cuda_to_cpu() -> None:
     # then, it would ignore them, and transformers, which loads models through it, would read uninitialised RoPE tables.
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        setattr(torch, name, _redirect(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-    torch.Tensor.to = _on_cpu(torch.Tensor.to)
-    torch.Tensor.type = _type_named_as_on_cuda(torch.Tensor.type)
+    torch.Tensor.to = _redirect(torch.Tensor.to)
+    torch.Tensor.type = _name_types_as_on_cuda(torch.Tensor.type)
 
     torch.cuda.current_device = lambda: cpu
     torch.cuda.set_device = lambda device: None
@@ -82,9 +82,9 @@ def _names_cuda(device: Any) -> bool:
     )
 
 
-def _on_cpu(call: Callable) -> Callable:
+def _redirect(call: Callable) -> Callable:
     @functools.wraps(call)
-    def redirected(*args, **kwargs):
+    def call_on_cpu(*args, **kwargs):
         if kwargs:
             if _names_cuda(kwargs.get("device")):
                 kwargs["device"] = "cpu"
@@ -93,21 +93,21 @@ def _on_cpu(call: Callable) -> Callable:
             args = tuple("cpu" if _names_cuda(arg) else arg for arg in args)
         return call(*args, **kwargs)
 
-    return redirected
+    return call_on_cpu
 
 
-def _type_named_as_on_cuda(type_of: Callable) -> Callable:
+def _name_types_as_on_cuda(read_type: Callable) -> Callable:
     """Return a `Tensor.type` that names CPU tensors as CUDA tensors.
 
     megatron-core's optimizers tell fp32 from bf16 parameters by names such as "torch.cuda.FloatTensor".
     """
 
-    @functools.wraps(type_of)
-    def redirected(self, *args, **kwargs):
-        result = type_of(self, *args, **kwargs)
+    @functools.wraps(read_type)
+    def read_cuda_type(self, *args, **kwargs):
+        result = read_type(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
-    return redirected
+    return read_cuda_type
 
 
 class _Inert:

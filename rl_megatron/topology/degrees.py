@@ -12,71 +12,47 @@ from rl_megatron.config.parallel import ParallelConfig
 
 
 class ParallelDegrees(Protocol):
-    """The degrees that a model and its sequences have to fit: of a configuration, or of a running topology."""
+    """The degrees, of a configuration or of a running topology, that a model and its sequences have to fit."""
 
     @property
-    def tensor(self) -> int:
-        """Return the tensor-parallel degree."""
-        ...
+    def tensor(self) -> int: ...
 
     @property
-    def sequence(self) -> bool:
-        """Return whether activations are sharded over the tensor-parallel ranks."""
-        ...
+    def sequence(self) -> bool: ...  # whether activations are sharded over the tensor-parallel ranks
 
     @property
-    def pipeline(self) -> int:
-        """Return the number of pipeline stages."""
-        ...
+    def pipeline(self) -> int: ...
 
     @property
-    def virtual_pipeline(self) -> int:
-        """Return the number of model chunks per pipeline stage."""
-        ...
+    def virtual_pipeline(self) -> int: ...  # model chunks per pipeline stage
 
     @property
-    def context(self) -> int:
-        """Return the context-parallel degree."""
-        ...
+    def context(self) -> int: ...
 
     @property
-    def expert(self) -> int:
-        """Return the expert-parallel degree."""
-        ...
+    def expert(self) -> int: ...
 
     @property
-    def expert_tensor(self) -> int:
-        """Return the expert-tensor-parallel degree."""
-        ...
+    def expert_tensor(self) -> int: ...
 
     @property
-    def first_stage_layers(self) -> int | None:
-        """Return the layers of the first pipeline stage, or None."""
-        ...
+    def first_stage_layers(self) -> int | None: ...
 
     @property
-    def last_stage_layers(self) -> int | None:
-        """Return the layers of the last pipeline stage, or None."""
-        ...
+    def last_stage_layers(self) -> int | None: ...
 
 
 class SequenceLayout(Protocol):
-    """What a layout does with the sequences of a batch: all that a plan of microbatches needs to know of it."""
+    """The part of a layout that a plan of microbatches reads."""
 
     @property
-    def data(self) -> int:
-        """Return the number of data-parallel ranks, which share the batch."""
-        ...
+    def data(self) -> int: ...  # data-parallel ranks, which share the batch
 
     @property
-    def context(self) -> int:
-        """Return the context-parallel degree."""
-        ...
+    def context(self) -> int: ...
 
     @property
-    def sequence_multiple(self) -> int:
-        """Return the number that padded lengths are a multiple of."""
-        ...
+    def sequence_multiple(self) -> int: ...  # padded lengths are a multiple of it
 
 
 @dataclass(frozen=True)
@@ -88,17 +64,13 @@ class ConfiguredLayout:
     sequence_multiple: int
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, world_size: int) -> Self:
-        """Return the layout of `world_size` ranks.
-
-        Raises:
-            ConfigError: The degrees do not divide the world size, or one contradicts another.
-        """
+    def from_config(cls, parallel: ParallelConfig, world_size: int) -> Self:
+        """Return the layout of `world_size` ranks, after `validate`."""
         return cls(validate(parallel, world_size), parallel.context, sequence_multiple(parallel))
 
 
 def zigzag_slices(cp_size: int) -> int:
-    """Return the number of equal slices of a sequence. The sequence's padded length is a multiple of it."""
+    """Return the number of equal slices of a sequence, which divides the sequence's padded length."""
     return 1 if cp_size == 1 else 2 * cp_size
 
 
@@ -114,8 +86,8 @@ def validate(parallel: ParallelConfig, world_size: int) -> int:
     """Return the data-parallel degree that `world_size` leaves.
 
     Raises:
-        ConfigError: the degrees do not divide the world size, or one contradicts another. The message says which values
-            would fit.
+        ConfigError: The degrees do not divide the world size, or one contradicts another. The message names the values
+            that would fit.
     """
     for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"):
         if getattr(parallel, name) < 1:
@@ -168,8 +140,7 @@ def _world_sizes_that_fit(parallel: ParallelConfig, world_size: int) -> str:
     for name in ("tensor", "pipeline", "context"):
         others = parallel.tensor * parallel.pipeline * parallel.context // getattr(parallel, name)
         if world_size % others == 0:
-            values = [d for d in range(1, world_size // others + 1) if (world_size // others) % d == 0]
-            fits.append(f"parallel.{name} in {values}")
+            fits.append(f"parallel.{name} in {_divisors(world_size // others)}")
     model_ranks = parallel.tensor * parallel.pipeline * parallel.context
     start_with = f"or start a multiple of {model_ranks} ranks (torchrun --nproc-per-node {model_ranks} …)"
     return (f"with the other degrees as they are, {' or '.join(fits)} would fit, " if fits else "") + start_with
@@ -179,37 +150,39 @@ def validate_model(model: ModelConfig, parallel: ParallelDegrees) -> None:
     """Check the degrees against the model's shape, before anything is built.
 
     Raises:
-        ConfigError: a degree does not divide what it splits. The message says which degrees would fit.
+        ConfigError: A degree does not divide the size that it splits. The message names the degrees that would fit.
     """
 
-    def divides(degree_key: str, degree: int, size_key: str, size: int) -> None:
+    def require_divisor(degree_key: str, degree: int, size_key: str, size: int) -> None:
         if size % degree:
-            fits = [d for d in range(1, size + 1) if size % d == 0 and d <= 2 * degree]
+            fits = [divisor for divisor in _divisors(size) if divisor <= 2 * degree]
             raise ConfigError(f"{degree_key}={degree} must divide {size_key}={size}; degrees that fit: {fits}")
 
-    divides("parallel.tensor", parallel.tensor, "model.num_attention_heads", model.num_attention_heads)
-    divides("parallel.tensor", parallel.tensor, "model.num_query_groups", model.num_query_groups)
+    require_divisor("parallel.tensor", parallel.tensor, "model.num_attention_heads", model.num_attention_heads)
+    require_divisor("parallel.tensor", parallel.tensor, "model.num_query_groups", model.num_query_groups)
     if model.linear_num_key_heads is not None:  # context-parallel ranks share them out once more
         both = "parallel.tensor · parallel.context"
-        divides(both, parallel.tensor * parallel.context, "model.linear_num_key_heads", model.linear_num_key_heads)
+        require_divisor(
+            both, parallel.tensor * parallel.context, "model.linear_num_key_heads", model.linear_num_key_heads
+        )
     if model.num_experts is None or model.first_dense_layers:  # experts are not split by tensor parallelism
-        divides("parallel.tensor", parallel.tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
+        require_divisor("parallel.tensor", parallel.tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
     _check_pipeline(model, parallel)
     if model.num_experts is None:
         for key, degree in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
             if degree > 1:
                 raise ConfigError(f"parallel.{key}={degree}: this model is dense; set parallel.{key}=1")
         return
-    divides("parallel.expert", parallel.expert, "model.num_experts", model.num_experts)
+    require_divisor("parallel.expert", parallel.expert, "model.num_experts", model.num_experts)
     width = "ffn_hidden_size" if model.expert_ffn_hidden_size is None else "expert_ffn_hidden_size"
-    divides("parallel.expert_tensor", parallel.expert_tensor, f"model.{width}", getattr(model, width))
+    require_divisor("parallel.expert_tensor", parallel.expert_tensor, f"model.{width}", getattr(model, width))
     if parallel.expert_tensor > 1 and model.linear_bias:
         raise ConfigError(
             f"parallel.expert_tensor={parallel.expert_tensor} is not supported with model.linear_bias=true: every rank "
             "would add the bias of an expert's output; set parallel.expert_tensor=1"
         )
     if model.shared_expert_ffn_hidden_size is not None:
-        divides(
+        require_divisor(
             "parallel.tensor",
             parallel.tensor,
             "model.shared_expert_ffn_hidden_size",
@@ -237,9 +210,9 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelDegrees) -> None:
                 + f"; set {_pipelines_that_fit(model.num_layers, stages, per_stage)}"
             )
         return
-    told = ", ".join(f"{key}={layers}" for key, layers in uneven.items())
+    keys = ", ".join(f"{key}={layers}" for key, layers in uneven.items())
     if stages == 1:
-        raise ConfigError(f"{told}: there is one pipeline stage, with all layers; set it to null")
+        raise ConfigError(f"{keys}: there is one pipeline stage, with all layers; set it to null")
     between, middle = model.num_layers - sum(uneven.values()), stages - len(uneven)
     for key, layers in uneven.items():
         if layers % per_stage:
@@ -247,30 +220,26 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelDegrees) -> None:
     if (between != 0) if middle == 0 else (between < middle * per_stage or between % (middle * per_stage)):
         fits = f"a positive multiple of {middle * per_stage}" if middle else "0"
         raise ConfigError(
-            f"{told} leave {between} of model.num_layers={model.num_layers} layers for {middle} pipeline stage(s) of "
+            f"{keys} leave {between} of model.num_layers={model.num_layers} layers for {middle} pipeline stage(s) of "
             f"{per_stage} model chunk(s); that must be {fits}"
         )
 
 
 def _pipelines_that_fit(num_layers: int, stages: int, per_stage: int) -> str:
     """Return settings that fit, each with the other degrees unchanged, or those of one model chunk per stage."""
-
-    def divisors(of: int) -> list[int]:
-        return [d for d in range(1, of + 1) if of % d == 0]
-
     fits = []
     # Every model chunk of a stage has the same number of layers.
     layer_groups, incomplete_groups = divmod(num_layers, per_stage)
     if not incomplete_groups:
         # Only several stages can be interleaved.
-        pipelines = [d for d in divisors(layer_groups) if d > 1 or per_stage == 1]
+        pipelines = [divisor for divisor in _divisors(layer_groups) if divisor > 1 or per_stage == 1]
         fits += [f"parallel.pipeline in {pipelines}"] if pipelines else []
     if num_layers % stages == 0:
-        fits.append(f"parallel.virtual_pipeline in {divisors(num_layers // stages)}")
+        fits.append(f"parallel.virtual_pipeline in {_divisors(num_layers // stages)}")
     if not incomplete_groups and layer_groups >= stages:
         last = (layer_groups - (stages - 1) * (layer_groups // stages)) * per_stage
         fits.append(f"parallel.last_stage_layers={last}")
-    return " or ".join(fits) or f"parallel.virtual_pipeline=1 and parallel.pipeline in {divisors(num_layers)}"
+    return " or ".join(fits) or f"parallel.virtual_pipeline=1 and parallel.pipeline in {_divisors(num_layers)}"
 
 
 def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = 64) -> int:

@@ -29,15 +29,15 @@ def compute_deterministically(environment: MutableMapping[str, str] = os.environ
         ConfigError: A variable has another value, or CUDA has started without it.
     """
     for name, (value, allowed) in VARIABLES.items():
-        found = environment.get(name)
-        if found is None and torch.cuda.is_initialized():
+        current = environment.get(name)
+        if current is None and torch.cuda.is_initialized():
             raise ConfigError(
                 f"train.deterministic=true: CUDA has started in this process, and read its settings without {name}; "
                 f"set {name}={value} before Python starts"
             )
-        if found is not None and found not in allowed:
+        if current is not None and current not in allowed:
             raise ConfigError(
-                f"train.deterministic=true: the environment has {name}={found}, with which results are not repeated; "
+                f"train.deterministic=true: the environment has {name}={current}, with which results are not repeated; "
                 f"unset it, or set it to {' or '.join(allowed)}"
             )
         environment.setdefault(name, value)

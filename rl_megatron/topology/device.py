@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.topology.cuda_on_cpu import is_redirected, redirect_cuda_to_cpu
-from rl_megatron.topology.gloo import share_gloo_device
-from rl_megatron.topology.job_store import TIMEOUT_MINUTES, job_store
+from rl_megatron.topology.job_store import TIMEOUT_MINUTES, is_on_one_node, open_job_store
 from rl_megatron.topology.torch_optimizers import use_torch_optimizers
+
+LOOPBACK = "127.0.0.1"
 
 
 def start_device(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> torch.device:
-    """Do what `join` does, and return the device only."""
+    """Call `join`, and return the device only."""
     return join(name, timeout_minutes)[0]
 
 
@@ -59,7 +61,7 @@ def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[
         share_gloo_device()
         backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            store, rank, world_size = job_store(timeout)
+            store, rank, world_size = open_job_store(timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented, not re-exported
@@ -68,25 +70,47 @@ def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[
 
 
 def choose_device(name: str) -> torch.device:
-    """Return this rank's device for `name`, as `start_device` takes it.
-
-    Raises:
-        ConfigError: `name` is unknown, or asks for a GPU that is not there. This rank's GPU is number `LOCAL_RANK`.
-    """
+    """Return this rank's device for "auto", "cpu" or "cuda". Its GPU is number `LOCAL_RANK`."""
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device={name!r}: must be one of auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda: torch sees no CUDA device; use device=cpu, or install a CUDA build of torch")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if number >= there:
+    number, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= num_gpus:
         raise ConfigError(
-            f"LOCAL_RANK={number} computes on cuda:{number}, but this process sees {there} GPU(s); start at most as "
+            f"LOCAL_RANK={number} computes on cuda:{number}, but this process sees {num_gpus} GPU(s); start at most as "
             "many ranks on a machine as it has GPUs, let each rank see all of them, or set LOCAL_RANK=0 if each sees "
             "its own"
         )
     return torch.device("cuda", number)
+
+
+def share_gloo_device() -> None:
+    """Give one device to all gloo groups that torch makes in this process from here on.
+
+    torch gives every group its own device, whose thread wakes up 100 times a second, and a rank has 20 to 60 groups. As
+    in torch, there is one device for each of the network interfaces that GLOO_SOCKET_IFNAME names. If all ranks are on
+    this machine and it is not set, no other machine reaches the device. Forks call this again, because a device's
+    thread does not exist in a fork.
+    """
+    gloo: Any = ProcessGroupGloo  # torch's stub leaves its options out
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    if names:
+        devices = [gloo.create_device(interface=name) for name in names.split(",")]
+    elif is_on_one_node():
+        devices = [gloo.create_device(hostname=LOOPBACK)]
+    else:
+        devices = [gloo.create_default_device()]
+
+    class OneDevice(ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+            options = gloo._Options()
+            options._timeout, options._devices = timeout, devices
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OneDevice
 
 
 def _define_transformer_engine_names() -> None:

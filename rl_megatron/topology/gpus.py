@@ -1,4 +1,4 @@
-"""A small table of GPUs, as their makers state them."""
+"""A table of GPUs with the memory and speeds that their makers state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ class Gpu:
     """A GPU, as its maker states it.
 
     Attributes:
-        name: Its name in the table.
-        memory_gib: The memory that a process can use, in GiB: what the driver reports.
+        memory_gib: The memory that a process can use, as the driver reports it.
         bf16_tflops: Dense matrix products in bf16, in 10¹² operations per second.
         fp32_tflops: Matrix products in fp32 without TF32.
-        memory_gb_per_s: The bandwidth of its memory, in 10⁹ bytes per second.
         link: The name of the usual link within a node.
     """
 
@@ -27,7 +25,7 @@ class Gpu:
     link: str
 
     def tflops(self, precision: str) -> float:
-        """Return the matrix products of a precision, in 10¹² operations per second."""
+        """Return the speed of matrix products in a precision, in 10¹² operations per second."""
         return self.bf16_tflops if precision == "bf16" else self.fp32_tflops
 
 
@@ -46,7 +44,7 @@ GPUS = {
 }
 
 
-# What the driver's name of a device contains. Cards with the same chip and a lower clock have other words besides.
+# Part of the driver's name of a device → the GPU. Names of cards with the same chip and a lower clock have more words.
 _PRODUCTS = {
     "A100": "a100_80",
     "H100": "h100",
@@ -59,13 +57,13 @@ _PRODUCTS = {
 _SLOWER = re.compile(r"\b(PCIE|NVL|MIG|LAPTOP|4090 D)\b")
 
 
-def gpu_of_device(name: str) -> Gpu | None:
+def find_gpu(name: str) -> Gpu | None:
     """Return the GPU with the driver's name of a device, such as "NVIDIA H100 80GB HBM3", or None if it is unknown.
 
     The PCIe card of A100 has the speed of the others. Those of other GPUs are slower, and unknown.
     """
-    known = name.upper().replace("-", " ")
-    found = next((gpu for product, gpu in _PRODUCTS.items() if re.search(rf"\b{product}\b", known)), None)
-    if found is None or (found != "a100_80" and _SLOWER.search(known)):
+    words = name.upper().replace("-", " ")
+    gpu = next((gpu for product, gpu in _PRODUCTS.items() if re.search(rf"\b{product}\b", words)), None)
+    if gpu is None or (gpu != "a100_80" and _SLOWER.search(words)):
         return None
-    return GPUS[found]
+    return GPUS[gpu]

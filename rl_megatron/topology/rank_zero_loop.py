@@ -19,15 +19,15 @@ _TICK_SECONDS = 0.2
 
 
 class RankZeroLoop:
-    """A running loop in a thread of rank 0. It does not keep the process alive. Other ranks have no loop."""
+    """A running loop in a thread of rank 0, which does not keep the process alive. Other ranks have no loop."""
 
     def __init__(self, ranks: Ranks, collective_timeout: float, name: str, foreseen: tuple[type[Exception], ...]):
         """Start the thread.
 
         Args:
-            ranks: The exchange among the policy's ranks.
-            collective_timeout: Seconds after which a collective fails. Ranks that wait hear of rank 0 before.
-            name: What the thread does.
+            ranks: The policy's ranks.
+            collective_timeout: Seconds after which a collective fails. Waiting ranks hear from rank 0 before that.
+            name: The purpose of the loop, for messages.
             foreseen: Errors that every rank raises as they are; others become RuntimeError.
         """
         self._ranks, self._longest_silence, self._name = ranks, collective_timeout / 4, name
@@ -40,11 +40,7 @@ class RankZeroLoop:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop.
-
-        Raises:
-            RuntimeError: This is not rank 0, or the loop is closed.
-        """
+        """Return the loop, on rank 0 until it is closed."""
         if self._loop is None:
             raise RuntimeError(f"the loop for {self._name} runs on rank 0 of the policy only, until it is closed")
         return self._loop
@@ -61,14 +57,12 @@ class RankZeroLoop:
         finally:
             future.cancel()  # it has no effect on a future that is done
 
-    def on_all_ranks(self, work: Callable[[], Coroutine[Any, Any, _T]], tick: Callable[[], None] | None = None) -> _T:
+    def run_for_all_ranks(
+        self, work: Callable[[], Coroutine[Any, Any, _T]], tick: Callable[[], None] | None = None
+    ) -> _T:
         """Run a coroutine on rank 0's loop, and return its result, or raise its exception, on every rank.
 
-        Every rank calls it at the same time.
-
-        Args:
-            work: Makes the coroutine; it is only called on rank 0.
-            tick: Called on rank 0 a few times per second while the coroutine runs.
+        Every rank calls it at the same time. Only rank 0 calls `work`, and `tick` a few times per second until the end.
         """
         future = self.start(work()) if self._ranks.leads else None
         try:
@@ -82,14 +76,14 @@ class RankZeroLoop:
 
     def _wait_a_while(self, future: Future[_T] | None, tick: Callable[[], None] | None) -> tuple[_T, ...]:
         """Return the result of a coroutine on rank 0, or nothing if it takes longer than other ranks may wait."""
-        assert future is not None  # it is rank 0 that is asked
+        assert future is not None  # only rank 0 calls it
         until = time.monotonic() + self._longest_silence
         while time.monotonic() < until:
             try:
                 return (future.result(_TICK_SECONDS),)
             except concurrent.futures.TimeoutError:
                 if future.done() and isinstance(future.exception(), TimeoutError):
-                    raise RuntimeError(f"{self._name}: a limit of time was reached without saying so") from None
+                    raise RuntimeError(f"{self._name}: a time limit was reached without a message") from None
                 if not self._thread.is_alive():
                     raise RuntimeError(f"the loop for {self._name} has ended") from None
                 if tick is not None:
@@ -101,7 +95,7 @@ class RankZeroLoop:
         return ()
 
     def close(self) -> None:
-        """End what runs, and the thread."""
+        """End the running coroutines, and the thread."""
         if self._loop is None:
             return
         loop, self._loop = self._loop, None

@@ -20,14 +20,13 @@ _LEAVING_TIMEOUT = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that act together. Every rank calls every method at the same time, so that none waits for another.
+    """The ranks that act together. All ranks call a method at the same time, so that none waits for another.
 
     A process without a process group is rank 0 of one.
 
     Attributes:
         rank: This process's rank in the default process group.
-        size: The number of ranks.
-        device: The device of the collectives that send what rank 0 has; None for that of the process group.
+        device: The device of the collectives that send values of rank 0; None for that of the process group.
     """
 
     rank: int = 0
@@ -47,12 +46,7 @@ class Ranks:
     def share(self, make: Callable[[], _T], errors: tuple[type[Exception], ...] = ()) -> _T:
         """Call `make` on rank 0, and return its result on every rank.
 
-        Args:
-            make: What to call.
-            errors: Errors of `make` that are raised on every rank.
-
-        Raises:
-            RuntimeError: The result cannot be sent. It is raised on every rank.
+        Every rank raises those of the `errors` that `make` raises, and RuntimeError if the result cannot be sent.
         """
         if self.size == 1:
             return make()
@@ -63,8 +57,8 @@ class Ranks:
             try:
                 result = make()
                 box = [_pack(result)]
-            except errors as raised:
-                error, box = raised, [(b"", (type(raised), str(raised)))]
+            except errors as expected:
+                error, box = expected, [(b"", (type(expected), str(expected)))]
         dist.broadcast_object_list(box, src=0, device=self.device)
         payload, failure = box[0]
         if failure is not None:
@@ -73,12 +67,7 @@ class Ranks:
         return result if self.leads else pickle.loads(payload)
 
     def run_on_rank0(self, act: Callable[[], _T], errors: tuple[type[Exception], ...] = (ConfigError,)) -> _T | None:
-        """Call `act` on rank 0, and return its result there, and None on other ranks.
-
-        Args:
-            act: What to call.
-            errors: Errors of `act` that are raised on every rank.
-        """
+        """Call `act` on rank 0, and return its result there; elsewhere return None. Every rank raises the `errors`."""
         results: list[_T] = []
         self.share(lambda: results.append(act()), errors)
         return results[0] if results else None
@@ -86,35 +75,27 @@ class Ranks:
     def try_on_rank0(
         self, act: Callable[[], object], describe: Callable[[Exception], str] = describe_error
     ) -> str | None:
-        """Call `act` on rank 0, and return the message of whatever error it raised, or None, on every rank.
+        """Call `act` on rank 0, and return the description of any error that it raised, or None, on every rank."""
 
-        Args:
-            act: What to call.
-            describe: Turns the error into the message.
-        """
-
-        def failure() -> str | None:
+        def describe_failure() -> str | None:
             try:
                 act()
             except Exception as error:  # any failure: the other ranks wait for the outcome
                 return describe(error)
             return None
 
-        return self.share(failure)
+        return self.share(describe_failure)
 
     def all_or_none(self, act: Callable[[], _T]) -> _T:
-        """Call `act` on every rank, and return its result.
+        """Call `act` on every rank, and return its result. If any rank raises ConfigError, all ranks raise it.
 
-        It can fail on one node only, for example if a file is missing there.
-
-        Raises:
-            ConfigError: `act` raised it on any rank. All ranks raise it, with the message of the lowest such rank.
+        It can fail on one node only, for example if a file is missing there. The message is that of the lowest rank.
         """
         try:
             result = act()
         except ConfigError as error:
-            raise ConfigError(self.first_failure(str(error))) from error
-        failure = self.first_failure(None)
+            raise ConfigError(self.find_first_failure(str(error))) from error
+        failure = self.find_first_failure(None)
         if failure is not None:
             raise ConfigError(failure)
         return result
@@ -126,7 +107,7 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def first_failure(self, failure: str | None) -> str | None:
+    def find_first_failure(self, failure: str | None) -> str | None:
         """Return the failure of the lowest rank that has one, or None. It names the rank unless all ranks failed."""
         failures = self.gather(failure)
         for rank, message in enumerate(failures):

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 
 _DIGITS = (11, 11, 10)  # bits of a number that each pass of a selection looks at, the highest first
 _SIGN, _BITS = 1 << 31, (1 << 32) - 1
 
 
 class Moments(NamedTuple):
-    """What `RankReduction.moments` knows of values: 0, and ±infinity for the extremes, of none."""
+    """The moments and extremes of values; without values 0, and ±infinity for the extremes."""
 
     number: int
     mean: float
@@ -49,17 +49,17 @@ class RankReduction:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sums of all ranks' values, added up in rank order, on the host."""
-        return self._gathered(values).sum(0)
+        return self._gather(values).sum(0)
 
     def max(self, values: Tensor) -> Tensor:
         """Return the largest of all ranks' values, entry by entry, on the host."""
-        return self._gathered(values).amax(0)
+        return self._gather(values).amax(0)
 
-    def _gathered(self, values: Tensor) -> Tensor:
+    def _gather(self, values: Tensor) -> Tensor:
         """Return [ranks, …]. An all-reduce could add up in another order on each tensor-parallel rank."""
         if self.is_alone:
             return values[None]
-        return from_all_ranks(values.to(self.device), self.group).cpu()
+        return gather_from_ranks(values.to(self.device), self.group).cpu()
 
     def moments(self, values: Tensor, correction: int = 0) -> Moments:
         """Return the moments and the extremes of all ranks' values.
@@ -71,14 +71,14 @@ class RankReduction:
             values: [n] This rank's values.
             correction: What is subtracted from the number to divide by: 1 for the sample standard deviation.
         """
-        own = values.double()
-        if not own.numel():
-            mine = own.new_tensor([0.0, 0.0, 0.0, torch.inf, -torch.inf])
+        values = values.double()
+        if not values.numel():
+            local = values.new_tensor([0.0, 0.0, 0.0, torch.inf, -torch.inf])
         else:
-            total = own.sum()
-            squares = ((own - total / own.numel()) ** 2).sum()
-            mine = torch.stack([own.new_tensor(own.numel()), total, squares, own.min(), own.max()])
-        numbers, totals, squares, least, most = self._gathered(mine).unbind(1)
+            total = values.sum()
+            squares = ((values - total / values.numel()) ** 2).sum()
+            local = torch.stack([values.new_tensor(values.numel()), total, squares, values.min(), values.max()])
+        numbers, totals, squares, least, most = self._gather(local).unbind(1)
         number = int(numbers.sum().item())
         if not number:
             return Moments(0, 0.0, 0.0, torch.inf, -torch.inf)
@@ -87,7 +87,7 @@ class RankReduction:
         deviation = ((squares + between).sum() / max(number - correction, 1)).sqrt()
         return Moments(number, mean.item(), deviation.item(), least.min().item(), most.max().item())
 
-    def in_order(self, values: Tensor, places: Sequence[int], weights: Tensor | None = None) -> list[float]:
+    def order_statistics(self, values: Tensor, places: Sequence[int], weights: Tensor | None = None) -> list[float]:
         """Return the values at these places of all ranks' values in ascending order.
 
         Several ranks select them digit by digit, as in a radix sort: every pass adds up, over the ranks, one histogram
@@ -100,25 +100,26 @@ class RankReduction:
         """
         if self.is_alone and weights is None:
             return values.sort().values[list(places)].tolist()
-        keys = _ordered_keys(values)
+        keys = _encode_keys(values)
         weights = torch.ones_like(keys) if weights is None else weights
-        left, found = torch.tensor(places), torch.zeros(len(places), dtype=torch.int64)
+        remaining = torch.tensor(places)  # each place among the values that begin with the selected digits
+        selected = torch.zeros(len(places), dtype=torch.int64)
         below = 32
         for digits in _DIGITS:
             below -= digits
-            prefixes, prefix_of = found.unique(return_inverse=True)
+            prefixes, prefix_indices = selected.unique(return_inverse=True)
             histograms = torch.zeros(len(prefixes), 1 << digits, dtype=torch.int64)
             for prefix, histogram in zip(prefixes, histograms, strict=True):
                 is_candidate = keys >> (below + digits) == prefix
                 bins = (keys[is_candidate] >> below) & ((1 << digits) - 1)
                 histogram.index_add_(0, bins, weights[is_candidate])
-            counts = self._total(histograms).cumsum(1)[prefix_of]
-            digit = (counts <= left[:, None]).sum(1)
-            before = torch.where(digit > 0, counts.gather(1, (digit - 1).clamp(min=0)[:, None])[:, 0], 0)
-            left, found = left - before, (found << digits) | digit
-        return _values_of(found).tolist()
+            counts = self._sum_counts(histograms).cumsum(1)[prefix_indices]
+            digit = (counts <= remaining[:, None]).sum(1)
+            smaller = torch.where(digit > 0, counts.gather(1, (digit - 1).clamp(min=0)[:, None])[:, 0], 0)
+            remaining, selected = remaining - smaller, (selected << digits) | digit
+        return _decode_keys(selected).tolist()
 
-    def _total(self, counts: Tensor) -> Tensor:
+    def _sum_counts(self, counts: Tensor) -> Tensor:
         """Return the sums of all ranks' counts. Integers have the same sum in any order."""
         if self.is_alone:
             return counts
@@ -128,16 +129,16 @@ class RankReduction:
 
 
 ALONE = RankReduction()
-"""What reduces over this process alone."""
+"""The reduction over this process alone."""
 
 
-def _ordered_keys(values: Tensor) -> Tensor:
+def _encode_keys(values: Tensor) -> Tensor:
     """Return integers from 0 to 2³²−1 in int64 that have the order of the fp32 values."""
     bits = (values.float() + 0.0).view(torch.int32).long() & _BITS  # adding 0 makes −0 the same as 0
     return torch.where(bits >= _SIGN, _BITS - bits, bits + _SIGN)
 
 
-def _values_of(keys: Tensor) -> Tensor:
-    """Return the fp32 values of the integers that `_ordered_keys` returns."""
+def _decode_keys(keys: Tensor) -> Tensor:
+    """Return the fp32 values whose `_encode_keys` the integers are."""
     bits = torch.where(keys >= _SIGN, keys - _SIGN, _BITS - keys)
     return torch.where(bits >= _SIGN, bits - (1 << 32), bits).int().view(torch.float32)

@@ -1,4 +1,4 @@
-"""Scatter the tokens of a batch to where a model needs them, padded or packed, over any CP ranks, and gather them."""
+"""Scatter the tokens of a batch, padded or packed, over the CP ranks as a model needs them, and gather them again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.degrees import zigzag_slices
 
 
@@ -18,35 +18,35 @@ from rl_megatron.topology.degrees import zigzag_slices
 class TokenLayout:
     """The map between a `[B, S]` batch and the model's `[R, L]` tokens on each context-parallel rank, as one index.
 
-        place[b, t] = rank · R·L + position among that rank's R·L tokens, or −1 if the model does not get the token
+        index[b, t] = rank · R·L + position among that rank's R·L tokens, or −1 if the model does not get the token
 
     `scatter` takes whatever is aligned with the batch to the model's tokens, and `gather` brings it back. No other code
     needs to know whether sequences are padded (R = B) or packed (R = 1), and over how many ranks they are cut. A
     sequence of P positions is cut zigzag: into 2·cp equal slices, of which rank r holds r and 2·cp−1−r.
 
     Attributes:
-        place: The index, `[B, S]`.
+        index: `[B, S]`, as above.
         local_shape: (R, L) on each context-parallel rank.
         cp_group: The context-parallel ranks; None for one rank.
     """
 
-    place: Tensor
+    index: Tensor
     local_shape: tuple[int, int]
     cp_group: dist.ProcessGroup | None
 
     @classmethod
-    def padded(
+    def from_padded_batch(
         cls, batch: tuple[int, int], local_length: int, cp_group: dist.ProcessGroup | None, device: torch.device
     ) -> TokenLayout:
         """Return the layout of sequences that are each padded to local_length · cp positions."""
         num_sequences, width = batch
         starts = torch.arange(num_sequences + 1, device=device) * (local_length * _size(cp_group))
         lengths = torch.full((num_sequences,), width, device=device)
-        place = zigzag_places(lengths, starts[:-1], starts.diff(), width, num_sequences * local_length, _size(cp_group))
-        return cls(place, (num_sequences, local_length), cp_group)
+        index = zigzag_index(lengths, starts[:-1], starts.diff(), width, num_sequences * local_length, _size(cp_group))
+        return cls(index, (num_sequences, local_length), cp_group)
 
     @classmethod
-    def packed(
+    def from_pack(
         cls,
         cu_seqlens: Tensor,
         cu_seqlens_padded: Tensor,
@@ -66,18 +66,18 @@ class TokenLayout:
             local_length: L, the tokens on each rank.
             cp_group: The context-parallel ranks; None for one rank.
         """
-        place = zigzag_places(
+        index = zigzag_index(
             cu_seqlens.diff(), cu_seqlens_padded[:-1], cu_seqlens_padded.diff(), width, local_length, _size(cp_group)
         )
-        return cls(place, (1, local_length), cp_group)
+        return cls(index, (1, local_length), cp_group)
 
     def scatter(self, x: Tensor, fill: float) -> Tensor:
         """Return this rank's [R, L, …] of [B, S, …], with `fill` where there is no token. It has no gradient."""
         num_local, rank = math.prod(self.local_shape), 0 if self.cp_group is None else self.cp_group.rank()
-        mine = self.place.flatten() - rank * num_local
-        nowhere = (mine < 0) | (mine >= num_local)
+        positions = self.index.flatten() - rank * num_local
+        elsewhere = (positions < 0) | (positions >= num_local)
         local = x.new_full((num_local + 1, *x.shape[2:]), fill)  # the last entry collects the tokens of other ranks
-        local[mine.masked_fill(nowhere, num_local)] = x.flatten(0, 1)
+        local[positions.masked_fill(elsewhere, num_local)] = x.flatten(0, 1)
         return local[:num_local].view(*self.local_shape, *x.shape[2:])
 
     def gather(self, x: Tensor) -> Tensor:
@@ -86,15 +86,13 @@ class TokenLayout:
         Every rank then computes the *same* loss from it, so each already has the full gradient of its own tokens.
         Backward returns that part without a collective: a sum over the ranks would multiply it by cp.
         """
-        everywhere = _AllRanks.apply(x.flatten(0, 1), self.cp_group) if _size(self.cp_group) > 1 else x.flatten(0, 1)
-        picked = everywhere[self.place.clamp(min=0)]
-        absent = (self.place < 0).view(*self.place.shape, *(1 for _ in x.shape[2:]))
+        everywhere = _GatherLocal.apply(x.flatten(0, 1), self.cp_group) if _size(self.cp_group) > 1 else x.flatten(0, 1)
+        picked = everywhere[self.index.clamp(min=0)]
+        absent = (self.index < 0).view(*self.index.shape, *(1 for _ in x.shape[2:]))
         return picked.masked_fill(absent, 0.0)
 
-    def following(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where each token finds the values of the token after it.
-
-        It has no gradient.
+    def locate_next_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where each token finds the values of the token after it, without a gradient.
 
         Args:
             x: [R, L, …] of this rank.
@@ -104,19 +102,19 @@ class TokenLayout:
             none follows. `values` is `x` itself, without a copy, unless sequences are cut over ranks: then it is a
             copy, to which the values at the cuts are appended.
         """
-        following = torch.nn.functional.pad(self.place[:, 1:], (0, 1), value=-1)
+        following = torch.nn.functional.pad(self.index[:, 1:], (0, 1), value=-1)
         if self.cp_group is None or self.cp_group.size() == 1:
             return x.detach(), self.scatter(following, -1)
         num_local, rank, num_cuts = math.prod(self.local_shape), self.cp_group.rank(), 2 * (self.cp_group.size() - 1)
-        is_cut = (following >= 0) & (following // num_local != self.place // num_local)
+        is_cut = (following >= 0) & (following // num_local != self.index // num_local)
         cut = torch.arange(len(is_cut), device=x.device)[:, None] * num_cuts + is_cut.cumsum(dim=1) - 1
         # The last entry collects the tokens that are not at a cut.
         wanted = following.new_full((len(is_cut) * num_cuts + 1,), -1)
         wanted[torch.where(is_cut, cut, len(wanted) - 1)] = following.masked_fill(~is_cut, -1)
-        mine = wanted[:-1] - rank * num_local
-        owned = ((mine >= 0) & (mine < num_local)).view(-1, *(1 for _ in x.shape[2:]))
+        positions = wanted[:-1] - rank * num_local
+        is_local = ((positions >= 0) & (positions < num_local)).view(-1, *(1 for _ in x.shape[2:]))
         flat = x.detach().flatten(0, 1)
-        borrowed = torch.where(owned, flat[mine.clamp(0, num_local - 1)], 0)
+        borrowed = torch.where(is_local, flat[positions.clamp(0, num_local - 1)], 0)
         dist.all_reduce(borrowed, group=self.cp_group)  # exactly one rank owns each value
         index = torch.where(is_cut, num_local + cut, following - rank * num_local)
         return torch.cat([flat, borrowed]), self.scatter(index.masked_fill(following < 0, -1), -1)
@@ -126,10 +124,10 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def zigzag_places(
+def zigzag_index(
     lengths: Tensor, starts: Tensor, padded_lengths: Tensor, width: int, num_local: int, cp_size: int
 ) -> Tensor:
-    """Return `place` `[B, width]` (see `TokenLayout`) of sequences in a pack that all ranks share.
+    """Return `TokenLayout.index` `[B, width]` of sequences in a pack that all ranks share.
 
     Args:
         lengths: `[B]` tokens of each sequence.
@@ -149,13 +147,13 @@ def zigzag_places(
     return torch.where(position < lengths[:, None], rank * num_local + local, -1)
 
 
-class _AllRanks(torch.autograd.Function):
+class _GatherLocal(torch.autograd.Function):
     """Gather [N, …] of each rank into [cp·N, …] in rank order; backward returns this rank's part."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.rank, ctx.num_local = group.rank(), x.size(0)
-        return from_all_ranks(x, group).flatten(0, 1)
+        return gather_from_ranks(x, group).flatten(0, 1)
 
     @staticmethod
     @once_differentiable

@@ -17,18 +17,19 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 from rl_megatron.config.addresses import is_loopback
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.topology.degrees import sequence_multiple, validate
-from rl_megatron.topology.device import TIMEOUT_MINUTES, join
-from rl_megatron.topology.job_store import is_on_one_node
+from rl_megatron.topology.device import join
+from rl_megatron.topology.job_store import TIMEOUT_MINUTES, is_on_one_node
 from rl_megatron.topology.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This run's parallel degrees, this rank's place in them, and the process groups, to be passed on as arguments.
+    """This run's parallel degrees, this rank's position in them, and the process groups, to be passed as arguments.
 
     world_size = tensor · pipeline · context · data. `virtual_pipeline` splits each pipeline stage into that many model
-    chunks. `expert` · `expert_tensor` divides the ranks that hold one pipeline stage. `store` is that in which the
-    ranks met, if this package made it. `megatron_state` is megatron-core's own record of the groups; see `in_megatron`.
+    chunks. `expert` · `expert_tensor` divides the ranks that hold one pipeline stage. `store` is the one in which the
+    ranks met, if this package made it. `megatron_state` is megatron-core's own record of the groups; see
+    `use_in_megatron`.
     """
 
     device: torch.device
@@ -50,32 +51,26 @@ class Topology:
 
     @property
     def ranks(self) -> Ranks:
-        """Return all ranks of this run, as those that act together."""
         return Ranks(self.rank, self.world_size, self.device)
 
     @property
     def is_cuda(self) -> bool:
-        """Return whether this rank computes on a GPU."""
         return self.device.type == "cuda"
 
     @property
     def tensor_rank(self) -> int:
-        """Return this rank's place among its tensor-parallel ranks."""
         return self.groups.tp.rank()
 
     @property
     def pipeline_rank(self) -> int:
-        """Return this rank's pipeline stage."""
         return self.groups.pp.rank()
 
     @property
     def context_rank(self) -> int:
-        """Return this rank's place among its context-parallel ranks."""
         return self.groups.cp.rank()
 
     @property
     def data_rank(self) -> int:
-        """Return this rank's place among its data-parallel ranks."""
         return self.groups.dp.rank()
 
     @property
@@ -90,7 +85,6 @@ class Topology:
 
     @property
     def sequence_multiple(self) -> int:
-        """Return the number that padded lengths are a multiple of."""
         return sequence_multiple(self)
 
     def describe(self) -> str:
@@ -120,12 +114,12 @@ def start_topology(
         timeout_minutes: How long a collective may wait for its peers.
 
     Raises:
-        ConfigError: the degrees do not fit the world size, or there is no such device.
+        ConfigError: The degrees do not fit the world size, or there is no such device.
     """
     parallel = parallel or ParallelConfig()
     keep_launch_order(parallel)
-    joined, store = join(device, timeout_minutes)
-    return build(parallel, joined, seed, timeout_minutes, store)
+    chosen_device, store = join(device, timeout_minutes)
+    return build(parallel, chosen_device, seed, timeout_minutes, store)
 
 
 def keep_launch_order(parallel: ParallelConfig) -> None:
@@ -205,59 +199,56 @@ def build(
         last_stage_layers=parallel.last_stage_layers,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
         store=store,
-        megatron_state=_megatron_state(),
+        megatron_state=_read_megatron_state(),
     )
 
 
 def build_beside(parallel: ParallelConfig, topology: Topology, timeout_minutes: float = TIMEOUT_MINUTES) -> Topology:
     """Return a second topology of the same ranks with other degrees. Collective.
 
-    megatron-core's own process groups and random number generators stay those of `topology`. What uses the second
-    topology gets its groups as arguments, or runs within `in_megatron`.
-
-    Raises:
-        ConfigError: The degrees do not fit the world size.
+    megatron-core's own process groups and random number generators stay those of `topology`. Code that uses the second
+    topology gets its groups as arguments, or runs within `use_in_megatron`.
     """
-    kept = _megatron_state()
+    state = _read_megatron_state()
     with keep_generators(topology.device):
         try:
             return build(parallel, topology.device, 0, timeout_minutes, topology.store)
         finally:
-            _set_megatron_state(kept)
+            _set_megatron_state(state)
 
 
 @contextmanager
 def keep_generators(device: torch.device) -> Iterator[None]:
-    """Leave this rank's random number generators, torch's and megatron-core's, as they were before the block."""
+    """Restore this rank's random number generators, torch's and megatron-core's, after the block."""
     tracker = get_cuda_rng_tracker()
     assert tracker is not None  # `build` has made it
     generators, state = tracker.get_states(), torch.get_rng_state()
-    of_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    gpu_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
     finally:
         tracker.set_states(generators)
         torch.set_rng_state(state)
-        if of_gpu is not None:
-            torch.cuda.set_rng_state(of_gpu, device)
+        if gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state, device)
 
 
 @contextmanager
-def in_megatron(topology: Topology) -> Iterator[None]:
+def use_in_megatron(topology: Topology) -> Iterator[None]:
     """Let megatron-core's own process groups be those of `topology` within the block.
 
-    Parts of megatron-core, such as the places of weights in a checkpoint, do not take groups as arguments.
+    Parts of megatron-core, such as the metadata of weights in a checkpoint, do not take groups as arguments.
     """
-    kept = _megatron_state()
+    state = _read_megatron_state()
     _set_megatron_state(topology.megatron_state)
     try:
         yield
     finally:
-        _set_megatron_state(kept)
+        _set_megatron_state(state)
 
 
-def _megatron_state() -> dict[str, Any]:
-    """Return all that megatron-core's `parallel_state` knows: its variables, by name."""
+def _read_megatron_state() -> dict[str, Any]:
+    """Return the variables of megatron-core's `parallel_state`, by name."""
     return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 

@@ -1,4 +1,4 @@
-"""megatron-core's optimizers on torch alone. It takes those of Transformer Engine or Apex if they are installed."""
+"""Let megatron-core's optimizers use torch alone, where it would use Transformer Engine or Apex."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 def torch_optimizers() -> list[tuple[Any, str, Any]]:
     """Return what to replace in megatron-core (owner, name, value), so that it uses torch's Adam and its own norms.
 
-    Its loops over weights become calls for all of them, each of which is a few kernels on a GPU.
+    Its loops over weights become calls for all weights, each of which is a few kernels on a GPU.
     """
     import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.optimizer as optimizer_classes
@@ -33,7 +33,7 @@ def torch_optimizers() -> list[tuple[Any, str, Any]]:
 
 
 def use_torch_optimizers() -> None:
-    """Replace them for good."""
+    """Replace them for the rest of this process."""
     for owner, name, value in torch_optimizers():
         setattr(owner, name, value)
 

@@ -27,15 +27,15 @@ def send(tree: Tree, device: torch.device) -> Tree:
     A tensor that occurs twice is sent once. The sent tensors share their memory, which is freed with the last of them.
 
     Args:
-        tree: Dataclasses, mappings, lists and tuples, one within the other. What is neither of them nor a tensor on the
-            host stays as it is.
+        tree: Nested dataclasses, mappings, lists and tuples. Anything else that is not a tensor on the host stays as it
+            is.
         device: The device.
     """
     if device.type == "cpu":
         return tree
-    found: dict[int, Tensor] = {}
-    _map_tensors(tree, lambda tensor: found.setdefault(id(tensor), tensor))
-    on_host = [tensor for tensor in found.values() if tensor.device.type == "cpu"]
+    tensors: dict[int, Tensor] = {}
+    _map_tensors(tree, lambda tensor: tensors.setdefault(id(tensor), tensor))
+    on_host = [tensor for tensor in tensors.values() if tensor.device.type == "cpu"]
     sent = {id(old): new for old, new in zip(on_host, send_tensors(on_host, device), strict=True)}
     return _map_tensors(tree, lambda tensor: sent.get(id(tensor), tensor))
 
@@ -73,7 +73,6 @@ def _views(buffer: Tensor, like: Sequence[Tensor], starts: Sequence[int]) -> lis
 
 
 def _map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the tree with `function` applied to each of its tensors."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, MutableMapping):

@@ -41,18 +41,18 @@ def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
     )
 
 
-def enter_whole(model: ShardedModel, data: Mapping[str, Any]) -> Batch:
+def build_whole_batch(model: ShardedModel, data: Mapping[str, Any]) -> Batch:
     """Return a user's dictionary, which every rank has, as a batch on the host, where microbatches are formed.
 
-    The caller's dictionary keeps its own tensors. A token that the vocabulary does not have would be no error on ranks
-    that do not embed it, and temperatures are used on the last pipeline stage only. So both are checked here.
+    The caller's dictionary keeps its own tensors. Ranks that do not embed a token would not report that the vocabulary
+    does not have it, and only the last pipeline stage uses temperatures. So both are checked here.
 
     Raises:
         KeyError: It has no `input_ids`.
         ValueError: `input_lengths` or `temperature` does not fit the batch, a token is not in the vocabulary, or a
             temperature is not positive and finite.
     """
-    batch = Batch.whole(BatchedDataDict(data).to("cpu"))
+    batch = Batch.from_whole(BatchedDataDict(data).to("cpu"))
     ids = batch["input_ids"]
     check_width(model.config, batch.width)
     wrong = (ids < 0) | (ids >= model.vocab_size)
@@ -68,11 +68,6 @@ def enter_whole(model: ShardedModel, data: Mapping[str, Any]) -> Batch:
 
 
 def _check_temperatures(temperature: Tensor, shape: torch.Size, lengths: Tensor) -> None:
-    """Check the temperatures of tokens.
-
-    Raises:
-        ValueError: The shape does not fit, or the temperature of a token is not positive and finite.
-    """
     if temperature.shape not in (torch.Size(), shape[:1], torch.Size((shape[0], 1)), shape):
         raise ValueError(
             f"temperature {tuple(temperature.shape)} must be a number, [B], [B, 1] or [B, S] for "
@@ -80,7 +75,7 @@ def _check_temperatures(temperature: Tensor, shape: torch.Size, lengths: Tensor)
         )
     per_token = (temperature[:, None] if temperature.dim() == 1 else temperature).expand(shape)
     wrong = ~((per_token > 0) & per_token.isfinite()) & (torch.arange(shape[1]) < lengths[:, None])
-    wrong[:, 0] = False  # nobody predicts the first token
+    wrong[:, 0] = False  # the first token is not predicted
     if wrong.any():
         number, position = wrong.nonzero()[0].tolist()
         raise ValueError(
@@ -90,11 +85,7 @@ def _check_temperatures(temperature: Tensor, shape: torch.Size, lengths: Tensor)
 
 
 def check_width(model: ModelConfig, width: int) -> None:
-    """Check that the model takes sequences of so many tokens.
-
-    Raises:
-        ConfigError: They are longer than `model.max_sequence_length`.
-    """
+    """Raise ConfigError if sequences of `width` tokens are longer than `model.max_sequence_length`."""
     if width > model.max_sequence_length:
         raise ConfigError(
             f"a sequence has {width} tokens, but model.max_sequence_length={model.max_sequence_length}; "
@@ -105,11 +96,7 @@ def check_width(model: ModelConfig, width: int) -> None:
 def prepare(model: ShardedModel, batch: Batch) -> Batch:
     """Return a batch that fits the model, with recorded experts only if the model replays them. Collective.
 
-    A model with a score head (a critic) has routers of its own, and a dense model has none.
-
-    Raises:
-        ConfigError: A sequence is longer than `model.max_sequence_length`, or the recorded experts do not fit the batch
-            and the model.
+    A model with a score head (a critic) has its own routers, and a dense model has none.
     """
     check_width(model.config, batch.width)
     if ROUTED_EXPERTS not in batch:
@@ -118,57 +105,49 @@ def prepare(model: ShardedModel, batch: Batch) -> Batch:
         # A rank may own no sequences.
         batch.all_ranks.all_or_none(lambda: check_routed_experts(batch, model.config) if len(batch.numbers) else None)
         return batch
-    return replace(batch, own=BatchedDataDict({key: batch[key] for key in batch if key != ROUTED_EXPERTS}))
+    return replace(batch, local=BatchedDataDict({key: batch[key] for key in batch if key != ROUTED_EXPERTS}))
 
 
 class Inference:
-    """Computes values for every token of a batch. It owns only the cost model that balances microbatches.
+    """The forward passes of a model over batches. It owns only the cost model that balances microbatches.
 
-    Every method is collective, and returns values of the sequences that this rank has of the batch: of all if it is
-    whole, and otherwise of its own.
+    Every method is collective, and returns values of the sequences that this rank has of the batch.
     """
 
     def __init__(self, model: ShardedModel, runner: Runner):
         self.model, self.runner = model, runner
-        self.cost = SequenceCost.of_model(model.config, model.vocab_size)
+        self.cost = SequenceCost.from_model(model.config, model.vocab_size)
 
     def logprobs(self, batch: Batch, batching: Batching, replay_routing: bool = False) -> Tensor:
         """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entry 0 is 0.
 
-        Args:
-            batch: The batch.
-            batching: How the batch is split into microbatches.
-            replay_routing: Route tokens to the experts of the batch's `routed_experts`, if it has them.
+        With `replay_routing`, tokens are routed to the experts of the batch's `routed_experts`, if it has them.
         """
         keys = ("input_ids", "temperature", ROUTED_EXPERTS) if replay_routing else ("input_ids", "temperature")
-        return self._per_token(self.runner.next_token_logprobs, batch, batching, keys=keys)
+        return self._read_tokens(self.runner.next_token_logprobs, batch, batching, keys=keys)
 
     def values(self, batch: Batch, batching: Batching) -> Tensor:
         """Return values [B, S] fp32 of a score head. Entry t is the score read before token t, and entry 0 is 0."""
 
-        def before_each_token(microbatches: list[Microbatch]) -> list[Tensor]:
+        def read_before_each_token(microbatches: list[Microbatch]) -> list[Tensor]:
             return [scores[:, :-1] for scores in self.runner.scores(microbatches)]
 
-        return self._per_token(before_each_token, batch, batching)
+        return self._read_tokens(read_before_each_token, batch, batching)
 
     def scores(self, batch: Batch, batching: Batching) -> Tensor:
         """Return scores [B] fp32 of a score head, read at `score_positions`."""
-        scores = self._per_token(self.runner.scores, batch, batching, first_column=0)
+        scores = self._read_tokens(self.runner.scores, batch, batching, first_column=0)
         return scores.gather(1, score_positions(batch).to(scores.device)[:, None])[:, 0]
 
     def topk_logits(self, batch: Batch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
-        """Return (logits [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t.
-
-        Raises:
-            ValueError: `k` is not between 1 and the vocabulary size.
-        """
+        """Return (logits [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t."""
         if not 1 <= k <= self.model.vocab_size:  # checked here, so that every pipeline stage raises
             raise ValueError(f"k={k} must be at least 1 and at most the vocabulary size, {self.model.vocab_size}")
         read, entry = partial(self.runner.topk_logits, k=k), torch.zeros(k, 2, dtype=torch.int32)
-        bits, ids = self._per_token(read, batch, batching, first_column=0, entry=entry).unbind(-1)
+        bits, ids = self._read_tokens(read, batch, batching, first_column=0, entry=entry).unbind(-1)
         return bits.contiguous().view(torch.float32), ids.long()
 
-    def _per_token(
+    def _read_tokens(
         self,
         read: Callable[[list[Microbatch]], list[Tensor]],
         batch: Batch,
@@ -188,14 +167,11 @@ class Inference:
                 those beyond a sequence's end.
             keys: The keys of the batch that the model reads.
         """
-        own = BatchedDataDict({key: batch[key] for key in keys if key in batch})
-        own["sample_mask"] = torch.ones(len(batch.numbers))
-        batch = prepare(self.model, replace(batch, own=own))
+        local = BatchedDataDict({key: batch[key] for key in keys if key in batch})
+        local["sample_mask"] = torch.ones(len(batch.numbers))
+        batch = prepare(self.model, replace(batch, local=local))
         topology = self.model.topology
         step = plan_step(batch, 0, batch.size, batching, topology, topology.data_rank, cost=self.cost)
-        values = TokenValues(batch, step, first_column, topology, self._hidden_bytes())
-        return values.gather(read(form_microbatches(batch, step, step.shapes)), entry)
-
-    def _hidden_bytes(self) -> int:
-        """Return the bytes of the hidden state of one token."""
-        return self.model.config.hidden_size * (2 if self.model.precision == "bf16" else 4)
+        hidden_bytes = self.model.config.hidden_size * (2 if self.model.precision == "bf16" else 4)
+        values = TokenValues(batch, step, first_column, topology, hidden_bytes)
+        return values.gather(read(form_microbatches(batch, step, step.local)), entry)

@@ -1,6 +1,6 @@
-"""`Loop`: what a training loop asks of its run. It steps, trains, records, and keeps state in checkpoints.
+"""`Loop`: the interface of a run to its training loop, which steps, trains, records, and keeps state in checkpoints.
 
-Between steps, the run evaluates, saves, and stops when it is asked to; `rl_megatron.runs.stage` does all this.
+Between steps, the run evaluates, saves, and stops on request; `rl_megatron.runs.stage` implements it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rl_megatron.training.teacher import Teacher
 
 
 class Closes(Protocol):
-    """Something that is closed with what it belongs to."""
+    """A part that the stage closes at its end."""
 
     def close(self) -> None:
-        """End what it has started."""
+        """Release its resources."""
         ...
 
 
@@ -107,7 +107,7 @@ class Loop(ABC):
 
     @abstractmethod
     def record(self, step: int, report: dict[str, float]) -> None:
-        """Log the metrics of a step with what it cost, and warn if they are unusual. Collective."""
+        """Log the metrics of a step with its costs, and warn if they are unusual. Collective."""
 
     @abstractmethod
     def use_loader(self, loader: DataLoader[Any]) -> None:
@@ -115,7 +115,7 @@ class Loop(ABC):
 
     @abstractmethod
     def keep(self, name: str, part: Resumable) -> None:
-        """Keep the state of `part` in checkpoints, and give it back when the stage is resumed.
+        """Keep the state of `part` in checkpoints, and restore it when the stage is resumed.
 
         Call it before `steps`. Built in are "order", "roll_back", "schedule", "loader" and "sampler".
 

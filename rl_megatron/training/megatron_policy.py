@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching, require_count
-from rl_megatron.batching.rank_plan import RankPlan, required
+from rl_megatron.batching.rank_plan import RankPlan, require_key
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.checkpoint.adapters import adapter_entries, holds_adapter, saved_base
 from rl_megatron.checkpoint.directory import check_head, read_manifest, saved_model
@@ -34,7 +34,7 @@ from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.interfaces import BatchT, ColocatablePolicyInterface
 from rl_megatron.timing import phase
 from rl_megatron.topology.topology import Topology, start_topology
-from rl_megatron.training.inference import Inference, build_runner, enter_whole
+from rl_megatron.training.inference import Inference, build_runner, build_whole_batch
 from rl_megatron.training.metrics import combine_steps
 from rl_megatron.training.reference import AdapterReference, Placement, RecordedReference, ReferenceModel
 from rl_megatron.training.runner import FusedHead
@@ -47,7 +47,7 @@ from rl_megatron.weight_sync.ipc import WeightHandle
 from rl_megatron.weight_sync.process_group import Handle
 from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
 
-# What a model reads of a batch without a loss.
+# The keys of a batch that a model reads without a loss.
 _READ = ("input_ids", "input_lengths", "token_mask", "temperature", ROUTED_EXPERTS)
 
 
@@ -75,7 +75,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         batching: How a batch is split into microbatches by default.
     """
 
-    def __init__(  # noqa: PLR0913  # each is a choice of whoever builds a policy from Python
+    def __init__(  # noqa: PLR0913  # each is a choice of the script that builds a policy
         self,
         model: ModelConfig,
         topology: Topology,
@@ -175,7 +175,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         Args:
             batch: The sequences on the ranks that have produced them.
             sizes: The number of sequences of each optimizer step, each of which is spread evenly over the ranks. None:
-                steps of as many trajectories as the policy's global batch size.
+                every step has as many trajectories as the policy's global batch size.
             groups: [B] A number for each sequence, the same for neighbours that one rank must own. None: ranks own any.
 
         Raises:
@@ -252,7 +252,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         loss, gbs = as_loss(loss_fn), self._global_batch_size if gbs is None else gbs
         require_count("gbs", gbs)
-        steps = self._planner.plan_steps(self.enter(data), loss, self._batching(mbs), gbs, sizes, teacher, on_policy)
+        steps = self._planner.plan_steps(self.as_batch(data), loss, self._batching(mbs), gbs, sizes, teacher, on_policy)
         if eval_mode:
             self.finish_training()
             reports = [
@@ -282,9 +282,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
     ) -> dict[str, float]:
         """Return the loss's metrics on one global batch, and store its gradient in the parameters' `main_grad`."""
         loss = as_loss(loss_fn)
-        planned = self._plan_step(data, loss, mbs, teacher)
+        step = self._plan_step(data, loss, mbs, teacher)
         self.prepare_for_training()
-        metrics = self._require_trainer().accumulate(planned, loss)
+        metrics = self._require_trainer().accumulate(step, loss)
         self.finish_training()
         return metrics
 
@@ -295,32 +295,29 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def _plan_step(
         self, data: Mapping[str, Any], loss: Loss, mbs: int | None, teacher: Teacher | None = None
     ) -> OptimizerStep:
-        batch = self.enter(data)
-        (planned,) = self._planner.plan_steps(batch, loss, self._batching(mbs), batch.size or 1, teacher=teacher)
-        return planned
+        batch = self.as_batch(data)
+        (step,) = self._planner.plan_steps(batch, loss, self._batching(mbs), batch.size or 1, teacher=teacher)
+        return step
 
-    def enter(self, data: Mapping[str, Any], keys: Sequence[str] = ()) -> Batch:
+    def as_batch(self, data: Mapping[str, Any], keys: Sequence[str] = ()) -> Batch:
         """Return a user's dictionary as a batch, with some of its keys or all; a batch stays as it is.
 
-        This is the door: nothing behind it sees a dictionary.
-
-        Raises:
-            KeyError, ValueError: See `enter_whole`.
+        All other code sees batches only. The errors are those of `build_whole_batch`.
         """
         if isinstance(data, Batch):
             return data
-        required(data, "input_ids")
-        return enter_whole(self.model, {key: data[key] for key in keys or data if key in data})
+        require_key(data, "input_ids")
+        return build_whole_batch(self.model, {key: data[key] for key in keys or data if key in data})
 
     def _read(self, data: BatchT, read: Callable[[Batch], dict[str, Tensor]]) -> BatchT:
-        """Return what `read` finds in the sequences of a batch, as a batch of the same kind on the same device."""
-        batch = self.enter(data, _READ)
+        """Return the values that `read` computes for a batch, as a batch of the same kind on the same device."""
+        batch = self.as_batch(data, _READ)
         values = read(batch)
         if batch is data:
-            return replace(batch, own=BatchedDataDict(values))  # pyright: ignore[reportReturnType]  # `data` is a Batch
-        home = data["input_ids"].device
+            return replace(batch, local=BatchedDataDict(values))  # pyright: ignore[reportReturnType]  # `data` is a Batch
+        device = data["input_ids"].device
         return BatchedDataDict(  # pyright: ignore[reportReturnType]  # it is a batch of the core's class
-            {key: value.to(home) for key, value in values.items()}
+            {key: value.to(device) for key, value in values.items()}
         )
 
     # --- logprobs and scores ---
@@ -413,7 +410,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.memory.free_gradients()
 
     def offload_after_refit(self) -> None:
-        """Free gradients and shared memory, and on a GPU move optimizer state to the host until training goes on."""
+        """Free gradients and shared memory, and on a GPU move optimizer state to the host until training continues."""
         self.offload_before_refit()
         self.weights.release()
         self.memory.offload_optimizer()
@@ -467,8 +464,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.weights.close()
         self.memory.release()
         self._trainer = self.optimizer = self.scheduler = self.reference = None
-        held = self.model.release()
+        had_model = self.model.release()
         gc.collect()  # megatron-core's wrappers and hooks form reference cycles
         if self.topology.is_cuda:
             torch.cuda.empty_cache()
-        return held
+        return had_model

@@ -21,7 +21,7 @@ from rl_megatron.topology.transfer import read_numbers, send
 
 
 class NonFiniteLoss(RunFailed):
-    """A loss turned NaN or infinite; raised on every rank before the optimizer moves a weight."""
+    """The error if a loss is NaN or infinite, raised on every rank before the optimizer changes a weight."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Denominators:
     positions: Tensor
 
     @classmethod
-    def count(cls, own: Mapping[str, Tensor], ranks: RankReduction = ALONE) -> Denominators:
-        """Count those of a global batch of which each of some ranks has its own sequences. Collective over `ranks`."""
-        sample_mask, mask = own["sample_mask"].double(), own["token_mask"][:, 1:].double()
+    def count(cls, batch: Mapping[str, Tensor], ranks: RankReduction = ALONE) -> Denominators:
+        """Count a global batch, of which `batch` has this rank's sequences. Collective over `ranks`."""
+        sample_mask, mask = batch["sample_mask"].double(), batch["token_mask"][:, 1:].double()
         tokens = (mask.sum(1) * sample_mask).sum()
-        width = torch.full_like(sample_mask, own["input_ids"].size(1))
-        lengths = own["input_lengths"].double() if "input_lengths" in own else width
+        width = torch.full_like(sample_mask, batch["input_ids"].size(1))
+        lengths = batch["input_lengths"].double() if "input_lengths" in batch else width
         positions = torch.where(sample_mask > 0, lengths, 0.0).sum()
         return cls(*ranks.sum(torch.stack([sample_mask.sum(), tokens, positions])).float().unbind())
 
@@ -54,7 +54,7 @@ def reduce_metrics(
     loss_fn: Loss,
     batches: Sequence[BatchedDataDict],
     topology: Topology,
-    of_step: Mapping[str, Tensor],
+    step_metrics: Mapping[str, Tensor],
 ) -> dict[str, float]:
     """Return each metric of the last stage's microbatches, reduced as the loss declares, on every rank.
 
@@ -67,7 +67,7 @@ def reduce_metrics(
         loss_fn: The loss.
         batches: The microbatches.
         topology: The layout.
-        of_step: Further metrics, which every rank has already. Those that are NaN are left out.
+        step_metrics: Further metrics, which every rank has already. Those that are NaN are left out.
 
     Raises:
         ValueError: On every rank, if a microbatch returns a metric whose reduction is not declared.
@@ -78,36 +78,36 @@ def reduce_metrics(
     reductions.setdefault("loss", Reduction.SUM)
     by_kind = {kind: sorted(name for name in reductions if reductions[name] is kind) for kind in Reduction}
     names = [name for kind in Reduction for name in by_kind[kind]]
-    # Only its own rank knows what a microbatch returns. So every rank sends the same shape, which follows from the
-    # declarations: a value for each name, 1 if any microbatch has it, and 1, or 2 if any returns undeclared names.
+    # A rank does not know the metrics of other ranks' microbatches. So every rank sends the same shape, which follows
+    # from the declarations: a value for each name, 1 if any microbatch has it, and 1, or 2 if any returns undeclared
+    # names.
     reduced = torch.zeros(2 * len(names) + 1, dtype=torch.float64, device=device)
     if topology.is_last_stage:
-        parts = {kind: _over_microbatches(kind, by_kind[kind], reports) for kind in Reduction if by_kind[kind]}
+        parts = {kind: _reduce_microbatches(kind, by_kind[kind], reports) for kind in Reduction if by_kind[kind]}
         returned = {name for report in reports for name in report}
         flags = [*(name in returned for name in names), 1 if returned <= set(names) else 2]
         flags = send(torch.tensor(flags, dtype=torch.float64), device)
         parts[Reduction.MAX] = torch.cat([parts[Reduction.MAX], flags]) if Reduction.MAX in parts else flags
-        reduced = torch.cat([_over_ranks(kind, part, topology.groups.dp) for kind, part in parts.items()])
+        reduced = torch.cat([_reduce_over_ranks(kind, part, topology.groups.dp) for kind, part in parts.items()])
     if topology.pipeline > 1:
         dist.broadcast(reduced, src=topology.last_stage_rank, group=topology.groups.pp)
-    numbers = read_numbers(torch.cat([reduced, *(value.double().view(1) for value in of_step.values())]))
-    values, there, returned_names = numbers[: len(names)], numbers[len(names) : 2 * len(names)], numbers[2 * len(names)]
-    if returned_names == 2:
+    numbers = read_numbers(torch.cat([reduced, *(value.double().view(1) for value in step_metrics.values())]))
+    values, present, undeclared = numbers[: len(names)], numbers[len(names) : 2 * len(names)], numbers[2 * len(names)]
+    if undeclared == 2:
         everywhere: list = [None] * topology.world_size
         dist.all_gather_object(everywhere, {name for report in reports for name in report} - set(names))
         raise ValueError(
             f"{loss_fn.display_name} returned metrics {sorted(set().union(*everywhere))} whose reduction it does not "
             "declare; add them to metric_reductions"
         )
-    known = sorted(zip(names, values, there, strict=True))
-    result = {name: value for name, value, is_there in known if is_there}
+    result = {name: value for name, value, is_present in sorted(zip(names, values, present, strict=True)) if is_present}
     if not math.isfinite(result["loss"]):
         raise NonFiniteLoss(_describe_failure(reports, result, batches, loss_fn, topology))
-    further = zip(of_step, numbers[2 * len(names) + 1 :], strict=True)
+    further = zip(step_metrics, numbers[2 * len(names) + 1 :], strict=True)
     return result | {name: value for name, value in further if not math.isnan(value)}
 
 
-def _over_microbatches(kind: Reduction, names: list[str], reports: list[dict[str, Tensor]]) -> Tensor:
+def _reduce_microbatches(kind: Reduction, names: list[str], reports: list[dict[str, Tensor]]) -> Tensor:
     """Return the metrics [names] of one kind of reduction, over microbatches.
 
     A missing metric contributes the reduction's identity.
@@ -124,17 +124,17 @@ def _describe_failure(
     loss_fn: Loss,
     topology: Topology,
 ) -> str:
-    bad = {
+    culprits = {
         index: first_nan(batches[index], {}, loss_fn.required_keys, loss_fn.next_token_keys)
         for index, report in enumerate(reports)
         if not torch.isfinite(report["loss"])
     }
     everywhere: list = [None] * topology.world_size
-    dist.all_gather_object(everywhere, (topology.data_rank, bad))
-    places = sorted({(rank, index, culprit or "") for rank, found in everywhere for index, culprit in found.items()})
+    dist.all_gather_object(everywhere, (topology.data_rank, culprits))
+    failures = sorted({(rank, index, key or "") for rank, culprits in everywhere for index, key in culprits.items()})
     where = ", ".join(
-        f"microbatch {index} of data-parallel rank {rank}" + (f", where {culprit} is NaN" if culprit else "")
-        for rank, index, culprit in places[:4]
+        f"microbatch {index} of data-parallel rank {rank}" + (f", where {key} is NaN" if key else "")
+        for rank, index, key in failures[:4]
     )
     values = ", ".join(f"{name}={value:.4g}" for name, value in result.items())
     return f"the loss is {result['loss']} (first seen in {where or 'the sum'}); metrics: {values}"
@@ -155,7 +155,7 @@ def combine_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, f
     }
 
 
-def _over_ranks(kind: Reduction, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_over_ranks(kind: Reduction, values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the values, reduced over the group in place."""
     operations = {Reduction.SUM: dist.ReduceOp.SUM, Reduction.MIN: dist.ReduceOp.MIN, Reduction.MAX: dist.ReduceOp.MAX}
     if group.size() > 1:

@@ -30,8 +30,8 @@ class ModelInput:
         tokens: `[R, L]` token ids of this rank.
         packing: How sequences are packed; None if they are padded.
         sharding: How the model's output is distributed over ranks.
-        padding: `[R, L]`, true for tokens that do not count in the balance of experts, or None if no router asks. If
-            recorded experts are replayed, it has the tokens' numbers too (`number_tokens`).
+        padding: `[R, L]`, true for tokens that do not count in the balance of experts, or None if no router needs it.
+            If recorded experts are replayed, it has the tokens' numbers too (`number_tokens`).
         experts: `[R, L, layers, k]`, the recorded experts in the layers of this rank; None if none are replayed.
     """
 
@@ -53,27 +53,22 @@ class ModelInput:
     ) -> ModelInput:
         """Build this rank's input from a microbatch. Its tensors are on the host, like those of the microbatch.
 
-        Args:
-            microbatch: The microbatch, on the host.
-            topology: The layout.
-            vocab_size: Tokens of the tokenizer.
-            backend: The backend of the layers.
-            counts_experts: Whether routers must know which tokens are padding.
-            replayed_layers: The layers of this rank that replay the batch's `routed_experts`, counted from 0.
+        With `counts_experts`, routers must know which tokens are padding. `replayed_layers` are the layers of this
+        rank, counted from 0, that replay the batch's `routed_experts`.
         """
         batch, groups = microbatch.batch, topology.groups
         ids = batch["input_ids"]
         local_length = microbatch.shape(topology)[1] // topology.context
         packing, boundaries = None, (None, None)
         if microbatch.lengths is None:
-            layout = TokenLayout.padded((ids.size(0), ids.size(1)), local_length, groups.cp, ids.device)
+            layout = TokenLayout.from_padded_batch((ids.size(0), ids.size(1)), local_length, groups.cp, ids.device)
         else:
             padded = padded_lengths(microbatch.lengths, topology)
             starts, padded_starts = boundaries = tuple(
                 torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (microbatch.lengths, padded)
             )
             packing = packing_params(padded, topology, backend)
-            layout = TokenLayout.packed(starts, padded_starts, ids.size(1), local_length, groups.cp)
+            layout = TokenLayout.from_pack(starts, padded_starts, ids.size(1), local_length, groups.cp)
         most_counted = _most_counted(batch, layout, topology.tensor if topology.sequence else 1)
         sharding = Sharding(groups.tp, groups.cp, vocab_size, *boundaries, most_counted=most_counted)
         experts, padding = None, None
@@ -83,7 +78,7 @@ class ModelInput:
             padding = ~layout.scatter(_weighted_tokens(batch), False)
         return cls(layout.scatter(ids, 0), packing, sharding, padding, experts)
 
-    def padding_of(self, model_chunk: torch.nn.Module, topology: Topology) -> Tensor | None:
+    def select_padding(self, model_chunk: torch.nn.Module, topology: Topology) -> Tensor | None:
         """Return `padding` as megatron-core expects it for this model chunk.
 
         Under sequence parallelism, the model chunk with the embedding takes the whole mask and splits it itself; other
@@ -99,10 +94,8 @@ class PreparedStep:
     """Everything that a pass over microbatches needs, so that it can be sent to the device at once.
 
     Attributes:
-        microbatches: The microbatches.
-        model_input: The input of this rank's model chunks for each.
         experts: [N, layers, k] The recorded experts of this rank's tokens by number, or None if none are replayed.
-        shapes: (sequences, padded tokens of each over all ranks) of each.
+        shapes: (sequences, padded tokens of each over all ranks) of each microbatch.
     """
 
     microbatches: list[Microbatch]
@@ -117,25 +110,25 @@ def number_all_tokens(unnumbered: Sequence[ModelInput]) -> tuple[list[ModelInput
     If no recorded experts are replayed, the microbatches are returned as they are, with None.
     """
     numbered, recorded, first = [], [], 0
-    for each in unnumbered:
-        if each.experts is None or each.padding is None:
+    for model_input in unnumbered:
+        if model_input.experts is None or model_input.padding is None:
             return list(unnumbered), None
-        numbered.append(replace(each, padding=number_tokens(each.padding, first), experts=None))
-        recorded.append(each.experts.flatten(0, 1))
-        first += each.padding.numel()
+        numbered.append(replace(model_input, padding=number_tokens(model_input.padding, first), experts=None))
+        recorded.append(model_input.experts.flatten(0, 1))
+        first += model_input.padding.numel()
     return numbered, torch.cat(recorded)
 
 
 def _most_counted(batch: BatchedDataDict, layout: TokenLayout, shards: int) -> int:
-    """Return how many tokens of a sequence-parallel rank are evaluated: of the rank that has most of them.
+    """Return the evaluated tokens of the sequence-parallel rank that has most of them.
 
-    A token is evaluated at the one before it. Without `token_mask`, all of them are.
+    A token is evaluated at the one before it. Without `token_mask`, all tokens are evaluated.
     """
     ids = batch["input_ids"]
     mask = batch["token_mask"] * batch["sample_mask"][:, None] if "token_mask" in batch else torch.ones_like(ids)
     counted = layout.scatter(pad(mask[:, 1:] != 0, (0, 1)), False)
-    in_order = counted.transpose(0, 1).reshape(shards, -1)  # hidden states are [L, R, hidden]
-    return int(in_order.sum(dim=1).max())
+    by_rank = counted.transpose(0, 1).reshape(shards, -1)  # hidden states are [L, R, hidden]
+    return int(by_rank.sum(dim=1).max())
 
 
 def _weighted_tokens(batch: BatchedDataDict) -> Tensor:

@@ -2,7 +2,7 @@
 
 megatron-core's stages send each other each shape before each tensor. That waits for the device at every send. If two
 stages interleave model chunks, each is both the next and the previous stage of the other, and shapes reach the wrong
-receiver. Here every stage knows the plan of all microbatches, and so the shape of what it receives.
+receiver. Here every stage knows the plan of all microbatches, and so the shape of each tensor that it receives.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ Shape = tuple[int, int]
 
 
 class PlannedCommunicator(P2PCommunicator):
-    """megatron-core's communicator, which takes the shapes of what it receives from the plan.
+    """megatron-core's communicator, which takes the shapes of received tensors from the plan.
 
     With interleaving, microbatches run in groups of as many as there are stages; without, all are one group. For each
     group, activations arrive model chunk by model chunk, and gradients likewise. The first stage receives no
     activations for its first model chunk, and the last stage no gradients for its last.
 
-    Args:
-        topology: The layout.
-        config: The model's configuration.
-        shapes: (sequences, tokens of a sequence over all ranks) of each microbatch, in order. A pack is one sequence.
+    `shapes` are (sequences, tokens of a sequence over all ranks) of each microbatch, in order. A pack is one sequence.
     """
 
     def __init__(self, topology: Topology, config: TransformerConfig, shapes: Sequence[Shape]):

@@ -1,4 +1,4 @@
-"""What a policy is compared with: a second model, its own with other adapters, or recorded logprobs.
+"""The reference of a policy: a second model, its own model with other adapters, or recorded logprobs.
 
 `ReferenceModel` is on the device or in host memory. `AdapterReference` needs no second model. `RecordedReference` has
 the logprobs of offline data, computed once, and needs no model at all.
@@ -64,10 +64,10 @@ class ReferenceModel:
 
 
 class AdapterReference:
-    """A model with adapters as it was when this was built. It shares the model's weights.
+    """A model with the adapters that it had when this was built. It shares the model's weights.
 
     If the adapters had not been trained by then, they are switched off during a call. Otherwise they are copied, and
-    the copies take their places during a call. Frozen adapters take part in either case.
+    the copies replace them during a call. Frozen adapters take part in either case.
     """
 
     def __init__(self, model: ShardedModel, inference: Inference):
@@ -81,7 +81,7 @@ class AdapterReference:
         """Return logprobs [B, S] fp32 under the weights at the start. Entry t corresponds to token t. Collective."""
         self._model.gather_parameters()
         self._model.set_training(False)
-        with self._model.adapters_off(trained_only=True) if self._start is None else self._in_place(self._start):
+        with self._model.adapters_off(trained_only=True) if self._start is None else self._use_weights(self._start):
             return self._inference.logprobs(batch, batching)
 
     def _weights(self) -> list[torch.nn.Parameter]:
@@ -90,13 +90,13 @@ class AdapterReference:
         return [weight for adapter in trained_adapters_of(model_chunks) for weight in adapter.parameters()] + whole
 
     @contextmanager
-    def _in_place(self, start: list[Tensor]) -> Iterator[None]:
-        now = [weight.detach().clone() for weight in self._weights()]
+    def _use_weights(self, start: list[Tensor]) -> Iterator[None]:
+        current = [weight.detach().clone() for weight in self._weights()]
         try:
             self._set(start)
             yield
         finally:
-            self._set(now)
+            self._set(current)
 
     def _set(self, values: list[Tensor]) -> None:
         _copy(values, self._weights())
@@ -122,7 +122,7 @@ class HostWeights:
         if device.type == "cuda":
             self._host = [weights.pin_memory() for weights in self._host]
         self._device = device
-        self._leave()
+        self._free_device()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -132,9 +132,9 @@ class HostWeights:
                 parameter.data = weights.to(self._device, non_blocking=True)
             yield
         finally:
-            self._leave()
+            self._free_device()
 
-    def _leave(self) -> None:
+    def _free_device(self) -> None:
         for parameter in self._parameters:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
 
@@ -149,36 +149,28 @@ class RecordedReference:
     def __init__(self, path: Path, reference: str, ranks: Ranks):
         """Read the logprobs in the file `path` on rank 0, and send them to all ranks. Collective.
 
-        A file that belongs to other weights or cannot be read is ignored, and the next `complete` replaces it.
-
-        Args:
-            path: The file, which need not exist.
-            reference: The digest of the reference's weights (`digest_weights`).
-            ranks: The policy's ranks.
+        A file that does not exist, belongs to other weights or cannot be read is ignored, and the next `complete`
+        replaces it. `reference` is the digest of the reference's weights (`digest_weights`).
         """
         self._path, self._reference, self._ranks = path, reference, ranks
-        read = ranks.share(self._read)  # as three tensors: a view would be sent with its whole storage
-        self._sequences: dict[bytes, Tensor] = _split(*read)
+        tensors = ranks.share(self._read)  # three of them: a view would be sent with its whole storage
+        self._sequences: dict[bytes, Tensor] = _split(*tensors)
 
     def complete(self, batches: Iterable[BatchedDataDict], logprobs: _Logprobs) -> None:
         """Record the sequences of `batches` that are not recorded yet. Collective.
 
-        The file is written once, at the end, so it is either complete or unchanged. If it cannot be written, a warning
-        says so, and the logprobs are kept in memory alone.
-
-        Args:
-            batches: Batches of sequences.
-            logprobs: Returns the logprobs [B, S] of a batch.
+        The file is written once, at the end, so it is either complete or unchanged. If it cannot be written, there is a
+        warning, and the logprobs are kept in memory alone. `logprobs` returns the logprobs [B, S] of a batch.
         """
-        known = len(self._sequences)
+        num_recorded = len(self._sequences)
         for batch in batches:
-            digests = _digests(batch)
+            digests = _compute_digests(batch)
             fresh = [index for index, digest in enumerate(digests) if digest not in self._sequences]
             if fresh:
-                found = logprobs(batch if len(fresh) == batch.size else batch.select_indices(fresh)).cpu()
-                for index, values in zip(fresh, found, strict=True):
-                    self._sequences[digests[index]] = values[: int(batch["input_lengths"][index])].clone()
-        if len(self._sequences) > known:
+                values = logprobs(batch if len(fresh) == batch.size else batch.select_indices(fresh)).cpu()
+                for index, sequence in zip(fresh, values, strict=True):
+                    self._sequences[digests[index]] = sequence[: int(batch["input_lengths"][index])].clone()
+        if len(self._sequences) > num_recorded:
             failure = self._ranks.try_on_rank0(self._write, lambda error: disk.describe(error, self._path))
             if failure is not None:
                 log.once(f"{self._path} cannot be written ({failure}); a resumed run computes these logprobs again")
@@ -186,14 +178,11 @@ class RecordedReference:
     def logprobs(self, batch: Batch, batching: Batching | None = None) -> Tensor:
         """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entries past `input_lengths` are 0.
 
-        `batching` has no effect, because no forward pass is needed. It is there for the signature of
+        `batching` has no effect, because no forward pass is needed. It is in the signature of
         `ReferenceModel.logprobs`.
-
-        Raises:
-            RuntimeError: A sequence was never recorded.
         """
         whole = torch.zeros(batch["input_ids"].shape, dtype=torch.float32)
-        for index, digest in enumerate(_digests(batch)):
+        for index, digest in enumerate(_compute_digests(batch)):
             if digest not in self._sequences:
                 raise RuntimeError(
                     f"sequence {index} of the batch is not among the {len(self._sequences)} recorded sequences"
@@ -207,8 +196,7 @@ class RecordedReference:
             return _EMPTY
         try:
             with safe_open(self._path, "pt") as file:
-                found = (file.metadata() or {}).get("reference")
-                if found != self._reference:
+                if (file.metadata() or {}).get("reference") != self._reference:
                     log.once(f"{self._path} belongs to another reference policy; the logprobs are computed again")
                     return _EMPTY
                 digests, lengths, logprobs = (file.get_tensor(name) for name in _TENSORS)
@@ -236,7 +224,7 @@ def _split(digests: Tensor, lengths: Tensor, logprobs: Tensor) -> dict[bytes, Te
     return {bytes(digest): values for digest, values in zip(digests.tolist(), sequences, strict=True)}
 
 
-def _digests(batch: Mapping[str, Tensor]) -> list[bytes]:
+def _compute_digests(batch: Mapping[str, Tensor]) -> list[bytes]:
     """Return one digest per sequence, of its tokens up to `input_lengths` and of its temperature."""
     ids, lengths = batch["input_ids"].cpu(), batch["input_lengths"].tolist()
     temperatures = batch["temperature"].tolist() if "temperature" in batch else [1.0] * len(lengths)

@@ -45,7 +45,7 @@ from rl_megatron.training.metrics import Denominators, reduce_metrics
 from rl_megatron.training.model_input import ModelInput, PreparedStep, number_all_tokens
 from rl_megatron.training.p2p import PlannedCommunicator
 
-# A microbatch, what the model gets of it, and the seed of its dropout, or None if nothing is dropped.
+# A microbatch, its model input, and the seed of its dropout, or None if nothing is dropped.
 _Prepared = tuple[Microbatch, ModelInput, int | None]
 
 
@@ -67,8 +67,6 @@ class Runner:
     """This rank's model chunks, and how it runs them over microbatches.
 
     Attributes:
-        model_chunks: The model chunks of this rank.
-        topology: The layout.
         vocab_size: Tokens of the tokenizer. The padded vocabulary beyond it never enters a softmax.
         backend: The backend of the layers, as `choose_backend` returns it.
         fused_head: How losses read logits block by block; None if they read whole logits.
@@ -97,8 +95,9 @@ class Runner:
             loss_fn: The loss.
             denominators: The global counts that the loss divides by.
             forward_only: Compute the loss and its metrics, but no gradient.
-            number: The number of the optimizer step, which decides with the tokens of a microbatch what dropout drops:
-                the same in every layout with the same microbatches, but with context parallelism, and after a resume.
+            number: The number of the optimizer step. It seeds dropout together with the tokens of a microbatch, so that
+                every layout with the same microbatches drops the same, also after a resume, except under context
+                parallelism.
 
         Returns:
             Every metric, reduced as it is declared, the same on all ranks. "loss" is the value of `loss_fn` alone. With
@@ -120,7 +119,7 @@ class Runner:
 
         if not forward_only:
             if self._has_experts and balances_globally(get_model_config(self.model_chunks[0])):
-                self._count_routed(prepared, seeds)
+                self._count_routed_tokens(prepared, seeds)
             begin_step(self.model_chunks, counts.positions)
         head = self._choose_head() if loss_fn.reads == "logprobs" else None
         if self.fused_head is not None and loss_fn.reads != "logprobs":
@@ -128,21 +127,21 @@ class Runner:
         with keep_generators(self.topology.device) if seeds else nullcontext():
             reports = self._run_schedule(prepared, compute_loss, forward_only, head, seeds=seeds)[: len(microbatches)]
         batches = [microbatch.batch for microbatch in microbatches]
-        of_routers = {} if forward_only else self._router_metrics(ROUTED_EXPERTS in batches[0])
-        return reduce_metrics(reports, loss_fn, batches, self.topology, of_routers)
+        router_metrics = {} if forward_only else self._reduce_router_metrics(ROUTED_EXPERTS in batches[0])
+        return reduce_metrics(reports, loss_fn, batches, self.topology, router_metrics)
 
-    def _count_routed(self, prepared: PreparedStep, seeds: list[int]) -> None:
-        """Let the routers count the tokens of each expert in the global batch, in a forward pass of its own."""
+    def _count_routed_tokens(self, prepared: PreparedStep, seeds: list[int]) -> None:
+        """Let the routers count the tokens of each expert in the global batch, in a separate forward pass."""
         with (
             counting(self.model_chunks, self.topology.groups.tp_dp_cp),
             keep_generators(self.topology.device),
             torch.no_grad(),
         ):
-            # Logits that nobody reads are not computed.
+            # Nothing reads the logits, so this head does not compute them.
             head = DeferredHead.of(self.model_chunks, None)
             self._run_schedule(prepared, lambda *output: None, forward_only=True, head=head, collect=True, seeds=seeds)
 
-    def _router_metrics(self, replays: bool) -> dict[str, Tensor]:
+    def _reduce_router_metrics(self, replays: bool) -> dict[str, Tensor]:
         """Return the metrics of the step's routers, summed over all ranks, on the device. Collective."""
         world = dist.group.WORLD
         assert world is not None  # every rank of a topology is in it
@@ -200,17 +199,17 @@ class Runner:
 
     @torch.no_grad()
     def deferred_logits(self, microbatches: list[Microbatch]) -> list[DeferredLogits]:
-        """Return the logits of each microbatch as they can be computed later; stages as `next_token_logprobs`.
+        """Return the logits of each microbatch, to be computed later; stages as `next_token_logprobs`.
 
         They are hidden states, sharded like the microbatch's other outputs, and this rank's part of the head's weight.
         """
-        found: list[DeferredLogits] = []
+        logits: list[DeferredLogits] = []
 
         def read(batch: BatchedDataDict, output: DeferredLogits, sharding: Sharding) -> None:
-            found.append(output)
+            logits.append(output)
 
         self._collect(microbatches, read, DeferredHead.of(self.model_chunks, None))
-        return found[: len(microbatches)]
+        return logits[: len(microbatches)]
 
     def _collect(
         self, microbatches: list[Microbatch], read: Callable, head: DeferredHead | UncopiedHead | None
@@ -230,8 +229,8 @@ class Runner:
     ) -> list:  # fmt: skip
         """Run the schedule of the pipeline, and return `read(batch, output, sharding)` of every microbatch.
 
-        Other stages than the last have no output, and return an empty list. The output is what `head` makes of the
-        model's output; without a head, it is contiguous logits or scores.
+        Only the last stage has an output; others return an empty list. `head` computes the output from that of the
+        model; without a head, it is contiguous logits or scores.
         """
         topology, config, shapes = self.topology, get_model_config(self.model_chunks[0]), prepared.shapes
         config.variable_seq_lengths = len(set(shapes)) > 1
@@ -244,7 +243,7 @@ class Runner:
             microbatch, model_input, seed = next(iterator)
             if seed is not None:
                 seed_microbatch(seed, topology.device)
-            padding = model_input.padding_of(model_chunk, topology)
+            padding = model_input.select_padding(model_chunk, topology)
             masked = {} if padding is None else {"padding_mask": padding}
             output = model_chunk(model_input.tokens, None, None, packed_seq_params=model_input.packing, **masked)
             return output, lambda output, non_loss_data=False: read(
@@ -287,7 +286,7 @@ class Runner:
         return get_model_config(self.model_chunks[0]).num_moe_experts is not None
 
     def _prepare(self, microbatches: list[Microbatch], forward_only: bool) -> PreparedStep:
-        """Return what the model needs for the microbatches, on the host."""
+        """Return the model's input for the microbatches, on the host."""
         counts_experts = not forward_only and self._has_experts
         replayed = expert_layers(self.model_chunks) if ROUTED_EXPERTS in microbatches[0].batch else []
         microbatches, topology = self._fill_up(microbatches), self.topology

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from rl_megatron.batching.batch import Batch
+from rl_megatron.batching.blocks import Blocks
 from rl_megatron.batching.config import Batching, require_count
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.ownership import OwnershipPlanner, default_blocks, plan_ownership
-from rl_megatron.batching.rank_plan import RankPlan, required
+from rl_megatron.batching.ownership import OwnershipPlanner, plan_ownership
+from rl_megatron.batching.rank_plan import RankPlan, require_key
 from rl_megatron.batching.step_microbatches import plan_microbatches, plan_step
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import declare_token_keys
@@ -52,8 +53,7 @@ class StepPlanner:
     ) -> Iterator[OptimizerStep]:
         """Check a batch, and return an iterator over its optimizer steps, each planned when it is taken.
 
-        It is collective over the ranks that share the batch. The arguments and errors are those of
-        `MegatronPolicy.train`.
+        It is collective over the ranks that share the batch; arguments and errors are those of `MegatronPolicy.train`.
         """
         declare_token_keys(*loss.next_token_keys)
         if sizes is not None:
@@ -64,13 +64,13 @@ class StepPlanner:
         _require_logprobs(batch, loss, on_policy, -(-batch.size // gbs) if sizes is None else len(sizes))
         per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
         _require_whole_groups(loss, {"the batch": batch.size, "gbs": gbs, **per_microbatch})
-        counts_of = {key: count for key, count in loss.global_counts.items() if key not in batch}
+        counters = {key: count for key, count in loss.global_counts.items() if key not in batch}
 
         for key in ("token_mask", "sample_mask"):
-            required(batch, key)
+            require_key(batch, key)
         batch = prepare(self.model, batch)
         parts = pairwise([0, *(accumulate(sizes) if sizes else [*range(gbs, batch.size, gbs), batch.size])])
-        steps = (self._plan(batch, *part, batching, loss.group_size, counts_of) for part in parts)
+        steps = (self._plan(batch, *part, batching, loss.group_size, counters) for part in parts)
         if teacher is None:
             return steps
         return (replace(step, plan=teacher.attach_logits(step.plan)) for step in steps)
@@ -82,29 +82,29 @@ class StepPlanner:
         stop: int,
         batching: Batching,
         group_size: int,
-        counts_of: Mapping[str, CountOfSequences],
+        counters: Mapping[str, CountOfSequences],
     ) -> OptimizerStep:
         """Return this rank's part of the step that has the sequences `start` to `stop - 1`. Collective."""
         topology = self.model.topology
         step = plan_step(batch, start, stop, batching, topology, topology.data_rank, group_size, self.cost)
-        part = batch.part(start, stop)
-        if counts_of:
-            batch = replace(batch, own=_add_counts(batch, part, counts_of))
+        part = batch.slice(start, stop)
+        if counters:
+            batch = replace(batch, local=_add_counts(batch, part, counters))
         return OptimizerStep(plan_microbatches(batch, step), Denominators.count(part, batch.ranks))
 
     def distribute(self, batch: Batch, batching: Batching, sizes: Sequence[int], groups: Tensor | None) -> Batch:
         """Return the batch with every sequence on the rank that trains on it; see `MegatronPolicy.distribute`."""
         topology = self.model.topology
-        blocks, of_groups = default_blocks(topology.data), None if groups is None else groups.numpy()
         planner = OwnershipPlanner(
-            batch.lengths.numpy(), batch.width, batching, topology, self.cost, blocks, group_size=1, groups=of_groups
-        )
+            batch.lengths.numpy(), batch.width, batching, topology, self.cost, Blocks(topology.data),
+            groups=None if groups is None else groups.numpy(),
+        )  # fmt: skip
         ownership = plan_ownership(planner, sizes, batch.homes.numpy(), topology.data_rank, batch.ranks)
         return batch.move_to_owners(ownership)
 
 
 def _require_logprobs(batch: Batch, loss: Loss, on_policy: bool, steps: int) -> None:
-    """Refuse a batch without the logprobs of before the first step that the loss reads, unless it may do without."""
+    """Refuse a batch without the logprobs from before the first step, if the loss reads them and needs them."""
     missing = ", ".join(repr(key) for key in sorted(loss.on_policy_keys) if key not in batch)
     if not missing or not loss.reads_on_policy_keys:
         return
@@ -132,11 +132,11 @@ def _require_whole_groups(loss: Loss, counts: Mapping[str, int]) -> None:
             )
 
 
-def _add_counts(batch: Batch, part: BatchedDataDict, counts_of: Mapping[str, CountOfSequences]) -> BatchedDataDict:
+def _add_counts(batch: Batch, part: BatchedDataDict, counters: Mapping[str, CountOfSequences]) -> BatchedDataDict:
     """Return this rank's sequences with counts over a step's global batch, repeated per sequence. Collective.
 
     `part` has this rank's sequences of the step.
     """
-    own = torch.stack([count(part).double().sum() for count in counts_of.values()])
-    repeated = zip(counts_of, batch.ranks.sum(own).float(), strict=True)
-    return BatchedDataDict({**batch.own, **{key: value.expand(len(batch.numbers)) for key, value in repeated}})
+    counts = batch.ranks.sum(torch.stack([count(part).double().sum() for count in counters.values()])).float()
+    repeated = {key: value.expand(len(batch.numbers)) for key, value in zip(counters, counts, strict=True)}
+    return BatchedDataDict({**batch.local, **repeated})

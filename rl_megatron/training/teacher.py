@@ -1,4 +1,4 @@
-"""`Teacher`: a frozen model, with weights of its own, whose next-token distributions a policy learns."""
+"""`Teacher`: a frozen model, with its own weights, whose next-token distributions a policy learns."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.topology.device import TIMEOUT_MINUTES
-from rl_megatron.topology.topology import Topology, build_beside, in_megatron
+from rl_megatron.topology.job_store import TIMEOUT_MINUTES
+from rl_megatron.topology.topology import Topology, build_beside, use_in_megatron
 from rl_megatron.training.inference import Inference, build_runner
 from rl_megatron.training.reference import HostWeights, Placement
 from rl_megatron.training.runner import FusedHead
 
-_READ = ("input_ids", "input_lengths", "temperature")  # what a model reads of a batch
+_READ = ("input_ids", "input_lengths", "temperature")  # the keys of a batch that a teacher reads
 
 
 class Teacher:
@@ -46,12 +46,8 @@ class Teacher:
     ):
         """Initialise the teacher with the weights of `model`, and freeze them.
 
-        Args:
-            model: The teacher.
-            placement: Where its weights are kept.
-            fused_head: How logprobs read logits block by block; None if they read whole logits.
-            own_layout: Whether the model has another topology than the policy. Batches whose sequences have owners are
-                then gathered for it.
+        With `own_layout` the model has another topology than the policy, and batches whose sequences have owners are
+        gathered for it.
         """
         self._own_layout = own_layout
         self.model = model
@@ -65,14 +61,14 @@ class Teacher:
 
     def logprobs(self, batch: Batch, batching: Batching) -> Tensor:
         """Return logprobs [B, S] fp32 at each sequence's `temperature`. Entry t corresponds to token t."""
-        with self._ready():
-            return self._keep_own(batch, self._inference.logprobs(self._gather(batch), batching))
+        with self._use_weights():
+            return self._select_local(batch, self._inference.logprobs(self._gather(batch), batching))
 
     def topk_logits(self, batch: Batch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
         """Return (logits [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t."""
-        with self._ready():
+        with self._use_weights():
             logits, ids = self._inference.topk_logits(self._gather(batch), k, batching)
-        return self._keep_own(batch, logits), self._keep_own(batch, ids)
+        return self._select_local(batch, logits), self._select_local(batch, ids)
 
     def attach_logits(self, plan: RankPlan) -> RankPlan:
         """Return the plan with the teacher's logits of each microbatch as `teacher_logits`.
@@ -80,18 +76,16 @@ class Teacher:
         They are sharded like the student's, and computed from hidden states when a loss reads them. The hidden states
         of all microbatches of the step are kept until then. Only the last pipeline stage, which has the loss, has them.
         """
-        with self._ready():
-            found = self._runner.deferred_logits(plan.microbatches)
-        if not found:
+        with self._use_weights():
+            deferred = self._runner.deferred_logits(plan.microbatches)
+        if not deferred:
             return plan
-        microbatches = [
+        microbatches = []
+        for microbatch, logits in zip(plan.microbatches, deferred, strict=True):
             # The weight itself: the parameter may leave the device before the loss reads it.
-            replace(
-                each,
-                batch=BatchedDataDict(each.batch | {"teacher_logits": replace(logits, weight=logits.weight.detach())}),
-            )
-            for each, logits in zip(plan.microbatches, found, strict=True)
-        ]
+            logits = replace(logits, weight=logits.weight.detach())
+            batch = BatchedDataDict(microbatch.batch | {"teacher_logits": logits})
+            microbatches.append(replace(microbatch, batch=batch))
         return replace(plan, microbatches=microbatches)
 
     def _gather(self, batch: Batch) -> Batch:
@@ -99,18 +93,18 @@ class Teacher:
         if batch.is_whole or not self._own_layout:
             return batch
         values = batch.gather_on_rank_0([key for key in _READ if key in batch])
-        return Batch.whole(self.model.topology.ranks.share(lambda: values))
+        return Batch.from_whole(self.model.topology.ranks.share(lambda: values))
 
-    def _keep_own(self, batch: Batch, values: Tensor) -> Tensor:
+    def _select_local(self, batch: Batch, values: Tensor) -> Tensor:
         """Return the values of this rank's sequences from those of `_gather`."""
-        return values if batch.is_whole or not self._own_layout else batch.own_facts(values)
+        return values if batch.is_whole or not self._own_layout else batch.select_local(values)
 
     @contextmanager
-    def _ready(self) -> Iterator[None]:
+    def _use_weights(self) -> Iterator[None]:
         """Keep the weights on the device, and the teacher's layout in megatron-core, within the block."""
         with ExitStack() as stack:
             if self._own_layout:
-                stack.enter_context(in_megatron(self.model.topology))
+                stack.enter_context(use_in_megatron(self.model.topology))
             if self._host_weights is not None:
                 stack.enter_context(self._host_weights.on_device())
             yield
@@ -126,25 +120,15 @@ def load_teacher(
 ) -> Teacher:
     """Return a teacher whose weights are in a checkpoint of any layout, or in a Hugging Face directory. Collective.
 
-    A checkpoint that holds an adapter alone is loaded with its base.
-
-    Args:
-        config: The teacher.
-        topology: The student's topology.
-        vocab_size: The size of the tokenizer's vocabulary.
-        precision: fp32 or bf16.
-        fused_head: How logprobs read logits block by block; None if they read whole logits.
-        timeout_minutes: How long a collective of a layout of the teacher's own may wait for its peers.
-
-    Raises:
-        ConfigError: The weights cannot be read, or the teacher's degrees do not fit the number of ranks.
+    A checkpoint that holds an adapter alone is loaded with its base. `topology` is the student's, and `timeout_minutes`
+    is how long a collective of the teacher's own layout may wait for its peers.
     """
     path = Path(str(config.path))
-    shape, weights = topology.ranks.all_or_none(lambda: teacher_model(path))
+    shape, weights = topology.ranks.all_or_none(lambda: open_teacher(path))
     own_layout = config.parallel is not None
     if config.parallel is not None:
         topology = build_beside(config.parallel, topology, timeout_minutes)
-    with in_megatron(topology) if own_layout else nullcontext():
+    with use_in_megatron(topology) if own_layout else nullcontext():
         model = ShardedModel(shape, topology, vocab_size=vocab_size, precision=precision, initialise=False)
         if weights is not None:
             weights.load_into(model)
@@ -153,12 +137,8 @@ def load_teacher(
     return Teacher(model, config.placement, fused_head, own_layout)
 
 
-def teacher_model(path: Path) -> tuple[ModelConfig, HuggingFaceWeights | None]:
-    """Return the shape of the teacher at `path` and, for a Hugging Face directory, its weights, which are not read yet.
-
-    Raises:
-        ConfigError: There is no language model at `path`.
-    """
+def open_teacher(path: Path) -> tuple[ModelConfig, HuggingFaceWeights | None]:
+    """Return the shape of the language model at `path` and, if it is a Hugging Face directory, its unread weights."""
     if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
         weights = open_hugging_face(path)
         return weights.model, weights
@@ -167,13 +147,9 @@ def teacher_model(path: Path) -> tuple[ModelConfig, HuggingFaceWeights | None]:
     return saved_model(path, manifest), None
 
 
-def check_vocabulary_of(path: Path, tokenizer: Tokenizer) -> None:
-    """Check that the teacher at `path` has the student's tokenizer, so that both models' ids mean the same tokens.
-
-    Raises:
-        ConfigError: It has another one, or there is no language model at `path`.
-    """
-    _, weights = teacher_model(path)
+def check_vocabulary(path: Path, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError unless the teacher at `path` has the student's tokenizer, so that ids mean the same tokens."""
+    _, weights = open_teacher(path)
     if weights is None:
         manifest = read_manifest(path)
         digest, size = manifest.get("tokenizer", tokenizer.digest), manifest.get("vocab_size", tokenizer.vocab_size)
@@ -182,10 +158,10 @@ def check_vocabulary_of(path: Path, tokenizer: Tokenizer) -> None:
         size = weights.vocab_size
     if size == tokenizer.vocab_size and digest == tokenizer.digest:
         return
-    own = f"a vocabulary of {tokenizer.vocab_size}, digest {tokenizer.digest[:8]}"
+    student = f"a vocabulary of {tokenizer.vocab_size}, digest {tokenizer.digest[:8]}"
     raise ConfigError(
         f"algorithm.teachers: the teacher {path} has another tokenizer (a vocabulary of {size}, digest {digest[:8]}) "
-        f"than the student ({own}), and distillation compares both models' distributions token by token; set "
+        f"than the student ({student}), and distillation compares both models' distributions token by token; set "
         "tokenizer.path to the teacher's tokenizer and train the student with it, or choose a teacher with the "
         "student's tokenizer"
     )

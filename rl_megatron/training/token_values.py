@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.batching.batch import Batch
-from rl_megatron.batching.step_plan import PADDING, StepPlan
-from rl_megatron.topology.collectives import from_all_ranks
+from rl_megatron.batching.microbatch import PADDING, StepPlan
+from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.topology import Topology
 from rl_megatron.topology.transfer import send, to_host
 
@@ -26,7 +26,7 @@ BLOCK_BYTES = 1 << 25
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Which values of a planned batch are computed where. A value is […], one number or several.
+    """The values of a planned batch's tokens. A value is […], one number or several.
 
     Attributes:
         batch: The batch.
@@ -50,74 +50,75 @@ class TokenValues:
             entry: […] Zeros of the shape and dtype of one value. They fill entries without a value: those before
                 `first_column` and those beyond a sequence's end.
         """
-        batch, topology, place = self.batch, self.topology, self.step.place
+        batch, topology = self.batch, self.topology
         lengths = batch.lengths.tolist()
 
         def count(number: int) -> int:  # a padding sequence has no values
             return 0 if number == PADDING else max(lengths[number] - self.first_column, 0)
 
-        counts = [[list(map(count, chosen)) for chosen in shapes.sequences] for shapes in self.step.ranks]
-        totals = [sum(map(sum, of_rank)) for of_rank in counts]
-        mine = torch.zeros(max(totals), *entry.shape, dtype=entry.dtype, device=topology.device)
+        rank = self.step.index
+        counts = [[list(map(count, members)) for members in planned.sequences] for planned in self.step.ranks]
+        totals = [sum(map(sum, rank_counts)) for rank_counts in counts]
+        local = torch.zeros(max(totals), *entry.shape, dtype=entry.dtype, device=topology.device)
         if topology.is_last_stage:
-            mine[: totals[place]] = _flattened(streams, counts[place], topology.device)
+            local[: totals[rank]] = _flatten_streams(streams, counts[rank], topology.device)
         if topology.pipeline > 1:
-            dist.broadcast(mine, src=topology.last_stage_rank, group=topology.groups.pp)
-        found = torch.zeros(len(batch.numbers), batch.width, *entry.shape, dtype=entry.dtype)
-        of_ranks = self._of_all_ranks(mine) if batch.is_whole else to_host(mine)[None]
-        for shapes, total, values in zip(self.step.ranks, totals, of_ranks, strict=True):
-            chosen = [number for number in chain.from_iterable(shapes.sequences) if number != PADDING]
-            indices = torch.searchsorted(batch.numbers, torch.tensor(chosen, dtype=torch.long)).tolist()
-            places = _places(list(map(count, chosen)), indices, batch.width, self.first_column)
-            found.flatten(0, 1)[places] = values[:total]
-        return found
+            dist.broadcast(local, src=topology.last_stage_rank, group=topology.groups.pp)
+        result = torch.zeros(len(batch.numbers), batch.width, *entry.shape, dtype=entry.dtype)
+        gathered = self._gather_blocks(local) if batch.is_whole else to_host(local)[None]
+        for planned, total, values in zip(self.step.ranks, totals, gathered, strict=True):
+            numbers = [number for number in chain.from_iterable(planned.sequences) if number != PADDING]
+            indices = torch.searchsorted(batch.numbers, torch.tensor(numbers, dtype=torch.long)).tolist()
+            positions = _locate_values(list(map(count, numbers)), indices, batch.width, self.first_column)
+            result.flatten(0, 1)[positions] = values[:total]
+        return result
 
-    def _of_all_ranks(self, mine: Tensor) -> Tensor:
+    def _gather_blocks(self, local: Tensor) -> Tensor:
         """Return the values [ranks, n, …] of all data-parallel ranks on the host, from this rank's [n, …].
 
         A block may begin within a value, because one of every rank may already be too many bytes.
         """
-        group, flat = self.topology.groups.dp, mine.flatten()
+        group, flat = self.topology.groups.dp, local.flatten()
         step = max(1, self._block_bytes() // (group.size() * flat.element_size()))
-        found = torch.empty(group.size(), len(flat), dtype=flat.dtype)
+        gathered = torch.empty(group.size(), len(flat), dtype=flat.dtype)
         for start in range(0, len(flat), step):
-            found[:, start : start + step] = to_host(from_all_ranks(flat[start : start + step], group))
-        return found.view(group.size(), *mine.shape)
+            gathered[:, start : start + step] = to_host(gather_from_ranks(flat[start : start + step], group))
+        return gathered.view(group.size(), *local.shape)
 
     def _block_bytes(self) -> int:
-        """Return the bytes of a block, on which all ranks agree: those of the hidden states between two layers.
+        """Return the bytes of a block, the same on all ranks: those of the hidden states between two layers.
 
-        The forward pass has held these and more on every rank, at the least those of the smallest of the ranks' largest
-        microbatches.
+        The forward pass has held at least these on every rank, because they are those of the smallest of the ranks'
+        largest microbatches.
         """
         topology = self.topology
-        tokens = min(shapes.largest for shapes in self.step.ranks)
-        of_rank = tokens // topology.context // (topology.tensor if topology.sequence else 1)
-        return min(BLOCK_BYTES, of_rank * self.hidden_bytes)
+        tokens = min(planned.largest for planned in self.step.ranks)
+        tokens = tokens // topology.context // (topology.tensor if topology.sequence else 1)
+        return min(BLOCK_BYTES, tokens * self.hidden_bytes)
 
 
-def _flattened(streams: Sequence[Tensor], counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return the values of microbatches one after the other, [n, …].
+def _flatten_streams(streams: Sequence[Tensor], counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return the values of microbatches one after the other, [n, …], from `streams` [b, ·, …] of each microbatch.
 
-    Args:
-        streams: [b, ·, …] of each microbatch.
-        counts: How many values each sequence of each microbatch has.
-        device: The device of the values.
+    `counts` are the numbers of values of each sequence of each microbatch.
     """
-    places = [_places(each, range(len(each)), stream.size(1), 0) for each, stream in zip(counts, streams, strict=True)]
-    values = [stream.flatten(0, 1)[at] for stream, at in zip(streams, send(places, device), strict=True)]
+    positions = [
+        _locate_values(sequence_counts, range(len(sequence_counts)), stream.size(1), 0)
+        for sequence_counts, stream in zip(counts, streams, strict=True)
+    ]
+    values = [stream.flatten(0, 1)[index] for stream, index in zip(streams, send(positions, device), strict=True)]
     return torch.cat(values)
 
 
-def _places(counts: Sequence[int], indices: Sequence[int], width: int, column: int) -> Tensor:
-    """Return the places of the values of sequences in a flattened tensor [·, width].
+def _locate_values(counts: Sequence[int], indices: Sequence[int], width: int, column: int) -> Tensor:
+    """Return the positions of the values of sequences in a flattened tensor [·, width].
 
     Args:
         counts: How many values each sequence has.
-        indices: The index of each of them in the tensor.
+        indices: The index of each sequence in the tensor.
         width: The columns of the tensor.
         column: The first column with a value.
     """
-    each = torch.tensor(counts, dtype=torch.long)
-    starts = torch.tensor(indices, dtype=torch.long) * width + column - (each.cumsum(0) - each)
-    return starts.repeat_interleave(each) + torch.arange(int(each.sum()))
+    numbers = torch.tensor(counts, dtype=torch.long)
+    starts = torch.tensor(indices, dtype=torch.long) * width + column - (numbers.cumsum(0) - numbers)
+    return starts.repeat_interleave(numbers) + torch.arange(int(numbers.sum()))

@@ -1,4 +1,4 @@
-"""`Trainer`: takes optimizer steps on this rank's microbatches of global batches, and measures their gradients."""
+"""`Trainer`: takes optimizer steps on this rank's microbatches of global batches, and reports their gradient norms."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Trainer:
     infinite. All ranks raise `NonFiniteLoss` for the same step, so all of them skip it.
 
     Attributes:
-        runner: What computes gradients.
+        runner: The runner, which computes gradients.
         optimizer: megatron-core's optimizer.
         scheduler: The optimizer's learning-rate schedule.
     """
@@ -64,13 +64,13 @@ class Trainer:
 
     def train(self, steps: Iterable[OptimizerStep], loss: Loss) -> dict[str, Any]:
         """Take optimizer steps, each planned when it is taken, and return the metrics over them."""
-        reports = [self.step(planned, loss) for planned in steps]
+        reports = [self.step(step, loss) for step in steps]
         counts = {"num_updates": int(sum(report["updated"] for report in reports))}
         if self._max_skipped:
             counts["skipped_steps"] = int(sum(report["skipped_steps"] for report in reports))
         return combine_steps(reports, loss) | counts
 
-    def step(self, planned: OptimizerStep, loss: Loss) -> dict[str, float]:
+    def step(self, step: OptimizerStep, loss: Loss) -> dict[str, float]:
         """Take one optimizer step, and return the loss's metrics with gradient norms, `lr` and `updated`.
 
         A batch without a valid token changes nothing: weights, moments and learning rate stay the same. If the loss or
@@ -84,9 +84,9 @@ class Trainer:
                 "optimizer.min_lr=0; set optimizer.decay_steps or min_lr"
             )
         try:
-            report = self.accumulate(planned, loss)
+            report = self.accumulate(step, loss)
             norms, updated = dict.fromkeys((*self._gradients.names, "grad_norm_clipped"), 0.0), False
-            if planned.denominators.tokens > 0:
+            if step.denominators.tokens > 0:
                 with phase("optimizer"):
                     norms, updated = self.update(report["loss"])
         except NonFiniteLoss as error:
@@ -94,16 +94,16 @@ class Trainer:
             return {"lr": lr, "updated": 0.0, "skipped_steps": 1.0}
         if updated:
             self._num_skipped = 0
-        report |= norms | {"lr": lr, "updated": float(updated), "packing_efficiency": planned.plan.efficiency}
+        report |= norms | {"lr": lr, "updated": float(updated), "packing_efficiency": step.plan.efficiency}
         return report | ({"skipped_steps": 0.0} if self._max_skipped else {})
 
-    def accumulate(self, planned: OptimizerStep, loss: Loss) -> dict[str, float]:
+    def accumulate(self, step: OptimizerStep, loss: Loss) -> dict[str, float]:
         """Return the loss's metrics on one step, and store its gradient in the parameters' `main_grad`."""
         for model_chunk in self._model.wrapped_model_chunks:
             model_chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         report = self.runner.train_step(
-            planned.plan.microbatches, loss, planned.denominators, number=self.scheduler.num_steps
+            step.plan.microbatches, loss, step.denominators, number=self.scheduler.num_steps
         )
         self._model.mark_gathered()
         return report
@@ -115,7 +115,7 @@ class Trainer:
         error message.
         """
         self.optimizer.prepare_grads()
-        norms = self._gradients.norms()
+        norms = self._gradients.compute()
         grad_norm = clipped = norms["grad_norm"]
         if not math.isfinite(grad_norm):  # clipping with it would make every weight NaN
             raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {loss:.4g}")
@@ -144,12 +144,12 @@ class Trainer:
 
 
 class GradientNorms:
-    """The norms of an optimizer's gradients, in all and by group of layers.
+    """The norms of an optimizer's gradients, of all weights and by group of layers.
 
     A weight that several ranks or model chunks hold counts once, as in megatron-core's norm.
 
     Attributes:
-        names: The names of the norms: that of the whole gradient, and those of the groups that the model has.
+        names: The names of the norms: of the whole gradient, and of the groups that the model has.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module]):
@@ -159,7 +159,7 @@ class GradientNorms:
         used = {"embedding", "output", *(f"layers_{_quarter(layer + 1, num_layers)}" for layer in range(num_layers))}
         groups = [name for name in GROUPS if name in used]
         self.names = ("grad_norm", *(f"grad_norm_{name}" for name in groups))
-        group_of = {
+        group_indices = {
             id(parameter): groups.index(name)
             for model_chunk in model_chunks
             for parameter, name in _find_groups(model_chunk, num_layers).items()
@@ -172,10 +172,10 @@ class GradientNorms:
             tp_group = getattr(part, "tp_group", None)
             for parameter, main in main_parameters(part):
                 if param_is_not_shared(main) and param_is_not_tensor_parallel_duplicate(main, tp_group):
-                    counted[group_of[id(parameter)]].append(main)
+                    counted[group_indices[id(parameter)]].append(main)
 
     @torch.no_grad()
-    def norms(self) -> dict[str, float]:
+    def compute(self) -> dict[str, float]:
         """Return the norm of the whole gradient and of each group, by name. Collective.
 
         Parts of the optimizer whose gradients are on the same ranks share a reduction. The host waits for the device
@@ -196,13 +196,13 @@ class GradientNorms:
 
 def _find_groups(model_chunk: torch.nn.Module, num_layers: int) -> dict[Tensor, str]:
     """Return the group of every parameter of a model chunk."""
-    found: dict[Tensor, str] = {}
+    groups: dict[Tensor, str] = {}
     for name, module in model_chunk.named_modules():
         if isinstance(module, TransformerLayer) and "decoder.layers." in name:
-            found |= dict.fromkeys(module.parameters(), f"layers_{_quarter(module.layer_number, num_layers)}")
+            groups |= dict.fromkeys(module.parameters(), f"layers_{_quarter(module.layer_number, num_layers)}")
     for name, parameter in model_chunk.named_parameters():
-        found.setdefault(parameter, "embedding" if "embedding." in name else "output")
-    return found
+        groups.setdefault(parameter, "embedding" if "embedding." in name else "output")
+    return groups
 
 
 def _quarter(layer_number: int, num_layers: int) -> int:

@@ -75,12 +75,7 @@ class TrainingMemory:
 
 @dataclass(frozen=True)
 class OptimizerTensor:
-    """A tensor of an optimizer's state.
-
-    Attributes:
-        tensor: The tensor.
-        replace: Puts another tensor in its place.
-    """
+    """A tensor of an optimizer's state, and a function that replaces it."""
 
     tensor: Tensor
     replace: Callable[[Tensor], None]
@@ -106,7 +101,7 @@ def offloadable_states(optimizer: MegatronOptimizer, model_chunks: list[torch.nn
 
 @torch.no_grad()
 def move_states(states: list[OptimizerTensor], targets: list[Tensor]) -> None:
-    """Copy each state to its target, and put the target in its place."""
+    """Copy each state to its target, and replace it by the target."""
     for state, target in zip(states, targets, strict=True):
         state.replace(target.copy_(state.tensor, non_blocking=True))
     if any(target.is_cuda or state.tensor.is_cuda for state, target in zip(states, targets, strict=True)):

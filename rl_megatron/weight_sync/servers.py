@@ -238,7 +238,7 @@ class WeightServers:
                 meanwhile()
             except CollectiveFailed as error:
                 broken = str(error)
-            broken = self.ranks.first_failure(broken)
+            broken = self.ranks.find_first_failure(broken)
         if broken is not None:
             deadline = time.monotonic() + self._seconds_after_a_break
         outcome = None

@@ -97,7 +97,7 @@ class WeightDirectory:
     def _write(self, name: str, plan: RefitPlan, weights: Iterator[tuple[str, Tensor]], files: FileNames) -> Path:
         if self._directory is None:
             self._parent.mkdir(parents=True, exist_ok=True)
-            prefix = disk.prefix_of_process("weights", self._parent)
+            prefix = disk.make_temporary_prefix("weights", self._parent)
             self._directory = Path(tempfile.mkdtemp(prefix=prefix, dir=self._parent)).absolute()
             self._directory.chmod(0o755)  # servers may run as another user
         partial, target = self._directory / f"{name}.partial", self._directory / name

@@ -118,7 +118,7 @@ def find_missing_limits() -> list[str]:
 @contextmanager
 def make_directory() -> Iterator[str]:
     """Make a directory for the block of a `with` statement, and remove it, whatever a program has left in it."""
-    directory = tempfile.mkdtemp(prefix=disk.prefix_of_process("program"))
+    directory = tempfile.mkdtemp(prefix=disk.make_temporary_prefix("program"))
     try:
         yield directory
     finally:

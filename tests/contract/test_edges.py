@@ -41,7 +41,7 @@ WITHOUT_ROW = {
     "require_fitting": "pack_sequences calls it", "require_within_width": "the planners call it",
     "split_packs": "plan_sequence_packing calls it", "concatenative": "pack_sequences calls it",
     "first_fit_decreasing": "pack_sequences calls it", "modified_first_fit_decreasing": "pack_sequences calls it",
-    "required": "sequence_lengths calls it",
+    "require_key": "sequence_lengths calls it",
     "RankPlan": "a result", "LengthPlan": "a result", "LogprobStats": "a result",
     "TeacherDivergences": "a result", "ProblemSamples": "an input of problem_values",
     "Change": "a result", "Estimate": "a result",

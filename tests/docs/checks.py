@@ -78,16 +78,16 @@ def failures_before_the_first_step(found: list[Command], directory: Path, files:
 def _check(command: Command) -> None:
     """Do what the command does up to the first step, but for the start of ranks and the reading of weights."""
     from rl_megatron.cli import evaluate, generate, main
-    from rl_megatron.cli.parser import COMPOSED, command_parser
+    from rl_megatron.cli.parser import COMPOSED, build_parser
     from rl_megatron.cli.show_batch import show_batch
-    from rl_megatron.cli.sweep import jobs_of
+    from rl_megatron.cli.sweep import expand_sweep
     from rl_megatron.config.loading.load import load_config
     from rl_megatron.runs import preflight
     from rl_megatron.topology import degrees
 
     assert command.arguments is not None
     try:
-        parsed, rest = command_parser().parse_known_args(list(command.arguments))
+        parsed, rest = build_parser().parse_known_args(list(command.arguments))
     except SystemExit as end:
         if end.code == 0:  # --help, --version
             return
@@ -98,7 +98,7 @@ def _check(command: Command) -> None:
         return
     overrides = parsed.overrides + rest
     if parsed.command == "eval":
-        overrides = evaluate.with_weights(parsed.weights, overrides)
+        overrides = evaluate.add_weights(parsed.weights, overrides)
     begun = [Path(word.partition("=")[2]) for word in overrides if word.startswith("init_from=")]
     for checkpoint in begun:
         if not (checkpoint / "config.json").is_file():  # it is no Hugging Face directory
@@ -111,7 +111,7 @@ def _check(command: Command) -> None:
         if key == "tokenizer.path" and not Path(path).exists():
             inputs.tokenizer(Path(path))
     if parsed.command == "train" and parsed.multirun:
-        jobs_of(overrides, parsed.config_dir, parsed.config_name)
+        expand_sweep(overrides, parsed.config_dir, parsed.config_name)
         return
     if parsed.hydra_help:
         return
@@ -131,7 +131,7 @@ def _check(command: Command) -> None:
         return
     if parsed.command in ("generate", "eval"):
         parsed.overrides = overrides
-        config = generate.generation_run(small(config), parsed)
+        config = generate.prepare_run(small(config), parsed)
     for checkpoint in begun:
         if (checkpoint / MANIFEST).is_file():
             inputs.checkpoint_without_weights(checkpoint, config.first.model)

@@ -55,7 +55,7 @@ def _stopping(method, phase, call):
 
 def _wait_for_heartbeats() -> None:
     """Wait until this rank has written where it is."""
-    from rl_megatron.observability.heartbeat import Heartbeat
+    from rl_megatron.observability.liveness import Heartbeat
 
     sent, send = [], Heartbeat.send
 

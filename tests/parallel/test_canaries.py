@@ -309,7 +309,7 @@ def gradient_norms(parallel: dict, optimizer: OptimizerConfig) -> tuple[float, f
     policy = build_policy(parallel, optimizer=optimizer)
     policy.accumulate_gradients(batch(), NLLLoss())
     policy.optimizer.prepare_grads()
-    reported = GradientNorms(policy.optimizer, policy.model.model_chunks).norms()
+    reported = GradientNorms(policy.optimizer, policy.model.model_chunks).compute()
     return float(policy.optimizer.get_grad_norm()), reported["grad_norm"]
 
 

@@ -33,7 +33,7 @@ def flip_a_bit(policy, name: str) -> None:
 def refusal(check: DesyncCheck, step: int, batch, policy) -> str:
     """Return the message of the check, or "" if the ranks agree."""
     try:
-        check.check(step, Batch.whole(batch), {"policy": policy})
+        check.check(step, Batch.from_whole(batch), {"policy": policy})
     except RanksDiffer as error:
         return str(error)
     return ""

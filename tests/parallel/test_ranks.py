@@ -77,7 +77,7 @@ def one_fails():
     return (
         heard(lambda: ranks.all_or_none(lambda: fail_on(1, ranks))),
         heard(lambda: ranks.share(lambda: lambda: 1)),
-        ranks.first_failure("late" if ranks.rank == 1 else None),
+        ranks.find_first_failure("late" if ranks.rank == 1 else None),
     )
 
 

@@ -81,9 +81,9 @@ def learn(parallel, batching, sharded, everywhere=False, units=False, sizes=None
     if sharded:
         owners = batch["trajectory"] if units else None
         batch = policy.distribute(as_produced(batch, policy, everywhere, store), sizes, owners)
-        before = gathered(batch, [*batch.own])
+        before = gathered(batch, [*batch.local])
         assert all(torch.equal(before[key], value) for key, value in whole_batch().items())
-        part = batch.sequences(batch.numbers.tolist(), 3)
+        part = batch.take_sequences(batch.numbers.tolist(), 3)
         assert part["input_ids"].size(1) == 3 and torch.equal(part["features"], batch["features"])
     policy.freeze_reference()
     batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
@@ -223,12 +223,12 @@ def moved_bytes(parallel) -> tuple[int, int, int, list[int]]:
     """Return the bytes that a rank sent and received, those of its sequences, and the owners of all."""
     policy, batch = build_policy(parallel, batching=PACKED), whole_batch()
     found = policy.distribute(as_produced(batch, policy, False))
-    own = dict(found.own)
+    own = dict(found.local)
     of_sequences = {key for key, value in own.items() if value.dim() == 1} | {"features"}
     tokens = int(found.lengths[found.numbers].sum())
     held = sum(tokens * own[key].element_size() for key in own.keys() - of_sequences)
     held += sum(own[key].nbytes for key in of_sequences)
-    return found.moved.sent, found.moved.received, held, found.owners.tolist()
+    return found.traffic.sent, found.traffic.received, held, found.owners.tolist()
 
 
 def test_every_sequence_is_sent_once_without_padding_to_its_owner(ranks):
@@ -253,7 +253,7 @@ def brought_back(parallel) -> tuple[list, list]:
     """Return the first tokens of what comes back to the ranks that produced it, and of what they had produced."""
     policy, batch = build_policy(parallel, batching=PACKED), whole_batch()
     drawn = as_produced(batch, policy, True)
-    before = drawn.own["advantages"].tolist() if len(drawn.numbers) else []
+    before = drawn.local["advantages"].tolist() if len(drawn.numbers) else []
     owned = policy.distribute(drawn)
     found = owned.gather_at_homes(["advantages"])["advantages"]
     return found.tolist(), before

@@ -44,9 +44,9 @@ def learned(parallel: dict, packed: bool, loss: str, settings: dict):
     """Return (metrics, gradients on rank 0, logprobs of the teacher) of one global batch."""
     policy = build_policy(parallel, batching=PACKED if packed else PADDED)
     teacher, batch = teacher_of(policy), random_batch(6, 14, 2)
-    logprobs = teacher.logprobs(Batch.whole(batch), policy.batching)
+    logprobs = teacher.logprobs(Batch.from_whole(batch), policy.batching)
     if loss == "distillation":
-        logits, ids = teacher.topk_logits(Batch.whole(batch), VOCAB_SIZE, policy.batching)
+        logits, ids = teacher.topk_logits(Batch.from_whole(batch), VOCAB_SIZE, policy.batching)
         batch["teacher_topk_logits"], batch["teacher_topk_indices"] = logits, ids
         metrics = policy.accumulate_gradients(batch, build_loss(loss, settings))
     else:
@@ -61,7 +61,7 @@ def by_definition(settings: dict):
     whole = []
     for values in (
         policy.get_topk_logits(batch, VOCAB_SIZE).values(),
-        teacher_of(policy).topk_logits(Batch.whole(batch), VOCAB_SIZE, policy.batching),
+        teacher_of(policy).topk_logits(Batch.from_whole(batch), VOCAB_SIZE, policy.batching),
     ):
         logits, ids = values
         whole.append(torch.zeros(*ids.shape).scatter(-1, ids, logits).double() / 0.8)
@@ -139,7 +139,7 @@ def learned_by_data(student: dict, teacher: dict | None, packed: bool, directory
     logprobs[batch.numbers] = teachers.logprobs(batch)
     loss = build_loss("distillation", FULL)
     metrics = policy.accumulate_gradients(teachers.with_topk(batch, loss), loss)
-    has_some = bool((batch.own_facts(batch.facts["data_set"]) == 1).any())
+    has_some = bool((batch.select_local(batch.facts["data_set"]) == 1).any())
     return metrics, gradients(policy), logprobs, has_some
 
 
@@ -183,8 +183,8 @@ def learned_across_layouts(student: dict, teacher: dict, directory: str):
     assert torch.equal(torch.get_rng_state(), generator)
     assert beside.model.topology.tensor == teacher.get("tensor", 1)
     batch = random_batch(6, 14, 2)
-    logprobs = beside.logprobs(Batch.whole(batch), policy.batching)
-    logits, ids = beside.topk_logits(Batch.whole(batch), VOCAB_SIZE, policy.batching)
+    logprobs = beside.logprobs(Batch.from_whole(batch), policy.batching)
+    logits, ids = beside.topk_logits(Batch.from_whole(batch), VOCAB_SIZE, policy.batching)
     # megatron-core's own groups are the student's, as if there were no teacher.
     assert parallel_state.get_tensor_model_parallel_world_size() == student.get("tensor", 1)
     assert parallel_state.get_pipeline_model_parallel_world_size() == 1
@@ -219,7 +219,7 @@ def logprobs_of_an_adapter(directory: str) -> tuple[torch.Tensor, torch.Tensor, 
     path = policy.save_checkpoint(f"{directory}/adapter", 1)
     teacher = load_teacher(TeacherConfig(path=str(path)), policy.topology, VOCAB_SIZE, "fp32", None)
     want, of_base = (each.get_logprobs(batch)["logprobs"] for each in (policy, base))
-    return want, teacher.logprobs(Batch.whole(batch), policy.batching), of_base
+    return want, teacher.logprobs(Batch.from_whole(batch), policy.batching), of_base
 
 
 def test_an_adapters_checkpoint_is_a_teacher_together_with_its_base(ranks, tmp_path):
@@ -236,7 +236,7 @@ def logprobs_of_a_teacher_with_dropout() -> list[torch.Tensor]:
         policy.train(batch, build_loss("nll"), gbs=6)
     policy.prepare_for_training()
     teacher = Teacher(policy.model)
-    return [teacher.logprobs(Batch.whole(batch), PADDED) for _ in range(2)]
+    return [teacher.logprobs(Batch.from_whole(batch), PADDED) for _ in range(2)]
 
 
 def test_a_teacher_answers_without_dropout(ranks):
@@ -249,7 +249,7 @@ def answers_of_an_endpoint() -> tuple[torch.Tensor, torch.Tensor]:
     topology = build_policy({}).topology
     faults = {} if topology.rank == 0 else {"no logprobs": True}
     with served(**faults) as (teacher, _):
-        batch = Batch.whole(endpoint_batch())
+        batch = Batch.from_whole(endpoint_batch())
         return teacher.logprobs(batch, PADDED), teacher.topk_logits(batch, 3, PADDED)[0]
 
 

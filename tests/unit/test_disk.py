@@ -67,7 +67,7 @@ def test_writes_wait_for_space_in_their_order_and_are_said_once(tmp_path, caplog
         writes.write("a", lambda: target.write(4))
     assert target.written == [1, "another place does not wait", 2, 3, 4]
     warned, again = (record.getMessage() for record in caplog.records)
-    assert "cannot be written (OSError: [Errno 28]" in warned and "training goes on" in warned
+    assert "cannot be written (OSError: [Errno 28]" in warned and "training continues" in warned
     assert again.endswith("are written again")
     writes.finish()
     assert len(target.written) == 5, "a line was written twice"
@@ -85,13 +85,13 @@ def test_another_failure_than_a_full_disk_does_not_wait(tmp_path):
 def test_temporary_directories_of_ended_processes_are_removed(tmp_path):
     program = (
         "import sys, tempfile; from rl_megatron import disk; "
-        "tempfile.mkdtemp(prefix=disk.prefix_of_process('agent', sys.argv[1]), dir=sys.argv[1])"
+        "tempfile.mkdtemp(prefix=disk.make_temporary_prefix('agent', sys.argv[1]), dir=sys.argv[1])"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
     (left,) = tmp_path.iterdir()
     other = tmp_path / left.name.replace("agent", "program")
     other.mkdir()
-    own = tempfile.mkdtemp(prefix=disk.prefix_of_process("agent", tmp_path), dir=tmp_path)
+    own = tempfile.mkdtemp(prefix=disk.make_temporary_prefix("agent", tmp_path), dir=tmp_path)
     assert {str(path) for path in tmp_path.iterdir()} == {own, str(other)}, "of this kind, only that of this process"
 
 

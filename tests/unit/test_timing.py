@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_megatron.timing import PhaseTimer, phase, timing
+from rl_megatron.timing import PhaseTimer, phase, use_timer
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Memory:
     def __init__(self):
         self.next = []
 
-    def peak_and_reset(self):
+    def take_peak(self):
         return self.next.pop(0)
 
 
@@ -56,8 +56,8 @@ def test_every_moment_belongs_to_the_innermost_phase(clock, timer):
         (): 33.0, ("train",): 2.0, ("train", "forward"): 12.0, ("train", "optimizer", "communication"): 16.0,
         ("train", "optimizer"): 0.0,
     }  # fmt: skip
-    assert times.total == 63.0 and times.of_phase("train") == 30.0
-    assert times.within("train") == {"forward": 12.0, "communication": 16.0, "optimizer": 0.0}
+    assert times.total == 63.0 and times.sum_phase("train") == 30.0
+    assert times.split_phase("train") == {"forward": 12.0, "communication": 16.0, "optimizer": 0.0}
 
 
 def test_collecting_begins_anew_within_a_phase(clock, timer):
@@ -137,6 +137,6 @@ def test_phases_are_timed_by_the_timer_in_use(clock, timer):
     with phase("train"):
         clock.pass_by(1.0)
     timer.restart()
-    with timing(timer), phase("train"):
+    with use_timer(timer), phase("train"):
         clock.pass_by(2.0)
-    assert timer.collect().of_phase("train") == 2.0
+    assert timer.collect().sum_phase("train") == 2.0

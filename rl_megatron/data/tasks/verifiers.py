@@ -111,7 +111,7 @@ def _exported(name: str, kwargs: str, python: str | None, limit: int | None) -> 
         ConfigError: The environment cannot be loaded.
     """
     asked = {"name": name, "kwargs": json.loads(kwargs), "limit": limit, "paths": list_user_paths()}
-    with tempfile.TemporaryDirectory(prefix=disk.prefix_of_process("verifiers")) as scratch:
+    with tempfile.TemporaryDirectory(prefix=disk.make_temporary_prefix("verifiers")) as scratch:
         file = Path(scratch) / "examples.json"
         command, environment = build_module_command(_EXPORT, python)
         done = subprocess.run(

@@ -188,7 +188,7 @@ class ServerEngine:
         async def complete() -> None:
             await self._get_sender().complete_all(requests, done)
 
-        self._loop.on_all_ranks(complete, lambda: log.report_progress(len(done), len(requests), "sequences"))
+        self._loop.run_for_all_ranks(complete, lambda: log.report_progress(len(done), len(requests), "sequences"))
 
     def _check_versions(self, completions: Sequence[Completion]) -> None:
         """Check that every token was generated with the policy's current weights, and that no request was aborted."""
@@ -265,7 +265,7 @@ class ServerEngine:
 
     def _tell_all(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
         """Make a call for every server; all ranks wait for it."""
-        self._loop.on_all_ranks(lambda: self._get_sender().call_all(call))
+        self._loop.run_for_all_ranks(lambda: self._get_sender().call_all(call))
 
     def _forget_servers(self) -> None:
         """End the connections between the policy and the servers, because one of them died."""

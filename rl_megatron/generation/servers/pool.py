@@ -87,7 +87,7 @@ class ServerPool:
         if self._ranks.leads:
             self.clients = [self._make_client(index, url) for index, url in enumerate(urls)]
         try:
-            self.facts = self._loop.on_all_ranks(self._ask_for_facts)
+            self.facts = self._loop.run_for_all_ranks(self._ask_for_facts)
         except ServerRefused as refusal:
             raise EngineFailed(str(refusal)) from refusal
 
@@ -96,7 +96,7 @@ class ServerPool:
 
         A server that `death` names, the message of a death, counts as dead. It is empty if none has died.
         """
-        broken = self._loop.on_all_ranks(self._find_unhealthy)
+        broken = self._loop.run_for_all_ranks(self._find_unhealthy)
         broken += [
             url for url in self._ranks.share(lambda: [client.url for client in self.clients])
             if f"({url})" in death and url not in broken

@@ -206,7 +206,7 @@ class LocalServers:
 
     def _start(self, index: int) -> ServerProcess:
         port = self._find_port(index)
-        directory = Path(tempfile.mkdtemp(prefix=disk.prefix_of_process("server")))
+        directory = Path(tempfile.mkdtemp(prefix=disk.make_temporary_prefix("server")))
         (directory / "config.json").write_text(json.dumps(self._plan.hf_config, indent=1))
         devices = self._devices[index] if self._devices else ()
         host, weights = self._settings.host, self._weights

@@ -276,7 +276,7 @@ class TransformersEngine:
                 meanwhile()
             except CollectiveFailed as error:
                 broken = str(error)
-            broken = self._ranks.first_failure(broken)
+            broken = self._ranks.find_first_failure(broken)
         if broken is not None and self._ranks.leads:
             self._get_engines().hurry(_SECONDS_AFTER_A_BREAK, "a collective failed")
         answers = self._share_answers(to_all)

@@ -25,7 +25,7 @@ from rl_megatron.config.model_shape import DeltaShape
 from rl_megatron.model.layers import norms
 from rl_megatron.model.layers.attention import PortablePacking
 from rl_megatron.model.layers.delta_rule import DeltaStates, convolve, delta_rule, log_decays
-from rl_megatron.topology.context_parallel import heads_for_tokens, tokens_for_heads, zigzag_order
+from rl_megatron.topology.context_parallel import gather_heads, scatter_heads, zigzag_order
 
 
 class GatedDelta(MegatronModule):
@@ -130,7 +130,7 @@ class DeltaCore(torch.nn.Module):
 
     def forward(self, mixed: Tensor, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
         """Return the output [S, B, G, R, Dv], given queries, keys, values, strengths and decays [S, B, G, C]."""
-        whole = tokens_for_heads(mixed, self.cp_group)  # in rank order
+        whole = scatter_heads(mixed, self.cp_group)  # in rank order
         if packed_seq_params is None:
             output = self._padded(whole)
         else:
@@ -139,7 +139,7 @@ class DeltaCore(torch.nn.Module):
             batches = [tokens.index_select(0, each.keys).unflatten(0, each.key_shape) for each in sequences.buckets]
             outputs = torch.cat([self.compute(batch)[0].flatten(0, 1) for batch in batches])
             output = outputs.index_select(0, sequences.key_slots)[:, None]
-        return heads_for_tokens(output, self.cp_group)
+        return gather_heads(output, self.cp_group)
 
     def _padded(self, whole: Tensor) -> Tensor:
         """Return the output of a padded batch whose tokens are in rank order."""

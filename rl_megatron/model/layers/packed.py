@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_megatron.topology.degrees import zigzag_slices
-from rl_megatron.topology.token_layout import zigzag_places
+from rl_megatron.topology.token_layout import zigzag_index
 
 _ALIGNED_NUMBERS = 16
 
@@ -128,7 +128,7 @@ class PackedSequences:
             queries[slot], query_positions[slot] = tokens, positions[tokens]
             slots[tokens] = num_slots + slot
             num_slots += len(queries)
-            keys = zigzag_places(padded[members], start[members], padded[members], length, num_local, cp_size)
+            keys = zigzag_index(padded[members], start[members], padded[members], length, num_local, cp_size)
             buckets.append(
                 Bucket(
                     keys.clamp(min=0).flatten(),

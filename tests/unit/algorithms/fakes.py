@@ -149,4 +149,4 @@ def decoded(rollouts, tokenizer):
 def whole(values: Mapping[str, Any]) -> Batch:
     """Return sequences as a whole batch. Those without tokens get some, if it does not matter which."""
     tokens = {} if "input_ids" in values else {"input_ids": torch.zeros(values["token_mask"].shape, dtype=torch.long)}
-    return Batch.whole({**tokens, **values})
+    return Batch.from_whole({**tokens, **values})

@@ -12,7 +12,7 @@ from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.order import ShuffledEpochs
-from rl_megatron.timing import timing
+from rl_megatron.timing import use_timer
 from tests.unit.algorithms.fakes import (
     ONE_RANK,
     Characters,
@@ -160,7 +160,7 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
         train=lambda step, rollouts, loss_fn: {"loss": 1.0},
         record=lambda step, report: records.append(report),
     )
-    with timing(loop.timer):
+    with use_timer(loop.timer):
         grpo(loop, policy, sampler, config.algorithm)
     assert records[0]["reward_kl"] == 0.5
     phases = [path[0] for path in loop.timer.collect().seconds if path]

@@ -98,7 +98,7 @@ def batch():
 def test_the_largest_logprobs_of_every_token_are_read():
     with served(busy=2) as (teacher, _):
         teacher.check(Letters(), top_k=4, longest=5)
-        logprobs, ids = teacher.topk_logits(Batch.whole(batch()), 4, Batching())
+        logprobs, ids = teacher.topk_logits(Batch.from_whole(batch()), 4, Batching())
     want = TABLE[IDS].topk(4)
     for sequence, length in enumerate(LENGTHS.tolist()):
         read = slice(0, length - 1)  # nothing follows the last token
@@ -109,7 +109,7 @@ def test_the_largest_logprobs_of_every_token_are_read():
 
 def test_the_logprob_of_every_token_is_read_though_it_is_not_the_likeliest():
     with served() as (teacher, _):
-        logprobs = teacher.logprobs(Batch.whole(batch()), Batching())
+        logprobs = teacher.logprobs(Batch.from_whole(batch()), Batching())
     want = torch.zeros(2, 5)
     want[0, 1:] = TABLE[IDS[0, :-1], IDS[0, 1:]]
     want[1, 1:3] = TABLE[IDS[1, :2], IDS[1, 1:3]]
@@ -122,7 +122,7 @@ def test_the_whole_vocabulary_as_the_top_k_gives_the_kl_of_both_distributions():
     data = batch() | {"token_mask": mask, "sample_mask": torch.ones(2), "temperature": 0.7}
     with served() as (teacher, _):
         data["teacher_topk_logits"], data["teacher_topk_indices"] = teacher.topk_logits(
-            Batch.whole(batch()), VOCAB, Batching()
+            Batch.from_whole(batch()), VOCAB, Batching()
         )
     loss, _ = build_loss("distillation", {"kl_type": "forward"})(student, data, 2, mask[:, 1:].sum())
     log_p, log_q = (TABLE[IDS] / 0.7).log_softmax(-1), (student / 0.7).log_softmax(-1)
@@ -155,4 +155,4 @@ def test_a_server_that_stops_answering_is_named(monkeypatch):
     with served() as (teacher, faults):
         faults["busy"] = 99
         with pytest.raises(TeacherFailed, match=r"127\.0\.0\.1.* answered with status 503"):
-            teacher.logprobs(Batch.whole(batch()), Batching())
+            teacher.logprobs(Batch.from_whole(batch()), Batching())

@@ -106,7 +106,7 @@ def test_a_group_with_a_failed_sample_equals_a_smaller_group(name, options):
             (without(every), SIZE - 1, logits[kept]),
         ):
             algorithm = GRPOConfig(samples_per_prompt=size, advantage_estimator=name, **options)
-            advantages = estimated_advantages(Batch.whole(batch), algorithm, build_loss("clipped_pg", settings))
+            advantages = estimated_advantages(Batch.from_whole(batch), algorithm, build_loss("clipped_pg", settings))
             found.append((advantages, *loss_of(batch, advantages, settings, own)))
         (advantages, loss, gradient), (wanted, loss_wanted, gradient_wanted) = found
         assert wanted.count_nonzero() > 10
@@ -148,7 +148,7 @@ def test_the_zero_of_a_failed_sample_makes_no_group_informative():
     batch = with_failures(every)
     assert informative_groups(batch["rewards"], SIZE).all(), "rewards alone differ"
     assert informative_groups(batch["rewards"], SIZE, batch["sample_mask"]).tolist() == [False, True, True]
-    assert keep_informative(Batch.whole(batch), SIZE).trajectories.num_trajectories == 2 * SIZE
+    assert keep_informative(Batch.from_whole(batch), SIZE).trajectories.num_trajectories == 2 * SIZE
     found = statistics([whole(batch)], SIZE)
     assert found["informative_groups"] == pytest.approx(2 / 3)
     assert found["reward"] == pytest.approx(without(every)["rewards"].mean().item())

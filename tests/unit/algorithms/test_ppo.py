@@ -39,7 +39,7 @@ class Model:
     def __init__(self, name, log):
         self.name, self.log = name, log
 
-    def enter(self, data):
+    def as_batch(self, data):
         return data
 
     def distribute(self, batch, groups=None):
@@ -91,7 +91,7 @@ class Rollouts:
             rewards=torch.tensor([0.0, 1.0]), generation_logprobs=-mask, prompt_lengths=torch.tensor([1, 1]),
             input_lengths=torch.tensor([3, 2]), stopped=torch.tensor([True, True]), weight_version=torch.tensor([1, 1]),
         )  # fmt: skip
-        rollouts = Batch.whole(batch)
+        rollouts = Batch.from_whole(batch)
         return rollouts, statistics([rollouts], 2)
 
     def keep(self, step, learned):

@@ -148,24 +148,24 @@ def test_completions_are_only_the_sampled_text(rollouts_of):
 
 def test_only_informative_groups_are_kept(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "1"], "b": ["1", "2"], "c": ["0", "0"], "d": ["5", "4"]})
-    kept = keep_informative(Batch.whole(rollouts), 2)
+    kept = keep_informative(Batch.from_whole(rollouts), 2)
     assert kept.size == 4
     assert kept["rewards"].tolist() == [1.0, 2.0, 5.0, 4.0]
     assert decoded(kept, Characters()) == ["1", "2", "5", "4"]
     assert kept["prompt_lengths"].tolist() == [1] * 4
     none, _ = rollouts_of({"a": ["1", "1"]})
-    assert keep_informative(Batch.whole(none), 2).size == 0
+    assert keep_informative(Batch.from_whole(none), 2).size == 0
 
 
 def test_rounds_are_joined_in_order_up_to_the_limit(rollouts_of):
     narrow, _ = rollouts_of({"a": ["1", "2"]})
     wide, _ = rollouts_of({"bcdefg": ["3", "44"], "h": ["5", "6"]})
-    joined = join([Batch.whole(narrow), Batch.whole(wide)], 4)
+    joined = join([Batch.from_whole(narrow), Batch.from_whole(wide)], 4)
     assert joined["rewards"].tolist() == [1.0, 2.0, 3.0, 44.0]
     assert decoded(joined, Characters()) == ["1", "2", "3", "44"]
     assert joined["token_mask"].sum(1).tolist() == [2.0, 2.0, 2.0, 3.0]
-    assert join([Batch.whole(narrow), Batch.whole(wide)], 100).size == 6
-    assert torch.equal(join([Batch.whole(narrow)], 2)["input_ids"], narrow["input_ids"])
+    assert join([Batch.from_whole(narrow), Batch.from_whole(wide)], 100).size == 6
+    assert torch.equal(join([Batch.from_whole(narrow)], 2)["input_ids"], narrow["input_ids"])
 
 
 def test_statistics_of_rollouts(rollouts_of):

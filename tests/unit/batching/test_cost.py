@@ -25,7 +25,7 @@ def test_a_cost_that_ranks_nothing_is_refused(numbers):
 def test_the_cost_of_a_known_model():
     """Qwen2.5-0.5B has 494,032,768 parameters, and its embedding is its output head; biases and norms do not count."""
     model = load_config(["experiment=gsm8k_sft", "model=qwen2_5_0_5b", "data.path=unread"]).first.model
-    cost = SequenceCost.of_model(model, vocab_size=151_936)
+    cost = SequenceCost.from_model(model, vocab_size=151_936)
     biases, norms = 24 * (896 + 2 * 128), (2 * 24 + 1) * 896
     assert cost.per_token == 6 * (494_032_768 - biases - norms)
     assert cost.per_pair == 6 * 24 * 14 * 64
@@ -54,7 +54,7 @@ def test_the_cost_of_a_model_counts_its_matmuls():
             states = states + mixed @ output
             states = states + ((states @ gate).sigmoid() * (states @ up)) @ down
         (states @ embedding.T).sum().backward()
-    cost = SequenceCost.of_model(model, vocab_size)
+    cost = SequenceCost.from_model(model, vocab_size)
     assert counter.get_total_flops() == cost(length) + cost.per_pair * length**2
 
 
@@ -71,6 +71,6 @@ def test_the_cost_of_a_model_counts_its_weight_matrices(preset, heads):
         if len(shape) == 2 and not name.startswith("embedding."):
             visited = model.experts_per_token / model.num_experts if ".mlp.experts." in name else 1
             elements += math.prod(shape) * visited
-    cost = SequenceCost.of_model(model, vocab_size=1000)
+    cost = SequenceCost.from_model(model, vocab_size=1000)
     assert cost.per_token == pytest.approx(6 * elements, rel=1e-12)
     assert cost.per_pair == 6 * model.num_layers * heads

@@ -29,8 +29,8 @@ def test_memory_that_is_freed_can_be_used_again(tmp_path):
         del held
         gc.collect()
     assert store.directory is None
-    first = store.kept(torch.arange(100))
-    second = store.kept(torch.arange(100))
+    first = store.keep(torch.arange(100))
+    second = store.keep(torch.arange(100))
     assert store.directory is not None and torch.equal(first, second)
 
 
@@ -44,4 +44,4 @@ def test_a_full_disk_is_an_error_and_does_not_end_the_process_later(tmp_path):
 
 def test_without_a_limit_a_tensor_is_kept_as_it_is():
     values = torch.arange(3)
-    assert TensorStore().kept(values) is values
+    assert TensorStore().keep(values) is values

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from rl_megatron.batching.balance import imbalance
 from rl_megatron.batching.batch import Batch
-from rl_megatron.batching.blocks import Blocks, blocks_of, deal_to_blocks
+from rl_megatron.batching.blocks import Blocks, assign_blocks, deal_to_blocks
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.ownership import OwnershipPlanner, agreed_shapes, plan_ownership
+from rl_megatron.batching.microbatch import PADDING, RankMicrobatches, StepPlan
+from rl_megatron.batching.ownership import OwnershipPlanner, agree_on_counts, plan_ownership
 from rl_megatron.batching.rank_plan import plan_lengths
 from rl_megatron.batching.step_microbatches import plan_microbatches
-from rl_megatron.batching.step_plan import PADDING, Shapes, StepPlan
 from rl_megatron.topology.reductions import ALONE
 
 LAYOUT: Any = SimpleNamespace(context=1, sequence=False, sequence_multiple=1, data=1)
@@ -41,13 +41,13 @@ def plan_of_all_blocks(plan: OwnershipPlanner, start: int, stop: int, homes: np.
     """Return (the owner of each sequence of a step, the microbatches of each rank), as all blocks plan them."""
     given_away: list[np.ndarray] = []
     for block in range(len(plan.blocks)):
-        plan.block_of(start, stop, homes, block, lambda gifts: given_away.append(gifts) or gifts)
-    gifts = np.concatenate(given_away) if given_away else np.zeros((0, 2), dtype=np.int64)
-    block_of = plan.block_of(start, stop, homes, 0, lambda _: gifts)
+        plan.assign_blocks(start, stop, homes, block, lambda moves: given_away.append(moves) or moves)
+    moves = np.concatenate(given_away) if given_away else np.zeros((0, 2), dtype=np.int64)
+    block_of = plan.assign_blocks(start, stop, homes, 0, lambda _: moves)
     owners, shapes = np.full(stop - start, -1), []
     for block in range(len(plan.blocks)):
         numbers, ranks = np.flatnonzero(block_of == block), plan.blocks.ranks(block)
-        local, of_ranks = plan.of_block(start + numbers, len(ranks))
+        local, of_ranks = plan.plan_block(start + numbers, len(ranks))
         owners[numbers] = ranks.start + local
         shapes += of_ranks
     return owners, shapes
@@ -82,7 +82,7 @@ def test_every_sequence_has_one_owner_and_is_in_one_of_its_microbatches(case):
     for rank, of_rank in enumerate(shapes):
         numbers = sorted(each for each in chain.from_iterable(of_rank.sequences) if each != PADDING)
         assert numbers == np.flatnonzero(owners == rank).tolist()
-        extended = of_rank.extended(most, 1)
+        extended = of_rank.extend(most, 1)
         assert len(extended.sequences) == len(extended.widths) == most and all(extended.sequences)
         left = sorted(each for each in chain.from_iterable(extended.sequences) if each != PADDING)
         assert left == numbers
@@ -128,13 +128,14 @@ def test_one_block_plans_as_a_whole_batch_is_planned(batching):
         wanted = [
             [start + each if each < len(part) else PADDING for each in chosen] for chosen in planned.plan.sequences[2]
         ]
-        assert step.shapes.sequences == wanted and step.efficiency == pytest.approx(planned.efficiency)
+        assert step.local.sequences == wanted and step.efficiency == pytest.approx(planned.efficiency)
 
 
 def test_a_padding_sequence_of_a_packed_microbatch_is_one_token_long():
     lengths = torch.tensor([5, 3, 7])
-    batch = Batch.whole({"input_ids": torch.ones(3, 8).long(), "input_lengths": lengths, "sample_mask": torch.ones(3)})
-    shapes = Shapes([[0, 2], [1, PADDING]], [8, 8], tokens=15, slots=16, largest=8)
+    ids, sample_mask = torch.ones(3, 8).long(), torch.ones(3)
+    batch = Batch.from_whole({"input_ids": ids, "input_lengths": lengths, "sample_mask": sample_mask})
+    shapes = RankMicrobatches([[0, 2], [1, PADDING]], [8, 8], tokens=15, slots=16, largest=8)
     plan = plan_microbatches(batch, StepPlan(0, 3, KINDS[0], 1, [shapes], 1.0))
     assert [microbatch.lengths for microbatch in plan.microbatches] == [(5, 7), (3, 1)]
     assert plan.microbatches[1].batch["sample_mask"].tolist() == [1, 0]
@@ -157,14 +158,14 @@ def test_a_block_gives_what_it_has_too_much():
     assert sorted(np.bincount(deal_to_blocks(costs, homes, blocks), weights=costs)) == [3.0, 4.0, 5.0]
     even = np.array([3.0, 3.0, 2.0, 3.0, 2.0, 3.0, 2.0])
     given_away = []
-    blocks_of(even, homes, blocks, 0, lambda gifts: given_away.append(gifts.tolist()) or gifts)
+    assign_blocks(even, homes, blocks, 0, lambda moves: given_away.append(moves.tolist()) or moves)
     assert given_away == [[[2, 2]]]  # 8, 5 and 5 become 6, 5 and 7
 
 
 def test_ranks_agree_on_the_number_of_microbatches_and_on_the_efficiency():
     """The other rank has one microbatch more, and computes 32 slots for its 12 tokens."""
-    own = Shapes(sequences=[[0, 1]], widths=[4], tokens=6, slots=8, largest=8)
+    own = RankMicrobatches(sequences=[[0, 1]], widths=[4], tokens=6, slots=8, largest=8)
     others: Any = SimpleNamespace(max=lambda counts: counts + 1, sum=lambda totals: totals + torch.tensor([[12, 32]]))
-    ((agreed, efficiency),) = agreed_shapes([own], group_size=1, ranks=others)
+    ((agreed, efficiency),) = agree_on_counts([own], group_size=1, ranks=others)
     assert agreed.sequences == [[0], [1]]
     assert efficiency == (6 + 12) / (8 + 32)

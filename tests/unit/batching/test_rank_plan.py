@@ -15,9 +15,9 @@ import torch
 
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
+from rl_megatron.batching.microbatch import PADDING, StepPlan
 from rl_megatron.batching.rank_plan import RankPlan, sequence_lengths
 from rl_megatron.batching.step_microbatches import plan_microbatches, plan_step
-from rl_megatron.batching.step_plan import PADDING, StepPlan
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import declare_token_keys
@@ -42,14 +42,14 @@ def batch(lengths=LENGTHS) -> BatchedDataDict:
 
 def plan_whole(values, batching: Batching, data: int = 1, rank: int = 0, group_size: int = 1, **degrees) -> StepPlan:
     return plan_step(
-        Batch.whole(values), 0, len(values["input_ids"]), batching, topology(data, **degrees), rank, group_size
+        Batch.from_whole(values), 0, len(values["input_ids"]), batching, topology(data, **degrees), rank, group_size
     )
 
 
 def plans(batching: Batching, data: int = 1, lengths=LENGTHS, **options) -> list[RankPlan]:
     values = batch(lengths)
     steps = [plan_whole(values, batching, data, rank, **options) for rank in range(data)]
-    return [plan_microbatches(Batch.whole(values), step) for step in steps]
+    return [plan_microbatches(Batch.from_whole(values), step) for step in steps]
 
 
 KINDS = [Batching("padded", sequences=2), Batching("dynamic", tokens=16), Batching("packed", tokens=16)]
@@ -133,7 +133,7 @@ def test_only_tensors_with_one_value_per_token_are_cut(batching, features):
     declare_token_keys("weights_of_a_test")
     wide = batch() | {"features": torch.rand(7, features), "weights_of_a_test": torch.rand(7, WIDTH, 2)}
     wide |= {"advantages": torch.ones(7), "names": list("abcdefg")}
-    for microbatch in plan_microbatches(Batch.whole(wide), plan_whole(wide, batching)).microbatches:
+    for microbatch in plan_microbatches(Batch.from_whole(wide), plan_whole(wide, batching)).microbatches:
         found = microbatch.batch
         assert found["features"].size(1) == features and found["advantages"].dim() == 1
         for key in ("token_mask", "weights_of_a_test"):
@@ -144,7 +144,7 @@ def test_only_tensors_with_one_value_per_token_are_cut(batching, features):
 def test_a_tensor_of_tokens_with_another_width_is_refused_by_name(batching):
     wrong = BatchedDataDict(batch() | {"advantages": torch.ones(7, WIDTH - 1)})
     with pytest.raises(ValueError, match=r"'advantages' has a value for each token, and its shape \(7, 11\)"):
-        plan_microbatches(Batch.whole(wrong), plan_whole(wrong, batching))
+        plan_microbatches(Batch.from_whole(wrong), plan_whole(wrong, batching))
 
 
 def test_packed_sequences_are_padded_only_if_a_degree_requires_it():

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from rl_megatron.cli import main
-from rl_megatron.cli.hydra_options import completions
-from rl_megatron.cli.sweep import jobs_of
+from rl_megatron.cli.hydra_options import list_completions
+from rl_megatron.cli.sweep import expand_sweep
 from rl_megatron.config.errors import ConfigError
 
 COMMANDS = ("train", "certify", "inspect")
@@ -110,12 +110,16 @@ def test_options_without_a_meaning_are_refused(capsys, option, words):
 
 
 def swept(*overrides, config_dir=None):
-    return [(job.name, job.config.output_dir) for job in jobs_of(["data=arithmetic", *overrides], config_dir, "config")]
+    return [
+        (job.name, job.config.output_dir) for job in expand_sweep(["data=arithmetic", *overrides], config_dir, "config")
+    ]
 
 
 def test_a_sweep_has_a_job_and_a_directory_for_each_combination():
     names = [f"train.seed={seed},optimizer.lr={rate}" for seed in (0, 1) for rate in ("0.001", "0.01")]
-    jobs = jobs_of(["data=arithmetic", "train.seed=0,1", "optimizer.lr=1e-3,1e-2", "train.steps=3"], None, "config")
+    jobs = expand_sweep(
+        ["data=arithmetic", "train.seed=0,1", "optimizer.lr=1e-3,1e-2", "train.steps=3"], None, "config"
+    )
     assert [job.config.output_dir for job in jobs] == [f"outputs/sft/{name}" for name in names]
     assert [(job.config.first.train.seed, job.config.first.optimizer.lr) for job in jobs] == [
         (0, 0.001), (0, 0.01), (1, 0.001), (1, 0.01),
@@ -149,7 +153,7 @@ def test_values_that_are_no_file_names_have_directories_that_differ():
 
 def test_quoted_values_reach_every_job_unchanged():
     template = 'data.prompt_template="{question} a,b\\\\n"'
-    jobs = jobs_of(["data=arithmetic", template, "train.seed=0,1"], None, "config")
+    jobs = expand_sweep(["data=arithmetic", template, "train.seed=0,1"], None, "config")
     assert all(template in job.overrides for job in jobs)
 
 
@@ -193,7 +197,7 @@ def test_a_mistake_in_any_job_is_refused_before_the_first(override, words):
     ],
 )
 def test_bash_completes_commands_experiments_presets_and_keys(own, line, expected):
-    assert set(completions(line, COMMANDS, COMMANDS[:2])) == expected
+    assert set(list_completions(line, COMMANDS, COMMANDS[:2])) == expected
 
 
 def test_the_script_for_bash_completes_this_command(capsys, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_megatron.cli import main
-from rl_megatron.cli.serve import with_server_nodes
+from rl_megatron.cli.serve import set_server_nodes
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 
@@ -17,14 +17,14 @@ TWO_STAGES = (
 
 def test_the_nodes_with_servers_replace_those_that_the_run_would_start_in_stages_that_use_servers():
     config = load_config(["experiment=quickstart", "stages.grpo.generation.engine=vllm"])
-    changed = with_server_nodes(config, "a:8000,b:8000")
+    changed = set_server_nodes(config, "a:8000,b:8000")
     assert changed.stages["grpo"].generation.vllm.urls == ("http://a:8000", "http://b:8000")
-    assert changed.stages["sft"] == config.stages["sft"] and with_server_nodes(config, None) is config
+    assert changed.stages["sft"] == config.stages["sft"] and set_server_nodes(config, None) is config
 
 
 def test_each_node_has_the_configured_number_of_servers_and_their_settings_are_kept():
     settings = ["generation.vllm.num_servers=2", "generation.vllm.tensor_parallel_size=4"]
-    vllm = with_server_nodes(load_config([*GRPO, *settings]), "a:8000,b:9000").first.generation.vllm
+    vllm = set_server_nodes(load_config([*GRPO, *settings]), "a:8000,b:9000").first.generation.vllm
     assert vllm.urls == ("http://a:8000", "http://a:8001", "http://b:9000", "http://b:9001")
     assert vllm.tensor_parallel_size == 4
 
@@ -43,7 +43,7 @@ def test_each_node_has_the_configured_number_of_servers_and_their_settings_are_k
 )
 def test_wrong_nodes_are_refused(overrides, nodes, message):
     with pytest.raises(ConfigError, match=message):
-        with_server_nodes(load_config(list(overrides)), nodes)
+        set_server_nodes(load_config(list(overrides)), nodes)
 
 
 @pytest.mark.parametrize(

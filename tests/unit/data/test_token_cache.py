@@ -135,5 +135,5 @@ def test_long_work_is_reported(monkeypatch, logged):
 
     clock = iter(range(0, 10_000))
     monkeypatch.setattr(log.time, "monotonic", lambda: float(next(clock)))
-    assert list(log.tracked(range(640), "tokenized records", 640)) == list(range(640))
+    assert list(log.track(range(640), "tokenized records", 640)) == list(range(640))
     assert logged == ["tokenized records: 128 of 640", "tokenized records: 640 in 11 s"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl_megatron.doctor.installed import Installed
+from rl_megatron.doctor.versions import Installed
 
 # What fits together: the versions of constraints.txt, and what this package and torch require.
 WHOLE = {

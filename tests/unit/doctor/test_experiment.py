@@ -8,8 +8,9 @@ from rl_megatron.cli import main
 from rl_megatron.cli.early_checks import check_early
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.run_tokenizer import train_bpe
-from rl_megatron.doctor.communication import Transfer, compare_nodes, judge
+from rl_megatron.doctor.communication import compare_nodes, judge_transfers
 from rl_megatron.doctor.experiment import check_files, check_layout, check_servers, check_tokenizer
+from rl_megatron.doctor.findings import Transfer
 from tests.unit.doctor.planted import program
 
 VLLM = ("algorithm=grpo", "data=arithmetic", "generation.engine=vllm")
@@ -97,8 +98,8 @@ def test_nodes_with_different_versions_are_a_problem():
 
 def test_nccl_over_tcp_is_a_warning():
     slow, fast = Transfer(1 << 28, 0.5, 0.4e9), Transfer(1 << 28, 0.001, 200e9)
-    assert judge([slow], "nccl", 16)[0].state == "warning"
-    assert judge([slow], "gloo", 2)[0].state == judge([fast], "nccl", 16)[0].state == "ok"
+    assert judge_transfers([slow], "nccl", 16)[0].state == "warning"
+    assert judge_transfers([slow], "gloo", 2)[0].state == judge_transfers([fast], "nccl", 16)[0].state == "ok"
 
 
 # --- the command ---

@@ -10,7 +10,7 @@ import pytest
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.doctor import machine, storage
 from rl_megatron.doctor.machine import check_limits_of_programs, check_ports, check_shared_memory
-from rl_megatron.doctor.storage import check_storage, checkpoint_bytes, run_bytes
+from rl_megatron.doctor.storage import check_storage, estimate_checkpoint_bytes, estimate_run_bytes
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 VLLM = ("algorithm=grpo", "data=arithmetic", "generation.engine=vllm")
@@ -130,11 +130,13 @@ def test_a_checkpoint_that_takes_long_to_write_is_a_warning(tmp_path, monkeypatc
 
 def test_checkpoints_have_weights_and_optimizer_state_and_the_critics():
     grpo, ppo = (load_config([f"algorithm={name}", "data=arithmetic"]) for name in ("grpo", "ppo"))
-    assert checkpoint_bytes(ppo.first) == 2 * checkpoint_bytes(grpo.first)
+    assert estimate_checkpoint_bytes(ppo.first) == 2 * estimate_checkpoint_bytes(grpo.first)
     once = load_config(["algorithm=grpo", "data=arithmetic", "train.save_every=0"])
     many = load_config(["algorithm=grpo", "data=arithmetic", "train.save_every=1", "train.keep_checkpoints=3"])
-    assert run_bytes(once) == checkpoint_bytes(once.first)
-    assert run_bytes(many) == 4 * checkpoint_bytes(many.first)  # three are kept while the next one is written
+    assert estimate_run_bytes(once) == estimate_checkpoint_bytes(once.first)
+    assert estimate_run_bytes(many) == 4 * estimate_checkpoint_bytes(
+        many.first
+    )  # three are kept while the next one is written
 
 
 def test_the_shared_memory_is_that_of_linux():

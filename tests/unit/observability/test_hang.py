@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from rl_megatron.observability.hang import Beat, Seen, diagnose, named_ranks, paragraph
-from rl_megatron.observability.position import Place
+from rl_megatron.observability.liveness import Beat, Place
+from rl_megatron.observability.watchdog import RankState, describe_hang, diagnose, format_ranks
 
 LIMIT = 10.0
 TRAIN = Place("grpo", 1, 7, 20, "train", 4, 2, 8, "microbatches")
@@ -17,7 +17,7 @@ WORKING = replace(WAITING, collective=None, at="my_loss.py:9")
 def ranks(*beats, silent=()):
     """Return what is known of ranks with these heartbeats; `silent` is (rank, seconds) of those that stopped."""
     seconds = dict(silent)
-    return [Seen(rank, replace(beat, pid=4100 + rank), seconds.get(rank, 0.0)) for rank, beat in enumerate(beats)]
+    return [RankState(rank, replace(beat, pid=4100 + rank), seconds.get(rank, 0.0)) for rank, beat in enumerate(beats)]
 
 
 def named(*beats, silent=()):
@@ -86,15 +86,15 @@ def test_sixteen_thousand_ranks_are_judged_and_described_shortly():
     many = ranks(*[WAITING] * 9000, WORKING, *[WAITING] * 7383)
     diagnosis = diagnose(many, LIMIT)
     assert diagnosis is not None and diagnosis.rank == 9000
-    assert len(paragraph(diagnosis, many, "")) < 500
+    assert len(describe_hang(diagnosis, many, "")) < 500
 
 
 def test_the_paragraph_says_who_where_since_when_and_what_the_others_do():
-    seen = ranks(WAITING, WORKING, WAITING, replace(WAITING, at="rl_megatron/topology/topology.py:3"))
-    diagnosis = diagnose(seen, LIMIT)
+    states = ranks(WAITING, WORKING, WAITING, replace(WAITING, at="rl_megatron/topology/topology.py:3"))
+    diagnosis = diagnose(states, LIMIT)
     assert diagnosis is not None
-    assert paragraph(diagnosis, seen, "The end.") == (
-        "hang: rank 1 on node0 (process 4101) has not gone on for 30 s, while others wait for it in a collective: "
+    assert describe_hang(diagnosis, states, "The end.") == (
+        "hang: rank 1 on node0 (process 4101) has made no progress for 30 s, while others wait for it in a collective: "
         "stage grpo, step 7 of 20, phase train, 2 of 8 microbatches, at my_loss.py:9. "
         "Ranks 0 and 2 are in all_reduce, called at rl_megatron/training/metrics.py:40; "
         "rank 3 is in all_reduce, called at rl_megatron/topology/topology.py:3. The end."
@@ -107,7 +107,7 @@ def test_a_heartbeat_is_the_same_after_the_store():
 
 
 def test_ranks_are_listed_one_by_one_only_if_they_are_few():
-    assert [named_ranks(each) for each in ([3], [0, 2], list(range(20)))] == [
+    assert [format_ranks(each) for each in ([3], [0, 2], list(range(20)))] == [
         "rank 3",
         "ranks 0 and 2",
         "20 ranks (0 … 19)",

@@ -9,9 +9,9 @@ import pytest
 
 from rl_megatron import log
 from rl_megatron.config.loading.load import load_config, to_yaml
-from rl_megatron.observability.attempts import Attempts
-from rl_megatron.observability.curves import smoothed
-from rl_megatron.observability.html_report import compare_page, report_page
+from rl_megatron.observability.curves import smooth
+from rl_megatron.observability.failures import Attempts
+from rl_megatron.observability.html_report import render_comparison, render_report
 from rl_megatron.observability.run_files import RecordedRun
 
 LINE = {"stage": "sft", "kind": "train", "time_step_s": 3.0, "time_train_s": 2.0, "time_other_s": 1.0}
@@ -30,7 +30,7 @@ def written(directory, lr=0.5, steps=3, **files):
 
 def test_a_run_that_goes_on_has_a_page(tmp_path):
     run = written(tmp_path / "mine")
-    page = report_page(run)
+    page = render_report(run)
     assert run.state == "running" and "<dd>running</dd>" in page and "sft 3 of 100" in page
     assert page.count("<svg") == 2  # the loss, and the times of the step
     assert "<td>optimizer.lr</td><td>0.001</td><td>0.5</td>" in page
@@ -42,13 +42,13 @@ def test_a_failure_is_on_the_page_and_nothing_is_executed(tmp_path):
     sample = {"prompt": "<b>", "completion": "c", "answer": "a", "reward": 0.5}
     samples = {"stage": "sft", "step": 2, "samples": [sample]}
     run = written(tmp_path / "mine", failure__json=failure, samples__jsonl=samples)
-    page = report_page(run)
+    page = render_report(run)
     assert run.state == "failed" and "rank 1, stage sft, step 3, phase train" in page
     assert "a &lt;script&gt; failed" in page and "<script" not in page and "&lt;b&gt;" in page
 
 
 @pytest.mark.parametrize(
-    ("summary", "state"), [({"stages": {}}, "complete"), ({"stopped": {}}, "stopped, and can go on")]
+    ("summary", "state"), [({"stages": {}}, "complete"), ({"stopped": {}}, "stopped, and can continue")]
 )
 def test_an_end_is_told_by_the_summary(tmp_path, summary, state):
     assert written(tmp_path / "mine", summary__json=summary).state == state
@@ -63,7 +63,7 @@ def test_starts_of_a_run_are_told_with_their_ends(tmp_path):
             attempts.end(how, "stage sft, step 3")
     run = written(tmp_path / "mine")
     (tmp_path / "attempts.jsonl").rename(run.directory / "attempts.jsonl")
-    page = report_page(RecordedRun.read(run.directory))
+    page = render_report(RecordedRun.read(run.directory))
     ends = re.findall(r"<td>2 ranks, (\w+)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page)
     assert [(how, told, place) for how, _, told, place in ends] == [
         ("killed", "was killed", ""),
@@ -85,7 +85,7 @@ def test_an_end_that_cannot_be_recorded_is_said_only(tmp_path, monkeypatch):
 
 def test_runs_are_compared(tmp_path):
     runs = [written(tmp_path / "a"), written(tmp_path / "b", lr=0.25)]
-    page = compare_page(runs)
+    page = render_comparison(runs)
     assert "<td>stages.sft.optimizer.lr</td><td>0.5</td><td>0.25</td>" in page
     assert page.count("optimizer.") == 1 and "<svg" in page
 
@@ -101,5 +101,5 @@ def test_the_commands_draw_what_a_run_recorded_without_importing_it(tmp_path):
 
 
 def test_smoothing_keeps_constants_and_ends():
-    assert smoothed([2.0] * 30) == [2.0] * 30
-    assert smoothed([0.0, 3.0, 0.0]) == [1.5, 1.0, 1.5]
+    assert smooth([2.0] * 30) == [2.0] * 30
+    assert smooth([0.0, 3.0, 0.0]) == [1.5, 1.0, 1.5]

@@ -85,7 +85,7 @@ def test_the_line_has_step_times_and_metric_uncut_at_every_width_in_every_phase(
                 log.report_progress(*COUNTS[phase][:2], "sequences", "token 37/64")
                 count = COUNTS[phase][2] if width >= 80 else ""
             clock.seconds += 1
-            line = display.line(width).plain
+            line = display.render_line(width).plain
             value = {"reward": "reward 0.4123", "loss": "loss 1.811"}[metric]
             begins = line.startswith(f"{stage if width >= 100 else stage[:14]} 1234/5000 ")
             has = all(text in line for text in (" 5:01:02 ETA 15:18:38", f" {value}", count))
@@ -99,7 +99,7 @@ def test_the_line_has_step_times_and_metric_uncut_at_every_width_in_every_phase(
 def test_a_narrow_terminal_cuts_the_name_of_the_stage_first(shown, clock, width):
     display, _ = shown()
     begun(display, clock, "a_stage_with_a_long_name", "loss", step=4, steps=9)
-    line = display.line(width).plain
+    line = display.render_line(width).plain
     assert " 4/9 " in line and "5:01:01 ETA 6:16:" in line and "loss 1.811" in line
 
 
@@ -110,7 +110,7 @@ def test_a_long_name_of_a_stage_makes_room_for_the_activity(shown, clock, width,
     display.show_phase("generate")
     log.report_progress(3, 8, "sequences")
     clock.seconds += 1
-    line = display.line(width).plain
+    line = display.render_line(width).plain
     assert line.startswith(f"{'a_stage_with_a_long_name'[:kept]} 4/9 ") and line.endswith("generating 3/8")
     assert len(line) <= width
 
@@ -118,7 +118,7 @@ def test_a_long_name_of_a_stage_makes_room_for_the_activity(shown, clock, width,
 def test_the_bar_and_more_metrics_fill_a_wider_terminal(shown, clock):
     display, _ = shown()
     begun(display, clock, "grpo", "reward", step=20, steps=80)
-    narrow, wide = (display.line(width).plain for width in (80, 200))
+    narrow, wide = (display.render_line(width).plain for width in (80, 200))
     assert 6 <= narrow.count("━") + narrow.count("─") < wide.count("━") + wide.count("─") == 30
     assert wide.count("━") == 7, "20 of 80 steps"
     assert "grad_norm" not in narrow and "grad_norm 12.35" in wide and "lr 2.982e-05" in wide
@@ -127,11 +127,11 @@ def test_the_bar_and_more_metrics_fill_a_wider_terminal(shown, clock):
 def test_the_line_does_not_change_its_length_when_an_activity_ends(shown, clock):
     display, _ = shown()
     begun(display, clock, "grpo", "reward")
-    quiet = display.line(80).plain
+    quiet = display.render_line(80).plain
     display.show_phase("generate")
     log.report_progress(3, 1024, "sequences")
     clock.seconds += 1
-    busy = display.line(80).plain
+    busy = display.render_line(80).plain
     assert busy.replace("5:01:02", "5:01:01").startswith(quiet.partition(" ETA")[0]) and "generating 3/1024" in busy
 
 
@@ -141,7 +141,7 @@ def test_a_wide_terminal_has_the_unit_and_the_token(shown, clock):
     display.show_phase("generate")
     log.report_progress(128, 512, "sequences", "token 37/64")
     clock.seconds += 1
-    assert display.line(200).plain.endswith("generating 128/512 sequences, token 37/64")
+    assert display.render_line(200).plain.endswith("generating 128/512 sequences, token 37/64")
 
 
 def test_microbatches_are_counted_and_a_phase_that_just_began_is_not_shown(shown, clock):
@@ -149,28 +149,28 @@ def test_microbatches_are_counted_and_a_phase_that_just_began_is_not_shown(shown
     begun(display, clock, "sft", "loss")
     display.show_phase("train")
     log.report_progress(3, 64, "microbatches")
-    assert "training" not in display.line(80).plain
+    assert "training" not in display.render_line(80).plain
     clock.seconds += 1
-    assert display.line(80).plain.endswith("training 3/64")
+    assert display.render_line(80).plain.endswith("training 3/64")
     display.show_phase("train")
     clock.seconds += 1
-    assert "training" not in display.line(80).plain, "one microbatch needs no count"
+    assert "training" not in display.render_line(80).plain, "one microbatch needs no count"
     display.show_phase("save")
     clock.seconds += 1
-    assert display.line(80).plain.endswith("saving")
+    assert display.render_line(80).plain.endswith("saving")
 
 
 def test_the_time_left_is_that_of_the_steps_of_this_run(shown, clock):
     display, _ = shown()
     display.begin_stage("sft", 40, 100)
-    assert "40/100" in display.line(80).plain and "ETA -:--:--" in display.line(80).plain
+    assert "40/100" in display.render_line(80).plain and "ETA -:--:--" in display.render_line(80).plain
     clock.seconds += 30
     display.show(50, METRICS_OF["loss"], "train")
-    assert "0:00:30 ETA 0:02:30" in display.line(80).plain
+    assert "0:00:30 ETA 0:02:30" in display.render_line(80).plain
     clock.seconds += 10
-    assert "0:00:40 ETA 0:02:20" in display.line(80).plain
+    assert "0:00:40 ETA 0:02:20" in display.render_line(80).plain
     display.show(100, METRICS_OF["loss"], "train")
-    assert "ETA" not in display.line(80).plain and "100/100" in display.line(80).plain
+    assert "ETA" not in display.render_line(80).plain and "100/100" in display.render_line(80).plain
 
 
 def test_a_terminal_gets_the_line_and_keeps_evaluations_above_it(shown, clock):
@@ -259,9 +259,9 @@ def test_a_negative_mean_reward_is_not_an_accuracy(shown):
 
 def test_nobody_watches_after_the_stage(shown):
     display, _ = shown()
-    assert not log.is_watched()
+    assert not log.has_watcher()
     display.begin_stage("sft", 0, 1)
-    assert log.is_watched()
+    assert log.has_watcher()
     display.end_stage()
-    assert not log.is_watched()
+    assert not log.has_watcher()
     log.report_progress(1, 2, "sequences")

@@ -6,7 +6,7 @@ import pytest
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loggers import PrometheusConfig
-from rl_megatron.observability.prometheus_sink import PrometheusSink
+from rl_megatron.observability.service_sinks import PrometheusSink
 from rl_megatron.observability.sinks import MetricLine
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from rl_megatron import log
 from rl_megatron.observability.metrics_logger import MetricsLogger
-from rl_megatron.observability.queued_sink import QueuedSink
-from rl_megatron.observability.sinks import MetricLine
+from rl_megatron.observability.sinks import MetricLine, QueuedSink
 
 
 class Kept:
@@ -173,7 +172,7 @@ def test_a_message_hides_the_password_of_an_address(warnings):
 @pytest.mark.change
 @pytest.mark.parametrize("service", ["blocks", "raises"])
 def test_a_bad_service_leaves_metrics_jsonl_as_it_is_without_one(service, block, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("rl_megatron.observability.queued_sink.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("rl_megatron.observability.sinks.CLOSE_SECONDS", 0.05)
     caplog.set_level(logging.WARNING)
     sink = Kept(block if service == "blocks" else None, fails=range(100))
     written = []

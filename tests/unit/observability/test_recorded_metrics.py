@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from rl_megatron.observability.recorded_metrics import RecordedMetrics, readable_lines
+from rl_megatron.observability.recorded_metrics import RecordedMetrics, read_metric_lines
 
 LINES = [{"stage": "sft", "step": step, "kind": "train", "loss": 1 / step} for step in (1, 2, 3)]
 
@@ -18,7 +18,7 @@ def path(tmp_path):
 
 def test_a_line_that_a_killed_run_left_incomplete_is_left_out(path, caplog):
     path.write_bytes(path.read_bytes()[:-9])
-    assert readable_lines(path) == LINES[:2]
+    assert read_metric_lines(path) == LINES[:2]
     assert not caplog.records and not (path.parent / "metrics.damaged.jsonl").exists()
 
 
@@ -29,7 +29,7 @@ def test_a_damaged_line_is_left_out_with_a_warning_and_the_file_is_kept(path, ca
     place = content.index(b"\n") + 1
     path.write_bytes(content[:place] + damage + content[place:])
     whole = LINES if damage == b"[1]\n" else [LINES[0], LINES[2]]
-    assert readable_lines(path) == whole
+    assert read_metric_lines(path) == whole
     assert "metrics.jsonl:2 is not a line of metrics" in caplog.text
     assert (path.parent / "metrics.damaged.jsonl").read_bytes() == path.read_bytes()
 
@@ -44,4 +44,4 @@ def test_a_change_of_lines_that_a_checkpoint_knows_is_said(path, caplog, monkeyp
     assert not caplog.records, "lines that were added later are no change"
     path.write_text(path.read_text().replace("0.5", "0.7"))
     metrics.load_state_dict(state)
-    assert "is not as it was when the checkpoint was saved" in caplog.text
+    assert "has changed since the checkpoint was saved" in caplog.text

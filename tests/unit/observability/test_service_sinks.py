@@ -23,7 +23,7 @@ from rl_megatron.config.loggers import (
 )
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.run_info import RunInfo
-from rl_megatron.observability.service_sinks import KnownRun, service_sinks
+from rl_megatron.observability.service_sinks import SavedRunId, prepare_service_sinks
 
 INFO = RunInfo({"optimizer": {"lr": 0.5}, "plugins": []}, "0123abcd", {"torch": "2.13.0"}, "2 ranks: TP 2", "cpu")
 BLOCK = 32768  # bytes of a block of the files of W&B and SwanLab, which are logs in LevelDB's format
@@ -31,7 +31,7 @@ BLOCK = 32768  # bytes of a block of the files of W&B and SwanLab, which are log
 
 def run(directory, config, start, steps):
     """Write the lines of steps `start` + 1 to `steps`, as a run does that resumes after step `start`."""
-    logger = MetricsLogger(directory, True, ("jsonl",), service_sinks(config, directory, INFO))
+    logger = MetricsLogger(directory, True, ("jsonl",), prepare_service_sinks(config, directory, INFO))
     logger.begin_stage("sft", start, steps)
     for step in range(start + 1, steps + 1):
         logger.record(step, {"loss": 1.0 / step, "pass@2": 0.5})
@@ -174,14 +174,14 @@ def test_a_resumed_run_continues_its_trackio_run(tmp_path):
 
 
 def test_the_id_of_a_run_is_not_used_in_another_project(tmp_path):
-    KnownRun(tmp_path / "wandb_run.json", {"project": "a"}).keep("one")
-    assert KnownRun(tmp_path / "wandb_run.json", {"project": "a"}).id == "one"
-    assert KnownRun(tmp_path / "wandb_run.json", {"project": "b"}).id is None
+    SavedRunId(tmp_path / "wandb_run.json", {"project": "a"}).save("one")
+    assert SavedRunId(tmp_path / "wandb_run.json", {"project": "a"}).id == "one"
+    assert SavedRunId(tmp_path / "wandb_run.json", {"project": "b"}).id is None
 
 
 def test_a_damaged_file_of_the_id_begins_a_new_run(tmp_path):
     (tmp_path / "wandb_run.json").write_text("{")
-    assert KnownRun(tmp_path / "wandb_run.json", {}).id is None
+    assert SavedRunId(tmp_path / "wandb_run.json", {}).id is None
 
 
 def test_a_missing_package_is_refused_with_the_extra_that_installs_it(monkeypatch):
@@ -217,7 +217,7 @@ def test_run_info_is_a_file_for_own_sinks(tmp_path):
 def test_run_info_has_the_configuration_without_secrets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(["logger.mlflow.tracking_uri=https://me:hunter2@host/mlflow"])
-    info = RunInfo.of(config, "1 rank", "cpu")
+    info = RunInfo.from_config(config, "1 rank", "cpu")
     assert info.config["logger"]["mlflow"]["tracking_uri"] == "https://***@host/mlflow"
     assert info.git_revision is None, "the directory is not in a repository"
     assert "hunter2" not in repr(info)

@@ -19,9 +19,15 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.training_data import training_dataset
-from rl_megatron.observability.batch_html import batch_page
-from rl_megatron.observability.batch_text import marked, pack_bar, print_batch, visible_text
-from rl_megatron.observability.batch_view import ShownSequence, Token
+from rl_megatron.observability.batch_view import (
+    ShownSequence,
+    Token,
+    draw_pack,
+    mark_tokens,
+    print_batch,
+    render_batch_page,
+    show_text,
+)
 from rl_megatron.observability.step_view import view_heldout, view_step
 from rl_megatron.runs.stage import Stage
 from rl_megatron.topology.degrees import ConfiguredLayout
@@ -107,12 +113,12 @@ def test_the_batch_is_the_one_that_training_gets_at_that_step(stages, data, kind
 def test_the_microbatches_are_those_of_every_data_parallel_rank(stages, kind):
     stage, tokenizer = batched(stages["dpo"][0], kind, context=2), stages["dpo"][1]
     view, batch = view_step("dpo", stage, tokenizer, STEP, ranks=6), trained_batch(stage, tokenizer)
-    layout = ConfiguredLayout.of(stage.parallel, 6)
+    layout = ConfiguredLayout.from_config(stage.parallel, 6)
     shown = iter(view.groups)
     for rank in range(layout.data):
-        cost = SequenceCost.of_model(stage.model, tokenizer.vocab_size)
-        whole = Batch.whole(batch)
-        step = plan_step(whole, 0, whole.size, Batching.of(stage.train), layout, rank, 2, cost)
+        cost = SequenceCost.from_model(stage.model, tokenizer.vocab_size)
+        whole = Batch.from_whole(batch)
+        step = plan_step(whole, 0, whole.size, Batching.from_config(stage.train), layout, rank, 2, cost)
         for microbatch in plan_microbatches(whole, step).microbatches:
             group = next(shown)
             assert f"rank {rank}" in group.title and len(group.sequences) == microbatch.batch.size
@@ -186,7 +192,7 @@ def test_texts_of_tokens_are_the_text_together(stages):
     [("a b", "a b"), (" a ", "·a·"), ("a  \nb", "a··↵\nb"), ("\t\n\n", "⇥↵\n↵\n"), ("\x1b[0m", r"\x1b[0m")],
 )
 def test_whitespace_and_control_characters_are_visible(text, shown):
-    assert visible_text(text) == shown
+    assert show_text(text) == shown
 
 
 def test_brackets_mark_every_trained_span_and_special_tokens():
@@ -195,7 +201,7 @@ def test_brackets_mark_every_trained_span_and_special_tokens():
     tokens = [
         Token(number, text, bool(trained), bool(special)) for number, (text, trained, special) in enumerate(turns)
     ]
-    assert marked(tokens) == "«<s>»hi⟦·there«<e>»⟧how⟦·so«<e>»⟧"
+    assert mark_tokens(tokens) == "«<s>»hi⟦·there«<e>»⟧how⟦·so«<e>»⟧"
     assert ShownSequence("", tokens).num_trained == 4
 
 
@@ -210,13 +216,13 @@ def test_a_pipe_gets_plain_text_and_a_terminal_lines_of_its_width(stages):
     view = view_step("sft", stage, tokenizer, STEP, ranks=1)
     plain = printed(view)
     first = view.groups[0].sequences[0]
-    assert marked(first.tokens) in plain and "\x1b" not in plain and "€" in plain
+    assert mark_tokens(first.tokens) in plain and "\x1b" not in plain and "€" in plain
     assert " ".join(str(token.id) for token in first.tokens) in plain
-    assert pack_bar(view.groups[0]) in plain
+    assert draw_pack(view.groups[0]) in plain
     coloured = printed(view, force_terminal=True, width=80, color_system="standard")
     assert "\x1b[30;42m" in coloured
     assert max(map(len, printed(view, force_terminal=True, width=80, color_system=None).splitlines())) <= 80
-    short = view.shortened(3)
+    short = view.shorten(3)
     assert len(sequences(short)) == 3 and "5 more: --sequences 8 shows all" in printed(short)
 
 
@@ -249,7 +255,7 @@ class Tokens(HTMLParser):
 def test_the_page_has_every_token_with_its_mask_and_loads_nothing(stages, data):
     stage, tokenizer = batched(stages[data][0], "packed"), stages[data][1]
     view = view_step(data, stage, tokenizer, STEP, ranks=1)
-    page = batch_page(view)
+    page = render_batch_page(view)
     shown = [token for sequence in sequences(view) for token in sequence.tokens]
     found = Tokens(page).tokens
     assert [token_id for token_id, _, _ in found] == [token.id for token in shown]

@@ -9,11 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from rl_megatron import log
-from rl_megatron.observability import waiting
-from rl_megatron.observability.failure_file import FailureFile
-from rl_megatron.observability.first_failure import FirstFailure, failure_of
-from rl_megatron.observability.heartbeat import Heartbeat
-from rl_megatron.observability.position import Place, Position
+from rl_megatron.observability import liveness
+from rl_megatron.observability.failures import FailureFile, FirstFailure, record_failure
+from rl_megatron.observability.liveness import Heartbeat, Place, Position
 from rl_megatron.observability.run_watch import RunWatch
 from rl_megatron.observability.watchdog import Watchdog
 
@@ -42,7 +40,7 @@ class Job:
             for rank, beat in enumerate(self.beats):
                 if rank not in stopped:
                     beat.send(elapsed)
-                    beat.answer()
+                    beat.send_requested_stacks()
             for rank, watchdog in enumerate(self.watchdogs):
                 if rank not in stopped:
                     watchdog.tick(elapsed)
@@ -83,7 +81,7 @@ def test_a_silent_rank_is_reported_once_with_the_stacks_of_the_others(job):
 def test_ranks_that_go_on_after_a_report_are_said_to_and_the_next_hang_is_reported_as_well(job):
     job.tick(12, stopped=[3], going_on=[0])
     job.tick(2, going_on=ALL)
-    assert [text for _, text in job.said][1] == "hang: it has ended, rank 3 went on"
+    assert [text for _, text in job.said][1] == "hang: it has ended, rank 3 made progress again"
     assert job.report()["ended"] is True
     job.tick(12, stopped=[2], going_on=[0])
     assert "hang: rank 2 on" in job.said[2][1] and len(job.said) == 3
@@ -110,12 +108,12 @@ def test_the_first_failure_stays_whoever_records_later():
     store = dist.HashStore()
     first, second = FirstFailure(store), FirstFailure(store.clone())
     assert first.get() is None and not first.has_been_reported()
-    secret = failure_of(ValueError("no http://me:hunter2@host"), 2, Place(), on_all_ranks=False)
+    secret = record_failure(ValueError("no http://me:hunter2@host"), 2, Place(), on_all_ranks=False)
     assert "hunter2" not in str(secret)
-    failure = failure_of(ValueError("a\n b"), 2, Place("sft", 1, 2, 3, "train"), on_all_ranks=False)
+    failure = record_failure(ValueError("a\n b"), 2, Place("sft", 1, 2, 3, "train"), on_all_ranks=False)
     assert first.record(failure) == failure and failure["message"] == "ValueError: a b"
     assert second.record(failure | {"rank": 0}) == second.get() == failure
-    second.set_reported()
+    second.mark_reported()
     assert first.has_been_reported()
 
 
@@ -125,7 +123,7 @@ def test_the_end_of_a_connection_is_not_taken_for_the_failure_of_this_rank():
         "The size of tensor a (3) must match the size of tensor b (4)": "error",
     }
     for message, kind in kinds.items():
-        assert failure_of(RuntimeError(message), 0, Place(), on_all_ranks=False)["kind"] == kind
+        assert record_failure(RuntimeError(message), 0, Place(), on_all_ranks=False)["kind"] == kind
 
 
 def test_nothing_is_written_before_the_directory_is_this_runs_and_an_earlier_file_is_kept(tmp_path):
@@ -150,7 +148,7 @@ def test_a_run_of_one_rank_is_watched_and_leaves_nothing_behind(tmp_path):
         watch.begin_writing()
         log.report_progress(1, 2, "microbatches")
         assert watch.position.place.done == 1
-        watch.failed(ValueError("bad"), on_all_ranks=False)
+        watch.report_error(ValueError("bad"), on_all_ranks=False)
     log.report_progress(2, 2, "microbatches")
     assert watch.position.place.done == 1 and threading.active_count() == before
     assert json.loads((tmp_path / "failure.json").read_text())["message"] == "ValueError: bad"
@@ -166,9 +164,9 @@ def test_nothing_is_started_if_the_watch_is_off(tmp_path):
 def test_a_rank_without_a_store_prints_its_own_failure(tmp_path, capsys, monkeypatch, rank):
     monkeypatch.setenv("RANK", str(rank))
     watch = RunWatch(None, rank, 2, LIMIT, 10.0, FailureFile(tmp_path))
-    watch.failed(ValueError("the message"), on_all_ranks=True)
+    watch.report_error(ValueError("the message"), on_all_ranks=True)
     assert capsys.readouterr().err == "", "every rank raises it, and `run` prints it"
-    watch.failed(ValueError("the message"), on_all_ranks=False)
+    watch.report_error(ValueError("the message"), on_all_ranks=False)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert f"rank {rank}" in line and "the message" in line
 
@@ -183,10 +181,10 @@ def test_a_thread_that_waits_in_a_collective_is_said_to_with_the_line_that_calle
     functions = {"look": lambda: frames.extend(outwards(sys._getframe(1)))}
     exec(compile(code, dist.distributed_c10d.__file__, "exec"), functions)
     functions["all_reduce"]()
-    found = waiting.wait_of(frames)
+    found = liveness.find_wait(frames)
     assert found.collective == "all_reduce" and found.at.startswith("tests/unit/observability/test_watchdog.py:")
     functions["look"] = lambda: None
-    here = waiting.wait_of(outwards(sys._getframe()))
+    here = liveness.find_wait(outwards(sys._getframe()))
     assert here.collective is None and here.at.startswith("tests/unit/observability/test_watchdog.py:")
 
 
@@ -198,12 +196,12 @@ def test_a_frame_at_an_instruction_of_no_line_is_said_to_be_at_the_first_line_of
     space["f"].__code__ = space["f"].__code__.replace(co_linetable=b"")  # Python then knows no line
     space["f"]()
     assert frames[0].f_lineno is None
-    assert waiting.wait_of(frames).at == "/user/program.py:3"
+    assert liveness.find_wait(frames).at == "/user/program.py:3"
 
 
 def test_stacks_begin_with_the_main_thread_and_leave_out_the_one_that_asks():
     texts = []
-    thread = threading.Thread(target=lambda: texts.append(waiting.stacks()), name="asking")
+    thread = threading.Thread(target=lambda: texts.append(liveness.format_stacks()), name="asking")
     thread.start()
     thread.join()
     assert texts[0].startswith("thread MainThread:") and "thread asking" not in texts[0]

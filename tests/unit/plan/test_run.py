@@ -178,7 +178,7 @@ def _bytes_of_calls(data):
         policy = MegatronPolicy(
             work.stage.model, topology, vocab_size=work.vocab_size, precision="bf16",
             optimizer=replace(work.stage.optimizer, distributed=False),  # its state would shrink instead
-            batching=Batching.of(work.stage.train), total_steps=work.stage.train.steps,
+            batching=Batching.from_config(work.stage.train), total_steps=work.stage.train.steps,
         )  # fmt: skip
         calls = {
             "train": lambda: policy.train(batch, NLLLoss(), gbs=4 * data),

@@ -97,41 +97,41 @@ def test_advantages_of_segments_are_those_of_one_long_sequence(batch):
     batch["values"] = torch.rand(4, 7, generator=torch.Generator().manual_seed(0))
     rewards, values, mask = rewards_per_token(batch, rows, None), batch["values"], batch["token_mask"]
     settings = {"discount": 0.9, "gae_lambda": 0.8}
-    made = with_advantages(Batch.whole(batch), PPOConfig(**settings, whiten_advantages=False), None)
+    made = with_advantages(Batch.from_whole(batch), PPOConfig(**settings, whiten_advantages=False), None)
     whole = [torch.cat([x[1], x[2]])[None] for x in (rewards, values, mask)]
     expected, returns = generalized_advantages(*whole, **settings)
     assert torch.equal(made["advantages"][1:3].flatten(), expected[0])
     assert torch.equal(made["returns"][1:3].flatten(), returns[0])
-    assert torch.equal(rows.split(rows.joined(values)), values)
-    plus = estimated_advantages(Batch.whole(batch), GRPOConfig(advantage_estimator="reinforce_plus_plus"), None)
-    joined = [rows.joined(x) for x in (rewards, mask)]
+    assert torch.equal(rows.split(rows.join(values)), values)
+    plus = estimated_advantages(Batch.from_whole(batch), GRPOConfig(advantage_estimator="reinforce_plus_plus"), None)
+    joined = [rows.join(x) for x in (rewards, mask)]
     assert torch.equal(plus, rows.split(reinforce_plus_plus(*joined)))
 
 
 def test_groups_are_of_trajectories(batch):
-    batch = join([Batch.whole(batch), Batch.whole(batch)], 4).own
+    batch = join([Batch.from_whole(batch), Batch.from_whole(batch)], 4).local
     assert batch["trajectory"].tolist() == [0, 1, 1, 2, 3] and batch.size == 5
-    found = estimated_advantages(Batch.whole(batch), GRPOConfig(samples_per_prompt=2), None)
+    found = estimated_advantages(Batch.from_whole(batch), GRPOConfig(samples_per_prompt=2), None)
     first, second = group_relative(torch.tensor([2.5, 4.0]), 2).tolist()  # the sibling of the last one has failed
     assert found.sum(1).tolist() == pytest.approx([3 * first, second, 2 * second, 0.0, 0.0])
     index = TrajectoryIndex(batch)
     assert index.step_sizes(2) == [3, 2] and index.step_sizes(4) == [5]
     batch["rewards"][:3], batch["sample_mask"][:] = 1.0, 1.0
-    kept = keep_informative(Batch.whole(batch), 2)
+    kept = keep_informative(Batch.from_whole(batch), 2)
     assert kept["rewards"].tolist() == [0.0, 2.5] and kept["trajectory"].tolist() == [0, 1]  # numbered anew
 
 
 def test_statistics_are_over_trajectories_that_have_not_failed(batch):
-    found = statistics([Batch.whole(batch)], 1)
+    found = statistics([Batch.from_whole(batch)], 1)
     assert found["reward"] == 3.25 and found["completion_tokens"] == 3.0
     assert found["stopped"] == 0.5 and found["reward_min"] == 2.5
 
 
 def test_estimators_of_turns_see_the_turns_of_whole_trajectories(batch):
-    batch = join([Batch.whole(batch), Batch.whole(batch)], 4).own
+    batch = join([Batch.from_whole(batch), Batch.from_whole(batch)], 4).local
     index = TrajectoryIndex(batch)
-    rewards, turns = index.joined(rewards_per_token(batch, index, None)), index.joined(batch["turn"])
-    wanted = group_relative_turns(rewards, torch.where(index.joined(batch["token_mask"]) > 0, turns, -1), 2)
+    rewards, turns = index.join(rewards_per_token(batch, index, None)), index.join(batch["turn"])
+    wanted = group_relative_turns(rewards, torch.where(index.join(batch["token_mask"]) > 0, turns, -1), 2)
     settings = GRPOConfig(samples_per_prompt=2, advantage_estimator="group_relative_turns")
-    found = estimated_advantages(Batch.whole(batch), settings, None)
+    found = estimated_advantages(Batch.from_whole(batch), settings, None)
     assert torch.equal(found, index.split(wanted)) and (found != 0).any(1).tolist() == [True, True, True, False, False]

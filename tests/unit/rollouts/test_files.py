@@ -82,7 +82,7 @@ def test_each_row_of_a_step_of_several_rounds_has_its_own_advantages(tmp_path):
     parts = []
     for round_ in range(2):
         drawn = draw()
-        rollouts = Batch.whole(drawn.rollouts)
+        rollouts = Batch.from_whole(drawn.rollouts)
         record.add(round_, rollouts, drawn.prompts, RewardMetrics())
         rollouts["advantages"] = drawn.rollouts["token_mask"] * (rollouts.facts["draw_order"][:, None] + 0.5)
         parts.append(rollouts)

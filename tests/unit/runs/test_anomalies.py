@@ -98,14 +98,14 @@ def batch_of(texts, **more):
     ids = torch.zeros(len(texts), 100, dtype=torch.long)
     for index, text in enumerate(texts):
         ids[index, : len(text)] = torch.tensor([ord(character) for character in text])
-    return Batch.whole({"input_ids": ids, "input_lengths": torch.tensor([len(text) for text in texts]), **more})
+    return Batch.from_whole({"input_ids": ids, "input_lengths": torch.tensor([len(text) for text in texts]), **more})
 
 
 def test_sequences_are_named_by_place_data_and_beginning():
     batch = batch_of(["one", "two\nlines", "x" * 90])
     shown = described_sequences(batch, Characters(), lambda: ["a.jsonl:4", "", "a.jsonl:9"])
     assert shown == f"sequences 0 (a.jsonl:4): 'one', 1: 'two lines', 2 (a.jsonl:9): '{'x' * 59}…'"
-    assert described_sequences(Batch.whole(batch_of(list("abcdefgh"))), Characters(), list).endswith(
+    assert described_sequences(Batch.from_whole(batch_of(list("abcdefgh"))), Characters(), list).endswith(
         "5: 'f' and 2 more"
     )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.cli.parser import command_parser
+from rl_megatron.cli.parser import build_parser
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.runs.next_commands import next_commands
@@ -49,11 +49,11 @@ def test_paths_are_quoted_for_the_shell_and_for_hydra(output_dir):
     written = '"' + output_dir.replace('"', '\\"') + '"'
     inspect, export, train = commands_of(output_dir=written)
     checkpoint = f"{output_dir}/checkpoints/sft/step-000003"
-    parsed = command_parser().parse_args(shlex.split(inspect)[1:])
+    parsed = build_parser().parse_args(shlex.split(inspect)[1:])
     assert (parsed.command, str(parsed.path)) == ("inspect", checkpoint)
-    parsed = command_parser().parse_args(shlex.split(export)[1:])
+    parsed = build_parser().parse_args(shlex.split(export)[1:])
     assert (parsed.source, parsed.target) == (checkpoint, f"{output_dir}/exported/sft")
-    overrides = command_parser().parse_args(shlex.split(train)[1:]).overrides
+    overrides = build_parser().parse_args(shlex.split(train)[1:]).overrides
     config = load_config([each for each in overrides if not each.startswith(("model=", "init_from="))])
     assert config.output_dir == f"{output_dir}-next"
     assert config.first.tokenizer.path == f"{output_dir}/tokenizer"

@@ -7,7 +7,7 @@ import pytest
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.observability.position import Position
+from rl_megatron.observability.liveness import Position
 from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.runs import run, stage_runner
 from rl_megatron.runs.roll_back import RollBack

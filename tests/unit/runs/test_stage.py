@@ -38,8 +38,8 @@ class Policy:
     def __init__(self, log, nan_at=None):
         self.log, self.nan_at, self.trained = log, nan_at, 0
 
-    def enter(self, data):
-        return data if isinstance(data, Batch) else Batch.whole(data)
+    def as_batch(self, data):
+        return data if isinstance(data, Batch) else Batch.from_whole(data)
 
     def train(self, batch, loss_fn, **options):
         self.trained += 1

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.topology.job_store import store_of_attempt
+from rl_megatron.topology.job_store import open_attempt_store
 
 SOON = timedelta(seconds=20)
 
@@ -25,7 +25,7 @@ def client(store):
 def attempt(store, size):
     """Return what each rank gets, and write an address there as gloo does."""
     with ThreadPoolExecutor(size) as threads:
-        stores = list(threads.map(lambda rank: store_of_attempt(client(store), rank, size, SOON), range(size)))
+        stores = list(threads.map(lambda rank: open_attempt_store(client(store), rank, size, SOON), range(size)))
     for rank, each in enumerate(stores):
         assert not each.check([f"address/{rank}"]), "an earlier attempt has left it"
         each.set(f"address/{rank}", f"of rank {rank}")
@@ -47,4 +47,4 @@ def test_a_rank_that_died_while_it_asked_does_not_count(store):
 def test_a_rank_that_waits_in_vain_says_for_whom(store, rank):
     words = f"rank {rank} of 3 waited 0 s for the other ranks.*look for the message of a rank that did not start"
     with pytest.raises(ConfigError, match=words):
-        store_of_attempt(client(store), rank, 3, timedelta(seconds=0.3))
+        open_attempt_store(client(store), rank, 3, timedelta(seconds=0.3))

@@ -26,7 +26,7 @@ def present():
 
 
 def test_one_rank_padded_sequences():
-    layout = TokenLayout.padded((4, WIDTH), 10, None, torch.device("cpu"))
+    layout = TokenLayout.from_padded_batch((4, WIDTH), 10, None, torch.device("cpu"))
     local = layout.scatter(batch(), -7)
     assert torch.equal(local[:, :WIDTH], batch()) and (local[:, WIDTH:] == -7).all() and local.shape == (4, 10)
     assert torch.equal(layout.gather(local.double()), batch().double())
@@ -34,7 +34,7 @@ def test_one_rank_padded_sequences():
 
 def test_one_rank_packed():
     cu, padded = boundaries(LENGTHS, 4)
-    layout = TokenLayout.packed(cu, padded, WIDTH, 24, None)
+    layout = TokenLayout.from_pack(cu, padded, WIDTH, 24, None)
     tokens = layout.scatter(batch(), 0)[0].tolist()
     assert tokens == [1, 2, 3, 4, 5, 0, 0, 0, *range(17, 25), 25, 0, 0, 0, 0, 0, 0, 0]
     again = layout.gather(torch.tensor(tokens, dtype=torch.float64)[None])
@@ -43,7 +43,7 @@ def test_one_rank_packed():
 
 def test_trailing_dimensions_are_gathered_and_padding_has_no_gradient():
     cu, padded = boundaries(LENGTHS, 2)
-    layout = TokenLayout.packed(cu, padded, WIDTH, 16, None)
+    layout = TokenLayout.from_pack(cu, padded, WIDTH, 16, None)
     x = torch.full((1, 16, 3), float("nan"))
     x = torch.where(layout.scatter(present().float(), 0.0)[..., None] > 0, torch.ones(1, 16, 3), x).requires_grad_()
     whole = layout.gather(x)
@@ -60,7 +60,7 @@ def check_next_tokens(layout, there):
     """
     numbers = layout.scatter(torch.where(there, batch(), 0), 0)
     x = torch.where(numbers > 0, numbers, torch.nan)[..., None] * torch.tensor([1.0, -2.0])
-    values, index = layout.following(x)
+    values, index = layout.locate_next_tokens(x)
     followed = torch.nn.functional.pad(there[:, 1:], (0, 1)) & there
     want = layout.scatter(torch.where(followed, batch() + 1, -1), -1)
     assert torch.equal(index < 0, want < 0)
@@ -72,9 +72,10 @@ def check_next_tokens(layout, there):
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_values_of_the_next_token(packed):
     if packed:
-        layout, there = TokenLayout.packed(*boundaries(LENGTHS, 4), WIDTH, 24, None), present()
+        layout, there = TokenLayout.from_pack(*boundaries(LENGTHS, 4), WIDTH, 24, None), present()
     else:
-        layout, there = TokenLayout.padded((4, WIDTH), 10, None, torch.device("cpu")), torch.ones(4, WIDTH) > 0
+        layout = TokenLayout.from_padded_batch((4, WIDTH), 10, None, torch.device("cpu"))
+        there = torch.ones(4, WIDTH) > 0
     values, x = check_next_tokens(layout, there)
     assert values.data_ptr() == x.data_ptr(), "one rank has all tokens, so that no copy is needed"
 
@@ -85,10 +86,10 @@ def _cut(packed):
     group = dist.group.WORLD
     cu, padded = boundaries(LENGTHS, 2 * size)
     if packed:
-        layout = TokenLayout.packed(cu, padded, WIDTH, int(padded[-1]) // size, group)
+        layout = TokenLayout.from_pack(cu, padded, WIDTH, int(padded[-1]) // size, group)
         starts, spans = padded[:-1].tolist(), padded.diff().tolist()
     else:
-        layout = TokenLayout.padded((4, WIDTH), 12 // size, group, torch.device("cpu"))
+        layout = TokenLayout.from_padded_batch((4, WIDTH), 12 // size, group, torch.device("cpu"))
         starts, spans = [12 * sequence for sequence in range(4)], [12] * 4
     flat = torch.zeros(sum(spans), dtype=torch.long)
     for sequence, (start, length) in enumerate(zip(starts, LENGTHS if packed else [WIDTH] * 4, strict=True)):

@@ -10,7 +10,7 @@ import torch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.training.inference import check_width, enter_whole
+from rl_megatron.training.inference import build_whole_batch, check_width
 
 # What a policy checks a dictionary against.
 MODEL = SimpleNamespace(config=ModelConfig(max_sequence_length=8), vocab_size=6)
@@ -30,7 +30,7 @@ class MovesInPlace(BatchedDataDict):
 def test_the_callers_batch_keeps_its_tensors_and_their_device(kind):
     tensor = torch.arange(6).view(2, 3)
     batch = kind({"input_ids": tensor, "prompts": ["a", "b"]})
-    moved = enter_whole(MODEL, batch)
+    moved = build_whole_batch(MODEL, batch)
     moved["more"] = tensor
     assert moved["input_ids"].device.type == "cpu" and moved["prompts"] == ["a", "b"]
     assert batch["input_ids"] is tensor and "more" not in batch

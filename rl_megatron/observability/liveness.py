@@ -1,0 +1,312 @@
+"""What a rank tells others about itself: its position in the run, its heartbeats, and the stacks of its threads."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_DISTRIBUTED = f"{Path('torch') / 'distributed'}/"
+_WRAPPERS = ("wrapper", "<lambda>")  # torch logs calls of collectives by a decorator
+_UNKNOWN_LINE = "an unknown line"
+_MAIN_FRAMES, _OTHER_FRAMES = 40, 8  # the innermost frames of a stack that are kept
+_STACK_REQUESTS = "stacks/wanted"  # the key that counts requests for stacks
+
+
+# --- where a rank is in the run ---
+
+
+class Place(NamedTuple):
+    """A place in a run.
+
+    Attributes:
+        stage: The stage's name; empty before the first one.
+        stage_number: How many stages have begun.
+        step: The step, from 1; 0 before the first one.
+        steps: How many steps the stage has.
+        phase: The innermost phase that runs, or None.
+        phase_number: How often the phase has changed since the stage began.
+        done: How many items of a long call are done.
+        total: How many it has; 0 if nothing was counted in this phase.
+        noun: What the items are, such as "microbatches".
+    """
+
+    stage: str = ""
+    stage_number: int = 0
+    step: int = 0
+    steps: int = 0
+    phase: str | None = None
+    phase_number: int = 0
+    done: int = 0
+    total: int = 0
+    noun: str = ""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Return a key that is smaller on a rank that lags. It does not count microbatches."""
+        return self.stage_number, self.step, self.phase_number
+
+    @property
+    def progress(self) -> str | None:
+        """Return how many items are done, in words, or None if nothing was counted."""
+        return f"{self.done} of {self.total} {self.noun}" if self.total else None
+
+    def describe(self) -> str:
+        """Return the place in words."""
+        if not self.stage:
+            return "before the first stage"
+        parts = [f"stage {self.stage}", f"step {self.step} of {self.steps}"]
+        parts.append(f"phase {self.phase}" if self.phase else "between two phases")
+        if self.progress is not None:
+            parts.append(self.progress)
+        return ", ".join(parts)
+
+
+class Position:
+    """The place of the main thread. Every change of it, and every progress report, is a sign of life."""
+
+    def __init__(self) -> None:
+        self.place = Place()
+        self.changes = 0
+
+    def begin_stage(self, stage: str, steps: int) -> None:
+        """Begin a stage that has `steps` steps."""
+        self._move_to(Place(stage=stage, stage_number=self.place.stage_number + 1, steps=steps))
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step."""
+        self._move_to(self.place._replace(step=step))
+
+    def enter(self, phase: str | None) -> None:
+        """Begin a phase; None means between two phases. `PhaseTimer` calls it as its observer."""
+        number = self.place.phase_number + 1
+        self._move_to(self.place._replace(phase=phase, phase_number=number, done=0, total=0, noun=""))
+
+    def update_progress(self, done: int, total: int, noun: str, detail: str = "") -> None:
+        """Take a progress report (`log.report_progress`)."""
+        self._move_to(self.place._replace(done=done, total=total, noun=noun))
+
+    def _move_to(self, place: Place) -> None:
+        self.place = place
+        self.changes += 1
+
+
+# --- heartbeats ---
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One heartbeat of a rank.
+
+    Attributes:
+        count: How many heartbeats the rank has sent before this one.
+        place: The place of the rank's main thread.
+        seconds: For how long that place has not changed.
+        collective: The function of torch.distributed in which the main thread waits, or None.
+        at: The line that the main thread runs, "file:line".
+        sequence: How many collectives the group of all ranks has begun, or None.
+        has_ended: Whether the run has ended on this rank.
+    """
+
+    host: str = "an unknown host"
+    pid: int = 0
+    count: int = -1
+    place: Place = field(default_factory=Place)
+    seconds: float = 0.0
+    collective: str | None = None
+    at: str = _UNKNOWN_LINE
+    sequence: int | None = None
+    has_ended: bool = False
+
+    def to_json(self) -> str:
+        """Return the heartbeat as text for the store."""
+        return json.dumps(asdict(self) | {"place": list(self.place)})
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Beat:
+        """Return the heartbeat that the store has; an empty text means that the rank has not sent one yet."""
+        if not text:
+            return cls()
+        values = json.loads(text)
+        return cls(**values | {"place": Place(*values["place"])})
+
+
+def beat_key(rank: int) -> str:
+    """Return the store's key of a rank's newest heartbeat."""
+    return f"heartbeat/{rank}"
+
+
+class Heartbeat:
+    """The sender of this rank's heartbeats. One thread calls every method; none of them uses the device."""
+
+    def __init__(self, store: Any, rank: int, position: Position, longest_interval: float):
+        """Prepare the first heartbeat.
+
+        Args:
+            store: A connection to the store that no other thread uses.
+            rank: This rank.
+            position: The position of the main thread.
+            longest_interval: The most seconds that count between two heartbeats. A process that was stopped and
+                continues does not count the time in between.
+        """
+        self._store, self._rank, self._position, self._longest_interval = store, rank, position, longest_interval
+        self._host, self._answered_requests = socket.gethostname(), 0
+        self._changes, self._seconds, self.sent = position.changes, 0.0, 0
+
+    def send(self, elapsed: float, has_ended: bool = False) -> None:
+        """Write a heartbeat, `elapsed` seconds after the previous one."""
+        if self._position.changes != self._changes:
+            self._changes, self._seconds = self._position.changes, 0.0
+        else:
+            self._seconds += min(elapsed, self._longest_interval)
+        wait = find_wait(list(_walk_outwards(sys._current_frames().get(threading.main_thread().ident or 0))))
+        beat = Beat(
+            self._host,
+            os.getpid(),
+            self.sent,
+            self._position.place,
+            round(self._seconds, 3),
+            wait.collective,
+            wait.at,
+            _count_collectives(),
+            has_ended,
+        )
+        self._store.set(beat_key(self._rank), beat.to_json())
+        self.sent += 1
+
+    def send_requested_stacks(self) -> None:
+        """Write the stacks of this process's threads if a watchdog has asked for them since the last call."""
+        request = self._store.add(_STACK_REQUESTS, 0)
+        if request > self._answered_requests:
+            self._answered_requests = request
+            self._store.set(f"stacks/{request}/{self._rank}", format_stacks())
+            self._store.append(f"stacks/{request}/of", f"{self._rank} ")
+
+
+def _count_collectives() -> int | None:
+    """Return how many collectives the group of all ranks has begun, or None if torch does not count them."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    count = getattr(group, "_get_sequence_number_for_group", None)
+    try:
+        return None if count is None else int(count())
+    except RuntimeError:  # a backend that does not count
+        return None
+
+
+# --- requests for stacks ---
+
+
+def request_stacks(store: Any) -> int:
+    """Ask all ranks for their stacks. Return the number of the request."""
+    return store.add(_STACK_REQUESTS, 1)
+
+
+def list_answers(store: Any, request: int) -> list[int]:
+    """Return the ranks that have answered a request for stacks."""
+    key = f"stacks/{request}/of"
+    return sorted(map(int, store.get(key).decode().split())) if store.check([key]) else []
+
+
+def take_stacks(store: Any, request: int, ranks: list[int]) -> list[dict[str, Any]]:
+    """Return the stacks of the ranks, equal ones once, and delete them from the store."""
+    keys = [f"stacks/{request}/{rank}" for rank in ranks]
+    ranks_by_stack: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, store.multi_get(keys) if keys else [], strict=True):
+        ranks_by_stack.setdefault(text.decode(), []).append(rank)
+    for key in keys:
+        store.delete_key(key)
+    return [{"ranks": ranks, "stack": text.splitlines()} for text, ranks in ranks_by_stack.items()]
+
+
+# --- stacks of this process ---
+
+
+class Wait(NamedTuple):
+    """What a thread does.
+
+    Attributes:
+        collective: The function of torch.distributed in which it waits, or None.
+        at: The line of this package, or of the user's code, that it runs: "file:line".
+    """
+
+    collective: str | None
+    at: str
+
+
+def find_wait(frames: list[FrameType]) -> Wait:
+    """Return what a thread with these frames does. The innermost frame comes first."""
+    collective = None
+    for frame in frames:
+        if _DISTRIBUTED not in frame.f_code.co_filename:
+            break
+        if frame.f_code.co_name not in _WRAPPERS:
+            collective = frame.f_code.co_name  # the outermost one is what was called
+    if collective is None and frames and not _is_library(frames[0].f_code.co_filename, but="megatron/core/"):
+        line = linecache.getline(frames[0].f_code.co_filename, _get_line(frames[0]))
+        if ".wait(" in line:  # of a collective that was begun earlier; torch waits for it outside Python
+            collective = f"wait of {frames[0].f_code.co_name}"
+    if not frames:
+        return Wait(collective, _UNKNOWN_LINE)
+    frame = next((frame for frame in frames if not _is_library(frame.f_code.co_filename)), frames[0])
+    return Wait(collective, f"{_shorten(frame.f_code.co_filename)}:{_get_line(frame)}")
+
+
+def format_stacks() -> str:
+    """Return the stacks of all Python threads, the main thread's first, without that of the calling thread."""
+    frames, main = sys._current_frames(), threading.main_thread()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = []
+    for ident in sorted(frames, key=lambda ident: ident != main.ident):
+        if ident != threading.get_ident():
+            depth = _MAIN_FRAMES if ident == main.ident else _OTHER_FRAMES
+            stack = "".join(traceback.format_stack(frames[ident])[-depth:])
+            texts.append(f"thread {names.get(ident, ident)}:\n{stack}")
+    return "".join(texts)
+
+
+def locate_error(error: BaseException) -> str:
+    """Return "file:line" of the innermost line of this package or of the user's code that raised the error."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    if not lines:
+        return _UNKNOWN_LINE
+    path, line = ([pair for pair in lines if not _is_library(pair[0])] or lines)[-1]
+    return f"{_shorten(path)}:{line}"
+
+
+def _walk_outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_library(path: str, but: str = "/nothing/") -> bool:
+    """Return whether a file belongs to Python or to an installed package other than this one."""
+    if path.startswith(str(_PACKAGE)) or but in path:
+        return False
+    return path.startswith((*_LIBRARIES, "<"))
+
+
+def _get_line(frame: FrameType) -> int:
+    """Return the line that a frame runs. Python gives None at an instruction that belongs to no line."""
+    return frame.f_lineno or frame.f_code.co_firstlineno
+
+
+def _shorten(path: str) -> str:
+    for base in (_PACKAGE.parent, Path.cwd()):
+        if path.startswith(f"{base}/"):
+            return path.removeprefix(f"{base}/")
+    return path
