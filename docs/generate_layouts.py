@@ -35,12 +35,9 @@ _QUANTITIES = ("loss", "logprobs", "gradient", "weights after a step", "metrics"
 _HEAD = """\
 # Every layout gives the same gradient
 
-`python docs/generate_layouts.py` writes this page and measures every line of the table below. It compares the layout,
-on that many ranks (CPU, gloo), with one process that has all sequences in one padded microbatch. Both start from the
-same weights, in fp32.
-
-A parallel layout is a choice of parallel degrees. A line of the table is a layout with further settings, one value of
-each of {num_factors} factors:
+`python docs/generate_layouts.py` writes this page. It compares each layout, on that many ranks (CPU, gloo), with one
+process that has all sequences in one padded microbatch, in fp32. A line of the table is a layout with further settings,
+one value of each of {num_factors} factors:
 
 - the layout: tensor (tp), sequence (sp), pipeline (pp), interleaved pipeline (vpp), context (cp), expert (moe-ep),
   expert tensor (etp) and data parallelism (dp);
@@ -49,24 +46,12 @@ each of {num_factors} factors:
 - tied or untied embeddings, recomputation of activations, uneven pipeline stages, and a sliding attention window;
 - the distributed optimizer (distopt), communication that overlaps with computation (overlap), the fused head (fused).
 
-Every pair of values of two factors that eight ranks allow, {num_pairs} in all, is in at least one line.
-
-Each line runs {objectives} on {num_rows} sequences of 1 to
-{width} tokens. They have unequal lengths, and among them are a sequence of one token, one of two, one that is wholly
-masked, and sequences with zero loss weight. Every entry that may not be read is NaN. The columns are the largest errors
-over these losses:
-
-- loss: of the loss, relative, at most {loss:.0e};
-- logprobs: of a token's logprob or value, absolute, at most {stream:.0e};
-- gradient: of a parameter's gradient, relative to its largest entry, at most {gradient:.0e};
-- step: of a parameter after an optimizer step, relative to its largest entry, at most {gradient:.0e};
-- metrics: of a metric, at most {metric:.0e}.
-
-[`certify`](certify.md) measures your own layout, on a small model of your model's family:
-
-```bash
-torchrun --nproc-per-node 8 -m rl_megatron certify parallel.tensor=2 parallel.context=2 parallel.pipeline=2
-```
+Every pair of values of two factors that eight ranks allow, {num_pairs} in all, is in at least one line. Each line runs
+{objectives} on {num_rows} sequences of 1 to {width} tokens, as [`certify`](certify.md) does for your own layout. The
+columns are the largest errors over these losses: of the loss (relative,
+at most {loss:.0e}), of a token's logprob or value
+(absolute, at most {stream:.0e}), of a parameter's gradient and of a parameter after an optimizer step (relative to its
+largest entry, at most {gradient:.0e}), and of a metric (at most {metric:.0e}).
 
 | layout | ranks | loss | logprobs | gradient | step | metrics | seconds |
 |---|---|---|---|---|---|---|---|

@@ -166,8 +166,12 @@ def _overview() -> Iterator[str]:
     yield ""
     yield "`loss.name` selects a loss, and `loss.KEY` sets one of its keys. In Python, `build_loss(name, {key: value})`"
     yield "builds it. A loss returns its part of a mean over the *global* batch, so the parts of microbatches and ranks"
-    yield "add up. An unknown key is refused, and the message names the nearest known one."
-    yield "[Write your own loss](tutorials/own_loss.md) shows how to add one."
+    yield "add up. [A loss of your own](tutorials/own_loss.md) shows how to add one."
+    yield ""
+    rolled = [name for name in FORMULAS if build_loss(name).next_token_keys & {"reference_policy_logprobs"}]
+    yield f"The key `reference_policy_logprobs` (of the losses {_names(rolled)}) is rolled by −1: entry t corresponds"
+    yield "to token t+1. Of log-probabilities x that are aligned with `input_ids`, `torch.roll(x, -1, dims=-1)` gives"
+    yield "this form. The algorithms of the package do this."
     yield ""
     yield "| name | class | reads | mean over |"
     yield "|---|---|---|---|"
@@ -187,19 +191,17 @@ def _loss(name: str) -> Iterator[str]:
     if meanings := key_meanings(type(loss.cfg)):
         yield "| key | default | meaning |"
         yield "|---|---|---|"
+        previous = None
         for key, meaning in meanings.items():
             default = yaml.safe_dump(getattr(loss.cfg, key)).splitlines()[0]
-            yield f"| `{key}` | `{default}` | {_cell(meaning)} |"
+            yield f"| `{key}` | `{default}` | {'as above' if meaning == previous else _cell(meaning)} |"
+            previous = meaning
         yield ""
-    if loss.next_token_keys & {"reference_policy_logprobs"}:
-        yield "**`reference_policy_logprobs` is rolled by −1**: entry t corresponds to token t+1. If x has the"
-        yield "log-probabilities aligned with `input_ids`, `torch.roll(x, -1, dims=-1)` gives this form. The `dpo`"
-        yield "algorithm does this by itself."
-        yield ""
-    yield f"Keys of the batch that it can read: {_names(_batch_keys(loss))}."
-    yield f"With the default settings it needs {_names(loss.required_keys)}."
+    others = [key for key in _batch_keys(loss) if key not in loss.required_keys]
+    optional = f" It can also read {_names(others)}." if others else ""
+    yield f"With the default settings, it needs {_names(loss.required_keys)} in the batch.{optional}"
     yield ""
-    yield f"Metrics, each reported if its inputs exist: {_names(loss.metric_reductions)}."
+    yield f"Metrics, if their inputs exist: {_names(loss.metric_reductions)}."
 
 
 def _batch_keys(loss: Any) -> dict[str, None]:
@@ -214,8 +216,8 @@ def _ppo() -> Iterator[str]:
     yield "## PPOLoss"
     yield ""
     yield "`rl_megatron.losses.PPOLoss` is a module on tensors with the losses of policy and critic, and with"
-    yield "torchtune's arguments and results. Its means are over the tokens of one call. The `ppo` algorithm"
-    yield "trains in microbatches, and therefore uses `clipped_pg` and `mse_value`, which divide by global counts."
+    yield "torchtune's arguments and results. Its means are over the tokens of one call, so the `ppo` algorithm uses"
+    yield "`clipped_pg` and `mse_value` instead."
     yield f"\n```math{PPO_FORMULA}```\n"
     yield "| argument | default | meaning |"
     yield "|---|---|---|"
@@ -228,8 +230,7 @@ def _surrogates() -> Iterator[str]:
     yield "## The surrogates, side by side"
     yield ""
     yield "The upper plots show what one token adds to the objective (the loss times −1), and the lower plots the"
-    yield "derivative with respect to its log-probability, both against the ratio. The losses themselves computed the"
-    yield f"curves, at π_prev = {PREVIOUS_PROBABILITY}."
+    yield f"derivative with respect to its log-probability, both against the ratio, at π_prev = {PREVIOUS_PROBABILITY}."
     yield ""
     names = "; ".join(surrogate.name for surrogate in SURROGATES)
     yield f"![value and gradient of the surrogate against the ratio: {names}]({PLOT.relative_to(DOCS).as_posix()})"
@@ -238,8 +239,7 @@ def _surrogates() -> Iterator[str]:
 def _recipes() -> Iterator[str]:
     yield "## Recipes"
     yield ""
-    yield "These are published methods as overrides of `rl-megatron train`. The same keys can be set in the YAML file"
-    yield "of an experiment."
+    yield "These are published methods as overrides of `rl-megatron train`."
     for recipe in RECIPES:
         yield f"\n**{recipe.name}.** {recipe.notes}\n"
         yield f"```bash\nrl-megatron train {recipe.overrides}\n```"

@@ -140,7 +140,7 @@ RECIPES = (
         "GRPO",
         "algorithm=grpo data=arithmetic loss.token_level_loss=false loss.reference_policy_kl_penalty=0.04",
         "[2402.03300](https://arxiv.org/abs/2402.03300). The advantage is the difference from the group's mean, "
-        "divided by its standard deviation. Every answer has the same weight. The KL penalty is in the loss.",
+        "divided by its standard deviation. Every answer has the same weight.",
     ),
     Recipe(
         "Dr. GRPO",
@@ -148,7 +148,7 @@ RECIPES = (
         "algorithm.normalize_std=false loss.fixed_sequence_length=32 generation.max_new_tokens=32 "
         f"{_NO_KL}",
         "[2503.20783](https://arxiv.org/abs/2503.20783). The advantage is not divided by the standard deviation, and "
-        "the sum over tokens is divided by a constant (the longest allowed answer) instead of the answer's length.",
+        "the sum over tokens is divided by the longest allowed answer.",
     ),
     Recipe(
         "DAPO",
@@ -162,7 +162,7 @@ RECIPES = (
         "loss.sequence_level_importance_ratios=true loss.token_level_loss=false "
         f"loss.ratio_clip_min=3e-4 loss.ratio_clip_max=4e-4 {_NO_KL}",
         "[2507.18071](https://arxiv.org/abs/2507.18071). One ratio for each sequence, the geometric mean of its "
-        "tokens' ratios. The clip range is therefore much narrower.",
+        "tokens' ratios.",
     ),
     Recipe(
         "CISPO",
@@ -207,8 +207,7 @@ RECIPES = (
         f"algorithm=grpo data=arithmetic loss.token_veto_threshold=1e-4 {_NO_KL}",
         "A sequence does not count if the trainer gives one of its tokens less than 1/10,000 of the engine's "
         "probability. "
-        "In a long sequence a mean hides such a token. It can be combined with the rejection by a mean; "
-        "`vetoed_sequences` is the share of sequences that have one.",
+        "It can be combined with the rejection above; `vetoed_sequences` is the share of such sequences.",
     ),
     Recipe(
         "OPO",

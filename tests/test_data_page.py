@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.config.data_sources import PreferenceConfig, PromptAnswerConfig
-from rl_megatron.config.schema import DataConfig
+from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS, DataConfig
 from rl_megatron.data.datasets import PreferenceDataset, PromptAnswerDataset
 from rl_megatron.data.files import load_records
 from rl_megatron.data.rendering import Renderer
@@ -89,3 +89,14 @@ def test_every_key_of_data_is_on_the_page(key):
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (REPOSITORY / "configs" / "data").glob("*.yaml")))
 def test_every_preset_is_on_the_page(preset):
     assert f"`data={preset}`" in PAGE
+
+
+@pytest.mark.parametrize("source", [name for name, cls in SOURCES.items() if cls.__module__.startswith("rl_megatron.")])
+def test_the_table_of_sources_has_the_algorithms_that_learn_from_each(source):
+    (row,) = re.findall(rf"^\| \[`{source}`\].*$", PAGE, re.MULTILINE)
+    learning = {
+        name
+        for name, cls in ALGORITHM_CONFIGS.items()
+        if cls.__module__.startswith("rl_megatron.") and cls.learns_from in SOURCE_CONFIGS[source].provides
+    }
+    assert set(re.findall(r"`(\w+)`", row.split(" | ")[2])) - SOURCES.keys() == learning

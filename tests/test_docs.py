@@ -157,8 +157,10 @@ COMMANDS = [
 def test_a_command_of_the_page_on_engines_loads_and_its_model_has_a_family(command):
     words = shlex.split(command)
     stage = load_config(words[words.index("train") + 1 :]).first
-    assert stage.generation.engine != "embedded"
-    family_of_model(stage.model, vocab_size=260)
+    if stage.generation.engine == "embedded":
+        assert stage.generation.router_replay
+    else:
+        family_of_model(stage.model, vocab_size=260)
 
 
 def test_the_page_on_engines_has_every_key_and_its_links_are_valid():

@@ -14,11 +14,17 @@ import pytest
 
 from rl_megatron.compat.nemo_rl import MODULES
 from rl_megatron.config.checkpoint_metadata import MANIFEST
+from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS, RunConfig, StageConfig
 from rl_megatron.data.tasks.registry import TASKS
 from rl_megatron.losses import LOSSES, build_loss
+from rl_megatron.rewards import REWARDS, functions  # noqa: F401  # registers those of the package
+from rl_megatron.rollouts import tools  # noqa: F401  # likewise
+from rl_megatron.rollouts.tools.formats import PARSERS
+from rl_megatron.rollouts.tools.registry import TOOLS
+from rl_megatron.runs.rerun import MAY_CHANGE
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 COMING_FROM = sorted((DOCS / "coming_from").glob("*.md"))
@@ -169,3 +175,25 @@ def test_the_glossary_has_every_word_of_the_names():
         sorted(word for word in words - avoided if not {word, word.removesuffix("s"), f"{word} data"} & set(TERMS))
         == []
     )
+
+
+@pytest.mark.parametrize("key", [key for keys in MAY_CHANGE.values() for key in keys])
+def test_the_page_on_checkpoints_has_every_key_that_may_change(key):
+    page = (DOCS / "checkpoints.md").read_text()
+    assert f"`{key}…`" in page if key.endswith(".") else f"`{key}`" in page or f"`{key.split('.')[-1]}`" in page
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("rewards.md", list(REWARDS)),
+        ("rollout_engines.md", list(ENGINE_DECLARATIONS)),
+        ("tools.md", list(TOOLS)),
+        ("tools.md", list(PARSERS)),
+    ],
+    ids=["rewards", "engines", "tools", "formats"],
+)
+def test_a_page_has_a_row_for_everything_that_is_registered(page, names):
+    text = (DOCS / page).read_text()
+    assert names
+    assert not [name for name in names if f"\n| `{name}` " not in text]

@@ -20,8 +20,7 @@ from rl_megatron.config.data import LABELLED
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.losses import KTOLossConfig
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.collate import Padding
+from rl_megatron.data.batch import BatchedDataDict, Padding
 from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron import disk, log
-from rl_megatron.checkpoint.directory import complete_checkpoints
+from rl_megatron.checkpoint.directory import find_checkpoints
 from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.checkpoint.save import Save, SaveFailed
@@ -152,6 +152,6 @@ class Checkpointer:
             self._under_way.pop(0).abandon()
 
     def _warn(self, error: SaveFailed) -> None:
-        saved = complete_checkpoints(self._directory)
+        saved = find_checkpoints(self._directory)
         newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
         log.LOGGER.warning("%s; training goes on, and %s", error, newest)

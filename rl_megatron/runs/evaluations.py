@@ -76,7 +76,7 @@ class Evaluations:
     def _evaluate(self, step: int, on_heldout: bool, sets: Sequence[EvalSet]) -> None:
         if not on_heldout and not sets:
             return
-        frozen = nullcontext() if self.reward_models is None else self.reward_models.evaluating()
+        frozen = nullcontext() if self.reward_models is None else self.reward_models.freeze_statistics()
         with self.timer.phase("evaluate"), frozen:
             eval_metrics: dict[str, float] = {}
             samples = self.results.get("samples", [])

@@ -10,13 +10,13 @@ from types import MappingProxyType
 from rl_megatron import log
 from rl_megatron.algorithms.registry import algorithm_of, eval_metric_names
 from rl_megatron.batching.packing import round_up
-from rl_megatron.checkpoint.adapters import check_same_adapter, holds_adapter, saved_adapters, saved_base
+from rl_megatron.checkpoint.adapters import check_same_adapter, find_base, holds_adapter, read_adapter_configs
 from rl_megatron.checkpoint.directory import (
     Damaged,
     check_checkpoint,
     check_head,
     check_output_dir,
-    complete_checkpoints,
+    find_checkpoints,
     read_manifest,
 )
 from rl_megatron.checkpoint.exports import check_exports
@@ -30,8 +30,8 @@ from rl_megatron.config.peft import LoraConfig, check_together
 from rl_megatron.config.rules import check_vocabulary
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.config.stages import stage_before
-from rl_megatron.data.run_tokenizer import run_tokenizer
-from rl_megatron.data.same_prompts import different_prompts
+from rl_megatron.data.run_tokenizer import get_run_tokenizer
+from rl_megatron.data.same_prompts import find_different_prompts
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.evaluation.heldout import build_evaluation
 from rl_megatron.evaluation.sets import set_metric_names
@@ -39,7 +39,7 @@ from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.losses.foreign import as_loss, check_call
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.model.lora.targets import adapted_linears
+from rl_megatron.model.lora.targets import find_adapted_linears
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.rewards.loading import check_rewards
 from rl_megatron.rewards.reward_models import check_reward_models
@@ -70,11 +70,11 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     refuse_changes(config)
     for stage in config.stages.values():
         require_place(stage.data)
-    tokenizer = bad_input_named(lambda: run_tokenizer(config.first, output_dir))
+    tokenizer = bad_input_named(lambda: get_run_tokenizer(config.first, output_dir))
     check_vocabulary(config.first.model, tokenizer.vocab_size)
     for name, stage in config.stages.items():
         bad_input_named(lambda stage=stage: _check_data_and_tokenizer(stage, tokenizer))
-        saved = complete_checkpoints(output_dir / "checkpoints" / name)
+        saved = find_checkpoints(output_dir / "checkpoints" / name)
         if saved:
             try:
                 check_saved(saved[-1], stage, tokenizer)
@@ -83,7 +83,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     _check_adapters(config, tokenizer)
     for stage in config.stages.values():
         _check_exports(config, stage, tokenizer)
-    for message in different_prompts(config.stages, tokenizer):
+    for message in find_different_prompts(config.stages, tokenizer):
         log.LOGGER.warning(message)
     if any(stage.runs_programs for stage in config.stages.values()):
         log_missing_limits()
@@ -123,7 +123,7 @@ def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:
         adapters_after[name] = {}
         if stage.peft is None:
             continue
-        adapted_linears(stage.peft, stage.model, size)
+        find_adapted_linears(stage.peft, stage.model, size)
         if before is None and not config.init_from:
             raise ConfigError(
                 f"{where} is set, and the stage has no weights to adapt; set init_from, or train all weights in a "
@@ -155,8 +155,8 @@ def _adapters_of(init_from: str | None, peft: LoraConfig | None) -> dict[str, Lo
     if not init_from or not holds_adapter(manifest):
         return {}
     path = Path(init_from)
-    saved_base(path, manifest)
-    adapters = saved_adapters(path, manifest)
+    find_base(path, manifest)
+    adapters = read_adapter_configs(path, manifest)
     if peft is not None and peft.adapter_name in adapters:
         check_same_adapter(path, adapters[peft.adapter_name], peft)
     return adapters

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rl_megatron import log
-from rl_megatron.checkpoint.directory import CONFIG, Damaged, complete_checkpoints, manifest_of
+from rl_megatron.checkpoint.directory import CONFIG, Damaged, find_checkpoints, read_manifest_alone
 from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.loading.load import from_yaml, to_yaml
 from rl_megatron.config.metrics import METRICS_FILE
@@ -139,7 +139,7 @@ def recorded_config(config: RunConfig, output_dir: Path) -> str:
     path, stages = output_dir / CONFIG, dict(config.stages)
     finished = 0
     for name, stage in config.stages.items():
-        saved = complete_checkpoints(output_dir / "checkpoints" / name)
+        saved = find_checkpoints(output_dir / "checkpoints" / name)
         before = _settings(output_dir, name) if saved else None
         changed = "" if before is None else _listed([f"{key}: {was}" for key, was in _changed(before, stage).items()])
         if saved and _step_of(saved) >= stage.train.steps:
@@ -160,7 +160,7 @@ def _report_changed_files(name: str, stage: StageConfig, saved: list[Path]) -> N
     """Warn of files and functions that changed since a stage read them; their settings did not, so none is refused."""
     if not saved:
         return
-    changed = changed_files(manifest_of(saved[-1]).get("user_files", {}), file_digests(stage))
+    changed = changed_files(read_manifest_alone(saved[-1]).get("user_files", {}), file_digests(stage))
     if changed:
         log.LOGGER.warning(
             "stage %s: %s changed since the stage began, so its steps up to %d were trained with other content",
@@ -172,7 +172,7 @@ def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:
     """Describe the weights that the stage `name` starts from: init_from, a step of the stage before, or new weights."""
     before = stage_before(config.stages, name)
     if before is not None:
-        saved = complete_checkpoints(output_dir / "checkpoints" / before)
+        saved = find_checkpoints(output_dir / "checkpoints" / before)
         step = max(_step_of(saved), config.stages[before].train.steps)
         return f"step {step} of stage {before!r} (stages.{before}.train.steps)"
     if config.init_from:
@@ -187,7 +187,7 @@ def _recorded_stages(output_dir: Path) -> list[str]:
 
 def _has_begun(output_dir: Path, name: str) -> bool:
     """Return whether a stage has a checkpoint, or has at least recorded a training step."""
-    if complete_checkpoints(output_dir / "checkpoints" / name):
+    if find_checkpoints(output_dir / "checkpoints" / name):
         return True
     path = output_dir / METRICS_FILE
     if not path.is_file():
@@ -205,7 +205,7 @@ def _settings(output_dir: Path, name: str) -> StageConfig | None:
 
     A checkpoint has them. The run's config.yaml may have those of an attempt that failed before it saved.
     """
-    saved = complete_checkpoints(output_dir / "checkpoints" / name)
+    saved = find_checkpoints(output_dir / "checkpoints" / name)
     for file in [*(path / CONFIG for path in saved[-1:]), output_dir / CONFIG]:
         if file.is_file() and (found := from_yaml(file.read_text(), str(file)).stages.get(name)) is not None:
             return found
@@ -254,11 +254,11 @@ def _may_change(key: str, before: StageConfig | None, stage: StageConfig) -> boo
 
 def _other_weights(config: RunConfig, output_dir: Path, name: str) -> list[str]:
     """Return what differs about the weights that a stage began with, as a list of at most one text."""
-    saved = complete_checkpoints(output_dir / "checkpoints" / name)
+    saved = find_checkpoints(output_dir / "checkpoints" / name)
     now = weights_source(config, output_dir, name)
     if saved:
         try:
-            was = manifest_of(saved[-1]).get("weights_from", now)
+            was = read_manifest_alone(saved[-1]).get("weights_from", now)
         except Damaged:
             was = now  # the preflight refuses the checkpoint, and says how to go on
     else:

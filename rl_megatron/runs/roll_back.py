@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rl_megatron import log
-from rl_megatron.checkpoint.directory import complete_checkpoints, manifest_of
+from rl_megatron.checkpoint.directory import find_checkpoints, read_manifest_alone
 from rl_megatron.config.train import TrainConfig
 from rl_megatron.training.metrics import NonFiniteLoss
 
@@ -53,10 +53,10 @@ class RollBack:
         """
         if train.on_nonfinite != "roll_back":
             raise error
-        saved = complete_checkpoints(checkpoints)
+        saved = find_checkpoints(checkpoints)
         if not saved:
             raise NonFiniteLoss(f"{error}; train.on_nonfinite=roll_back has no checkpoint of the stage to go back to")
-        target = manifest_of(saved[-1])["step"]
+        target = read_manifest_alone(saved[-1])["step"]
         self._count = self._count + 1 if target == self._target else 1
         self._target = target
         if self._count > train.max_nonfinite_steps:

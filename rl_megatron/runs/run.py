@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from rl_megatron import disk, log
-from rl_megatron.checkpoint.directory import complete_checkpoints, put_back
+from rl_megatron.checkpoint.directory import find_checkpoints, put_back
 from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data_sources import describe_source
@@ -184,7 +184,7 @@ def _run_locked(
                 source = last[stage_before(config.stages, name)]
                 run_stage = partial(stages.run, name, directory, source, weights_source(config, output_dir, name))
                 results[name] = with_roll_backs(run_stage, stage_config.train, directory)
-            last[name] = newest = complete_checkpoints(directory)[-1]
+            last[name] = newest = find_checkpoints(directory)[-1]
     except (ConfigError, RunFailed) as error:
         metrics_logger.close(has_failed=True)
         raise type(error)(f"{error}; {_newest(newest, directory)}") from error
@@ -216,7 +216,7 @@ def _put_back_checkpoints(output_dir: Path) -> None:
 
 def _newest(of_stages_before: Path | None, directory: Path) -> str:
     """Return in words which checkpoint of a run is the newest while it trains the stage of `directory`."""
-    newest = [of_stages_before, *complete_checkpoints(directory)][-1]
+    newest = [of_stages_before, *find_checkpoints(directory)][-1]
     return f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 

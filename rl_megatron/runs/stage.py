@@ -12,15 +12,15 @@ import torch
 from rl_megatron import log
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.exchange import is_first_of_replica
-from rl_megatron.checkpoint.directory import complete_checkpoints
+from rl_megatron.checkpoint.directory import find_checkpoints
 from rl_megatron.checkpoint.resumed_state import MustBe, Resumable, ResumedState
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.loader import DataLoader
-from rl_megatron.data.stage_loader import in_memory_loader
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import build_in_memory_loader
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.liveness import Position
 from rl_megatron.observability.metrics_logger import MetricsLogger
@@ -231,7 +231,7 @@ class Stage(Loop):
         self.metrics_logger.show_phase(phase)
 
     def _resume_from_newest(self) -> int:
-        saved = complete_checkpoints(self.checkpoints)
+        saved = find_checkpoints(self.checkpoints)
         if not saved:
             return 0
         manifest = self.policy.load_checkpoint(saved[-1], verify=False)  # verified at the start of the run
@@ -277,12 +277,12 @@ class Stage(Loop):
             tokenizer=self.tokenizer.digest,
             weights_from=self.weights_from,
             user_files=self._file_digests,
-            stage_state=self._resumed_state.saved(),
+            stage_state=self._resumed_state.state_dict(),
         )
 
 
 def _loader_of(data: Dataset | DataLoader[BatchedDataDict], train: TrainConfig) -> DataLoader[BatchedDataDict]:
-    return data if isinstance(data, DataLoader) else in_memory_loader(data, train)
+    return data if isinstance(data, DataLoader) else build_in_memory_loader(data, train)
 
 
 class _Schedules:

@@ -11,14 +11,14 @@ from typing import Any
 
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.batching.config import Batching
-from rl_megatron.checkpoint.directory import check_head, complete_checkpoints, read_manifest
+from rl_megatron.checkpoint.directory import check_head, find_checkpoints, read_manifest
 from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.errors import ConfigError, RunFailed
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.sources import build_source
-from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import build_dataset_loader
 from rl_megatron.evaluation.heldout import build_evaluation
 from rl_megatron.evaluation.sets import EvalSets
 from rl_megatron.generation.engines import build_engine
@@ -94,11 +94,9 @@ class StageRunner:
         check, replays = _logprob_check(config, policy, tokenizer), config.generation.router_replay
         engine = build_engine(policy, config, logger.output_dir)
         engine = SyncedEngine(engine, check, layout.ranks, logger.note, needs_routing=replays)
-        models = RewardModels(
-            config, layout, tokenizer, lambda other: complete_checkpoints(directory.parent / other)[-1]
-        )
+        models = RewardModels(config, layout, tokenizer, lambda other: find_checkpoints(directory.parent / other)[-1])
         scorer = Scorer(
-            config.reward, lambda: build_source(config).task(), layout.ranks, models=models.of(config.reward)
+            config.reward, lambda: build_source(config).task(), layout.ranks, models=models.load(config.reward)
         )
         runner = build_runner(config, tokenizer, layout)
         components = isinstance(settings, RolloutConfig) and settings.reads_components
@@ -157,7 +155,7 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine, rollouts: ScoredRollouts)
             if isinstance(config.algorithm, RolloutConfig):
                 source = Sampler(stage, policy, engine, rollouts)
             else:
-                source = dataset_loader(config, stage.tokenizer)
+                source = build_dataset_loader(config, stage.tokenizer)
             algorithm_of(config).run(stage, policy, source, config.algorithm, *critics)
     except (ConfigError, RunFailed):  # on every rank, once a step has begun
         stage.checkpointer.complete()

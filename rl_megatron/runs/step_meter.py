@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from rl_megatron import log
 from rl_megatron.batching.batch import Batch
-from rl_megatron.model.flops import model_flops
+from rl_megatron.model.flops import count_model_flops
 from rl_megatron.observability.cost_metrics import INNER_PHASES, OUTER_PHASES, TOKEN_PHASES, TRAINING_PHASES
 from rl_megatron.timing import DevicePeak, HostClock, HostPeak, PhaseTimer, StepTimes, StreamClock
 from rl_megatron.topology.gpus import find_gpu
@@ -49,7 +49,7 @@ class StepMeter:
         if is_policy:
             self._samples = batch.size
         if log.is_main_rank():
-            self._flops += model_flops(model.model_config, model.vocab_size, model.model.head, lengths)
+            self._flops += count_model_flops(model.model_config, model.vocab_size, model.model.head, lengths)
 
     def metrics(self) -> dict[str, float]:
         """Return the costs since the last call. Times are those of this rank. Collective."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.algorithms.registry import algorithm_of
-from rl_megatron.checkpoint.directory import Damaged, complete_checkpoints, read_manifest
+from rl_megatron.checkpoint.directory import Damaged, find_checkpoints, read_manifest
 from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import goal_reached
@@ -36,7 +36,7 @@ def manifest_at_the_end(directory: Path, stage: StageConfig) -> dict[str, Any] |
 
     That is the step `train.steps`, or one whose evaluation has reached a goal of `train.stop_at`.
     """
-    saved = complete_checkpoints(directory)
+    saved = find_checkpoints(directory)
     if not saved:
         return None
     manifest = read_manifest(saved[-1], stage.model)
@@ -54,7 +54,7 @@ def _to_be_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
     reads = False
     for name, stage in config.stages.items():
         directory = output_dir / "checkpoints" / name
-        saved = complete_checkpoints(directory)
+        saved = find_checkpoints(directory)
         finished = saved and manifest_at_the_end(directory, stage) is not None
         if not finished and not reads and begins_with is not None:
             yield begins_with
@@ -77,7 +77,7 @@ def with_remedy(error: Damaged, damaged: Path, config: RunConfig, check: Callabl
         check: Raises ConfigError for a damaged checkpoint.
     """
     policys = damaged.parent.with_name(damaged.parent.name.removesuffix(".critic"))
-    before = [path for path in complete_checkpoints(policys) if path.name < damaged.name]
+    before = [path for path in find_checkpoints(policys) if path.name < damaged.name]
     good = next((path for path in reversed(before) if _is_whole(path, check)), None)
     return Damaged(f"{error}: {_remedy(damaged, good, config)}")
 

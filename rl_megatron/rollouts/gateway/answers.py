@@ -149,7 +149,7 @@ def _text_end(choices: Choices, turn: AnsweredTurn, tokenizer: Tokenizer) -> dic
 
 def _tokens_with_logprobs(turn: AnsweredTurn, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     completion = turn.completion
-    texts = tokenizer.token_texts(completion.ids)
+    texts = tokenizer.decode_tokens(completion.ids)
     return [
         {
             "token": text,

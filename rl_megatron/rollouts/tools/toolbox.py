@@ -14,7 +14,7 @@ from rl_megatron.config.environments import ToolsConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.import_strings import is_import_string, load_object
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.data.chat_template import ChatTemplate, configured_template
+from rl_megatron.data.chat_template import ChatTemplate, load_template
 from rl_megatron.data.conversations import Message
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rollouts.host_pool import HostedCallFailed, HostLimits, HostLost, ProcessHosts
@@ -148,7 +148,7 @@ def check_tools(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """
     tools = configured_tools(stage.rollout.tools)
     if tools is not None and stage.data.format != "auto":
-        tools.parser(configured_template(stage.data, tokenizer) if stage.data.format == "chat" else None)
+        tools.parser(load_template(stage.data, tokenizer) if stage.data.format == "chat" else None)
 
 
 def configured_tools(settings: ToolsConfig) -> Tools | None:

@@ -10,7 +10,7 @@ from rl_megatron.algorithms.on_policy_distillation import on_policy_distillation
 from rl_megatron.algorithms.teachers import Teachers
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.data import stage_loader, training_data
+from rl_megatron.data import training_data
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.timing import use_timer
 from tests.unit.algorithms.fakes import (
@@ -36,8 +36,7 @@ def collecting(monkeypatch):
         config = load_config(
             ["algorithm=grpo", "algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}", *overrides]
         ).first
-        for module in (training_data, stage_loader):
-            monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
+        monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo()))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
         _, _, sampler = sampling(config, engine, ScoredHere(Echo()))
         return sampler.collect, engine
@@ -147,8 +146,7 @@ def policy_with_a_reference():
 def test_the_kl_in_the_reward_is_recorded(monkeypatch):
     overrides = ["algorithm=grpo", "algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=2"]
     overrides += ["algorithm.advantage_estimator=reinforce_plus_plus", "loss.use_kl_in_reward=true"]
-    for module in (training_data, stage_loader):
-        monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
+    monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo()))
     records = []
     config = load_config([*overrides, "loss.reference_policy_kl_type=k1"]).first
     loop, policy, sampler = sampling(
@@ -169,8 +167,7 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
 
 @pytest.mark.parametrize("name", ["grpo", "on_policy_distillation"])
 def test_the_engine_releases_its_memory_before_the_policy_learns(monkeypatch, name):
-    for module in (training_data, stage_loader):
-        monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
+    monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo()))
     teachers = SimpleNamespace(reads_whole=lambda loss_fn: None, with_topk=lambda batch, loss_fn: batch)
     monkeypatch.setattr(Teachers, "of", lambda *arguments: teachers)
     done, sizes = [], ["algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}"]

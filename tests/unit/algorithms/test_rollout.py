@@ -20,7 +20,7 @@ from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.data import stage_loader, training_data
+from rl_megatron.data import training_data
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.losses import build_loss
@@ -46,8 +46,7 @@ def rollouts_of(monkeypatch):
         config = load_config(
             ["algorithm=grpo", f"algorithm.prompts_per_step={len(answers)}", f"algorithm.samples_per_prompt={size}"]
         ).first
-        for module in (training_data, stage_loader):
-            monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo(tuple(answers))))
+        monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo(tuple(answers))))
         monkeypatch.setattr(ShuffledEpochs, "items", lambda self, start, count: list(range(count)))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
         _, _, sampler = sampling(config, engine, ScoredHere(Echo()))

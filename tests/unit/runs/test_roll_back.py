@@ -20,8 +20,8 @@ def run(monkeypatch, tmp_path):
     It returns the batches of the steps that remained.
     """
     saved = []
-    monkeypatch.setattr(roll_back_module, "complete_checkpoints", lambda directory: saved)
-    monkeypatch.setattr(roll_back_module, "manifest_of", lambda step: {"step": step})
+    monkeypatch.setattr(roll_back_module, "find_checkpoints", lambda directory: saved)
+    monkeypatch.setattr(roll_back_module, "read_manifest_alone", lambda step: {"step": step})
 
     def run(fails, **train):
         batches = {}

@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from rl_megatron.checkpoint.directory import Damaged, name_of, publish, read_manifest
+from rl_megatron.checkpoint.directory import Damaged, name_checkpoint, publish, read_manifest
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.runs import verify
@@ -16,7 +16,7 @@ def save(directory, step, model):
     partial = directory / f"step-{step:06d}.incomplete"
     partial.mkdir(parents=True)
     (partial / "weights").write_text("12345")
-    final = directory / name_of(step)
+    final = directory / name_checkpoint(step)
     publish(partial, final, {"step": step, "model": asdict(model)})
     return final
 
