@@ -26,10 +26,10 @@ _RECORD = "RL_MEGATRON_RECORDED_TOKENS"  # the file that a process of `rl-megatr
 
 def record_tokens(path: Path) -> None:
     """Let this process record the tokens of an evaluation, and the distance of every random number from a boundary."""
-    from rl_megatron.generation import embedded_replica
+    from rl_megatron.generation import embedded
     from rl_megatron.rollouts.scored import ScoredRollouts
 
-    make, sample = ScoredRollouts.make, embedded_replica.sample
+    make, sample = ScoredRollouts.make, embedded.sample
     completions: list[list[int]] = []
     distances: dict[float, float] = {}
 
@@ -48,7 +48,7 @@ def record_tokens(path: Path) -> None:
             distances.update(zip(uniforms.tolist(), nearest.tolist(), strict=True))
         return ids, logprobs
 
-    ScoredRollouts.make, embedded_replica.sample = recorded, measured  # type: ignore[assignment]
+    ScoredRollouts.make, embedded.sample = recorded, measured  # type: ignore[assignment]
 
 
 def evaluate(checkpoint: Path, layout: tuple[str, ...], arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
@@ -67,17 +67,17 @@ def evaluate(checkpoint: Path, layout: tuple[str, ...], arguments: argparse.Name
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[int, int, float]]:
     """Return (completion, token, distance) of the first difference of every completion that differs."""
     from rl_megatron.evaluation.sets import SEED
-    from rl_megatron.generation.completions import request_seed, request_uniforms, requests_of
     from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK
     from rl_megatron.generation.interfaces import Sampling
+    from rl_megatron.generation.requests import derive_seed, draw_uniforms, make_requests
 
     distances, found = dict(map(tuple, one["distances"])), []
     for number, (mine, theirs) in enumerate(zip(one["completions"], other["completions"], strict=True)):
         if mine != theirs:
             token = next(at for at in range(len(mine)) if mine[: at + 1] != theirs[: at + 1])
             block, place = divmod(number, COMPLETIONS_PER_BLOCK)
-            request = requests_of([()] * (place + 1), Sampling(1), request_seed(SEED, block))[place]
-            uniform = request_uniforms([request], token + 1)[0, token].item()
+            request = make_requests([()] * (place + 1), Sampling(1), derive_seed(SEED, block))[place]
+            uniform = draw_uniforms([request], token + 1)[0, token].item()
             found.append((number, token, distances[uniform]))
     return found
 

@@ -37,9 +37,9 @@ from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.generation.completion_batch import generate
-from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
+from rl_megatron.generation.requests import make_requests
 from rl_megatron.generation.transformers.model import checkpoint_tensors
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
@@ -91,7 +91,7 @@ def of_engine(engine: RolloutEngine, prompts: list[list[int]], tokens: int) -> C
         lengths = lengths_of(mode, len(prompts), tokens)
         requests = [
             replace(request, sampling=Sampling(length))
-            for request, length in zip(requests_of(prompts, Sampling(tokens), number), lengths, strict=True)
+            for request, length in zip(make_requests(prompts, Sampling(tokens), number), lengths, strict=True)
         ]
         return [len(completion.ids) for completion in engine.complete(requests)]
 

@@ -43,7 +43,7 @@ from torch import Tensor
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.weight_sync.buckets import RefitPlan, TensorSpec
-from rl_megatron.weight_sync.ipc import opened
+from rl_megatron.weight_sync.ipc import open_handle
 from rl_megatron.weight_sync.process_group import StandaloneGroup
 from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 
@@ -96,7 +96,7 @@ def engine(connection: Connection, port: int) -> None:
         elif way == "shared memory":
             receiver.begin(version)
             for handle in iter(connection.recv, None):
-                with opened(handle) as words:
+                with open_handle(handle) as words:
                     receiver.accept(handle.bucket_index, words)
                 connection.send("taken")
             receiver.finish()

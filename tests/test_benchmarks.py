@@ -40,8 +40,8 @@ from benchmarks.gpu_check import __main__ as gpu_check_command
 from benchmarks.gpu_check import bundle as gpu_bundle
 from benchmarks.grpo_sides import PHASES, Step
 from benchmarks.logprobs import __main__ as logprobs_command
-from rl_megatron.generation.completions import request_seed, request_uniforms, requests_of
 from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.requests import derive_seed, draw_uniforms, make_requests
 from tests.docs.forked import Fork
 from tests.unit.data.shared_data import shared
 
@@ -205,8 +205,8 @@ def test_the_benchmark_of_distillation_reports_when_a_student_is_near_its_teache
 
 
 def test_completions_that_differ_are_listed_with_how_near_the_other_token_was():
-    request = requests_of([(), ()], Sampling(3), request_seed(0, 0))[1]
-    uniforms = request_uniforms([request], 3)[0].tolist()
+    request = make_requests([(), ()], Sampling(3), derive_seed(0, 0))[1]
+    uniforms = draw_uniforms([request], 3)[0].tolist()
     one = {"completions": [[5, 6], [7, 8, 9]], "distances": list(zip(uniforms, (0.5, 0.25, 3e-6), strict=True))}
     assert eval_layouts.differences(one, {"completions": [[5, 6], [7, 8, 4]]}) == [(1, 2, 3e-6)]
     assert eval_layouts.differences(one, {"completions": [[5, 6], [7]]}) == [(1, 1, 0.25)]

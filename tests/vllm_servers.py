@@ -13,7 +13,7 @@ from rl_megatron.config.generation import GenerationConfig, VllmConfig
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.generation.servers.process import LocalServers
-from rl_megatron.generation.vllm.engine import vllm_dialect
+from rl_megatron.generation.vllm.engine import make_vllm_dialect
 from rl_megatron.model.families import family_of_model
 from rl_megatron.weight_sync.buckets import RefitPlan
 
@@ -40,7 +40,7 @@ def local_server(directory: Path, **keys) -> LocalServers:
     """Return a server on this machine's CPU, for the process that tests run in; nothing is started yet."""
     model, settings = model_of_runs(), VllmConfig(python=str(PYTHON), **keys)
     plan = RefitPlan(family_of_model(model, NUM_TOKENS).write_config(model, NUM_TOKENS) | {"dtype": "float32"}, 1, ())
-    dialect = vllm_dialect(
+    dialect = make_vllm_dialect(
         GenerationConfig(engine="vllm", vllm=settings), model.max_sequence_length, torch.device("cpu")
     )
     return LocalServers(1, dialect, settings, plan, (), directory / "server")

@@ -88,8 +88,8 @@ def measure(case: Case) -> OfRank:
 def _send_weights(policy: MegatronPolicy, bucket_bytes: int) -> None:
     """Fill the buckets of a weight sync and sum them over the ranks, two buckets at a time."""
     policy.offload_before_refit()
-    exporter = policy.weights.exporter(bucket_bytes)
-    buffers = [exporter.new_buffer() for _ in exporter.plan.buckets[:2]]
+    exporter = policy.weights.get_exporter(bucket_bytes)
+    buffers = [exporter.allocate_buffer() for _ in exporter.plan.buckets[:2]]
     for index in range(len(exporter.plan.buckets)):
         dist.all_reduce(exporter.fill(index, buffers[index % len(buffers)]))
 

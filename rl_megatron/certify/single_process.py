@@ -21,7 +21,7 @@ from rl_megatron.config.loading.registry import import_plugins
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
-from rl_megatron.workers.child_process import environment_of_a_child
+from rl_megatron.workers.child_process import build_child_environment
 
 
 def run_in_one_process(workload: Workload, device: str = "auto") -> dict[str, Measurement]:
@@ -44,7 +44,7 @@ class Reference:
             plugins: Modules that the process imports, because the workload may use their losses.
         """
         self._result = directory / "reference.pt"
-        environment = environment_of_a_child()
+        environment = build_child_environment()
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # so that the plugins are found
         command = [sys.executable, "-m", __name__, str(self._result)]
         self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE)

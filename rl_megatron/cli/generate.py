@@ -105,7 +105,7 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedGeneratio
     }
     output = CompletionsFile(Path(options.output), settings)
     if log.is_main_rank():
-        output.num_lines()
+        output.count_lines()
     return PreparedGeneration(stage, weights, tokenizer, prompts, output)
 
 

@@ -25,7 +25,7 @@ from rl_megatron.evaluation.sets import COMPLETIONS_PER_BLOCK, EvalSet, ScoredCo
 from rl_megatron.generation.completions_file import CompletionsFile
 from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.interfaces import RolloutEngine
-from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.rollouts.build import build_runner
 from rl_megatron.rollouts.runner import RolloutRunner
 from rl_megatron.topology import degrees
@@ -89,7 +89,7 @@ def _evaluate_weights(job: EvalJob, opened: list[_SetFile]) -> None:
     left = [(one, number) for one, number in zip(opened, done, strict=True)]
     left = [(one, number) for one, number in left if number < one.eval_set.num_completions]
     if left:
-        sampling = stage_sampling(stage, job.tokenizer)
+        sampling = make_sampling(stage, job.tokenizer)
         runner = build_runner(stage, job.tokenizer, layout)
         try:
             with load_engine(stage, job.weights, job.tokenizer, layout, job.output, sampling) as engine:

@@ -24,12 +24,12 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.prompt_files import FilePrompt, FilePrompts
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.completion_batch import generate
-from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK, CompletionsFile
 from rl_megatron.generation.engines import build_engine, check_engine
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.logprob_check import LIMITS, LogprobCheck
-from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.requests import derive_seed
+from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.topology import degrees
 from rl_megatron.topology.ranks import Ranks, leave_together
@@ -72,7 +72,7 @@ class CompletionJob:
         return self.prompts.prompts[prompt], sample
 
     def sampling(self) -> Sampling:
-        return stage_sampling(self.stage, self.tokenizer, self.greedy, self.prompts.end_of_turn_ids)
+        return make_sampling(self.stage, self.tokenizer, self.greedy, self.prompts.end_of_turn_ids)
 
 
 def complete_prompts(job: CompletionJob) -> int:
@@ -163,7 +163,7 @@ def _generate(job: CompletionJob, sampling: Sampling, engine: RolloutEngine, don
             numbers = range(block * COMPLETIONS_PER_BLOCK, min((block + 1) * COMPLETIONS_PER_BLOCK, total))
             show(numbers.start, len(numbers))
             prompts = [list(job.locate(number)[0].ids) for number in numbers]
-            rollouts = generate(engine, prompts, sampling, request_seed(job.seed, block))
+            rollouts = generate(engine, prompts, sampling, derive_seed(job.seed, block))
             failure = ranks.try_on_rank0(
                 lambda n=numbers, r=rollouts, d=done: job.output.append(_build_lines(job, n, r, d))
             )

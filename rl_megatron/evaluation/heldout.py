@@ -23,7 +23,7 @@ from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import encode_prompts
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
-from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.losses.registry import configured_loss
@@ -215,7 +215,7 @@ class HeldoutProblems(Evaluation):
     @classmethod
     def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
         encoded = encode_prompts(stage, heldout.problems, build_source(stage).renderer(tokenizer))
-        sampling = stage_sampling(stage, tokenizer, greedy=True, end_of_turn_ids=encoded.end_of_turn_ids)
+        sampling = make_sampling(stage, tokenizer, greedy=True, end_of_turn_ids=encoded.end_of_turn_ids)
         (metric,) = cls.metric_names(stage, has_reference=False)
         return cls(encoded.prompts, tokenizer, sampling, metric)
 

@@ -19,9 +19,9 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import encode_prompts
 from rl_megatron.evaluation.results import ProblemResult, read_start_values, results_file, write_results
 from rl_megatron.evaluation.statistics import ProblemSamples, compute_problem_values, compute_set_metrics
-from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
-from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.requests import derive_seed
+from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.runner import RolloutRunner
@@ -73,7 +73,7 @@ class EvalSet:
         self._problems: SetProblems = read_set_problems(stage, config)
         encoded = encode_prompts(of_set, self._problems.problems, build_source(of_set).renderer(tokenizer))
         self._prompts: Sequence[EncodedPrompt] = encoded.prompts
-        self._sampling: Sampling = stage_sampling(of_set, tokenizer, end_of_turn_ids=encoded.end_of_turn_ids)
+        self._sampling: Sampling = make_sampling(of_set, tokenizer, end_of_turn_ids=encoded.end_of_turn_ids)
         of_ranks = None if models is None else models.load(of_set.reward)
         self.scorer = Scorer(of_set.reward, lambda: self._problems.task, ranks, models=of_ranks)
         self.digest = _compute_digest(self._prompts, of_set, config)
@@ -90,7 +90,7 @@ class EvalSet:
         numbers = range(block * COMPLETIONS_PER_BLOCK, min((block + 1) * COMPLETIONS_PER_BLOCK, total))
         prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
         rollouts = ScoredRollouts(runner, self.scorer, self._tokenizer)
-        scored = rollouts.make(engine, prompts, self._sampling, request_seed(SEED, block))
+        scored = rollouts.make(engine, prompts, self._sampling, derive_seed(SEED, block))
         return runner.ranks.share(lambda: self._read_completions(scored))
 
     def _read_completions(self, scored: Scored | None) -> ScoredCompletions:

@@ -14,7 +14,6 @@ from torch import Tensor
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.interfaces import (
     Completion,
     EngineFailed,
@@ -22,17 +21,13 @@ from rl_megatron.generation.interfaces import (
     RolloutEngine,
     Sampling,
 )
+from rl_megatron.generation.requests import make_requests
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.metrics import NonFiniteLoss
 
 
 def check_requests(requests: Iterable[Request], max_sequence_length: int, vocab_size: int) -> None:
     """Check that the prompts and their completions fit the model.
-
-    Args:
-        requests: The requests.
-        max_sequence_length: Tokens of the longest sequence that the model takes.
-        vocab_size: The number of valid token ids.
 
     Raises:
         ConfigError: A prompt is empty or has a token that the vocabulary does not have, or prompt and `max_new_tokens`
@@ -86,13 +81,13 @@ def generate(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling
 
     Raises:
         ConfigError: A prompt is empty, or too long for `max_new_tokens`.
-        EngineFailed: The engine does not serve the policy's current weights, or cannot go on.
+        EngineFailed: The engine does not serve the policy's current weights, or cannot continue.
         NonFiniteLoss: Logits are NaN or infinite.
     """
     ranks = Ranks.detect()
-    own = engine.complete(requests_of(prompts, sampling, seed) if ranks.leads else ())
-    completions = ranks.share(lambda: own)
-    return sequence_batch(
+    on_rank0 = engine.complete(make_requests(prompts, sampling, seed) if ranks.leads else ())
+    completions = ranks.share(lambda: on_rank0)
+    return make_completion_batch(
         [
             SampledSequence([*prompt, *completion.ids], ((len(prompt), completion),), sampling)
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -106,8 +101,8 @@ class SampledSequence:
 
     Attributes:
         ids: All token ids.
-        completions: The index of the first token of each completion, in order, with the completion. Behind the first
-            one, tokens between them are not sampled.
+        completions: The index of the first token of each completion, in order, with the completion. Tokens between
+            completions are not sampled.
         sampling: How the completions were sampled.
     """
 
@@ -121,7 +116,7 @@ class SampledSequence:
         return self.completions[0][0] if self.completions else len(self.ids)
 
 
-def sequence_batch(sequences: Sequence[SampledSequence]) -> BatchedDataDict:
+def make_completion_batch(sequences: Sequence[SampledSequence]) -> BatchedDataDict:
     """Return sequences with their completions as a batch with the keys of `generate`, on the CPU.
 
     `stopped` is that of the last completion of a sequence.
@@ -136,23 +131,23 @@ def sequence_batch(sequences: Sequence[SampledSequence]) -> BatchedDataDict:
     lengths = torch.tensor([len(sequence.ids) for sequence in sequences])
     columns = torch.arange(int(lengths.max()))
     mask = np.zeros((len(sequences), len(columns)), dtype=bool)
-    for place, sequence in enumerate(sequences):
+    for index, sequence in enumerate(sequences):
         for start, completion in sequence.completions:
-            mask[place, start : start + len(completion.ids)] = True
+            mask[index, start : start + len(completion.ids)] = True
     sampled = torch.from_numpy(mask)
     completions = [completion for sequence in sequences for _, completion in sequence.completions]
-    logprobs = _flat((completion.logprobs for completion in completions), torch.float32)
+    logprobs = _concatenate((completion.logprobs for completion in completions), torch.float32)
     if logprobs.isnan().any():
         numbers = [number for one in completions for number, value in enumerate(one.logprobs, 1) if math.isnan(value)]
         raise NonFiniteLoss(f"the model's logits are NaN or infinite at token {min(numbers)} of a completion")
 
     input_ids = torch.zeros(sampled.shape, dtype=torch.long)
-    input_ids[columns < lengths[:, None]] = _flat((sequence.ids for sequence in sequences), torch.long)
+    input_ids[columns < lengths[:, None]] = _concatenate((sequence.ids for sequence in sequences), torch.long)
     token_weight_versions = torch.full(sampled.shape, -1)
-    token_weight_versions[sampled] = _versions(completions)
+    token_weight_versions[sampled] = _expand_versions(completions)
     oldest = token_weight_versions.masked_fill(~sampled, torch.iinfo(torch.long).max).amin(1)
-    experts = _routed_experts(sequences, len(columns))
-    each = [sequence.sampling for sequence in sequences]
+    experts = _gather_experts(sequences, len(columns))
+    samplings = [sequence.sampling for sequence in sequences]
     return BatchedDataDict(
         {
             "input_ids": input_ids,
@@ -161,9 +156,9 @@ def sequence_batch(sequences: Sequence[SampledSequence]) -> BatchedDataDict:
             "token_mask": sampled.float(),
             "sample_mask": torch.ones(len(sequences)),
             "generation_logprobs": torch.zeros(sampled.shape).masked_scatter_(sampled, logprobs),
-            "temperature": torch.tensor([float(sampling.temperature or 1.0) for sampling in each]),
-            "top_k": torch.tensor([sampling.top_k for sampling in each]),
-            "top_p": torch.tensor([float(sampling.top_p) for sampling in each]),
+            "temperature": torch.tensor([float(sampling.temperature or 1.0) for sampling in samplings]),
+            "top_k": torch.tensor([sampling.top_k for sampling in samplings]),
+            "top_p": torch.tensor([float(sampling.top_p) for sampling in samplings]),
             "token_weight_versions": token_weight_versions,
             "weight_version": torch.where(sampled.any(1), oldest, -1),
             "stopped": torch.tensor(
@@ -174,39 +169,40 @@ def sequence_batch(sequences: Sequence[SampledSequence]) -> BatchedDataDict:
     )
 
 
-def _routed_experts(sequences: Sequence[SampledSequence], width: int) -> Tensor | None:
+def _gather_experts(sequences: Sequence[SampledSequence], width: int) -> Tensor | None:
     """Return the experts of every token, [B, width, layers, k] int16, or None if no completion has any.
 
     The tokens from one completion to the next have the experts with which the model read them for the latter.
     """
     recorded = (completion.routed_experts for one in sequences for _, completion in one.completions)
-    first = next((each for each in recorded if each is not None), None)
+    first = next((experts for experts in recorded if experts is not None), None)
     if first is None:
         return None
     experts = torch.full((len(sequences), width, *first.shape[1:]), UNKNOWN_EXPERT, dtype=torch.int16)
-    for place, sequence in enumerate(sequences):
-        behind = 0
+    for index, sequence in enumerate(sequences):
+        begin = 0
         for start, completion in sequence.completions:
-            each, end = completion.routed_experts, start + len(completion.ids) - 1
-            if each is None and completion.reason == "abort":
+            chosen, end = completion.routed_experts, start + len(completion.ids) - 1
+            if chosen is None and completion.reason == "abort":
                 continue  # it was aborted before the model had read it
-            if each is None or tuple(each.shape) != (end, *first.shape[1:]):
+            if chosen is None or tuple(chosen.shape) != (end, *first.shape[1:]):
+                shape = None if chosen is None else tuple(chosen.shape)
                 raise EngineFailed(
-                    f"request {completion.request_id}: routed experts have shape "
-                    f"{None if each is None else tuple(each.shape)}, but its tokens ask for {(end, *first.shape[1:])}"
+                    f"request {completion.request_id}: routed experts have shape {shape}, but its tokens ask for "
+                    f"{(end, *first.shape[1:])}"
                 )
-            experts[place, behind:end] = each[behind:].to(torch.int16)
-            behind = end
+            experts[index, begin:end] = chosen[begin:].to(torch.int16)
+            begin = end
     return experts
 
 
-def _flat(sequences: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
+def _concatenate(sequences: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
     """Return the numbers of all sequences, one sequence after the other."""
     kind = np.float64 if dtype.is_floating_point else np.int64
     return torch.from_numpy(np.fromiter(chain.from_iterable(sequences), kind)).to(dtype)
 
 
-def _versions(completions: Sequence[Completion]) -> Tensor:
+def _expand_versions(completions: Sequence[Completion]) -> Tensor:
     """Return the version of the weights of every token, one completion after the other."""
     spans = [(span.version, span.end - span.start) for completion in completions for span in completion.versions]
     versions, lengths = torch.tensor(spans, dtype=torch.long).view(-1, 2).unbind(1)

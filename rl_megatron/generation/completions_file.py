@@ -1,4 +1,4 @@
-"""A file of completions as JSON lines, which a command that was killed goes on with. This module needs no torch."""
+"""A file of completions as JSON lines, which a restarted command continues. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -21,24 +21,21 @@ _BYTES_READ = 1 << 20
 class CompletionsFile:
     """The lines of completions that were written, one for each, in order, and the settings that they depend on.
 
-    The settings lie beside the file, so that a command with other settings does not go on with its lines.
-
-    Args:
-        path: The file.
-        settings: Everything that the completions depend on, as JSON values.
+    The settings lie beside the file, so that a command with other settings does not continue it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]):
+        """Keep the path, and everything that the completions depend on, as JSON values."""
         self.path = path
         self.settings_path = path.with_name(path.name + SETTINGS_SUFFIX)
         self._settings = json.loads(json.dumps(settings))
         self._file: IO[bytes] | None = None
 
-    def num_lines(self) -> int:
+    def count_lines(self) -> int:
         """Return how many complete lines the file has; 0 if there is no file.
 
         Raises:
-            ConfigError: The file cannot be written, was made with other settings, or is no file of completions.
+            ConfigError: The file cannot be written, was made with other settings, or has no settings beside it.
         """
         check_output(self.path)
         if not self.path.exists():
@@ -48,15 +45,15 @@ class CompletionsFile:
             return sum(block.count(b"\n") for block in iter(lambda: file.read(_BYTES_READ), b""))
 
     def open(self) -> int:
-        """Open the file behind its last complete line, and return how many lines it has.
+        """Open the file after its last complete line, and return how many lines it has.
 
         An incomplete line at its end, which a killed command may leave, is removed.
 
         Raises:
-            ConfigError: See `num_lines`; or another process writes to the file.
+            ConfigError: See `count_lines`; or another process writes to the file.
             OSError: The file cannot be written.
         """
-        num_lines = self.num_lines()
+        num_lines = self.count_lines()
         if not self.path.exists():
             self._write_settings()
         self._file = self.path.open("ab+")
@@ -64,31 +61,22 @@ class CompletionsFile:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"--output {self.path}: another process writes to it; choose another file") from error
-        self._file.truncate(_end_of_last_line(self._file))
+        self._file.truncate(_find_end_of_lines(self._file))
         return num_lines
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Write lines, and sync them to the disk.
-
-        Raises:
-            OSError: They cannot be written.
-        """
+        """Write lines, and sync them to the disk."""
         assert self._file is not None  # `open` was called
         self._file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the complete lines of the file.
-
-        Raises:
-            OSError: They cannot be read.
-        """
+        """Return the complete lines of the file."""
         with self.path.open(encoding="utf-8", newline="\n") as file:  # a text may have other ends of lines
             return [json.loads(line) for line in file]
 
     def close(self) -> None:
-        """Close the file, if it is open."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -98,28 +86,24 @@ class CompletionsFile:
 
     def _refuse_other_settings(self) -> None:
         try:
-            before = json.loads(self.settings_path.read_text("utf-8"))
+            earlier = json.loads(self.settings_path.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--output {self.path} exists, and {self.settings_path.name} beside it cannot be read, so it is not "
                 "known what it was made with; choose another file, or delete it"
             ) from error
-        changed = [key for key in self._settings if before.get(key) != self._settings[key]]
+        changed = [key for key in self._settings if earlier.get(key) != self._settings[key]]
         if changed:
             key = changed[0]
             raise ConfigError(
-                f"--output {self.path} has completions of other settings ({key}: {before.get(key)} → "
-                f"{self._settings[key]}); choose another file, delete it to begin anew, or repeat the settings of "
-                f"{self.settings_path.name} to go on"
+                f"--output {self.path} has completions of other settings ({key}: {earlier.get(key)} → "
+                f"{self._settings[key]}); choose another file, delete it to start over, or repeat the settings of "
+                f"{self.settings_path.name} to continue"
             )
 
 
 def check_output(path: Path) -> None:
-    """Check that a file can be written.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Raise ConfigError if a file cannot be written."""
     directory = path.absolute().parent
     if path.is_dir() or not directory.is_dir():
         why = "is a directory" if path.is_dir() else "lies in a directory that does not exist"
@@ -128,14 +112,14 @@ def check_output(path: Path) -> None:
         raise ConfigError(f"--output {path} cannot be written: permission denied; choose another file")
 
 
-def _end_of_last_line(file: IO[bytes]) -> int:
+def _find_end_of_lines(file: IO[bytes]) -> int:
     """Return the size of a file up to its last line break."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - _BYTES_READ)
         file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        line_break = file.read(end - start).rfind(b"\n")
+        if line_break >= 0:
+            return start + line_break + 1
         end = start
     return 0

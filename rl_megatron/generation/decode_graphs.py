@@ -33,7 +33,7 @@ def _capture_stream() -> torch.cuda.Stream:
 
 
 class CudaRecorder:
-    """It captures a step in a CUDA graph. All graphs share their memory, because no two run at the same time."""
+    """A recorder of steps as CUDA graphs. All graphs share their memory, because no two run at the same time."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None):
         self._stream, self._pool = stream or _capture_stream(), torch.cuda.graph_pool_handle()
@@ -49,12 +49,12 @@ class CudaRecorder:
             try:
                 step()
             except BaseException:
-                with suppress(RuntimeError):  # what the step did may have ended the capture
+                with suppress(RuntimeError):  # the step may have ended the capture
                     self._end(graph)
                 raise
             self._end(graph)
         torch.cuda.current_stream().wait_stream(stream)
-        self._latest = graph  # torch refuses to capture in memory that was shared and whose graphs are all gone
+        self._latest = graph  # torch refuses to capture in shared memory whose graphs were all deleted
         return graph
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -70,18 +70,18 @@ class CudaRecorder:
 class DecodeGraphs:
     """The graphs of a decoder's steps.
 
-    A graph reads and writes the memory that its step used. So all are dropped if a tensor that outlives the step is
-    elsewhere than before. A step runs once before it is recorded: some kernels are compiled or loaded by their first
-    call, which a capture does not allow.
+    A graph reads and writes the memory that its step used. So all are dropped if a tensor that outlives the step has
+    moved. A step runs once before it is recorded: the first call compiles or loads some kernels, which a capture does
+    not allow.
     """
 
     def __init__(self, record: Callable[[Callable[[], None]], Graph], most_graphs: int = _MOST_GRAPHS):
         """Begin without graphs.
 
         Args:
-            record: Returns the graph of a step without running it. It may raise RuntimeError; then all later steps run
-                as they are.
-            most_graphs: The number of graphs that are kept; the one that was not used for longest is dropped.
+            record: Returns the graph of a step without running it. If it raises RuntimeError, no later step is
+                recorded.
+            most_graphs: The number of graphs that are kept; the least recently used one is dropped.
         """
         self._record: Callable[[Callable[[], None]], Graph] | None = record
         self._most_graphs = most_graphs
@@ -96,24 +96,22 @@ class DecodeGraphs:
             self._addresses = addresses
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
-        """Run a step, or replay its graph.
+        """Run a step, or replay its graph. A step changes nothing on the host, and does not wait for the device.
 
-        Args:
-            key: What the step depends on, besides the tensors of `follow`.
-            step: It changes nothing on the host, and does not wait for the device.
+        The key has all that the step depends on besides the tensors of `follow`.
         """
         if self._record is None or key not in self._graphs:
             step()
             self._graphs[key] = None
         else:
-            graph = self._graphs[key] or self._recorded(self._record, step)
+            graph = self._graphs[key] or self._record_step(self._record, step)
             self._graphs[key] = graph
             (step if graph is None else graph.replay)()
         self._graphs.move_to_end(key)
         if len(self._graphs) > self._most_graphs:
             self._graphs.popitem(last=False)
 
-    def _recorded(self, record: Callable[[Callable[[], None]], Graph], step: Callable[[], None]) -> Graph | None:
+    def _record_step(self, record: Callable[[Callable[[], None]], Graph], step: Callable[[], None]) -> Graph | None:
         try:
             return record(step)
         except RuntimeError as error:
@@ -123,12 +121,10 @@ class DecodeGraphs:
             return None
 
 
-def graphs_for(replica: Replica, mode: CudaGraphs) -> DecodeGraphs | None:
-    """Return what records the decoding steps of a replica, or None if they are not recorded.
+def make_graphs(replica: Replica, mode: CudaGraphs) -> DecodeGraphs | None:
+    """Make the graphs of a replica's decoding steps; None if `generation.cuda_graphs` or the model does not allow them.
 
-    Args:
-        replica: The model. If it cannot be captured on a GPU, the reason is logged once.
-        mode: The value of `generation.cuda_graphs`.
+    The reason why a model on a GPU cannot be captured is logged once.
     """
     if mode == "off" or replica.device.type != "cuda":
         return None

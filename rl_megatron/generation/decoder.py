@@ -12,14 +12,14 @@ from torch import Tensor
 
 from rl_megatron.generation.decode_graphs import DecodeGraphs
 from rl_megatron.generation.interfaces import Completion, Sampling
-from rl_megatron.generation.ongoing import Ongoing
 from rl_megatron.generation.replica import Replica
+from rl_megatron.generation.requests import PartialCompletion
 from rl_megatron.generation.slots import Slots
 from rl_megatron.topology.transfer import send, to_host
 
 _WIDTH_STEP = 32  # widths of the cache are multiples of it, so that many steps have the same shapes
 # The same for captured steps. Capturing a step takes as long as dozens of replays, and reading columns without a token
-# is cheap beside reading the weights.
+# is cheap compared with reading the weights.
 _CAPTURED_WIDTH_STEP = 256
 _BATCH_STEP = 8  # the same for the number of slots on a GPU, where unused slots cost little
 PROMPT_TOKENS = {"cpu": 2048, "cuda": 16384}  # read in one pass at most, padding included, unless one prompt is longer
@@ -43,26 +43,22 @@ class Decoder:
     def __init__(
         self, replica: Replica, max_slots: int, graphs: DecodeGraphs | None = None, steps_per_check: int | None = None
     ):
-        """Begin without sequences.
+        """Begin without sequences; at most `max_slots` will run at the same time.
 
-        Args:
-            replica: The model.
-            max_slots: The most sequences that run at the same time.
-            graphs: The captured steps, or None.
-            steps_per_check: After how many steps it looks for ended sequences, which waits for the device; None for 8
-                on a GPU and 1 on a CPU.
+        After every `steps_per_check` steps it looks for ended sequences, which waits for the device. None means 8 on a
+        GPU and 1 on a CPU.
         """
         self.replica, self.max_slots, self.device = replica, max_slots, replica.device
         self._steps_per_check = steps_per_check or (8 if replica.device.type == "cuda" else 1)
         self.graphs = graphs
         self.slots = Slots.empty(1, self.device)
-        self.cache = replica.new_cache(2, _WIDTH_STEP)  # the last slot is never read
-        self.waiting: list[Ongoing] = []
-        self.running: list[Ongoing] = []  # by slot
+        self.cache = replica.make_cache(2, _WIDTH_STEP)  # the last slot is never read
+        self.waiting: list[PartialCompletion] = []
+        self.running: list[PartialCompletion] = []  # by slot
         self._num_cached: list[int] = []  # cached tokens of each slot, at most
         self._num_searched: list[int] = []  # tokens of each slot that have been searched for stop strings
         self._by_sampling: list[tuple[Sampling, slice | Tensor]] | None = None
-        self._steps_left = 0  # until it is looked for ended sequences
+        self._steps_left = 0  # until the next look for ended sequences
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -71,8 +67,8 @@ class Decoder:
             self._follow_tensors()
             yield
 
-    def add(self, sequences: Sequence[Ongoing]) -> None:
-        """Let sequences wait for a slot, behind those that wait already."""
+    def add(self, sequences: Sequence[PartialCompletion]) -> None:
+        """Let sequences wait for a slot, after those that wait already."""
         self.waiting += sequences
 
     def advance(self) -> list[Completion] | None:
@@ -97,49 +93,51 @@ class Decoder:
 
     def abort(self, request_ids: Set[str]) -> list[Completion]:
         """End these sequences now, and return what they have."""
-        ended = [each for each in self.waiting if each.request.request_id in request_ids]
-        self.waiting = [each for each in self.waiting if each.request.request_id not in request_ids]
-        slots = [slot for slot, each in enumerate(self.running) if each.request.request_id in request_ids]
+        ended = [sequence for sequence in self.waiting if sequence.request.request_id in request_ids]
+        self.waiting = [sequence for sequence in self.waiting if sequence.request.request_id not in request_ids]
+        slots = [slot for slot, sequence in enumerate(self.running) if sequence.request.request_id in request_ids]
         if slots:
-            states = self._states()
+            states = self._read_states()
             self._read_out(slots, [states[slot].num_tokens for slot in slots])
         ended += self._vacate(slots)
-        return [each.completion("abort") for each in ended]
+        return [sequence.complete("abort") for sequence in ended]
 
-    def evict(self) -> tuple[list[Completion], list[Ongoing]]:
-        """Return the completions that ended, and all other sequences with what they have. None of them is held."""
+    def evict(self) -> tuple[list[Completion], list[PartialCompletion]]:
+        """Return the completions that ended, and all other sequences with what they have, and forget all of them."""
         ended, slots = self._remove_ended(), list(range(len(self.running)))
         if slots:
-            self._read_out(slots, [state.num_tokens for state in self._states()])
+            self._read_out(slots, [state.num_tokens for state in self._read_states()])
         sequences = self._vacate(slots) + self.waiting
         self.waiting, self._steps_left = [], 0
         return ended, sequences
 
-    def share_generated(self) -> float:
-        """Return the sum of the shares of their tokens that the running sequences have."""
+    def sum_shares(self) -> float:
+        """Sum the shares of their possible tokens that the running sequences have."""
         count = len(self.running)
         return float((self.slots.generated[:count] / self.slots.limit[:count]).sum())
 
     # --- prompts ---
 
-    def _take(self, free: int) -> list[Ongoing]:
+    def _take(self, free: int) -> list[PartialCompletion]:
         """Return the next waiting sequences: as many as there are slots, and as a pass may read tokens.
 
         Sequences of similar lengths are read together, because all are padded to the longest. Equal prompts are read
         once.
         """
-        self.waiting[:free] = sorted(self.waiting[:free], key=lambda each: (len(each.all_ids), each.all_ids))
+        self.waiting[:free] = sorted(
+            self.waiting[:free], key=lambda sequence: (len(sequence.all_ids), sequence.all_ids)
+        )
         limit = PROMPT_TOKENS[self.device.type]
-        taken, different = 0, set()
+        count, different = 0, set()
         for sequence in self.waiting[:free]:
             different.add(tuple(sequence.all_ids))
-            if taken and len(sequence.all_ids) * len(different) > limit:
+            if count and len(sequence.all_ids) * len(different) > limit:
                 break
-            taken += 1
-        sequences, self.waiting = self.waiting[:taken], self.waiting[taken:]
+            count += 1
+        sequences, self.waiting = self.waiting[:count], self.waiting[count:]
         return sequences
 
-    def _read_prompts(self, sequences: list[Ongoing]) -> None:
+    def _read_prompts(self, sequences: list[PartialCompletion]) -> None:
         """Give sequences slots, and cache all their tokens but the last, which the first decoding step reads."""
         first = len(self.running)
         self._make_space(sequences)
@@ -159,21 +157,21 @@ class Decoder:
                 return
             texts, slots = [(0,)], [self.cache.num_slots - 1]
         width = max(map(len, texts))
-        place = {text: index for index, text in enumerate(dict.fromkeys(texts))}
-        tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in place])
-        sources = torch.tensor([place[text] for text in texts])
-        lengths = torch.tensor([len(text) for text in place])
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in numbers])
+        sources = torch.tensor([numbers[text] for text in texts])
+        lengths = torch.tensor([len(text) for text in numbers])
         tokens, sources, at, lengths = send((tokens, sources, torch.tensor(slots), lengths), self.device)
         self.cache.write_prompts(at, sources, lengths)
         self.replica.read(tokens)
         self._follow_tensors()
 
-    def _make_space(self, sequences: list[Ongoing]) -> None:
+    def _make_space(self, sequences: list[PartialCompletion]) -> None:
         samplings = [sequence.request.sampling for sequence in sequences]
         num_slots = len(self.running) + len(sequences)
         num_tokens = max([self.slots.tokens.size(1), *(sampling.max_new_tokens for sampling in samplings)])
         num_stops = max([self.slots.stop_ids.size(1), *(len(sampling.stop_ids) for sampling in samplings)])
-        longest = max((len(each.all_ids) + each.tokens_left for each in sequences), default=1)
+        longest = max((len(sequence.all_ids) + sequence.tokens_left for sequence in sequences), default=1)
         rounded = min(-(-num_slots // _BATCH_STEP) * _BATCH_STEP, -(-self.max_slots // _BATCH_STEP) * _BATCH_STEP)
         count, capacity = len(self.slots.running), -(-longest // _WIDTH_STEP) * _WIDTH_STEP
         if rounded > count or num_tokens > self.slots.tokens.size(1) or num_stops > self.slots.stop_ids.size(1):
@@ -186,9 +184,9 @@ class Decoder:
 
     def _decode(self) -> None:
         """Generate one token of every running sequence. Nothing waits for the device."""
-        count, samplings = self._batch_size(), self._slots_by_sampling()
+        count, samplings = self._choose_batch_size(), self._group_by_sampling()
         step = _WIDTH_STEP if self.graphs is None else _CAPTURED_WIDTH_STEP
-        width = min(self._rounded(max(self._num_cached, default=0) + 1, step, 4), self.cache.capacity)
+        width = min(self._round_up(max(self._num_cached, default=0) + 1, step, 4), self.cache.capacity)
         if self.graphs is None or len(samplings) > 1:  # of several, each has a tensor of slots
             self._step(count, width)
         else:
@@ -196,20 +194,20 @@ class Decoder:
         self._num_cached = [cached + 1 for cached in self._num_cached]
 
     def _step(self, count: int, width: int) -> None:
-        """Generate a token of each of the first slots, reading so many columns. Only the device's state changes."""
+        """Generate a token of each of the first slots, and read `width` columns. Only the device's state changes."""
         positions = self.slots.position[:count]
         slots = torch.arange(count, device=self.device)
         self.cache.write_tokens(slots, positions, width)
-        logits = self.replica.logits(self.slots.next_token[:count], positions)
+        logits = self.replica.compute_logits(self.slots.next_token[:count], positions)
         self.slots.add(*self._draw(logits, count))
 
-    def _batch_size(self) -> int:
+    def _choose_batch_size(self) -> int:
         """Return how many slots a step computes: those that are used, rounded up on a GPU."""
         used = max(len(self.running), 1)
-        return used if self.device.type == "cpu" else min(self._rounded(used, _BATCH_STEP, 2), len(self.slots.running))
+        return used if self.device.type == "cpu" else min(self._round_up(used, _BATCH_STEP, 2), len(self.slots.running))
 
-    def _rounded(self, number: int, step: int, most: int) -> int:
-        """Return a number rounded up to a multiple of a step.
+    def _round_up(self, number: int, step: int, most: int) -> int:
+        """Round a number up to a multiple of a step.
 
         If steps are captured, there are at most `most` (2 or 4) results from a power of 2 to the next.
         """
@@ -226,66 +224,66 @@ class Decoder:
         """Return the next token of the first slots and its logprob, [count] each, on every rank of the replica."""
         drawn = torch.zeros(2, count, dtype=torch.float64, device=self.device)  # ids are exact in fp64
         if logits is not None:
-            uniforms = self.slots.next_uniforms(count)
-            for sampling, slots in self._slots_by_sampling():
+            uniforms = self.slots.get_next_uniforms(count)
+            for sampling, slots in self._group_by_sampling():
                 result = self.replica.sample(logits, uniforms, sampling)
-                for each, values in zip(drawn, result, strict=True):
-                    each[slots] = values[slots].double()
+                for target, values in zip(drawn, result, strict=True):
+                    target[slots] = values[slots].double()
         self.replica.share(drawn)
         return drawn[0].long(), drawn[1]
 
-    def _slots_by_sampling(self) -> list[tuple[Sampling, slice | Tensor]]:
+    def _group_by_sampling(self) -> list[tuple[Sampling, slice | Tensor]]:
         """Return the different ways in which running sequences are sampled, and the slots of each."""
         if self._by_sampling is None:
-            found: dict[tuple[float, int, float], list[int]] = {}
+            by_settings: dict[tuple[float, int, float], list[int]] = {}
             for slot, sequence in enumerate(self.running):
-                own = sequence.request.sampling
-                found.setdefault((own.temperature, own.top_k, own.top_p), []).append(slot)
-            places: list[slice | Tensor] = [slice(None)]
-            if len(found) > 1:
-                places[:] = send([torch.tensor(slots) for slots in found.values()], self.device)
-            samplings = [Sampling(1, *settings) for settings in found] or [Sampling(1)]
-            self._by_sampling = list(zip(samplings, places, strict=True))
+                sampling = sequence.request.sampling
+                by_settings.setdefault((sampling.temperature, sampling.top_k, sampling.top_p), []).append(slot)
+            selections: list[slice | Tensor] = [slice(None)]
+            if len(by_settings) > 1:
+                selections[:] = send([torch.tensor(slots) for slots in by_settings.values()], self.device)
+            samplings = [Sampling(1, *settings) for settings in by_settings] or [Sampling(1)]
+            self._by_sampling = list(zip(samplings, selections, strict=True))
         return self._by_sampling
 
     # --- ends ---
 
     def _remove_ended(self) -> list[Completion]:
-        """Return the completions that ended, and let the last slots take their place."""
+        """Return the completions that ended, and move the last sequences into their slots."""
         if not self.running:
             return []
-        states = self._states()
+        states = self._read_states()
         ended = [slot for slot, state in enumerate(states) if state.end is not None]
         self._read_out(ended, [states[slot].num_tokens for slot in ended])
         completions = []
         for slot, sequence in zip(ended, self._vacate(ended), strict=True):
             reason = states[slot].end
-            assert reason is not None  # it was chosen for that
-            completions.append(sequence.completion(reason))
+            assert reason is not None  # `ended` has only such slots
+            completions.append(sequence.complete(reason))
         return completions
 
-    def _states(self) -> list[_State]:
+    def _read_states(self) -> list[_State]:
         """Return the state of each running sequence. It waits for the device once.
 
-        A sequence in which a stop string has appeared has the tokens up to there.
+        A sequence with a stop string counts only the tokens up to its end.
         """
         count = len(self.running)
         columns = [~self.slots.running[:count], self.slots.stopped[:count], self.slots.generated[:count]]
-        found = torch.stack(columns, dim=1)
+        states_on_device = torch.stack(columns, dim=1)
         if any(sequence.request.sampling.stop_strings is not None for sequence in self.running):
             cached = zip(self.running, self._num_cached, strict=True)
             most_generated = max(number + 1 - len(sequence.all_ids) for sequence, number in cached)
-            found = torch.cat([found, self.slots.tokens[:count, :most_generated]], dim=1)
+            states_on_device = torch.cat([states_on_device, self.slots.tokens[:count, :most_generated]], dim=1)
         states = []
-        for slot, (has_ended, stopped, generated, *tokens) in enumerate(to_host(found).tolist()):
-            until = self._stop_string_ends(slot, tokens[:generated])
+        for slot, (has_ended, stopped, generated, *tokens) in enumerate(to_host(states_on_device).tolist()):
+            until = self._find_stop_string(slot, tokens[:generated])
             if until is not None:
                 states.append(_State("stop", until))
             else:
                 states.append(_State(("stop" if stopped else "length") if has_ended else None, generated))
         return states
 
-    def _stop_string_ends(self, slot: int, generated: list[int]) -> int | None:
+    def _find_stop_string(self, slot: int, generated: list[int]) -> int | None:
         """Return the number of a slot's generated tokens up to the first stop string, or None if there is none."""
         sequence, first = self.running[slot], self._num_searched[slot] + 1
         texts = sequence.request.sampling.stop_strings
@@ -297,7 +295,7 @@ class Decoder:
         return until
 
     def _read_out(self, slots: list[int], lengths: list[int]) -> None:
-        """Move the first tokens of slots, as many as `lengths` says, from the device to their sequences."""
+        """Move the first `lengths` tokens of slots from the device to their sequences."""
         if not slots:
             return
         at, width = send(torch.tensor(slots), self.device), max(lengths)
@@ -317,19 +315,19 @@ class Decoder:
 
         The last token of a sequence was not read by the model, so it has none.
         """
-        by_position = to_host(self.replica.of_all_stages(experts).transpose(1, 2))
-        for slot, each in zip(slots, by_position, strict=True):
-            self.running[slot].routed_experts = each[: len(self.running[slot].all_ids) - 1].clone()
+        by_position = to_host(self.replica.gather_stages(experts).transpose(1, 2))
+        for slot, chosen in zip(slots, by_position, strict=True):
+            self.running[slot].routed_experts = chosen[: len(self.running[slot].all_ids) - 1].clone()
 
-    def _vacate(self, slots: list[int]) -> list[Ongoing]:
+    def _vacate(self, slots: list[int]) -> list[PartialCompletion]:
         """Return the sequences of these slots (ascending), and move the last ones into the slots that become free."""
         removed = [self.running[slot] for slot in slots]
         count = len(self.running) - len(slots)
-        gone = set(slots)
+        vacated = set(slots)
         targets = [slot for slot in slots if slot < count]
-        sources = [slot for slot in range(count, len(self.running)) if slot not in gone]
+        sources = [slot for slot in range(count, len(self.running)) if slot not in vacated]
         if targets:
-            self.slots.move(*(pair := send([torch.tensor(each) for each in (sources, targets)], self.device)))
+            self.slots.move(*(pair := send([torch.tensor(sources), torch.tensor(targets)], self.device)))
             self.cache.move(*pair)
         for source, target in zip(sources, targets, strict=True):
             self.running[target] = self.running[source]

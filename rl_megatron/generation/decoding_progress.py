@@ -13,34 +13,29 @@ _SECONDS_BETWEEN = 0.25  # because counting the ended sequences waits for the de
 class DecodingProgress:
     """The progress of one call that generates sequences, batch by batch. It owns the number that were generated.
 
-    A sequence that goes on counts as the share of its tokens that it has, so that the number also grows within a batch.
-    On a rank where nobody watches (`log.watch_progress`), shares are not computed, because that waits for the device.
+    A running sequence counts as the share of its possible tokens that it has, so that the number also grows within a
+    batch. On a rank where nobody watches (`log.watch_progress`), shares are not computed, because that waits for the
+    device.
     """
 
     def __init__(self, total: int, share: int = 1, clock: Callable[[], float] = time.monotonic):
-        """Begin at none of `total` sequences.
+        """Begin at none of the `total` sequences of all ranks.
 
-        Args:
-            total: The sequences of all ranks.
-            share: The number of ranks that generate them in equal parts. This rank's count stands for all.
-            clock: Returns seconds.
+        `share` is the number of ranks that generate them in equal parts. This rank's count stands for all.
         """
         self._total, self._share, self._clock = total, share, clock
         self._ended, self._next = 0, clock()
 
-    def advanced(self, ended: int, shares: Callable[[], float], running: int) -> None:
-        """Report while sequences end one by one, unless that was done just before.
+    def update(self, ended: int, shares: Callable[[], float], running: int) -> None:
+        """Report how many sequences have ended and are running, unless there was a report just before.
 
-        Args:
-            ended: How many have ended.
-            shares: Returns the sum of the shares of their tokens that the running ones have.
-            running: How many are running.
+        `shares` returns the sum of the shares of their possible tokens that the running ones have.
         """
         if self._clock() >= self._next:
             self._report(int(ended + shares()) if log.has_watcher() else ended, f"{running} running")
             self._next = self._clock() + _SECONDS_BETWEEN
 
-    def batch_ended(self, sequences: int) -> None:
+    def finish_batch(self, sequences: int) -> None:
         """Report that all sequences of a batch were generated."""
         self._ended += sequences
         self._report(self._ended)

@@ -13,10 +13,10 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.generation.registry import ENGINES, EngineKind, register_engine
-from rl_megatron.generation.sglang.engine import build_sglang_engine, check_sglang, sglang_launcher
-from rl_megatron.generation.transformers.devices import engine_devices
+from rl_megatron.generation.sglang.engine import build_sglang_engine, check_sglang, make_sglang_launcher
+from rl_megatron.generation.transformers.devices import choose_engine_devices
 from rl_megatron.generation.transformers.engine import TransformersEngine
-from rl_megatron.generation.vllm.engine import build_vllm_engine, check_vllm, vllm_launcher
+from rl_megatron.generation.vllm.engine import build_vllm_engine, check_vllm, make_vllm_launcher
 from rl_megatron.model.families import family_of_model
 from rl_megatron.topology.device import choose_device
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -24,27 +24,19 @@ from rl_megatron.weight_sync.ipc import check_gpu_memory_can_be_shared
 
 
 def build_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Path) -> RolloutEngine:
-    """Return the rollout engine of a stage's policy; what it writes goes to `output_dir`."""
+    """Build the rollout engine of a stage's policy, which writes its files to `output_dir`."""
     return ENGINES[stage.generation.engine].build(policy, stage, output_dir)
 
 
 def check_engine(stage: StageConfig, vocab_size: int) -> None:
-    """Check that the stage's rollout engine can serve it.
-
-    Args:
-        stage: The stage's configuration.
-        vocab_size: The number of tokens of its tokenizer.
-
-    Raises:
-        ConfigError: It cannot; the message names the key.
-    """
+    """Raise ConfigError, which names the key, if the stage's rollout engine cannot serve it."""
     ENGINES[stage.generation.engine].check(stage, vocab_size)
 
 
 def _check_transformers(stage: StageConfig, vocab_size: int) -> None:
     """Check that the engine's devices exist, and that Hugging Face knows the model."""
     policy = choose_device(stage.device)
-    devices = engine_devices(stage.generation, policy)
+    devices = choose_engine_devices(stage.generation, policy)
     if policy.type == "cuda" and opens_memory(stage.generation) and devices[0] != "cpu":
         check_gpu_memory_can_be_shared(stage.generation.refit)
     try:
@@ -54,15 +46,15 @@ def _check_transformers(stage: StageConfig, vocab_size: int) -> None:
 
 
 @register_engine("embedded")
-def _embedded(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
+def _build_embedded(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
     generation = stage.generation
     return EmbeddedEngine(policy, generation.batch_size, generation.router_replay, generation.cuda_graphs)
 
 
 @register_engine("transformers", runs_in_processes=True, check=_check_transformers)
-def _transformers(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
+def _build_transformers(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
     return TransformersEngine(policy, stage.generation, stage.train.collective_timeout_minutes)
 
 
-ENGINES.register("vllm")(EngineKind(build_vllm_engine, check_vllm, vllm_launcher))
-ENGINES.register("sglang")(EngineKind(build_sglang_engine, check_sglang, sglang_launcher))
+ENGINES.register("vllm")(EngineKind(build_vllm_engine, check_vllm, make_vllm_launcher))
+ENGINES.register("sglang")(EngineKind(build_sglang_engine, check_sglang, make_sglang_launcher))

@@ -17,16 +17,16 @@ from rl_megatron.generation.stop_strings import StopStrings
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled.
+    """The settings with which completions are sampled.
 
     Attributes:
         max_new_tokens: Tokens of a completion, at most.
         temperature: Logits are divided by it; 0 is greedy decoding.
-        top_k: Sample from so many most likely tokens; 0 is off. It applies before `top_p`.
+        top_k: Sample from this number of most likely tokens; 0 is off. It applies before `top_p`.
         top_p: Sample from the fewest tokens with this probability together; 1 is off.
         stop_ids: Token ids that end a completion. They are part of it.
-        stop_strings: Texts that end a completion, which includes them; None if there are none. An engine that obeys
-            them says so when it is registered.
+        stop_strings: Texts that end a completion, which includes them; None if there are none. An engine declares
+            that it obeys them when it is registered.
 
     Raises:
         ValueError: A number is out of its range. The message names it.
@@ -65,7 +65,7 @@ class Served:
 
     Attributes:
         version: The policy's `weight_version` when it was copied; None if the engine uses the policy's own weights.
-        start: How often the engine's processes have been started, so that restarted processes differ from those before.
+        start: How often the engine's processes have been started, so that restarted processes differ from earlier ones.
     """
 
     version: int | None
@@ -73,7 +73,7 @@ class Served:
 
 
 class EngineFailed(RunFailed):
-    """A rollout engine cannot go on, or its answer cannot be used. It is raised on every rank."""
+    """A rollout engine cannot continue, or its answer cannot be used. It is raised on every rank."""
 
 
 class EngineLost(EngineFailed):
@@ -145,11 +145,7 @@ class Completion:
         self.__dict__.update(state | {"routed_experts": None if experts is None else torch.from_numpy(experts)})
 
     def __post_init__(self) -> None:
-        """Check that the parts fit together.
-
-        Raises:
-            EngineFailed: They do not, so the answer cannot be used.
-        """
+        """Raise EngineFailed if the parts do not fit together, so that the answer cannot be used."""
         length = len(self.ids)
         if len(self.logprobs) != length:
             raise EngineFailed(f"request {self.request_id}: {length} tokens came with {len(self.logprobs)} logprobs")
@@ -182,14 +178,14 @@ class RolloutEngine(Protocol):
         ...
 
     def sync(self) -> dict[str, float]:
-        """Make the engine serve the policy's current weights, and drop what it kept of older ones.
+        """Make the engine serve the policy's current weights, and drop all that it computed with older ones.
 
         It does nothing if the engine serves them already.
 
         Returns:
             The metrics of the last weight sync, if there was one since the last call. `complete` may need one as well.
             They are `refit_bytes`, `refit_seconds`, `refit_gb_per_s` and the seconds of each phase, for reports only,
-            while `served` says what the engine serves.
+            while `served` tells what the engine serves.
 
         Raises:
             WeightsRefused: The weights that arrived are not those that were sent. The engine then serves nothing.
@@ -204,7 +200,7 @@ class RolloutEngine(Protocol):
 
         Raises:
             ConfigError: On every rank, if a prompt is empty, or too long for its `max_new_tokens`.
-            EngineFailed: On every rank, if the engine does not serve the policy's current weights, or cannot go on.
+            EngineFailed: On every rank, if the engine does not serve the policy's current weights, or cannot continue.
         """
         ...
 

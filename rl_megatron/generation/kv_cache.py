@@ -28,39 +28,35 @@ class KVCache(SlotCache):
     def __init__(
         self, models: Sequence[GPTModel], num_slots: int, capacity: int, routing: tuple[int, int] | None = None
     ):
-        """Make an empty cache.
-
-        Args:
-            models: The model chunks of this rank.
-            num_slots: The number of slots.
-            capacity: The tokens of a slot.
-            routing: The layers of the whole model and the experts per token, if routed experts are kept.
-        """
+        """Make an empty cache for the model chunks of this rank; see `SlotCache`."""
         super().__init__(num_slots, capacity, next(models[0].parameters()).device, routing)
         attentions = [cast(Attention, layer.self_attention) for model in models for layer in model.decoder.layers]
-        # The delta rule takes other arguments than megatron-core's annotation of a core attention says.
+        # The delta rule takes other arguments than megatron-core annotates for a core attention.
         self.replaced: dict[Attention, Any] = {
             attention: CachedDelta(self, attention.core_attention, attention.layer_number)
             if isinstance(attention.core_attention, DeltaCore)
-            else CachedAttention(self, attention.config, attention.layer_number, _sinks_of(attention))
+            else CachedAttention(
+                self,
+                attention.config,
+                attention.layer_number,
+                getattr(attention.core_attention, "softmax_offset", None),
+            )
             for attention in attentions
         }
 
     def keep_experts(self, layer: int, experts: Tensor) -> None:
-        """Keep the experts that a layer of the current forward pass chose.
+        """Keep the experts [tokens, k] that a layer of the current forward pass chose.
 
-        Args:
-            layer: The layer's index, counted from 0 over the whole model.
-            experts: [tokens, k], all first tokens of the sequences before all second ones.
+        `layer` counts from 0 over the whole model. All first tokens of the sequences come before all second ones.
         """
         if self.experts is None:
             raise RuntimeError("the cache was made without `routing`, so it keeps no experts")
-        kept = self.experts[:, layer]
+        cached = self.experts[:, layer]
         if self.positions is None:
-            by_sequence = experts.short().view(-1, len(self.lengths), kept.size(-1)).transpose(0, 1)
-            kept[self.slots, : by_sequence.size(1)] = by_sequence[self.sources]
+            by_sequence = experts.short().view(-1, len(self.lengths), cached.size(-1)).transpose(0, 1)
+            cached[self.slots, : by_sequence.size(1)] = by_sequence[self.sources]
         else:
-            kept[self.slots, self.positions] = experts.short()
+            cached[self.slots, self.positions] = experts.short()
 
 
 class CachedAttention(torch.nn.Module):
@@ -81,10 +77,10 @@ class CachedAttention(torch.nn.Module):
         cache = self.cache
         cache.keep(self.layer_number, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
         if cache.positions is None:
-            mask = cache.mask(key.size(0), self.window, query)
+            mask = cache.get_mask(key.size(0), self.window, query)
             return attend(query, key, value, mask, self.softmax_scale, self.sinks)
         layer, scale = self.layer_number, self.softmax_scale
-        return cache.attend_to_kept(layer, query[0], scale, self.window, self.sinks).flatten(1)[None]
+        return cache.attend_to_cached(layer, query[0], scale, self.window, self.sinks).flatten(1)[None]
 
 
 class CachedDelta(torch.nn.Module):
@@ -98,24 +94,18 @@ class CachedDelta(torch.nn.Module):
     def forward(self, mixed: Tensor, **_: object) -> Tensor:
         """Return the output [S, B, G, R, Dv] of new tokens [S, B, G, C], and keep their states."""
         cache, core = self.cache, self.__dict__["core"]
-        before = cache.states(self.layer_number, mixed.size(1))
+        initial = cache.get_states(self.layer_number, mixed.size(1))
         lengths = cache.lengths if cache.positions is None else None
-        output, states = core.compute(mixed.transpose(0, 1), before, lengths)
+        output, states = core.compute(mixed.transpose(0, 1), initial, lengths)
         cache.keep_states(self.layer_number, states)
         return output.transpose(0, 1)
 
 
-def _sinks_of(attention: Attention) -> Tensor | None:
-    """Return the sinks of a layer's heads on this rank, or None."""
-    return getattr(attention.core_attention, "softmax_offset", None)
-
-
 @contextmanager
 def caching(models: Sequence[GPTModel], cache: KVCache) -> Iterator[None]:
-    """Replace each layer's core attention by a caching one, within the context.
+    """Replace each layer's core attention by a caching one, within the context, whatever the backend.
 
-    Nothing else changes, whatever the backend, except that what single tokens do not support is switched off: sequence
-    parallelism and fused RoPE.
+    Sequence parallelism and fused RoPE, which single tokens do not support, are switched off. Nothing else changes.
     """
     originals = [(attention, attention.core_attention) for attention in cache.replaced]
     # megatron-core can switch sequence parallelism off too, but it finds modules by the `id` of their model, which a

@@ -33,29 +33,20 @@ class EngineMismatch(RunFailed):
 
 @dataclass(frozen=True)
 class LogprobCheck:
-    """The comparison of an engine's logprobs with the trainer's. It has no state.
-
-    Attributes:
-        policy: The trainer's model.
-        tokenizer: The tokenizer, for messages.
-        sampling: The run's sampling settings; the check uses shorter completions.
-        num_prompts: How many different prompts are completed; 0 turns the check off.
-        limit: The largest accepted mean of |trainer's − engine's logprob|, in nats.
-    """
+    """The comparison of an engine's logprobs with the trainer's. It has no state."""
 
     policy: PolicyInterface
-    tokenizer: Tokenizer
-    sampling: Sampling
-    num_prompts: int
-    limit: float
+    tokenizer: Tokenizer  # for messages
+    sampling: Sampling  # that of the run; the check uses shorter completions
+    num_prompts: int  # how many different prompts are completed; 0 turns the check off
+    limit: float  # the largest accepted mean of |trainer's − engine's logprob|, in nats
 
     @property
     def max_new_tokens(self) -> int:
-        """Return the most tokens of its completions."""
         return min(self.sampling.max_new_tokens, _MAX_TOKENS)
 
-    def chosen(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the prompts that are completed: the first `num_prompts` different ones."""
+    def choose(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Choose the prompts to complete: the first `num_prompts` different ones."""
         return [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))][: self.num_prompts]
 
     def run(self, engine: RolloutEngine, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -67,7 +58,7 @@ class LogprobCheck:
         Raises:
             EngineMismatch: The mean exceeds the limit. It is raised on every rank, and names the worst tokens.
         """
-        chosen = self.chosen(prompts)
+        chosen = self.choose(prompts)
         if not chosen:
             return {}
         sampling = replace(self.sampling, max_new_tokens=self.max_new_tokens)
@@ -86,11 +77,11 @@ class LogprobCheck:
                 f"the rollout engine's logprobs differ from the trainer's: by {figures['gate_mean']:.3g} nats on "
                 f"average (generation.gate_limit={self.limit:g}), {figures['gate_p99']:.3g} at the 99th percentile "
                 f"and {figures['gate_max']:.3g} at most, over {len(values)} tokens; worst: "
-                + "; ".join(self._worst(rollouts, trainers, difference))
+                + "; ".join(self._describe_worst(rollouts, trainers, difference))
             )
         return figures
 
-    def _worst(self, rollouts: BatchedDataDict, trainers: Tensor, difference: Tensor) -> list[str]:
+    def _describe_worst(self, rollouts: BatchedDataDict, trainers: Tensor, difference: Tensor) -> list[str]:
         """Describe the sequences with the largest differences, each by its worst token."""
         largest, positions = difference.max(dim=1)
         described = []

@@ -31,8 +31,8 @@ class EngineKind:
         build: Builds the engine for a stage's policy. The third argument is the run's directory.
         check: Raises ConfigError, before the first step, if the engine cannot serve a stage. Its arguments are the
             stage and the number of tokens of its tokenizer.
-        launcher: Returns how to start the servers of a stage on a node without ranks, after it has checked that this is
-            possible; its arguments are those of `check`. None for an engine without servers.
+        launcher: Checks that a node without ranks can start the servers of a stage, and returns how to do it; its
+            arguments are those of `check`. None for an engine without servers.
     """
 
     build: BuildWithFiles

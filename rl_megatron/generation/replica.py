@@ -1,4 +1,4 @@
-"""What the decoder needs of a model: a cache with slots, and forward passes that read and write it."""
+"""`Replica`, which the decoder needs of a model: a cache with slots, and forward passes that read and write it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Replica(Protocol):
         ...
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return the weights, and all else besides the cache that a decoding step reads."""
+        """Return the weights, and everything else besides the cache that a decoding step reads."""
         ...
 
     @property
@@ -40,8 +40,8 @@ class Replica(Protocol):
         """Return whether other replicas compute tokens of this one, so that all take part in every pass."""
         ...
 
-    def new_cache(self, num_slots: int, capacity: int) -> SlotCache:
-        """Return the cache that `active` lets the model use."""
+    def make_cache(self, num_slots: int, capacity: int) -> SlotCache:
+        """Make the cache that `active` lets the model use."""
         ...
 
     def active(self) -> AbstractContextManager[None]:
@@ -49,18 +49,18 @@ class Replica(Protocol):
         ...
 
     def agree(self, refills: bool, decodes: bool) -> tuple[bool, bool]:
-        """Return what any of the replicas that share experts has to do."""
+        """Return whether any of the replicas that share experts reads prompts, and whether any decodes."""
         ...
 
     def read(self, tokens: Tensor) -> None:
         """Write the keys and values of tokens [b, s] to the cache; they are at the positions 0 … s − 1."""
         ...
 
-    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+    def compute_logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
         """Return this rank's logits [n, V/tp] after tokens [n] at positions [n], or None if another stage has them."""
         ...
 
-    def of_all_stages(self, experts: Tensor) -> Tensor:
+    def gather_stages(self, experts: Tensor) -> Tensor:
         """Return experts [slots, layers, capacity, k] of this rank's cache with those of other stages, int16."""
         ...
 

@@ -47,19 +47,20 @@ def sample(
     _all_reduce(peak, dist.ReduceOp.MAX, tp_group)
     scores = scores - peak[:, None]  # logits relative to the best one, ≤ 0
     weights = scores.exp()
-    blocks = _block_sums(weights)
+    blocks = _sum_blocks(weights)
     total = gather_from_ranks(blocks.sum(-1), tp_group).sum(0)
 
     if sampling.temperature == 0:
-        chosen = _greedy(scores, start, tp_group)
+        chosen = _choose_best(scores, start, tp_group)
     else:
-        left = SamplingFilter(sampling.top_k or None, sampling.top_p)
-        if not left.is_off:
+        sampling_filter = SamplingFilter(sampling.top_k or None, sampling.top_p)
+        if not sampling_filter.is_off:
             shard = VocabShard(start, start + logits.size(-1), valid_vocab_size, tp_group)
             temperatures = torch.full_like(peak, sampling.temperature)
-            thresholds = filter_thresholds(logits, left, shard, temperatures, torch.ones_like(peak, dtype=torch.bool))
+            everywhere = torch.ones_like(peak, dtype=torch.bool)
+            thresholds = filter_thresholds(logits, sampling_filter, shard, temperatures, everywhere)
             weights = weights * (logits >= thresholds[:, None])
-            blocks = _block_sums(weights)
+            blocks = _sum_blocks(weights)
         chosen = _invert(weights, blocks, uniforms.double(), start, tp_group)
 
     mine = (chosen >= start) & (chosen < start + logits.size(-1))
@@ -69,17 +70,17 @@ def sample(
     return chosen, (score - total.log()).float()
 
 
-def _block_sums(weights: Tensor) -> Tensor:
+def _sum_blocks(weights: Tensor) -> Tensor:
     """Return the sums of blocks of columns, [B, blocks] fp64, so that only few numbers are summed in fp32."""
     full = weights.size(-1) // _BLOCK * _BLOCK
     sums = [weights[:, :full].unflatten(-1, (-1, _BLOCK)).sum(-1), weights[:, full:].sum(-1, keepdim=True)]
     return torch.cat(sums, dim=-1).double()
 
 
-def _greedy(scores: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
+def _choose_best(scores: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
     """Return the lowest id among the best, so that ties break alike under every sharding.
 
-    Of scores that are NaN none is the best, and the id is 0. The logprob is then NaN, which ends the run.
+    If scores are NaN, none is the best, and the id is 0. The logprob is then NaN, which ends the run.
     """
     best, index = scores.max(-1)
     nowhere = torch.iinfo(torch.long).max
@@ -95,7 +96,7 @@ def _invert(weights: Tensor, blocks: Tensor, uniforms: Tensor, start: int, group
 
     Args:
         weights: [B, V/tp] fp32, ≥ 0.
-        blocks: Their `_block_sums`.
+        blocks: Their `_sum_blocks`.
         uniforms: [B] fp64.
         start: This rank's first id.
         group: The ranks that share the vocabulary.
@@ -105,21 +106,21 @@ def _invert(weights: Tensor, blocks: Tensor, uniforms: Tensor, start: int, group
     edges = masses.cumsum(0)
     target = uniforms * edges[-1]
     # Rounding can put the target on the last edge: the last rank that has mass owns it then.
-    owner = _first_above(edges.T, masses.T, target)
-    before = edges.gather(0, owner[None])[0] - masses.gather(0, owner[None])[0]
-    inside = (target - before).clamp(min=0)
-    block = _first_above(cumulated, blocks, inside)
+    owner = _find_first_above(edges.T, masses.T, target)
+    lower_edge = edges.gather(0, owner[None])[0] - masses.gather(0, owner[None])[0]
+    inside = (target - lower_edge).clamp(min=0)
+    block = _find_first_above(cumulated, blocks, inside)
     rest = (inside - (cumulated - blocks).gather(-1, block[:, None])[:, 0]).clamp(min=0)
     columns = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=weights.device)
-    there = columns < weights.size(-1)
-    of_block = weights.gather(-1, columns.clamp(max=weights.size(-1) - 1)).double() * there
-    index = block * _BLOCK + _first_above(of_block.cumsum(-1), of_block, rest)
+    exists = columns < weights.size(-1)
+    in_block = weights.gather(-1, columns.clamp(max=weights.size(-1) - 1)).double() * exists
+    index = block * _BLOCK + _find_first_above(in_block.cumsum(-1), in_block, rest)
     token = torch.where(owner == _rank(group), index + start, 0)
     _all_reduce(token, dist.ReduceOp.SUM, group)
     return token
 
 
-def _first_above(cumulated: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+def _find_first_above(cumulated: Tensor, weights: Tensor, target: Tensor) -> Tensor:
     """Return the first index at which `cumulated` exceeds `target`, or the last that has weight if there is none, [B].
 
     Both tensors are [B, n]; 0 is the result if nothing has weight.

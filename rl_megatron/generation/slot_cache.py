@@ -17,8 +17,8 @@ class SlotCache:
     Layers with the gated delta rule have states of fixed size instead (`DeltaStates`). The cache can also hold the
     experts to which the routers of this rank's layers sent the tokens.
 
-    The token at position p of a slot's sequence is in column p. Before each forward pass, `write_prompts` or
-    `write_tokens` says where the pass writes. Subclasses bring a model's layers to it.
+    The token at position p of a slot's sequence is in column p. `write_prompts` or `write_tokens` must be called before
+    each forward pass to determine where it writes. Subclasses connect a model's layers with it.
     """
 
     def __init__(self, num_slots: int, capacity: int, device: torch.device, routing: tuple[int, int] | None = None):
@@ -68,13 +68,13 @@ class SlotCache:
         """Keep the keys and values [b, G, s, D] of a layer's new tokens; a pass that reads tokens has s = 1."""
         if layer not in self._layers:
             self._layers[layer] = self._empty_like(key), self._empty_like(value)
-        for kept, new in zip(self._layers[layer], (key, value), strict=True):
+        for cached, new in zip(self._layers[layer], (key, value), strict=True):
             if self.positions is None:
-                kept[self.slots, :, : new.size(2)] = new[self.sources]
+                cached[self.slots, :, : new.size(2)] = new[self.sources]
             else:
-                kept[self.slots, :, self.positions] = new[:, :, 0]
+                cached[self.slots, :, self.positions] = new[:, :, 0]
 
-    def attend_to_kept(
+    def attend_to_cached(
         self, layer: int, query: Tensor, scale: float | None, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
         """Return the attention's output [n, N, D] of one new token of each of the first n slots.
@@ -86,36 +86,35 @@ class SlotCache:
             window: The number of tokens that a token attends to, itself included; None for all before it.
             sinks: [N], the score of each head's sink, or None.
         """
-        keys, values = (kept[: len(query), :, : self.width] for kept in self._layers[layer])
+        keys, values = (cached[: len(query), :, : self.width] for cached in self._layers[layer])
         # The heads that share a key attend as if they were several queries of one head, so no key is repeated.
-        queries, mask = query.unflatten(1, (keys.size(1), -1)), self.mask(1, window, query)
+        queries, mask = query.unflatten(1, (keys.size(1), -1)), self.get_mask(1, window, query)
         if sinks is None:
             output = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
         else:
             output = attend_once_with_sinks(queries, keys, values, sinks, mask, scale)
         return output.flatten(1, 2)
 
-    def states(self, layer: int, num_sequences: int) -> DeltaStates | None:
+    def get_states(self, layer: int, num_sequences: int) -> DeltaStates | None:
         """Return a layer's states before the pass of the first n slots, or None if all of them are 0."""
         if self.positions is None or layer not in self._delta_states:
             return None
         return DeltaStates(*(state[:num_sequences] for state in self._delta_states[layer]))
 
     def keep_states(self, layer: int, states: DeltaStates) -> None:
-        """Keep the states of a layer after the pass."""
         if layer not in self._delta_states:
             self._delta_states[layer] = DeltaStates(*(x.new_zeros(self.num_slots, *x.shape[1:]) for x in states))
-        for kept, new in zip(self._delta_states[layer], states, strict=True):
+        for cached, new in zip(self._delta_states[layer], states, strict=True):
             if self.positions is None:
-                kept[self.slots] = new[self.sources]
+                cached[self.slots] = new[self.sources]
             else:
-                kept[: len(new)] = new
+                cached[: len(new)] = new
 
-    def mask(self, num_new: int, window: int | None, like: Tensor) -> Tensor | None:
+    def get_mask(self, num_new: int, window: int | None, like: Tensor) -> Tensor | None:
         """Return the mask of a layer with this window. It is made once for all layers of a forward pass.
 
         Returns:
-            What to add to each score, with the dtype of `like`: for prompts, [num_new, num_new], or None for plain
+            The summand of each score, with the dtype of `like`: for prompts, [num_new, num_new], or None for plain
             causal attention; for tokens, [n, 1, 1, width].
         """
         if window not in self._masks:
@@ -140,28 +139,27 @@ class SlotCache:
             tensor[slots] = 0
 
     def resize(self, num_slots: int, capacity: int) -> None:
-        """Make more slots or more columns. Nothing that is cached is lost."""
+        """Make more slots or more columns, and keep all that is cached."""
         self.num_slots, self.capacity = num_slots, capacity
         if self.experts is not None:
-            self.experts = self._enlarged(self.experts)
+            self.experts = self._enlarge(self.experts)
         for layer, (keys, values) in self._layers.items():
-            self._layers[layer] = self._enlarged(keys), self._enlarged(values)
+            self._layers[layer] = self._enlarge(keys), self._enlarge(values)
         for layer, states in self._delta_states.items():
-            more = [num_slots - len(state) for state in states]
             self._delta_states[layer] = DeltaStates(
-                *(torch.cat([x, x.new_zeros(n, *x.shape[1:])]) for x, n in zip(states, more, strict=True))
+                *(torch.cat([state, state.new_zeros(num_slots - len(state), *state.shape[1:])]) for state in states)
             )
 
     def tensors(self) -> list[Tensor]:
         """Return all that is cached."""
-        kept = (*self._layers.values(), *self._delta_states.values())
-        tensors = [tensor for of_layer in kept for tensor in of_layer]
+        layers = (*self._layers.values(), *self._delta_states.values())
+        tensors = [tensor for layer in layers for tensor in layer]
         return tensors if self.experts is None else [*tensors, self.experts]
 
     def _empty_like(self, new: Tensor) -> Tensor:
         return new.new_zeros(self.num_slots, new.size(1), self.capacity, new.size(3))
 
-    def _enlarged(self, old: Tensor) -> Tensor:
+    def _enlarge(self, old: Tensor) -> Tensor:
         new = self._empty_like(old)
         new[: old.size(0), :, : old.size(2)] = old
         return new

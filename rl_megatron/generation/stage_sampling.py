@@ -9,16 +9,13 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.stop_strings import StopStrings
 
 
-def stage_sampling(
+def make_sampling(
     stage: StageConfig, tokenizer: Tokenizer, greedy: bool = False, end_of_turn_ids: tuple[int, ...] = ()
 ) -> Sampling:
     """Return the stage's sampling settings, with stop tokens as ids.
 
-    Args:
-        stage: The stage.
-        tokenizer: The run's tokenizer.
-        greedy: Whether to ignore temperature, top_k and top_p and sample greedily.
-        end_of_turn_ids: Further tokens that end a completion: those with which the chat template ends a turn.
+    `greedy` ignores temperature, top_k and top_p. `end_of_turn_ids`, with which the chat template ends a turn, end a
+    completion as well.
 
     Raises:
         ConfigError: A stop token is not exactly one token.

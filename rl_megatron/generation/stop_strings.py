@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer as Backend
 
-# Tokens in front of those that can hold a text: the first of them may be decoded to half a character or without its
+# Extra tokens before those that can hold a text: the first of them may be decoded to half a character or without its
 # space, and some tokens are decoded to nothing.
 _MARGIN = 8
 
@@ -19,24 +19,20 @@ class StopStrings:
 
     A completion ends at the first token after which its text contains one of the texts. Special tokens are spelled in
     the text, so that a text may span them.
-
-    Attributes:
-        texts: The texts; none is empty.
-        definition: The tokenizer, as the content of a `tokenizer.json`.
     """
 
-    texts: tuple[str, ...]
-    definition: str = field(repr=False)
+    texts: tuple[str, ...]  # none is empty
+    definition: str = field(repr=False)  # the tokenizer, as the content of a `tokenizer.json`
 
-    def found_in(self, ids: Sequence[int]) -> bool:
+    def appear_in(self, ids: Sequence[int]) -> bool:
         """Return whether the text of a completion contains one of the texts."""
         decoded = _backend(self.definition).decode(list(ids), skip_special_tokens=False)
         return any(text in decoded for text in self.texts)
 
     def ends(self, ids: Sequence[int]) -> bool:
-        """Return whether a completion, which had no text before its last token, contains one now."""
+        """Return whether a completion contains one of the texts, which it did not without its last token."""
         tail = _backend(self.definition).decode(list(ids[-self._window :]), skip_special_tokens=False)
-        return any(text in tail for text in self.texts) and self.found_in(ids)
+        return any(text in tail for text in self.texts) and self.appear_in(ids)
 
     @property
     def _window(self) -> int:

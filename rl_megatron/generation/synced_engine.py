@@ -26,28 +26,23 @@ class SyncedEngine:
         note: Callable[[dict[str, float]], None],
         needs_routing: bool = False,
     ):
-        """Initialize the wrapper.
+        """Wrap an engine. `note` is called with the metrics of every weight sync and of every logprob check.
 
-        Args:
-            engine: The engine to wrap.
-            check: The logprob check.
-            ranks: The policy's ranks.
-            note: Called with the metrics of every weight sync and of every logprob check.
-            needs_routing: Whether completions must have routed experts, for router replay.
+        `needs_routing` means that completions must have routed experts, for router replay.
         """
         self._engine, self._check, self._ranks, self._note = engine, check, ranks, note
         self._needs_routing = needs_routing
         self._checked: Served | None = None
-        self._before_sync: Callable[[], None] = _nothing
-        self._after_sync: Callable[[], None] = _nothing
+        self._before_sync: Callable[[], None] = _do_nothing
+        self._after_sync: Callable[[], None] = _do_nothing
 
-    def observe_syncs(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Call functions before and after every weight sync, on every rank."""
-        self._before_sync, self._after_sync = before, after
+    def observe_syncs(self, before_sync: Callable[[], None], after_sync: Callable[[], None]) -> None:
+        """Call these functions before and after every weight sync, on every rank."""
+        self._before_sync, self._after_sync = before_sync, after_sync
 
     @property
     def served(self) -> Served | None:
-        """Return which copy of the policy's weights the engine serves, or None."""
+        """Return the copy of the policy's weights that the engine serves, or None."""
         return self._engine.served
 
     def sync(self) -> dict[str, float]:
@@ -64,8 +59,8 @@ class SyncedEngine:
 
         Raises:
             EngineLost: The engine has ended, and the next sync starts it again.
-            EngineFailed: The completion has no routed experts, although the engine is one that records them; or the
-                engine takes no single requests.
+            EngineFailed: The completion lacks routed experts that `needs_routing` requires, or the engine takes no
+                single requests.
         """
         submit = getattr(self._engine, "submit", None)
         if submit is None:
@@ -82,12 +77,12 @@ class SyncedEngine:
 
         Raises:
             EngineMismatch: The engine's logprobs differ from the trainer's. Nothing was generated for the caller.
-            EngineFailed: The completions have no routed experts, although the engine is one that records them.
+            EngineFailed: The completions lack routed experts that `needs_routing` requires.
         """
-        beginnings = self._check.chosen([self._beginning(request) for request in requests])
+        beginnings = self._check.choose([self._shorten(request) for request in requests])
         prompts = self._ranks.share(lambda: beginnings)
         while True:
-            served = self.ready(prompts)
+            served = self.prepare(prompts)
             with phase("generate"):
                 completions = self._engine.complete(requests)
                 num_tokens, has_routing = self._ranks.share(partial(_summarise, completions))
@@ -96,8 +91,8 @@ class SyncedEngine:
             if self.served == served:
                 return completions  # otherwise they come from a restarted engine, which has not been checked
 
-    def ready(self, prompts: list[list[int]]) -> Served:
-        """Sync the policy's current weights and check them on prompts, and return which copy the engine serves.
+    def prepare(self, prompts: list[list[int]]) -> Served:
+        """Sync the policy's current weights, check them on prompts, and return the copy that the engine serves.
 
         Raises:
             EngineMismatch: The engine's logprobs differ from the trainer's.
@@ -113,8 +108,8 @@ class SyncedEngine:
                 self._note(self._check.run(self._engine, prompts))
             self._checked = served  # if the engine restarted during the check, the check is repeated
 
-    def _beginning(self, request: Request) -> list[int]:
-        """Return as much of a prompt as leaves place for a completion of the logprob check."""
+    def _shorten(self, request: Request) -> list[int]:
+        """Return the beginning of a prompt that leaves enough tokens for a completion of the logprob check."""
         length = len(request.prompt) + min(0, request.sampling.max_new_tokens - self._check.max_new_tokens)
         return list(request.prompt[: max(1, length)])
 
@@ -133,7 +128,6 @@ class SyncedEngine:
                 sleep()
 
     def close(self) -> None:
-        """Close the engine."""
         self._engine.close()
 
 
@@ -143,5 +137,5 @@ def _summarise(completions: Sequence[Completion]) -> tuple[int, bool]:
     return num_tokens, all(completion.routed_experts is not None for completion in completions)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing about a weight sync."""

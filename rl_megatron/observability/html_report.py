@@ -18,7 +18,7 @@ from rl_megatron.config.metrics import is_cost, is_eval_metric
 from rl_megatron.observability.curves import draw_lines, draw_stack
 from rl_megatron.observability.page_template import TEMPLATE
 from rl_megatron.observability.run_files import RecordedRun, flatten
-from rl_megatron.workers.child_process import environment_of_a_child
+from rl_megatron.workers.child_process import build_child_environment
 
 REPORT = "report.html"
 _SAMPLES_PER_STEP, _STEPS_WITH_SAMPLES = 3, 6
@@ -300,7 +300,7 @@ def start_writing_report(output_dir: Path) -> subprocess.Popen[bytes]:
     """Start a process that writes report.html, and that continues if this one ends."""
     program = f"import os; os.nice(19); from {__name__} import main; main()"  # before the imports, which take longest
     command = [sys.executable, "-c", program, str(output_dir)]
-    null, variables = subprocess.DEVNULL, environment_of_a_child()
+    null, variables = subprocess.DEVNULL, build_child_environment()
     return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, env=variables, start_new_session=True)
 
 

@@ -22,7 +22,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.sources import HeldoutBatch, build_source
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import EncodedPrompts, RolloutPrompts, build_dataset_loader, encode_prompts
-from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.observability.batch_view import BatchView, ShownGroup, ShownSequence, Token
 from rl_megatron.topology.degrees import ConfiguredLayout
 
@@ -159,7 +159,7 @@ def _view_prompts(
     greedy: bool = False,
 ) -> BatchView:
     reader, prompts = _TokenReader(tokenizer), encoded.prompts
-    sampling = stage_sampling(stage, tokenizer, greedy, encoded.end_of_turn_ids)
+    sampling = make_sampling(stage, tokenizer, greedy, encoded.end_of_turn_ids)
     sequences = [
         ShownSequence(
             _join(f"prompt {number}", prompt.problem.location),

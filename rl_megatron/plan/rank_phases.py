@@ -18,9 +18,9 @@ from rl_megatron.config.engines import releases_memory
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.decoder import Decoder
-from rl_megatron.generation.embedded_replica import EmbeddedReplica
+from rl_megatron.generation.embedded import EmbeddedReplica
 from rl_megatron.generation.interfaces import Request, Sampling
-from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.requests import PartialCompletion
 from rl_megatron.losses import as_loss
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
@@ -238,7 +238,7 @@ class RankPhases:
             numbers = [index * replicas // work.samples_per_prompt for index in range(slots)]
             prompts = [(number, *[0] * (work.prompt_tokens - 1)) for number in numbers]
             requests = [Request(f"{index}", prompt, sampling, index) for index, prompt in enumerate(prompts)]
-            decoder.add([Ongoing(request, [0] * done, [0.0] * done) for request in requests])
+            decoder.add([PartialCompletion(request, [0] * done, [0.0] * done) for request in requests])
             return decoder
 
         def read(decoder: Decoder) -> None:
@@ -272,10 +272,10 @@ class RankPhases:
             max_bytes = round(generation.refit_bucket_mb * _MEGABYTE)
             sender = policy.weights
             if generation.refit == "adapter":
-                for _ in _filled(WeightSender(policy.model, BaseExporter).exporter(max_bytes), num_buffers=1):
+                for _ in _filled(WeightSender(policy.model, BaseExporter).get_exporter(max_bytes), num_buffers=1):
                     pass  # engines get the base when they start
                 sender = WeightSender(policy.model, AdapterExporter)
-            for filled in _filled(sender.exporter(max_bytes)):
+            for filled in _filled(sender.get_exporter(max_bytes)):
                 dist.all_reduce(filled)
         if offloads and policy.optimizer is not None:  # as training does; the host keeps its copies
             policy.memory.restore_optimizer()
@@ -308,7 +308,7 @@ class RankPhases:
 def _filled(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Tensor]:
     """Yield the filled buckets of an exporter, in so many buffers by turns."""
     buckets = exporter.plan.buckets
-    buffers = [exporter.new_buffer() for _ in buckets[:num_buffers]]
+    buffers = [exporter.allocate_buffer() for _ in buckets[:num_buffers]]
     for index, _ in enumerate(buckets):
         yield exporter.fill(index, buffers[index % num_buffers])
 

@@ -26,7 +26,7 @@ from rl_megatron.rewards.reward_function import (
     run_async,
 )
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
-from rl_megatron.workers.calls import BusyTime, CallMark, TimedCall, finished_within
+from rl_megatron.workers.calls import BusyTime, CallMark, TimedCall, finish_within
 from rl_megatron.workers.child import serve_user_code
 from rl_megatron.workers.frames import read_frame, write_frame
 
@@ -75,7 +75,7 @@ class Worker:
     def _call(self, job: int, indices: list[int], sample: Sample) -> None:
         """Call functions for one sample, one after the other, and send each outcome."""
         for index in indices:
-            with self._mark.of(job, index):
+            with self._mark.mark_call(job, index):
                 try:
                     result = run_async(self._functions[index].call(sample), self._loop)
                     outcome = Outcome(*read_result(result))
@@ -87,7 +87,7 @@ class Worker:
         """Call a function for all samples at once, and send the outcomes."""
         function, metrics = self._functions[index], {}
         assert isinstance(function, RewardFunction)  # the reward of a task has another form
-        with self._mark.of(job, index):
+        with self._mark.mark_call(job, index):
             try:
                 result = run_async(function.call_list(samples, metrics.__setitem__), self._loop)
                 outcomes = [Outcome(*score) for score in read_results(result, len(samples))]
@@ -134,7 +134,7 @@ class Worker:
     async def _await_one(self, job: int, index: int, sample: Sample) -> None:
         """Call an async function for one sample, and send the outcome."""
         timed = TimedCall(self._mark, self._busy, (job, index), self._call_async(index, sample))
-        call = await finished_within(timed, self._timeout)
+        call = await finish_within(timed, self._timeout)
         if call is not None:
             outcome = call.result()
         else:

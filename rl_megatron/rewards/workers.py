@@ -242,7 +242,7 @@ class RewardWorkers:
         if time.monotonic() - self._last_look >= _SECONDS_BETWEEN_LOOKS:
             self._last_look = time.monotonic()
             for worker in self._workers:
-                worker.process.look()
+                worker.process.poll()
         for worker in [worker for worker in self._workers if worker.process.has_ended]:
             self._handle_end(worker)
         if active and self._num_expected:

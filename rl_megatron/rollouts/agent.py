@@ -24,11 +24,11 @@ from rl_megatron.rollouts.client import RolloutClient
 from rl_megatron.rollouts.gateway.session import Session
 from rl_megatron.rollouts.trajectory import Trajectory
 from rl_megatron.rollouts.worker import register_rollout_worker
-from rl_megatron.workers.child_process import environment_of_a_server, module_command
+from rl_megatron.workers.child_process import build_module_command, build_server_environment
 
 # The guardian ends the program and all its processes when this process ends, for any reason. It finds this package
 # without an environment variable, which the program would get as well.
-_GUARDIAN = module_command("rl_megatron.workers.guardian", sys.executable)[0]
+_GUARDIAN = build_module_command("rl_megatron.workers.guardian", sys.executable)[0]
 _MOST_RESULT_BYTES = 1 << 20
 _BYTES_SHOWN = 2000  # of what a program that fails has printed
 _SECONDS_TO_END = 10.0  # more than the guardian needs to end a program that ignores SIGTERM
@@ -115,7 +115,7 @@ class AgentWorker:
             "RL_MEGATRON_RECORD": str(directory / "record.json"),
             "RL_MEGATRON_RESULT": str(directory / "result.json"),
         }
-        whole = environment_of_a_server({}, always)
+        whole = build_server_environment({}, always)
         return {name: value for name, value in whole.items() if name in always or not log.is_secret_variable(name)}
 
 

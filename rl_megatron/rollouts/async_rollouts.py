@@ -156,10 +156,10 @@ class AsyncRollouts:
         The engine's logprobs are checked on the prompts.
         """
         self._newest = step, self._weight_version()
-        self._engine.ready(prompts)
+        self._engine.prepare(prompts)
         began = time.monotonic()
         while not self._try_take():
-            self._engine.ready(prompts)  # it was lost, and starts again
+            self._engine.prepare(prompts)  # it was lost, and starts again
         since, self._taken_at = self._taken_at, time.monotonic()
         idle = None if since is None else (self._taken_at - began) / max(self._taken_at - since, 1e-9)
         groups, self._taken = self._taken, StepGroups()

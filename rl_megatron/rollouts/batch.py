@@ -11,7 +11,7 @@ from rl_megatron.batching.trajectory_index import TRAJECTORY
 from rl_megatron.config.rewards import ENVIRONMENT
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
-from rl_megatron.generation.completion_batch import SampledSequence, sequence_batch
+from rl_megatron.generation.completion_batch import SampledSequence, make_completion_batch
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
 
@@ -84,7 +84,7 @@ def build_trajectory_batch(
                     (owner, SampledSequence(segment.ids[: last.end], completions, last.sampling), numbered)
                 )
             num_earlier += len(segment.turns)
-    batch = sequence_batch([sequence for _, sequence, _ in sequences])
+    batch = make_completion_batch([sequence for _, sequence, _ in sequences])
     owners = torch.tensor([owner for owner, _, _ in sequences])
     batch["sample_mask"] = torch.tensor([float(trajectories[owner] is not None) for owner, _, _ in sequences])
     if has_turns:

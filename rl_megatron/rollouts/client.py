@@ -12,8 +12,8 @@ from typing import Any
 from rl_megatron.data.conversations import Message, get_message_text
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import Completion, Request, Sampling
+from rl_megatron.generation.requests import derive_seed
 from rl_megatron.rollouts.gateway.server import Gateway
 from rl_megatron.rollouts.gateway.session import Session
 from rl_megatron.rollouts.history import ChatHistory, History, OnRewrite, TextHistory, check_length
@@ -88,7 +88,7 @@ class RolloutClient:
         sampling = self.fitting(len(ids), sampling)
         number, self._num_requests = self._num_requests, self._num_requests + 1
         request_id = self.name if number == 0 else f"{self.name}.{number}"
-        seed = self._seed if number == 0 else request_seed(self._seed, number)
+        seed = self._seed if number == 0 else derive_seed(self._seed, number)
         request = asyncio.ensure_future(self._answer(Request(request_id, tuple(ids), sampling, seed)))
         self._requests.add(request)
         self._num_reserved += sampling.max_new_tokens

@@ -18,10 +18,10 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.import_strings import load_object
 from rl_megatron.rewards.reward_function import describe_with_place
 from rl_megatron.rollouts.user_calls import call_user_code
-from rl_megatron.workers.calls import BusyTime, CallMark, TimedCall, finished_within
+from rl_megatron.workers.calls import BusyTime, CallMark, TimedCall, finish_within
 from rl_megatron.workers.child import serve_user_code
 from rl_megatron.workers.frames import read_frame, write_frame
-from rl_megatron.workers.plain_data import BadAnswer, plain, plain_bytes
+from rl_megatron.workers.plain_data import BadAnswer, dump_plain, to_plain
 
 LOADING, RUNNING = 0, 1  # whether a call imports the user's module, or runs the user's code
 _SECONDS_BETWEEN_TOUCHES = 0.1  # by an event loop that nothing blocks
@@ -87,13 +87,13 @@ class HostWorker:
     async def _call(self, number: int, timeout: float, work: Callable[[], Callable[[], Any]]) -> None:
         """Run a call, and send its answer or its failure."""
         try:
-            with self._mark.of(number, LOADING):
+            with self._mark.mark_call(number, LOADING):
                 call = work()
         except BaseException as error:  # also SystemExit, with which a module would end this process
             self._send("failed", number, _describe(error))
             return
         timed = TimedCall(self._mark, self._busy, (number, RUNNING), self._answer(number, call))
-        if await finished_within(timed, timeout) is None:
+        if await finish_within(timed, timeout) is None:
             self._send("failed", number, f"took longer than {timeout:g} seconds")
 
     async def _answer(self, number: int, call: Callable[[], Any]) -> None:
@@ -103,7 +103,7 @@ class HostWorker:
         """
         try:
             result, is_async = await call_user_code(call)
-            payload = plain_bytes(("answer", number, plain(result), is_async))
+            payload = dump_plain(("answer", number, to_plain(result), is_async))
             if len(payload) > self._most_bytes:
                 raise BadAnswer(
                     f"returned {len(payload)} bytes, and {self._most_bytes} are the most that it may return"
@@ -139,7 +139,7 @@ class HostWorker:
 
     def _send(self, *message: Any) -> None:
         self._mark.end_forked_child()
-        self._write(plain_bytes(message))
+        self._write(dump_plain(message))
 
     def _write(self, payload: bytes) -> None:
         self._mark.end_forked_child()

@@ -16,7 +16,7 @@ from rl_megatron import log
 from rl_megatron.config.errors import describe_error
 from rl_megatron.rollouts.host_child import LOADING
 from rl_megatron.workers.child_process import ChildProcess
-from rl_megatron.workers.plain_data import loads_plain
+from rl_megatron.workers.plain_data import load_plain
 
 _MODULE = "rl_megatron.rollouts.host_child"
 _SECONDS_TO_LOAD = 120.0  # of the start of a process, and of the import of a user's module
@@ -77,7 +77,7 @@ class HostProcess:
         self._numbers = itertools.count()
         self._started = self._looked = time.monotonic()
         most_bytes = limits.max_answer_bytes + _MESSAGE_BYTES
-        self._process = ChildProcess(_MODULE, python=python, loads=loads_plain, most_bytes=most_bytes)
+        self._process = ChildProcess(_MODULE, python=python, loads=load_plain, most_bytes=most_bytes)
         self._process.prepare(limits.memory_mb)
         self._process.send(limits.max_answer_bytes)
         self._loop.add_reader(self._process.socket, self._receive)
@@ -149,7 +149,7 @@ class HostProcess:
         now = time.monotonic()
         was_delayed = now - self._looked > _GRACE_SECONDS  # this loop itself: it has not read answers
         self._looked = now
-        self._process.look()
+        self._process.poll()
         self._receive()
         if self.has_ended:
             return

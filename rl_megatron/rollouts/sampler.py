@@ -15,7 +15,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.training_data import RolloutPrompts
-from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rewards.scorer import Scorer
@@ -69,7 +69,7 @@ class Sampler:
         self._prompts = RolloutPrompts(config, algorithm, loop.tokenizer)
         loop.use_loader(self._prompts.loader)
         loop.keep("sampler", self)
-        self._sampling = stage_sampling(config, loop.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
+        self._sampling = make_sampling(config, loop.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
         self._mixture = [data_set.shown_name for data_set in config.data.mix] if algorithm.reads_data_sets else []
         self._store = TensorStore(rollout.max_host_bytes, rollout.disk_directory)
         self._record = RolloutRecord(

@@ -14,8 +14,8 @@ from rl_megatron.config.rewards import ENVIRONMENT
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
+from rl_megatron.generation.requests import derive_seed
 from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rewards.samples import Sample
 from rl_megatron.rewards.scorer import Scorer
@@ -248,7 +248,7 @@ class ScoredRollouts:
 def build_tasks(prompts: Sequence[EncodedPrompt], seed: int, first: int = 0) -> list[RolloutTask]:
     """Return the tasks of prompts, numbered from `first` among those with the same seed."""
     return [
-        RolloutTask(f"{seed}-{number}", prompt, request_seed(seed, number))
+        RolloutTask(f"{seed}-{number}", prompt, derive_seed(seed, number))
         for number, prompt in enumerate(prompts, first)
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_megatron.data.conversations import Message
 from rl_megatron.generation.interfaces import Completion, Sampling
-from rl_megatron.workers.plain_data import plain
+from rl_megatron.workers.plain_data import to_plain
 
 
 class TokensDiffer(RuntimeError):
@@ -136,7 +136,10 @@ def check_values(trajectory: Trajectory) -> Trajectory:
     if not trajectory.messages and not trajectory.metadata:
         return trajectory
     try:
-        messages, metadata = plain(list(trajectory.messages), "messages"), plain(dict(trajectory.metadata), "metadata")
+        messages, metadata = (
+            to_plain(list(trajectory.messages), "messages"),
+            to_plain(dict(trajectory.metadata), "metadata"),
+        )
         pickle.dumps((messages, metadata))
     except RecursionError as error:
         raise ValueError("messages or metadata are nested too deeply") from error

@@ -36,7 +36,7 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.evaluation.heldout import build_evaluation
 from rl_megatron.evaluation.sets import list_set_metric_names
 from rl_megatron.generation.engines import check_engine
-from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.losses.foreign import as_loss, check_call
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.lora.targets import find_adapted_linears
@@ -151,7 +151,7 @@ def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     set_metrics = list_set_metric_names(stage, tokenizer)
     check_keep_best(stage, set_metrics)
     _check_goals(stage, (*eval_metric_names(stage), *set_metrics))
-    stage_sampling(stage, tokenizer)
+    make_sampling(stage, tokenizer)
     check_engine(stage, tokenizer.vocab_size)
     check_worker(stage, tokenizer, loads=int(os.environ.get("RANK", "0")) == 0)  # the rank that runs the worker
     check_reward_models(stage, tokenizer)

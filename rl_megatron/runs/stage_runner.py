@@ -23,7 +23,7 @@ from rl_megatron.evaluation.heldout import build_evaluation
 from rl_megatron.evaluation.sets import EvalSets
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.logprob_check import LIMITS, LogprobCheck
-from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.model.build import Head
 from rl_megatron.observability.liveness import Position
@@ -187,7 +187,7 @@ def _shut_down(policy: MegatronPolicy, critic: MegatronPolicy | None) -> None:
 def _build_logprob_check(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> LogprobCheck:
     generation = config.generation
     limit = LIMITS[config.precision] if generation.gate_limit is None else generation.gate_limit
-    return LogprobCheck(policy, tokenizer, stage_sampling(config, tokenizer), generation.gate_prompts, limit)
+    return LogprobCheck(policy, tokenizer, make_sampling(config, tokenizer), generation.gate_prompts, limit)
 
 
 def _build_model(

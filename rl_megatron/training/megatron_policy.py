@@ -42,7 +42,7 @@ from rl_megatron.training.steps import OptimizerStep, StepPlanner
 from rl_megatron.training.teacher import Teacher
 from rl_megatron.training.trainer import Trainer
 from rl_megatron.training.training_memory import TrainingMemory
-from rl_megatron.weight_sync.exporter import weights_digest
+from rl_megatron.weight_sync.exporter import digest_weights
 from rl_megatron.weight_sync.ipc import WeightHandle
 from rl_megatron.weight_sync.process_group import Handle
 from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
@@ -390,7 +390,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         self.model.require_head("lm", "record_reference")
         self.reference = None
-        recorded = RecordedReference(path, weights_digest(self.model), self.topology.ranks)
+        recorded = RecordedReference(path, digest_weights(self.model), self.topology.ranks)
         recorded.complete(batches, lambda batch: self.get_logprobs(batch)["logprobs"])
         self.reference = recorded
 
@@ -417,7 +417,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each Hugging Face tensor, in the order in which they are sent."""
-        return self.weights.tensor_infos()
+        return self.weights.list_tensors()
 
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_seconds: float = 600.0
@@ -430,8 +430,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return self.weights.broadcast()
 
     def prepare_weights_for_ipc(self, max_bytes: int | None = None) -> list[list[str]]:
-        """Return the groups of keys that `get_weights_ipc_handles` accepts; see `WeightSender.groups_of_keys`."""
-        return self.weights.groups_of_keys(max_bytes)
+        """Return the groups of keys that `get_weights_ipc_handles` accepts; see `WeightSender.list_key_groups`."""
+        return self.weights.list_key_groups(max_bytes)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, WeightHandle]:
         """Return the handle of one group of keys in this rank's memory, by device; see `WeightSender.share`."""

@@ -150,7 +150,7 @@ class RecordedReference:
         """Read the logprobs in the file `path` on rank 0, and send them to all ranks. Collective.
 
         A file that does not exist, belongs to other weights or cannot be read is ignored, and the next `complete`
-        replaces it. `reference` is the digest of the reference's weights (`weights_digest`).
+        replaces it. `reference` is the digest of the reference's weights (`digest_weights`).
         """
         self._path, self._reference, self._ranks = path, reference, ranks
         tensors = ranks.share(self._read)  # three of them: a view would be sent with its whole storage

@@ -54,7 +54,6 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Return the dtype as torch's object."""
         return getattr(torch, self.dtype)
 
     @property
@@ -103,13 +102,9 @@ class Bucket:
         return buffer[self.starts[-1] : self.num_words]
 
     def verify(self, buffer: Tensor) -> None:
-        """Check every tensor in `buffer` against its fingerprint.
-
-        Raises:
-            WeightsRefused: A tensor does not match. The message names the first.
-        """
-        found = torch.stack([fingerprint(self.tensor(buffer, index)) for index in range(len(self.tensors))])
-        for spec, here, sent in zip(self.tensors, found.tolist(), self.fingerprints(buffer).tolist(), strict=True):
+        """Raise WeightsRefused, which names the first tensor, if a tensor in `buffer` differs from its fingerprint."""
+        received = torch.stack([fingerprint(self.tensor(buffer, index)) for index in range(len(self.tensors))])
+        for spec, here, sent in zip(self.tensors, received.tolist(), self.fingerprints(buffer).tolist(), strict=True):
             if here != sent:
                 raise WeightsRefused(
                     f"{spec.name} arrived altered: its fingerprint is {here:#x}, and it was sent with {sent:#x}"
@@ -137,13 +132,12 @@ class RefitPlan:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON can hold it."""
+        """Return the plan for a JSON file."""
         buckets = [[[spec.name, list(spec.shape), spec.dtype] for spec in bucket.tensors] for bucket in self.buckets]
         return {"hf_config": self.hf_config, "vocab_size": self.vocab_size, "buckets": buckets}
 
     @staticmethod
     def from_json(plan: dict[str, Any]) -> RefitPlan:
-        """Return the plan that `to_json` wrote."""
         buckets = (
             Bucket(tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in bucket))
             for bucket in plan["buckets"]
@@ -189,15 +183,11 @@ def fingerprint(block: Tensor, offset: Sequence[int] = (0, 0)) -> Tensor:
     return total
 
 
-def fingerprint_of_ones(shape: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
-    """Return the fingerprint of a block of ones, a scalar int64.
+def fingerprint_ones(shape: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
+    """Return the fingerprint of a block of ones, [rows, columns] or [rows], a scalar int64.
 
-    If blocks cover each element of a tensor once, their numbers add up to the number of the whole tensor.
-
-    Args:
-        shape: The shape of the block: [rows, columns] or [rows].
-        offset: The (row, column) of its first element in the whole tensor.
-        device: The device of the result.
+    If blocks cover each element of a tensor once, their fingerprints add up to that of the whole tensor. `offset` is
+    the (row, column) of the block's first element in the whole tensor.
     """
     rows = hash_rows(offset[0], shape[0], device).sum(1)
     columns = hash_columns(offset[1], shape[1], device) if len(shape) > 1 else hash_columns(0, 1, device)
@@ -206,15 +196,15 @@ def fingerprint_of_ones(shape: Sequence[int], offset: Sequence[int], device: tor
 
 def hash_rows(start: int, count: int, device: torch.device) -> Tensor:
     """Return [2, count] int64: u and w of the rows from `start` on."""
-    return _hash_table(_size_of_table(start + count), device)[:2, start : start + count]
+    return _hash_table(_table_size(start + count), device)[:2, start : start + count]
 
 
 def hash_columns(start: int, count: int, device: torch.device) -> Tensor:
     """Return [2, count] int64: v and v' of the columns from `start` on."""
-    return _hash_table(_size_of_table(start + count), device)[2:, start : start + count]
+    return _hash_table(_table_size(start + count), device)[2:, start : start + count]
 
 
-def _size_of_table(positions: int) -> int:
+def _table_size(positions: int) -> int:
     return 1 << max(16, (positions - 1).bit_length())
 
 

@@ -36,7 +36,7 @@ from rl_megatron.weight_sync.buckets import (
     RefitPlan,
     TensorSpec,
     fingerprint,
-    fingerprint_of_ones,
+    fingerprint_ones,
     plan_buckets,
 )
 
@@ -45,34 +45,27 @@ DEFAULT_BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of rows that this rank holds: a view of a parameter, and its offset in the Hugging Face tensor.
-
-    Attributes:
-        source: The view.
-        offset: The index of its first element in the Hugging Face tensor or its slab.
-        slab: The part of a tensor of stacked experts to which the block belongs, or None.
-        adapters: The adapters of these rows, each with the part that they belong to.
-    """
+    """A block of rows that this rank holds: a view of a parameter, and its offset in the Hugging Face tensor."""
 
     source: Tensor
-    offset: tuple[int, ...]
-    slab: Slab | None
-    adapters: Sequence[tuple[LinearAdapter, Part]] = ()
+    offset: tuple[int, ...]  # the index of its first element in the Hugging Face tensor or its slab
+    slab: Slab | None  # the part of a tensor of stacked experts to which the block belongs
+    adapters: Sequence[tuple[LinearAdapter, Part]] = ()  # those of its rows, with the part that they belong to
 
     @property
-    def place(self) -> tuple[int, ...]:
-        """Return the index of the first element, if the rows of all slabs are numbered."""
+    def position(self) -> tuple[int, ...]:
+        """Return the index of the first element if the rows of all slabs are numbered one after the other."""
         return (self.offset[0] + (0 if self.slab is None else self.slab.start), *self.offset[1:])
 
-    def rows(self, dtype: torch.dtype) -> Tensor:
+    def merge_adapters(self, dtype: torch.dtype) -> Tensor:
         """Return the rows as engines get them, with all adapters merged."""
         rows = self.source
         for adapter, part in self.adapters:
             rows = adapter.merge_block(part, self.offset, rows)
         return rows.to(dtype)
 
-    def within(self, whole: Tensor) -> Tensor:
-        """Return the view of the Hugging Face tensor `whole` to which the block belongs."""
+    def select(self, whole: Tensor) -> Tensor:
+        """Return the view of the Hugging Face tensor `whole` that the block fills."""
         if self.slab is not None:
             whole = self.slab.rows(whole[self.slab.expert])
         return whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.source.shape, strict=True))]
@@ -82,17 +75,13 @@ class WeightExporter:
     """An object that fills buckets with a model's weights. It owns the plan and this rank's views of the parameters.
 
     Attributes:
-        plan: The plan, which states which tensor comes in which bucket. It is the same on every rank and never changes.
+        plan: Which tensor comes in which bucket. It is the same on every rank and never changes.
     """
 
     _merges_adapters = True
 
     def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES):
-        """Plan the buckets and check that the ranks together hold every weight once. Collective.
-
-        Args:
-            model: The model.
-            max_bytes: The most bytes of weights in a bucket.
+        """Plan buckets of at most `max_bytes` of weights, and check that the ranks hold every weight once. Collective.
 
         Raises:
             ConfigError: No family can express the model.
@@ -108,7 +97,7 @@ class WeightExporter:
             for name, shape in table.hf_shapes.items()
         ]
         hf_config = family.write_config(model.config, rows) | {"dtype": dtype}
-        unknown, blocks = _blocks(model.model_chunks, table, self._merges_adapters)
+        unknown, blocks = _collect_blocks(model.model_chunks, table, self._merges_adapters)
         plan = RefitPlan(hf_config, model.vocab_size, plan_buckets(specs, max_bytes))
         shapes = {name: table.numbered_shape(name) for name in table.hf_shapes}
         self._prepare(model, plan, shapes, blocks, unknown)
@@ -121,14 +110,10 @@ class WeightExporter:
         blocks: dict[str, list[_Block]],
         unknown: list[str],
     ) -> None:
-        """Keep the plan and this rank's blocks, and check that the ranks hold every tensor once.
+        """Keep the plan and this rank's blocks of each tensor, and check that the ranks hold every tensor once.
 
-        Args:
-            model: The model.
-            plan: The plan.
-            shapes: The shapes of the tensors as `_Block.place` numbers their elements.
-            blocks: This rank's blocks of each tensor.
-            unknown: What this rank has and the plan lacks.
+        `shapes` are those of the tensors as `_Block.position` numbers their elements. `unknown` are tensors that this
+        rank has and the plan lacks.
         """
         self._model, self.plan, self._blocks, self._device = model, plan, blocks, model.topology.device
         self.check_coverage(shapes, unknown)
@@ -138,19 +123,15 @@ class WeightExporter:
         """Return the size of a buffer that can hold any of the buckets, in 64-bit words."""
         return max(bucket.num_words for bucket in self.plan.buckets)
 
-    def new_buffer(self) -> Tensor:
+    def allocate_buffer(self) -> Tensor:
         """Return an uninitialized buffer [num_words] int64 on the model's device."""
         return torch.empty(self.num_words, dtype=torch.int64, device=self._device)
 
     @torch.no_grad()
     def fill(self, bucket_index: int, buffer: Tensor) -> Tensor:
-        """Write this rank's rows and their fingerprints into `buffer`, and zeros elsewhere.
+        """Write this rank's rows and their fingerprints into `buffer` [≥ num_words] int64, and zeros elsewhere.
 
         Call the model's `gather_parameters` first. This method is not collective.
-
-        Args:
-            bucket_index: The number of the bucket in the plan.
-            buffer: [at least the bucket's num_words] int64.
 
         Returns:
             The part of `buffer` that is the bucket. Its *sum* over the model's ranks holds the whole tensors.
@@ -162,24 +143,22 @@ class WeightExporter:
             whole = bucket.tensor(buffer, index)
             blocks = self._blocks.get(spec.name, ())
             for block in blocks:
-                rows = block.rows(spec.torch_dtype)
-                block.within(whole).copy_(rows)
+                rows = block.merge_adapters(spec.torch_dtype)
+                block.select(whole).copy_(rows)
                 if block.slab is None:
                     fingerprints[index] += fingerprint(rows, (*block.offset, 0)[:2])
             if blocks and blocks[0].slab is not None:  # zeros elsewhere add nothing to the fingerprint
                 fingerprints[index] += fingerprint(whole)
         return buffer
 
-    def whole_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
+    def gather_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield each bucket with the buffer of its whole tensors, on every rank. It is valid until the next one.
 
         Collective: it takes one all-reduce per bucket, or none if there is one rank. One bucket is in memory at a time.
-
-        Raises:
-            WeightsRefused: The bytes that arrived differ from those that were sent.
+        WeightsRefused is raised if the bytes that arrived differ from those that were sent.
         """
         self._model.gather_parameters()
-        buffer = self.new_buffer()
+        buffer = self.allocate_buffer()
         for index, bucket in enumerate(self.plan.buckets):
             filled = self.fill(index, buffer)
             if self._model.topology.world_size > 1:
@@ -190,9 +169,9 @@ class WeightExporter:
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor) in the plan's order, on every rank. A tensor is valid until the next one.
 
-        It is collective and raises WeightsRefused, as `whole_buckets`.
+        It is collective and raises WeightsRefused, as `gather_buckets` does.
         """
-        for bucket, filled in self.whole_buckets():
+        for bucket, filled in self.gather_buckets():
             for position, spec in enumerate(bucket.tensors):
                 yield spec.name, bucket.tensor(filled, position)
 
@@ -203,26 +182,26 @@ class WeightExporter:
         right. So each element also adds a hash of its position.
         """
 
-        def counted(shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-            positions = fingerprint_of_ones(shape, offset, torch.device("cpu"))
+        def count(shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+            positions = fingerprint_ones(shape, offset, torch.device("cpu"))
             return torch.stack([torch.tensor(math.prod(shape)), positions])
 
         held = torch.zeros(len(shapes) + 1, 2, dtype=torch.int64)
         held[-1, 0] = len(unknown)
         for index, name in enumerate(shapes):
             for block in self._blocks.get(name, ()):
-                held[index] += counted(block.source.shape, block.place)
+                held[index] += count(block.source.shape, block.position)
         held = held.to(self._device)
         if self._model.topology.world_size > 1:
             dist.all_reduce(held)
         held = held.cpu()
         if held[-1, 0]:
             raise RuntimeError(f"the family's weight table lacks {', '.join(unknown) or 'tensors of another rank'}")
-        for (name, shape), found in zip(shapes.items(), held[:-1], strict=True):
-            wanted = counted(shape, (0, 0))
-            if not torch.equal(found, wanted):
+        for (name, shape), actual in zip(shapes.items(), held[:-1], strict=True):
+            expected = count(shape, (0, 0))
+            if not torch.equal(actual, expected):
                 raise RuntimeError(
-                    f"{name}: the ranks hold {found[0]} elements of {wanted[0]}, and not each of them once; the "
+                    f"{name}: the ranks hold {actual[0]} elements of {expected[0]}, and not each of them once; the "
                     "family's weight table lacks a module, or shards overlap"
                 )
 
@@ -233,8 +212,7 @@ class BaseExporter(WeightExporter):
     _merges_adapters = False
 
     def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES):
-        """Plan the buckets; see `WeightExporter`."""
-        with model.adapters_off():  # the blocks then are those of modules' originals
+        with model.adapters_off():  # so that the blocks are those of the modules' originals
             super().__init__(model, max_bytes)
 
 
@@ -245,11 +223,7 @@ class AdapterExporter(WeightExporter):
     """
 
     def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES):
-        """Plan the buckets; see `WeightExporter`. The model has adapters.
-
-        Args:
-            model: The model.
-            max_bytes: The most bytes of weights in a bucket.
+        """Plan the buckets of a model with adapters; see `WeightExporter`.
 
         Raises:
             ConfigError: The model has adapters with several names, of which an engine takes one.
@@ -268,19 +242,16 @@ class AdapterExporter(WeightExporter):
                 name = f"{PEFT_PREFIX}{parse_peft_name(piece.name)}"
                 blocks.setdefault(name, []).append(_Block(piece.tensor, piece.offset, None))
             elif piece.name in whole and piece.is_first_replica:
-                for of_hf, offset, view in split_piece(piece, build_weight_table(model.config, rows)):
-                    name = f"{PEFT_PREFIX}{of_hf.hf_name}"
+                for rows_in_hf, offset, view in split_piece(piece, build_weight_table(model.config, rows)):
+                    name = f"{PEFT_PREFIX}{rows_in_hf.hf_name}"
                     blocks.setdefault(name, []).append(_Block(view, offset, None))
         plan = RefitPlan(build_peft_config(model.lora, linears, None), model.vocab_size, plan_buckets(specs, max_bytes))
         unknown = [name for name in blocks if name.removeprefix(PEFT_PREFIX) not in shapes]
         self._prepare(model, plan, {spec.name: spec.shape for spec in specs}, blocks, unknown)
 
 
-def weights_digest(model: ShardedModel, frozen_only: bool = False) -> str:
-    """Return a digest of all weights of a model, or of those that are frozen. Collective.
-
-    It does not depend on the layout.
-    """
+def digest_weights(model: ShardedModel, frozen_only: bool = False) -> str:
+    """Return a digest of all weights of a model, or of the frozen ones, in any layout the same. Collective."""
     model.gather_parameters()
     topology = model.topology
     total = torch.zeros((), dtype=torch.int64, device=topology.device)
@@ -294,7 +265,7 @@ def weights_digest(model: ShardedModel, frozen_only: bool = False) -> str:
     return f"{total.item() % 2**64:016x}"
 
 
-def _blocks(
+def _collect_blocks(
     model_chunks: Sequence[torch.nn.Module], table: WeightTable, with_adapters: bool
 ) -> tuple[list[str], dict[str, list[_Block]]]:
     """Return (tensors that the table lacks, this rank's blocks of each Hugging Face tensor).

@@ -25,7 +25,7 @@ from rl_megatron.weight_sync.buckets import WeightsRefused
 _WORD = torch.int64.itemsize
 _DEVICE_ARGUMENT = 6  # the position of the sender's device number among the arguments of rebuild_cuda_tensor
 _PIDFD_GETFD = 438  # the number of the system call on all of Linux's usual architectures
-# What a process does to open GPU memory of expandable segments, with a file in the place of the memory.
+# A process does this to open GPU memory of expandable segments; here it opens a file instead of the memory.
 _GET_FILE = """
 import ctypes, os, sys
 call, process, file = map(int, sys.argv[1:])
@@ -35,16 +35,10 @@ sys.exit(0 if libc.syscall(call, os.pidfd_open(process), file, 0) >= 0 else os.s
 
 
 def check_gpu_memory_can_be_shared(refit: str) -> None:
-    """Check that other processes can open this process's GPU memory.
+    """Raise ConfigError if other processes cannot open this process's GPU memory, as `generation.refit=refit` needs.
 
     With expandable segments, a process gets the memory's file from the process that owns it. Containers often forbid
     that system call, and the engine would only fail at the first weights.
-
-    Args:
-        refit: The value of `generation.refit`, for the message.
-
-    Raises:
-        ConfigError: They cannot.
     """
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" not in os.environ.get(variable, "").lower().replace(" ", ""):
@@ -80,14 +74,13 @@ class WeightHandle:
     device_uuid: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the handle as JSON can hold it, for a process that is asked over HTTP."""
+        """Return the handle for a JSON body, in which a process gets it over HTTP."""
         fields = {"bucket_index": self.bucket_index, "num_words": self.num_words, "path": self.path}
         cuda = None if self.cuda is None else [_to_json(argument) for argument in self.cuda]
         return fields | {"cuda": cuda, "device_uuid": self.device_uuid}
 
     @staticmethod
     def from_json(handle: dict[str, Any]) -> WeightHandle:
-        """Return the handle that `to_json` wrote."""
         cuda = handle["cuda"] and tuple(_from_json(argument) for argument in handle["cuda"])
         return WeightHandle(handle["bucket_index"], handle["num_words"], handle["path"], cuda, handle["device_uuid"])
 
@@ -106,8 +99,8 @@ def _to_json(argument: Any) -> Any:
         return {"bytes": argument.hex()}
     if isinstance(argument, tuple):  # a size or strides
         return {"tuple": list(argument)}
-    for name, known in _OBJECTS.items():
-        if argument is known:
+    for name, value in _OBJECTS.items():
+        if argument is value:
             return {"object": name}
     return argument
 
@@ -127,11 +120,7 @@ class SharedBuffer:
     """
 
     def __init__(self, num_words: int, device: torch.device):
-        """Allocate the buffer on `device`.
-
-        Raises:
-            RuntimeError: The device is a CPU, and the system is not Linux.
-        """
+        """Allocate the buffer on `device`. On a CPU, the system must be Linux."""
         self._file: int | None = None
         if device.type == "cuda":
             self.words = torch.empty(num_words, dtype=torch.int64, device=device)
@@ -142,13 +131,13 @@ class SharedBuffer:
         os.ftruncate(self._file, num_words * _WORD)
         self.words = torch.frombuffer(mmap.mmap(self._file, num_words * _WORD), dtype=torch.int64)
 
-    def handle(self, bucket_index: int, num_words: int) -> WeightHandle:
+    def make_handle(self, bucket_index: int, num_words: int) -> WeightHandle:
         """Return a handle to the first `num_words` words. A reader gets their values when it opens the handle."""
         if self._file is not None:
             return WeightHandle(bucket_index, num_words, path=f"/proc/{os.getpid()}/fd/{self._file}")
         torch.cuda.current_stream(self.words.device).synchronize()  # writes are done before the buffer is read
         _, arguments = reduce_tensor(self.words)
-        return WeightHandle(bucket_index, num_words, cuda=arguments, device_uuid=device_key(self.words.device))
+        return WeightHandle(bucket_index, num_words, cuda=arguments, device_uuid=get_device_key(self.words.device))
 
     def close(self) -> None:
         """Release the memory. It is freed once no reader has it open."""
@@ -164,13 +153,13 @@ class SharedBuffer:
 
 
 @contextmanager
-def opened(handle: WeightHandle) -> Iterator[Tensor]:
+def open_handle(handle: WeightHandle) -> Iterator[Tensor]:
     """Open the sender's memory [num_words] int64 for reading. No reference to it may outlive the block.
 
     Raises:
         WeightsRefused: The sender has ended, or runs on another machine.
     """
-    words = _opened_on_cpu(handle) if handle.cuda is None else _opened_on_gpu(handle, handle.cuda)
+    words = _open_on_cpu(handle) if handle.cuda is None else _open_on_gpu(handle, handle.cuda)
     try:
         yield words[: handle.num_words]
         if words.is_cuda:
@@ -179,7 +168,7 @@ def opened(handle: WeightHandle) -> Iterator[Tensor]:
         del words
 
 
-def _opened_on_cpu(handle: WeightHandle) -> Tensor:
+def _open_on_cpu(handle: WeightHandle) -> Tensor:
     assert handle.path is not None  # every handle has a path or CUDA arguments
     try:
         file = os.open(handle.path, os.O_RDONLY)
@@ -198,12 +187,11 @@ def _opened_on_cpu(handle: WeightHandle) -> Tensor:
         os.close(file)
 
 
-def _opened_on_gpu(handle: WeightHandle, cuda: tuple[Any, ...]) -> Tensor:
-    """Return the memory on the sender's GPU.
-
-    The GPU is found by its uuid, because CUDA_VISIBLE_DEVICES may differ between processes.
-    """
-    here = [i for i in range(torch.cuda.device_count()) if device_key(torch.device("cuda", i)) == handle.device_uuid]
+def _open_on_gpu(handle: WeightHandle, cuda: tuple[Any, ...]) -> Tensor:
+    """Return the memory on the sender's GPU, by its uuid, because CUDA_VISIBLE_DEVICES may differ between processes."""
+    here = [
+        i for i in range(torch.cuda.device_count()) if get_device_key(torch.device("cuda", i)) == handle.device_uuid
+    ]
     if not here:
         raise WeightsRefused(
             f"bucket {handle.bucket_index} is on GPU {handle.device_uuid}, which is not visible to this process"
@@ -213,6 +201,6 @@ def _opened_on_gpu(handle: WeightHandle, cuda: tuple[Any, ...]) -> Tensor:
     return rebuild_cuda_tensor(*arguments)
 
 
-def device_key(device: torch.device) -> str:
+def get_device_key(device: torch.device) -> str:
     """Return a GPU's uuid, which is the same in every process, or "cpu"."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"

@@ -25,29 +25,22 @@ class PluginSync(abc.ABC):
     """A `ServerSync` to vLLM servers with our plugin. It owns the connection between the policy and the servers."""
 
     def __init__(self, sender: WeightSender, servers: WeightServers, bucket_bytes: int, timeout_seconds: float):
-        """Keep what is needed; `connect` makes the connection.
-
-        Args:
-            sender: The policy's sender.
-            servers: The servers.
-            bucket_bytes: The most bytes of weights in a bucket.
-            timeout_seconds: The longest time for joining a process group, and for each collective.
-        """
+        """Prepare; `connect` makes the connection. The timeout is that of joining a group, and of each collective."""
         self._sender, self._servers = sender, servers
         self._bucket_bytes, self._timeout = bucket_bytes, timeout_seconds
 
     def connect(self) -> None:
         """Give the servers the plan, and connect them to the policy; see `ServerSync.connect`."""
-        self._sender.exporter(self._bucket_bytes)
-        # A server may have begun a weight sync that was not finished, because the trainer or another server has ended.
-        begun = [any(report.get("active") for report in reports) for reports in self._asked_reports()]
-        if any(begun):
-            self._servers.post("/finish_weight_update", to=begun)
+        self._sender.get_exporter(self._bucket_bytes)
+        # A server may be in an unfinished weight sync, because the trainer or another server has ended.
+        active = [any(report.get("active") for report in reports) for reports in self._ask_for_reports()]
+        if any(active):
+            self._servers.post("/finish_weight_update", to=active)
         init_info = {"protocol": PROTOCOL, "plan": self._sender.plan.to_json()}
         self._servers.post(_INTRODUCE, [{"init_info": init_info}] * self._servers.count)
-        self._reports()  # before ranks wait for workers that refuse the model
+        self._check_reports()  # before ranks wait for workers that refuse the model
         self._join(init_info)
-        self._reports()
+        self._check_reports()
 
     def send(self, version: int) -> dict[str, float]:
         """Send the policy's current weights; see `ServerSync.send`."""
@@ -55,24 +48,24 @@ class PluginSync(abc.ABC):
         self._servers.post("/start_weight_update")
         self._transfer(version)
         try:
-            reports = self._reports()
+            self._check_reports()
         except WeightsRefused:
             self._servers.post("/finish_weight_update")  # they serve nothing, and take the next weights
             raise
         finish = {"weight_version": str(version)}
         self._servers.post("/finish_weight_update", [finish] * self._servers.count)
-        of_servers = self._reports()
-        for server, each in enumerate(of_servers):
-            for worker, report in enumerate(each):
+        reports_by_server = self._check_reports()
+        for server, reports in enumerate(reports_by_server):
+            for worker, report in enumerate(reports):
                 if report["version"] != version:
                     raise ServerRefused(
                         f"vLLM server {server}, worker {worker} has version {report['version']} of the weights after "
                         f"version {version} was sent"
                     )
-        reports = [report for each in of_servers for report in each]
         confirm(self._servers, version)
+        reports = [report for reports in reports_by_server for report in reports]
         seconds = {phase: max(report["seconds"][phase] for report in reports) for phase in reports[0]["seconds"]}
-        return self._sender.timings.metrics_of_sync(time.perf_counter() - began, seconds)
+        return self._sender.timings.metrics(time.perf_counter() - began, seconds)
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -80,40 +73,32 @@ class PluginSync(abc.ABC):
 
     @abc.abstractmethod
     def _join(self, init_info: dict[str, Any]) -> None:
-        """Connect the servers, which know the plan, with the policy.
-
-        Args:
-            init_info: The parts of the plugin's `InitInfo` that all servers have got.
-        """
+        """Connect the servers with the policy. They have got `init_info`, these parts of the plugin's `InitInfo`."""
 
     @abc.abstractmethod
     def _transfer(self, version: int) -> None:
         """Send all buckets."""
 
-    def _asked_reports(self) -> list[list[dict[str, Any]]]:
-        """Return the report of every worker of every server, also of workers that refused or failed.
-
-        Raises:
-            ServerRefused: A server has no plugin.
-        """
+    def _ask_for_reports(self) -> list[list[dict[str, Any]]]:
+        """Return the reports of the workers of every server, also of workers that refused or failed."""
         try:
             answers = self._servers.post("/collective_rpc", [{"method": REPORT}] * self._servers.count)
         except ServerRefused as error:
             raise ServerRefused(f"{error}; the server has no plugin of rl_megatron: {_REMEDY}") from error
         return [answer["results"] for answer in answers]
 
-    def _reports(self) -> list[list[dict[str, Any]]]:
-        """Return the report of every worker of every server, if all are well.
+    def _check_reports(self) -> list[list[dict[str, Any]]]:
+        """Return the reports of the workers of every server, none of which has failed.
 
         Raises:
             WeightsRefused: A worker refused the weights, or its model differs from the policy's.
             ServerRefused: A server has no plugin, or a worker failed in another way.
         """
-        reports = self._asked_reports()
+        reports = self._ask_for_reports()
         workers = [
             (f"vLLM server {server}, worker {worker}", report)
-            for server, each in enumerate(reports)
-            for worker, report in enumerate(each)
+            for server, of_server in enumerate(reports)
+            for worker, report in enumerate(of_server)
         ]
         for worker, report in workers:
             if report.get("refused") is not None:
@@ -138,18 +123,18 @@ class SyncOverGroup(PluginSync):
         self._sender.leave()
 
     def _join(self, init_info: dict[str, Any]) -> None:
-        before = len(self._servers.ranks.gather(None))
+        num_ranks = len(self._servers.ranks.gather(None))
         sizes = [answer["world_size"] for answer in self._servers.get("/get_world_size?include_dp=true")]
-        world_size = before + sum(sizes)
+        world_size = num_ranks + sum(sizes)
         address, port = self._servers.find_meeting_point()
         common = {"address": address, "port": port, "world_size": world_size, "timeout_seconds": self._timeout}
-        offsets = [before + sum(sizes[:index]) for index in range(len(sizes))]
+        offsets = [num_ranks + sum(sizes[:index]) for index in range(len(sizes))]
         bodies = [{"init_info": {**init_info, "group": {**common, "rank_offset": offset}}} for offset in offsets]
         pending = self._sender.join(address, port, world_size, self._timeout)
         try:
             self._servers.post(_INTRODUCE, bodies, meanwhile=lambda: self._servers.meet(pending))
         except ServerDied:
-            self._reports()  # a worker that could not join says why
+            self._check_reports()  # a worker that could not join reports why
             raise
 
     def _transfer(self, version: int) -> None:
@@ -169,21 +154,17 @@ class SyncInSharedMemory(PluginSync):
         self._sender.release()
 
     def _join(self, init_info: dict[str, Any]) -> None:
-        pass  # servers open the memory that they are told of
+        pass  # servers open the memory whose handles they get
 
     def _transfer(self, version: int) -> None:
-        for keys in self._sender.groups_of_keys(self._bucket_bytes):
+        for keys in self._sender.list_key_groups(self._bucket_bytes):
             (handle,) = self._sender.share(keys).values()
             body = {"update_info": {"version": version, "handle": handle.to_json()}}
             self._servers.post("/update_weights", [body] * self._servers.count)
 
 
 def confirm(servers: WeightServers, version: int) -> None:
-    """Check that vLLM servers report the version, and make them drop what they computed with older weights.
-
-    Raises:
-        ServerRefused: A server reports another version, or keeps keys and values of older weights.
-    """
+    """Check that vLLM servers report the version, and make them drop the keys and values of older weights."""
     for server, answer in enumerate(servers.get("/weight_info")):
         if answer["weight_version"] != str(version):
             raise ServerRefused(

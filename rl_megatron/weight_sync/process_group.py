@@ -25,7 +25,7 @@ from rl_megatron.topology.job_store import is_on_one_node
 
 _POLL_SECONDS = 0.0005
 _PREFIXES = ("standalone",)
-# What torch's NCCL groups read when they are made. By default their threads end the process if a peer dies, before its
+# torch's NCCL groups read these when they are made. By default their threads end the process if a peer dies, before its
 # error can be handled. With these settings `wait` raises the error, and no thread ends the process.
 _RAISE_ERRORS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
@@ -51,7 +51,7 @@ class Handle(Protocol):
 
 
 class Transfer(Handle, Protocol):
-    """A collective that was started, and that can be waited for a little."""
+    """A collective that was started, for which one can wait a limited time."""
 
     def is_over(self, seconds: float) -> bool:
         """Wait for at most `seconds`, and return whether the collective has succeeded or failed by then."""
@@ -95,7 +95,7 @@ class StandaloneGroup:
         timeout = timedelta(seconds=timeout_seconds)
         try:
             # The store is kept, because rank 0's store is the server for the other ranks' connections.
-            self._store = _store(ip, port, rank, world_size, timeout)
+            self._store = _make_store(ip, port, rank, world_size, timeout)
             store: Store = self._store
             for prefix in prefixes:
                 store = PrefixStore(prefix, store)
@@ -113,13 +113,11 @@ class StandaloneGroup:
             return gloo(store, self.rank, self.world_size, gloo_options)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = 2 * timeout  # our own timeout comes first
-        with _environment(_RAISE_ERRORS):
+        with _set_environment(_RAISE_ERRORS):
             return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """Start to sum `tensor` over all ranks in place, and return a handle.
-
-        The tensor must not be used before the handle's `wait` has returned.
+        """Start summing `tensor` over all ranks in place; it must not be used before the handle's `wait` returns.
 
         Raises:
             CollectiveFailed: This process has left, or a peer did not complete a collective.
@@ -129,22 +127,16 @@ class StandaloneGroup:
         try:
             return _Work(self, self.process_group.allreduce([tensor], dist.AllreduceOptions()))
         except RuntimeError as error:
-            raise self._failed(error) from error
+            raise self._fail(error) from error
 
     def broadcast(self, tensor: Tensor) -> Transfer:
-        """Start to send rank 0's `tensor` to all ranks, and return a handle.
-
-        The tensor must not be used before the handle's `wait` has returned.
-
-        Raises:
-            CollectiveFailed: This process has left, or a peer did not complete a collective.
-        """
+        """Start sending rank 0's `tensor` to all ranks; see `all_reduce`."""
         if self.process_group is None:
             raise CollectiveFailed(f"{self._who} has left the group, or an earlier collective failed")
         try:
             return _Work(self, self.process_group.broadcast([tensor], dist.BroadcastOptions()))
         except RuntimeError as error:
-            raise self._failed(error) from error
+            raise self._fail(error) from error
 
     def close(self) -> None:
         """Leave the group. Collectives that were started fail on all ranks."""
@@ -152,21 +144,21 @@ class StandaloneGroup:
         if group is not None and self.device.type == "cuda":
             group.abort()
 
-    def _failed(self, error: object) -> CollectiveFailed:
+    def _fail(self, error: object) -> CollectiveFailed:
         self.close()
         within = f"within {self._timeout_seconds:g} s"
         return CollectiveFailed(f"{self._who}: a peer left the group or did not answer {within}: {error}")
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def _set_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables within the block."""
-    before = {name: os.environ.get(name) for name in variables}
+    original = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in original.items():
             if value is None:
                 del os.environ[name]
             else:
@@ -184,7 +176,7 @@ class _Work:
                 self._wait_for_kernel()
             self._work.wait()
         except RuntimeError as error:
-            raise self._group._failed(error) from error
+            raise self._group._fail(error) from error
 
     def is_over(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
@@ -199,16 +191,16 @@ class _Work:
             time.sleep(_POLL_SECONDS)
 
 
-def _store(ip: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
-    """Return the group's store, which rank 0 serves. torch alone would listen at all interfaces of the machine."""
+def _make_store(ip: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+    """Make the group's store, which rank 0 serves. torch alone would listen at all interfaces of the machine."""
     if rank != 0:
         return TCPStore(ip, port, world_size, is_master=False, timeout=timeout)
-    listening = listening_socket(ip, port, world_size)
+    listening = open_listening_socket(ip, port, world_size)
     return TCPStore(ip, port, world_size, is_master=True, timeout=timeout, master_listen_fd=listening.detach())
 
 
-def listening_socket(ip: str, port: int, backlog: int) -> socket.socket:
-    """Return a socket that listens at one address.
+def open_listening_socket(ip: str, port: int, backlog: int) -> socket.socket:
+    """Open a socket that listens at one address.
 
     It listens at all interfaces if the address is not one of this machine's, as in a container with forwarded ports, or
     if it is the loopback address and the job has several nodes, which find this one by its name.
@@ -223,22 +215,21 @@ def listening_socket(ip: str, port: int, backlog: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=backlog)
 
 
-def free_address(hosts: Sequence[str] = ()) -> tuple[str, int]:
+def find_free_address(hosts: Sequence[str] = ()) -> tuple[str, int]:
     """Return an address at which servers can meet the policy's ranks: that of rank 0, with a free port.
 
-    Args:
-        hosts: Where the servers are, if not on the nodes of the ranks.
+    `hosts` are those of servers that are not on the nodes of the ranks.
     """
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     others = [host for host in hosts if not is_loopback(host)]
     if others and is_loopback(address):  # the ranks are on one node, and the servers may be on another one
-        address = _address_towards(others[0])
+        address = _find_address_towards(others[0])
     with socket.socket() as probe:
         probe.bind(("", 0))
         return address, probe.getsockname()[1]
 
 
-def _address_towards(host: str) -> str:
+def _find_address_towards(host: str) -> str:
     """Return the address of this machine at which another one reaches it; nothing is sent."""
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -18,7 +18,7 @@ from rl_megatron.weight_sync.process_group import Handle, StandaloneGroup
 
 
 class WeightSink(Protocol):
-    """The place where an engine keeps its weights."""
+    """The model of an engine, which takes weights."""
 
     def check(self, plan: RefitPlan) -> None:
         """Check that the plan has the tensors of the engine's model, and no others.
@@ -43,11 +43,9 @@ class ParameterSink:
     """A `WeightSink` of parameters that have their Hugging Face names and shapes."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
-        """Keep the parameters.
+        """Keep the engine's parameters by Hugging Face name.
 
-        Args:
-            parameters: The engine's parameters by Hugging Face name. If two names share memory (tied embeddings), the
-                weights may have either name in the plan.
+        If two names share memory (tied embeddings), the weights may have either name in the plan.
         """
         self._parameters = {name: parameter.detach() for name, parameter in parameters.items()}
 
@@ -57,11 +55,11 @@ class ParameterSink:
         for name, spec in announced.items():
             if name not in self._parameters:
                 raise WeightsRefused(f"{name} is unknown to the engine's model")
-            found = self._parameters[name]
-            if (tuple(found.shape), found.dtype) != (spec.shape, spec.torch_dtype):
+            parameter = self._parameters[name]
+            if (tuple(parameter.shape), parameter.dtype) != (spec.shape, spec.torch_dtype):
                 raise WeightsRefused(
                     f"{name} will come as {spec.dtype} {list(spec.shape)}, but the engine's model has "
-                    f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+                    f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
                 )
         filled = {self._parameters[name].data_ptr() for name in announced}
         for name, parameter in self._parameters.items():
@@ -69,7 +67,6 @@ class ParameterSink:
                 raise WeightsRefused(f"{name} of the engine's model is missing from the trainer's plan")
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the tensors into the parameters."""
         for name, weight in weights:
             self._parameters[name].copy_(weight)
 
@@ -84,11 +81,7 @@ class WeightReceiver:
     """
 
     def __init__(self, sink: WeightSink, plan: RefitPlan):
-        """Check that the plan fits the engine's model.
-
-        Args:
-            sink: Where the weights go.
-            plan: The trainer's plan.
+        """Check that the trainer's plan fits the engine's model, and keep both.
 
         Raises:
             WeightsRefused: The plan or the engine's model lacks a tensor, or it differs in shape or dtype. The message
@@ -109,15 +102,11 @@ class WeightReceiver:
 
     @torch.no_grad()
     def accept(self, bucket_index: int, buffer: Tensor) -> None:
-        """Verify a bucket and load its tensors into the sink.
-
-        Args:
-            bucket_index: The number of the bucket in the plan.
-            buffer: The bucket, [at least its num_words] int64.
+        """Verify a bucket, [≥ its num_words] int64, and load its tensors into the sink.
 
         Raises:
-            WeightsRefused: The bucket is unknown, came before, is too short, or holds an altered tensor. The refit has
-                failed then, and a new one must begin.
+            WeightsRefused: The bucket is unknown, has come already, is too short, or holds an altered tensor. The refit
+                has failed then, and a new one must begin.
         """
         if self._pending is None:
             raise WeightsRefused("a bucket came outside a refit: the last refit was refused, or none has begun")
@@ -159,11 +148,8 @@ class WeightReceiver:
     def receive(self, group: StandaloneGroup, version: int) -> int:
         """Receive all weights over `group` while the trainer calls `WeightSender.broadcast`, and return the version.
 
-        While one bucket is verified and copied, the next one is received.
-
-        Args:
-            group: The group that the trainer and all engines have joined.
-            version: The version of the weights.
+        The trainer and all engines have joined the group. While one bucket is verified and copied, the next one is
+        received.
 
         Raises:
             WeightsRefused: A bucket was refused. The other buckets are still received, so that the trainer does not

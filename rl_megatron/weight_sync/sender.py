@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.weight_sync.buckets import RefitPlan
 from rl_megatron.weight_sync.exporter import DEFAULT_BUCKET_BYTES, AdapterExporter, BaseExporter, WeightExporter
-from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, device_key
+from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, get_device_key
 from rl_megatron.weight_sync.process_group import Handle, StandaloneGroup
 
 _GIGABYTE = 1e9
@@ -34,28 +34,20 @@ class SyncTimings:
     ended: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: {"fill": 0.0, "transfer": 0.0})
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, total: float | None = None, at_engines: Mapping[str, float] | None = None) -> dict[str, float]:
         """Return `refit_bytes`, `refit_seconds` and `refit_gb_per_s`, and the seconds and GB/s of each phase.
 
-        The phases are `refit_fill_…` (copying this rank's shards and fingerprinting them) and `refit_transfer_…`
-        (waiting for collectives).
-        """
-        spans = {"": self.ended - self.began} | {f"{phase}_": spent for phase, spent in self.seconds.items()}
-        metrics: dict[str, float] = {"refit_bytes": self.bytes}
-        for phase, spent in spans.items():
-            metrics[f"refit_{phase}seconds"] = spent
-            metrics[f"refit_{phase}gb_per_s"] = self.bytes / _GIGABYTE / spent if spent > 0 else 0.0
-        return metrics
-
-    def metrics_of_sync(self, total: float, at_engines: dict[str, float]) -> dict[str, float]:
-        """Return `metrics` with the time until the engines serve the weights, and with the engines' own phases.
+        The phases are `refit_fill_…` (copying this rank's shards and fingerprinting them), `refit_transfer_…` (waiting
+        for collectives), and those of engines.
 
         Args:
-            total: The seconds until the last engine served the weights.
+            total: The seconds until the last engine served the weights. None: until this rank had sent them.
             at_engines: The seconds of each phase in the slowest engine.
         """
-        metrics = self.metrics()
-        for phase, spent in {"": total, **{f"{phase}_": spent for phase, spent in at_engines.items()}}.items():
+        total = self.ended - self.began if total is None else total
+        phases = {**self.seconds, **(at_engines or {})}
+        metrics: dict[str, float] = {"refit_bytes": self.bytes}
+        for phase, spent in {"": total, **{f"{phase}_": spent for phase, spent in phases.items()}}.items():
             metrics[f"refit_{phase}seconds"] = spent
             metrics[f"refit_{phase}gb_per_s"] = self.bytes / _GIGABYTE / spent if spent > 0 else 0.0
         return metrics
@@ -72,7 +64,7 @@ class WeightSender:
     """
 
     def __init__(self, model: ShardedModel, kind: type[WeightExporter] = WeightExporter):
-        """Keep the model, and the kind of exporter, which says what is sent: whole weights, the base, or adapters."""
+        """Prepare. The kind of exporter decides what is sent: whole weights, the base, or adapters."""
         self.timings = SyncTimings()
         self._model, self._kind = model, kind
         self._exporter: WeightExporter | None = None
@@ -81,11 +73,10 @@ class WeightSender:
         self._pending_group: PendingGroup | None = None
         self._shared: SharedBuffer | None = None
 
-    def exporter(self, max_bytes: int | None = None) -> WeightExporter:
+    def get_exporter(self, max_bytes: int | None = None) -> WeightExporter:
         """Return the exporter. Collective if there is none yet, or if `max_bytes` or the model's adapters are new.
 
-        Args:
-            max_bytes: The most bytes of weights in a bucket. None keeps the current value.
+        `max_bytes` limits the weights in a bucket. None keeps the current value.
         """
         if self._exporter is None or max_bytes not in (None, self._max_bytes):
             self.release()
@@ -97,47 +88,37 @@ class WeightSender:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the model."""
         return self._model.topology.device
 
     @property
     def plan(self) -> RefitPlan:
         """Return the plan that an engine needs before the first weights. Collective the first time."""
-        return self.exporter().plan
+        return self.get_exporter().plan
 
-    def tensor_infos(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def list_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each Hugging Face tensor, in the order in which they are sent."""
         specs = (spec for bucket in self.plan.buckets for spec in bucket.tensors)
         return {spec.name: (spec.shape, spec.torch_dtype) for spec in specs}
 
-    def exporter_of_base(self) -> BaseExporter:
-        """Return a new exporter of the weights without the adapters of the model. Collective."""
+    def make_base_exporter(self) -> BaseExporter:
+        """Return a new exporter of the weights without the model's adapters. Collective."""
         return BaseExporter(self._model, self._max_bytes)
 
-    def exporter_of_adapters(self) -> AdapterExporter:
-        """Return a new exporter of the adapters of the model, which has some. Collective."""
+    def make_adapter_exporter(self) -> AdapterExporter:
+        """Return a new exporter of the model's adapters. Collective."""
         return AdapterExporter(self._model, self._max_bytes)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor) of every Hugging Face tensor. Each is valid until the next one. Collective."""
-        return self.exporter().stream()
+        return self.get_exporter().stream()
 
     # --- over a process group ---
 
     def join(self, ip: str, port: int, world_size: int, timeout_seconds: float) -> PendingGroup:
-        """Start to join a process group with engines, and leave the group that was joined before.
+        """Start joining a process group with engines, and leave the group that was joined earlier.
 
-        Tell the engines to join, and then wait for the returned group. Waiting raises CollectiveFailed if a process
-        does not join.
-
-        Args:
-            ip: The address at which the model's rank 0 listens.
-            port: The port at which it listens.
-            world_size: The number of processes. The model's ranks come first, then the engines.
-            timeout_seconds: The longest time for joining, and for each collective.
-
-        Raises:
-            ValueError: `world_size` leaves no rank for an engine.
+        The model's ranks come first in the group, then the engines, and rank 0 listens at `ip`:`port`. Tell the engines
+        to join, and then wait for the returned group. Waiting raises CollectiveFailed if a process does not join.
         """
         self.leave()
         topology = self._model.topology
@@ -151,18 +132,17 @@ class WeightSender:
     def broadcast(self) -> list[Handle]:
         """Send all weights over the joined group, and return one handle per bucket, in order.
 
-        Engines call `WeightReceiver.receive` meanwhile. A bucket is filled while the one before it is sent.
+        Engines call `WeightReceiver.receive` meanwhile. A bucket is filled while the previous one is sent.
 
         Raises:
-            RuntimeError: No group was joined.
             CollectiveFailed: An engine died. A handle's `wait` may raise it, too. Join a new group then.
         """
         group = self.group()
-        exporter = self.exporter()
+        exporter = self.get_exporter()
         self._model.gather_parameters()
         self.timings = SyncTimings(exporter.plan.num_bytes)
         handles: list[Handle] = []
-        buffers = [exporter.new_buffer() for _ in range(min(2, len(exporter.plan.buckets)))]
+        buffers = [exporter.allocate_buffer() for _ in range(min(2, len(exporter.plan.buckets)))]
         for index in range(len(exporter.plan.buckets)):
             if index >= len(buffers):
                 handles[index - len(buffers)].wait()
@@ -171,12 +151,7 @@ class WeightSender:
         return handles
 
     def group(self) -> StandaloneGroup:
-        """Return the group that `join` started to join, once every process has joined.
-
-        Raises:
-            RuntimeError: No group was joined.
-            CollectiveFailed: Not every process joined.
-        """
+        """Return the group of `join`, once every process has joined; raise CollectiveFailed if one does not."""
         if self._pending_group is None:
             raise RuntimeError("there is no group to send weights over; call init_collective() first")
         return self._pending_group.group()
@@ -189,31 +164,28 @@ class WeightSender:
 
     # --- in shared memory ---
 
-    def groups_of_keys(self, max_bytes: int | None = None) -> list[list[str]]:
+    def list_key_groups(self, max_bytes: int | None = None) -> list[list[str]]:
         """Return the tensor names of each bucket, as arguments for `share`, in order.
 
         A new `max_bytes` changes `plan`, and the engines then need the new plan.
         """
-        exporter = self.exporter(max_bytes)
+        exporter = self.get_exporter(max_bytes)
         self.timings = SyncTimings()
         return [[spec.name for spec in bucket.tensors] for bucket in exporter.plan.buckets]
 
     def share(self, keys: list[str]) -> dict[str, WeightHandle]:
-        """Gather one bucket into this rank's shared memory, replacing the one before, and return its handle.
+        """Gather one bucket into this rank's shared memory, replacing the previous one, and return its handle.
 
-        A process on this machine reads it with `weight_sync.ipc.opened`. It must have finished before the next bucket
-        is shared. Collective.
+        A process on this machine reads it with `weight_sync.ipc.open_handle`, and must have finished before the next
+        bucket is shared. Collective.
 
         Args:
-            keys: One of the lists that `groups_of_keys` returned.
+            keys: One of the lists that `list_key_groups` returned.
 
         Returns:
             The handle by this rank's device: a GPU's uuid, or "cpu".
-
-        Raises:
-            ValueError: `keys` are not one of these lists.
         """
-        index, exporter = self._bucket_of(keys), self.exporter()
+        index, exporter = self._find_bucket(keys), self.get_exporter()
         self._model.gather_parameters()
         topology = self._model.topology
         if self._shared is None:
@@ -225,9 +197,9 @@ class WeightSender:
             _Transfer(work, self.timings).wait()
         self.timings.bytes += exporter.plan.buckets[index].num_bytes
         self.timings.ended = time.perf_counter()
-        return {device_key(filled.device): self._shared.handle(index, filled.numel())}
+        return {get_device_key(filled.device): self._shared.make_handle(index, filled.numel())}
 
-    def _bucket_of(self, keys: list[str]) -> int:
+    def _find_bucket(self, keys: list[str]) -> int:
         buckets = self.plan.buckets
         index = next((i for i, b in enumerate(buckets) if [spec.name for spec in b.tensors] == list(keys)), None)
         if index is None:
@@ -289,11 +261,7 @@ class PendingGroup:
             self._group.close()
 
     def group(self) -> StandaloneGroup:
-        """Return the group once every process has joined.
-
-        Raises:
-            CollectiveFailed: Not every process joined.
-        """
+        """Return the group once every process has joined; raise CollectiveFailed if one does not."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -301,7 +269,7 @@ class PendingGroup:
         return self._group
 
     def wait(self) -> None:
-        """Wait until every process has joined. It raises what `group` raises."""
+        """Wait until every process has joined; raise what `group` raises."""
         self.group()
 
     def is_over(self, seconds: float) -> bool:

@@ -1,7 +1,7 @@
 """`WeightServers`: the inference servers that take a policy's weights, as a weight sync sees them.
 
 A rollout engine gives rank 0 one `WeightServer` for each server. A `ServerSync` sends the weights, in one of several
-ways. It makes HTTP requests only through `WeightServers`, which lets every rank know what the servers answered.
+ways. It makes HTTP requests only through `WeightServers`, which tells every rank what the servers answered.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from rl_megatron.config.errors import describe_error
 from rl_megatron.topology.ranks import Ranks
-from rl_megatron.weight_sync.process_group import CollectiveFailed, free_address
+from rl_megatron.weight_sync.process_group import CollectiveFailed, find_free_address
 
 _POLL_SECONDS = 0.1
-_LONGEST_WAIT_SECONDS = 60.0  # ranks other than 0 hear at least this often that rank 0 still waits
+_LONGEST_WAIT_SECONDS = 60.0  # rank 0 tells other ranks at least this often that it still waits
 
 
 class ServerDied(RuntimeError):
@@ -28,7 +28,7 @@ class ServerDied(RuntimeError):
 
 
 class ServerRefused(RuntimeError):
-    """A server answered with an error that it would answer again. The message has the server's own words."""
+    """A server answered with an error that it would repeat. The message has the server's own words."""
 
 
 class Pending(Protocol):
@@ -48,15 +48,11 @@ class Pending(Protocol):
 
 
 class WeightServer(Protocol):
-    """A server as rank 0 reaches it.
-
-    Attributes:
-        name: What messages call the server, such as "vLLM server 0 (http://127.0.0.1:8000)".
-    """
+    """A server as rank 0 reaches it."""
 
     @property
     def name(self) -> str:
-        """Return what messages call the server."""
+        """Return the server's name for messages, such as "vLLM server 0 (http://127.0.0.1:8000)"."""
         ...
 
     def request(
@@ -87,7 +83,7 @@ class ServerSync(Protocol):
     """
 
     def connect(self) -> None:
-        """Prepare servers that were started, or started again. The connections to earlier servers end.
+        """Prepare servers that were started or restarted. The connections to earlier servers end.
 
         Raises:
             ServerDied: A server died or did not answer.
@@ -113,7 +109,7 @@ class ServerSync(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave process groups, and free memory and files. The servers go on, if they still run."""
+        """Leave process groups, and free memory and files. Servers that still run continue."""
         ...
 
 
@@ -141,22 +137,22 @@ class WeightServers:
 
         Args:
             servers: The servers. Only rank 0 needs them; other ranks pass an empty sequence.
-            ranks: The exchange among the policy's ranks.
+            ranks: The policy's ranks.
             timeout_seconds: The longest time that a request of a weight sync may take.
             seconds_after_a_break: How long servers may take to answer after a collective has failed.
-            hosts: Where the servers are, if not on the nodes of the ranks. Only rank 0 needs it.
+            hosts: The hosts of servers that are not on the nodes of the ranks. Only rank 0 needs it.
         """
         self.ranks = ranks
         self.count = ranks.share(lambda: len(servers))
         self._servers, self._timeout, self._seconds_after_a_break = servers, timeout_seconds, seconds_after_a_break
         self._hosts = hosts
-        self._asked: list[WeightServer] = []  # those that got the pending request
+        self._recipients: list[WeightServer] = []  # those that got the pending request
         self._pending: list[Future[Any]] = []
-        self._server_failed_first = False  # an error of a server is why a collective failed
+        self._server_failed_first = False  # whether a collective failed because of an error of a server
 
     def find_meeting_point(self) -> tuple[str, int]:
         """Return on every rank an address and a free port of rank 0, at which the servers can meet the ranks."""
-        return self.ranks.share(lambda: free_address(self._hosts))
+        return self.ranks.share(lambda: find_free_address(self._hosts))
 
     def post(
         self,
@@ -180,16 +176,11 @@ class WeightServers:
         return self._send("POST", path, bodies or [{}] * self.count, meanwhile, to)
 
     def get(self, path: str) -> tuple[Any, ...]:
-        """Send a GET request to every server at the same time, and return their answers on every rank.
-
-        Raises:
-            ServerDied: A server died or did not answer.
-            ServerRefused: A server answered with an error.
-        """
+        """Send a GET request to every server at the same time, and return their answers on every rank; see `post`."""
         return self._send("GET", path, [None] * self.count, None)
 
     def meet(self, pending: Pending) -> None:
-        """Wait until what this rank has begun with the servers is over, for `meanwhile` of the servers' request.
+        """Wait, as `meanwhile` of a request, until an operation of this rank with the servers has succeeded.
 
         It is usually a process group that the rank joins. Ranks exchange their states, so that none waits for a rank
         that cannot join, or for a server that failed.
@@ -234,7 +225,7 @@ class WeightServers:
     ) -> tuple[Any, ...]:
         if self.ranks.leads:
             chosen = [True] * len(self._servers) if to is None else to
-            self._asked = [server for server, is_chosen in zip(self._servers, chosen, strict=True) if is_chosen]
+            self._recipients = [server for server, is_chosen in zip(self._servers, chosen, strict=True) if is_chosen]
             self._pending = [
                 server.request(method, path, body, self._timeout)
                 for server, body, is_chosen in zip(self._servers, bodies, chosen, strict=True)
@@ -252,7 +243,7 @@ class WeightServers:
             deadline = time.monotonic() + self._seconds_after_a_break
         outcome = None
         while outcome is None:
-            outcome = self.ranks.share(lambda: self._outcome(path, deadline))
+            outcome = self.ranks.share(lambda: self._find_outcome(path, deadline))
         if outcome.refused is not None and (self._server_failed_first or outcome.died is broken is None):
             raise ServerRefused(f"the weight sync failed at {path}: {outcome.refused}")
         if outcome.died is not None:
@@ -261,11 +252,11 @@ class WeightServers:
             raise ServerDied(f"the process group of the policy and the servers failed: {broken}")
         return outcome.values
 
-    def _outcome(self, path: str, deadline: float) -> _Outcome | None:
+    def _find_outcome(self, path: str, deadline: float) -> _Outcome | None:
         """Return the outcome once all servers have answered or one has died; None if that takes longer."""
         until = min(deadline, time.monotonic() + min(_LONGEST_WAIT_SECONDS, self._timeout / 4))
         died = refused = None
-        waiting = list(zip(self._asked, self._pending, strict=True))
+        waiting = list(zip(self._recipients, self._pending, strict=True))
         while waiting and died is None:
             wait([future for _, future in waiting], max(0.0, until - time.monotonic()), return_when="FIRST_COMPLETED")
             for server, future in waiting:

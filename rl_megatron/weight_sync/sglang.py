@@ -1,14 +1,14 @@
 """Weight syncs into SGLang servers, over the endpoints that they have: buckets of bytes, broadcast in a torch group.
 
-SGLang has no fingerprints of tensors in flight. The policy's ranks check theirs before a bucket is sent. Afterwards
-SGLang's own checksums tell which of its tensors have changed, and whether all servers have the same.
+SGLang does not verify tensors that arrive. The policy's ranks verify their own before a bucket is sent. Afterwards
+SGLang's own checksums show which of its tensors have changed, and whether all servers have the same.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,20 +23,14 @@ _GROUP = "rl_megatron"
 # A tensor of SGLang's model → the tensors of a checkpoint that it consists of.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+_Checksums: TypeAlias = Mapping[str, tuple[str, ...]]  # of one server: tensor → its checksum on each rank
 
 
 class SglangSync:
     """A `ServerSync` that broadcasts flattened buckets from rank 0 to all ranks of all servers."""
 
     def __init__(self, servers: WeightServers, weights: WeightSender, topology: Topology, timeout_seconds: float):
-        """Keep what is needed; nothing is sent yet.
-
-        Args:
-            servers: The servers.
-            weights: The sender of the policy's weights.
-            topology: The policy's topology.
-            timeout_seconds: The longest time for joining the process group, and for each collective.
-        """
+        """Prepare; nothing is sent yet. The timeout is that of joining the group, and of each collective."""
         self._servers, self._weights, self._topology = servers, weights, topology
         self._timeout = timeout_seconds
         self._pending: PendingGroup | None = None  # on rank 0
@@ -67,26 +61,25 @@ class SglangSync:
             for number in range(len(sizes))
         ]
         if self._servers.ranks.leads:
-            # torch puts the group's name before its keys twice, and then the type of the device.
+            # torch prefixes the group's keys with its name twice, and then with the type of the device.
             prefixes = (_GROUP, f"{_GROUP}/", f"{self._topology.device.type}/")
             self._pending = PendingGroup(
                 address, port, 0, world_size, self._topology.device, self._timeout, prefixes=prefixes
             )
-        joining = self._pending or _Nothing()
+        joining = self._pending or _Finished()
         self._servers.post("/init_weights_update_group", bodies, meanwhile=lambda: self._servers.meet(joining))
 
     def send(self, version: int) -> dict[str, float]:
         """Send the policy's current weights; see `ServerSync.send`.
 
-        Raises:
-            WeightsRefused: A bucket is not what the ranks have written, a server did not take a tensor, or servers
-                have different weights.
+        WeightsRefused is raised if a bucket differs from what the ranks have written, if a server did not take one of
+        its tensors, or if servers have different weights.
         """
-        exporter = self._weights.exporter()
+        exporter = self._weights.get_exporter()
         self._weights.timings = timings = SyncTimings(exporter.plan.num_bytes)
         fingerprints: dict[str, int] = {}
         self._begin()
-        for number, (bucket, buffer) in enumerate(exporter.whole_buckets()):
+        for number, (bucket, buffer) in enumerate(exporter.gather_buckets()):
             names = [spec.name for spec in bucket.tensors]
             fingerprints |= dict(zip(names, bucket.fingerprints(buffer).tolist(), strict=True))
             last = number + 1 == len(exporter.plan.buckets)
@@ -101,7 +94,7 @@ class SglangSync:
         answers = self._servers.post("/weights_checker", [{"action": "checksum"}] * self._servers.count)
         self._history.check(answers, fingerprints)
         ended = time.perf_counter()
-        return timings.metrics_of_sync(ended - timings.began, {"verify": ended - verifying})
+        return timings.metrics(ended - timings.began, {"verify": ended - verifying})
 
     def close(self) -> None:
         """Leave the process group."""
@@ -129,7 +122,7 @@ class SglangSync:
 
     def _send_bucket(self, bucket: Bucket, buffer: Tensor, version: int | None) -> None:
         """Broadcast a bucket; with the last one, name the new version and drop what older weights computed."""
-        specs = flat_order(bucket)
+        specs = order_flat(bucket)
         body = {
             "names": [spec.name for spec in specs],
             "dtypes": [spec.dtype for spec in specs],
@@ -141,7 +134,7 @@ class SglangSync:
         }
         bodies = [body] * self._servers.count
         path = "/update_weights_from_distributed"
-        flat = flattened(bucket, buffer) if self._servers.ranks.leads else None
+        flat = flatten(bucket, buffer) if self._servers.ranks.leads else None
         try:
             self._servers.post(path, bodies, meanwhile=lambda: self._broadcast(flat))
         except ServerRefused as refusal:
@@ -155,7 +148,7 @@ class SglangSync:
     def _broadcast(self, flat: Tensor | None) -> None:
         """Send a bucket from rank 0 while the other ranks wait. If a server has failed, rank 0 leaves the group."""
         try:
-            sending = self._pending.group().broadcast(flat) if self._pending and flat is not None else _Nothing()
+            sending = self._pending.group().broadcast(flat) if self._pending and flat is not None else _Finished()
             self._servers.meet(sending)
         except CollectiveFailed:
             self.close()
@@ -165,12 +158,12 @@ class SglangSync:
         for number, model in enumerate(self._servers.get("/model_info")):
             if model.get("weight_version") != str(version):
                 raise WeightsRefused(
-                    f"SGLang server {number} says that its weights have version {model.get('weight_version')!r}, and "
-                    f"version {version} was sent"
+                    f"SGLang server {number} reports that its weights have version {model.get('weight_version')!r}, "
+                    f"and version {version} was sent"
                 )
 
 
-class _Nothing:
+class _Finished:
     """A `Pending` that is over already, for ranks other than 0, which send nothing."""
 
     def is_over(self, seconds: float) -> bool:
@@ -185,9 +178,8 @@ class ChecksumHistory:
     def __init__(self, same_dtype: bool = False):
         """Start without any.
 
-        Args:
-            same_dtype: Whether the servers keep the weights in the dtype in which they are sent. Otherwise a small
-                change of a weight may not change theirs, and only servers are compared with each other.
+        `same_dtype` means that the servers keep the weights in the dtype in which they are sent. Otherwise a small
+        change of a weight may not change theirs, and only servers are compared with each other.
         """
         self._same_dtype = same_dtype
         self._checksums: list[dict[str, tuple[str, ...]]] = []
@@ -197,22 +189,22 @@ class ChecksumHistory:
         """Compare the servers with each other, and their changes with what was sent. Keep the new values.
 
         Args:
-            answers: What each server answered to `/weights_checker`.
+            answers: Each server's answer to `/weights_checker`.
             fingerprints: The fingerprint of each tensor that was sent.
 
         Raises:
             WeightsRefused: They do not agree. The message names the server and the tensor.
         """
-        found = [_by_tensor(answer["ranks"]) for answer in answers]
-        _check_equality(found)
-        if self._same_dtype and len(found) == len(self._checksums):
-            self._check_changes(found, fingerprints)
-        self._checksums, self._fingerprints = found, dict(fingerprints)  # a refused weight sync changes neither
+        checksums = [_group_by_tensor(answer["ranks"]) for answer in answers]
+        _check_equality(checksums)
+        if self._same_dtype and len(checksums) == len(self._checksums):
+            self._check_changes(checksums, fingerprints)
+        self._checksums, self._fingerprints = checksums, dict(fingerprints)  # a refused weight sync changes neither
 
-    def _check_changes(self, found: Sequence[Mapping[str, tuple[str, ...]]], fingerprints: Mapping[str, int]) -> None:
-        for number, (old, new) in enumerate(zip(self._checksums, found, strict=True)):
+    def _check_changes(self, checksums: Sequence[_Checksums], fingerprints: Mapping[str, int]) -> None:
+        for number, (old, new) in enumerate(zip(self._checksums, checksums, strict=True)):
             for name in sorted(old.keys() & new.keys()):
-                sources = sources_of(name, fingerprints)
+                sources = find_sources(name, fingerprints)
                 sent = any(self._fingerprints.get(source) != fingerprints[source] for source in sources)
                 if sources and sent != (old[name] != new[name]):
                     raise WeightsRefused(
@@ -222,7 +214,7 @@ class ChecksumHistory:
                     )
 
 
-def sources_of(name: str, sent: Iterable[str]) -> list[str]:
+def find_sources(name: str, sent: Iterable[str]) -> list[str]:
     """Return the tensors of a checkpoint that a tensor of SGLang's model consists of, as far as they were sent."""
     sent = set(sent)
     module = name.rpartition(".")[0].rpartition(".")[2]
@@ -234,8 +226,8 @@ def sources_of(name: str, sent: Iterable[str]) -> list[str]:
     return [_TIED[name]] if _TIED.get(name) in sent else []
 
 
-def flat_order(bucket: Bucket) -> list[TensorSpec]:
-    """Return the tensors of a bucket in the order in which their bytes follow each other without gaps.
+def order_flat(bucket: Bucket) -> list[TensorSpec]:
+    """Sort the tensors of a bucket so that their bytes follow each other without gaps.
 
     Each must begin at a multiple of the size of its elements. If all of them fill whole words, the order is the
     bucket's own, and otherwise larger elements come first.
@@ -245,12 +237,12 @@ def flat_order(bucket: Bucket) -> list[TensorSpec]:
     return sorted(bucket.tensors, key=lambda spec: -spec.torch_dtype.itemsize)
 
 
-def flattened(bucket: Bucket, buffer: Tensor) -> Tensor:
-    """Return the bytes of a bucket's tensors in `flat_order`, [bytes] uint8; a view of `buffer` if it has no gaps."""
+def flatten(bucket: Bucket, buffer: Tensor) -> Tensor:
+    """Return the bytes of a bucket's tensors in `order_flat`, [bytes] uint8; a view of `buffer` if it has no gaps."""
     if _has_no_gaps(bucket):
         return buffer[: bucket.starts[-1]].view(torch.uint8)
     tensors = {spec.name: bucket.tensor(buffer, index) for index, spec in enumerate(bucket.tensors)}
-    return torch.cat([tensors[spec.name].flatten().view(torch.uint8) for spec in flat_order(bucket)])
+    return torch.cat([tensors[spec.name].flatten().view(torch.uint8) for spec in order_flat(bucket)])
 
 
 def _has_no_gaps(bucket: Bucket) -> bool:
@@ -269,9 +261,9 @@ def check_server(name: str, info: Mapping[str, Any], model: Mapping[str, Any], p
                 f"{name} has {key}={info[key]}, and its endpoints for weights need {key} 1; start several servers, or "
                 "raise its tp_size"
             )
-    wanted, found = plan.hf_config.get("architectures"), model.get("architectures")
-    if wanted and found and list(found) != list(wanted):
-        raise ServerRefused(f"{name} serves {', '.join(found)}, and the policy is {', '.join(wanted)}; serve its model")
+    ours, theirs = plan.hf_config.get("architectures"), model.get("architectures")
+    if ours and theirs and list(theirs) != list(ours):
+        raise ServerRefused(f"{name} serves {', '.join(theirs)}, and the policy is {', '.join(ours)}; serve its model")
     dtype = info.get("dtype")
     if dtype not in (None, "auto", plan.hf_config["dtype"]):
         raise ServerRefused(
@@ -280,28 +272,24 @@ def check_server(name: str, info: Mapping[str, Any], model: Mapping[str, Any], p
         )
 
 
-def _check_equality(found: Sequence[Mapping[str, tuple[str, ...]]]) -> None:
-    """Check that servers of one layout have the same weights.
-
-    Raises:
-        WeightsRefused: They do not.
-    """
-    for number, checksums in enumerate(found):
-        first = next(index for index, other in enumerate(found) if _layout(other) == _layout(checksums))
+def _check_equality(servers: Sequence[_Checksums]) -> None:
+    """Check that servers of one layout have the same weights."""
+    for number, checksums in enumerate(servers):
+        first = next(index for index, other in enumerate(servers) if _get_layout(other) == _get_layout(checksums))
         for name, checksum in checksums.items():
-            if found[first][name] != checksum:
+            if servers[first][name] != checksum:
                 raise WeightsRefused(
                     f"SGLang server {number} has other weights than server {first} in {name}, although both got the "
                     "same"
                 )
 
 
-def _by_tensor(ranks: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+def _group_by_tensor(ranks: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
     """Return the checksum of every tensor on each rank of a server."""
     names = dict.fromkeys(name for rank in ranks for name in rank["checksums"])
     return {name: tuple(rank["checksums"].get(name, "") for rank in ranks) for name in names}
 
 
-def _layout(checksums: Mapping[str, tuple[str, ...]]) -> tuple[int, frozenset[str]]:
-    """Return what two servers with comparable checksums have in common: the number of ranks, and the tensors."""
+def _get_layout(checksums: _Checksums) -> tuple[int, frozenset[str]]:
+    """Return what servers with comparable checksums have in common: the number of ranks, and the tensors."""
     return len(next(iter(checksums.values()), ())), frozenset(checksums)

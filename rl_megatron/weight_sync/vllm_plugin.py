@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
-from rl_megatron.weight_sync.ipc import WeightHandle, opened
+from rl_megatron.weight_sync.ipc import WeightHandle, open_handle
 from rl_megatron.weight_sync.process_group import StandaloneGroup
 from rl_megatron.weight_sync.receiver import WeightReceiver
 from rl_megatron.weight_sync.vllm_sink import LayerwiseSink
 
 BACKEND = "rl_megatron"
 REPORT = "rl_megatron_report"  # the method of vLLM's workers that returns `VllmReceiver.report`
-PROTOCOL = 1  # raised when trainer and plugin can no longer talk to plugins of before
+PROTOCOL = 1  # increased when trainers can no longer talk to older plugins
 
 
 def register() -> None:
@@ -44,15 +44,15 @@ def register() -> None:
         pass
 
     WeightTransferEngineFactory.register_engine(BACKEND, VllmWeightTransferEngine)
-    setattr(WorkerBase, REPORT, lambda worker: report_of(worker.weight_transfer_engine))
+    setattr(WorkerBase, REPORT, lambda worker: report_state(worker.weight_transfer_engine))
 
 
-def report_of(engine: Any) -> dict[str, Any]:
+def report_state(engine: Any) -> dict[str, Any]:
     """Return the report of a worker's weight-transfer engine, or what is wrong if it is not this backend."""
     if isinstance(engine, VllmReceiver):
         return engine.report()
-    found = "no weight-transfer backend" if engine is None else f"the backend {type(engine).__name__}"
-    return {"protocol": PROTOCOL, "failed": f"the server was started with {found}"}
+    backend = "no weight-transfer backend" if engine is None else f"the backend {type(engine).__name__}"
+    return {"protocol": PROTOCOL, "failed": f"the server was started with {backend}"}
 
 
 @dataclass
@@ -90,8 +90,8 @@ class VllmReceiver:
     From the start of a weight sync until all weights have arrived and were verified, the model computes no logits: a
     request that is run nevertheless raises an exception, which ends the server's engine.
 
-    No method raises an exception. vLLM reads the answers of its workers up to the first exception, and takes those that
-    are left for answers to its next request. Failures are kept for `report` instead.
+    No method raises an exception. vLLM reads the answers of its workers up to the first exception, and takes the
+    remaining ones for answers to its next request. Failures are kept for `report` instead.
     """
 
     init_info_cls = InitInfo
@@ -112,7 +112,7 @@ class VllmReceiver:
     _active = False  # whether vLLM considers a weight update as begun
 
     def report(self) -> dict[str, Any]:
-        """Return the state of this worker, as JSON can hold it.
+        """Return the state of this worker, for a JSON answer.
 
         The keys are `protocol`; `version`, that of the weights that the worker serves, or None; `refused`, why weights
         were refused; `failed`, the exception of another failure; `active`, whether vLLM waits for
@@ -129,10 +129,10 @@ class VllmReceiver:
         }
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Take the trainer's plan, and join the trainer's process group. A group that was joined before is left."""
+        """Take the trainer's plan, and join the trainer's process group, after leaving an earlier one."""
         self._refused = self._failed = None
         self.shutdown()
-        with self._kept_failures():
+        with self._keep_failures():
             if init_info.protocol != PROTOCOL:
                 raise RuntimeError(
                     f"the trainer speaks version {init_info.protocol} of the plugin's protocol, and the server's "
@@ -146,14 +146,14 @@ class VllmReceiver:
     def start_weight_update(self) -> None:
         """Begin a weight sync. The model computes no logits from now on."""
         self._active, self._refused, self._failed = True, None, None
-        with self._kept_failures():
+        with self._keep_failures():
             if self._sink is None:
                 raise RuntimeError("a weight sync began before /init_weight_transfer_engine")
             self._sink.begin()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive all weights over the process group, or one bucket through shared memory."""
-        with self._kept_failures():
+        with self._keep_failures():
             if self._receiver is None or self._failed is not None or self._refused is not None:
                 return
             if update_info.handle is None:
@@ -164,13 +164,13 @@ class VllmReceiver:
             handle = WeightHandle.from_json(update_info.handle)
             if handle.bucket_index == 0:
                 self._receiver.begin(update_info.version)
-            with opened(handle) as words:
+            with open_handle(handle) as words:
                 self._receiver.accept(handle.bucket_index, words)
 
     def finish_weight_update(self) -> None:
         """Serve the weights if all of them arrived. Otherwise the model still computes no logits."""
         self._active = False
-        with self._kept_failures():
+        with self._keep_failures():
             if self._receiver is None or self._sink is None or self._failed is not None or self._refused is not None:
                 return
             if self._receiver.version is None:  # weights over a group are complete already
@@ -182,7 +182,6 @@ class VllmReceiver:
                 raise
 
     def shutdown(self) -> None:
-        """Leave the process group."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -193,7 +192,7 @@ class VllmReceiver:
         self._group = StandaloneGroup(address, port, rank, world_size, self.device, timeout_seconds)
 
     @contextmanager
-    def _kept_failures(self) -> Iterator[None]:
+    def _keep_failures(self) -> Iterator[None]:
         """Keep an exception for `report`.
 
         The process group is left unless only the weights were refused. Otherwise the trainer would wait for this worker

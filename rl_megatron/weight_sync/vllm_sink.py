@@ -1,6 +1,6 @@
 """`LayerwiseSink`: loads verified tensors into a model of vLLM, with vLLM's layerwise reload.
 
-It runs in vLLM's workers; `weight_sync.vllm_plugin` says what it may import.
+It runs in vLLM's workers; `weight_sync.vllm_plugin` describes what it may import.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ class LayerwiseSink:
     """A `WeightSink` for a model of vLLM, whose parameters are fused, sharded and packed for kernels."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any):
-        """Keep the model.
-
-        Args:
-            model: This worker's part of vLLM's model.
-            model_config: vLLM's configuration of the model.
-        """
+        """Keep this worker's part of vLLM's model, and vLLM's configuration of it."""
         self._model, self._model_config = model, model_config
         self._parameters = {name for name, _ in model.named_parameters()}
         self._loaded: set[str] | None = set()
@@ -38,7 +33,7 @@ class LayerwiseSink:
         self._why_not = ""
 
     def check(self, plan: RefitPlan) -> None:
-        """Check that the server's model is the policy's, as far as their configurations say.
+        """Check that the server's model is the policy's, as far as their configurations tell.
 
         The tensors themselves are checked when they are loaded.
 
@@ -89,7 +84,7 @@ class LayerwiseSink:
         except (AssertionError, KeyError, ValueError, RuntimeError) as error:
             raise WeightsRefused(f"{last} cannot be loaded into the server's model: {error!r}") from error
         if loaded is None:
-            self._loaded = None  # this model's loader does not say what it has loaded
+            self._loaded = None  # this model's loader does not report what it has loaded
         elif self._loaded is not None:
             self._loaded |= set(loaded)
 
@@ -98,11 +93,11 @@ class LayerwiseSink:
 
         Raises:
             WeightsRefused: The policy did not send a parameter of the server's model, or the head still computes with
-                weights of before.
+                older weights.
         """
         self._finalize()
         self._loading = False
-        heads = dict(self._tied_heads())
+        heads = dict(self._find_tied_heads())
         loaded = self._parameters if self._loaded is None else self._loaded
         missing = self._parameters - loaded - {f"{name}.weight" for name in heads}
         if missing:
@@ -119,7 +114,7 @@ class LayerwiseSink:
 
         finalize_layerwise_reload(self._model, self._model_config)
 
-    def _tied_heads(self) -> Iterator[tuple[str, torch.nn.Module]]:
+    def _find_tied_heads(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yield the heads whose weights are those of the embedding, by name."""
         if not getattr(self._model_config.hf_config, "tie_word_embeddings", False):
             return
@@ -139,7 +134,7 @@ class LayerwiseSink:
 
 
 def repack_tied_head(head: torch.nn.Module) -> None:
-    """Pack the head's weights again. On a CPU, its kernel has a copy of them, which a layerwise reload leaves as it is.
+    """Pack the head's weights again. On a CPU, its kernel has a copy of them, which a layerwise reload does not change.
 
     The reload fills the embedding, and finds no weights for a head that is tied to it.
     """
@@ -148,17 +143,13 @@ def repack_tied_head(head: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _check_head(name: str, head: torch.nn.Module) -> None:
-    """Compare the kernel of a tied head with its weights.
-
-    Raises:
-        WeightsRefused: They differ.
-    """
+    """Compare the kernel of a tied head with its weights, and raise WeightsRefused if they differ."""
     weight = head.get_parameter("weight")
     if weight.dtype not in _TOLERANCE:
         return  # quantized
     width = weight.size(1)
     probe = torch.sin(torch.arange(1, width + 1, device=weight.device)).to(weight.dtype).unsqueeze(0)
-    found = head.quant_method.apply(head, probe).float()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    wanted = (probe @ weight.t()).float()
-    if not (found - wanted).abs().max() <= _TOLERANCE[weight.dtype] * wanted.abs().max():
+    actual = head.quant_method.apply(head, probe).float()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    expected = (probe @ weight.t()).float()
+    if not (actual - expected).abs().max() <= _TOLERANCE[weight.dtype] * expected.abs().max():
         raise WeightsRefused(f"{name}.weight is not the embedding that arrived: the head computes with older weights")

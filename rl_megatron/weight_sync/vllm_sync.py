@@ -1,18 +1,17 @@
-"""Choose how weights are sent to vLLM servers (`generation.refit`), and say how a server is started for it."""
+"""Choose how weights are sent to vLLM servers (`generation.refit`), and how a server is started for it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rl_megatron.weight_sync.adapter_sync import SyncOfAdapter
 from rl_megatron.weight_sync.plugin_sync import SyncInSharedMemory, SyncOverGroup
 from rl_megatron.weight_sync.sender import WeightSender
 from rl_megatron.weight_sync.servers import ServerSync, WeightServers
-from rl_megatron.weight_sync.stock_sync import SyncFromDisk
+from rl_megatron.weight_sync.stock_sync import AdapterSync, SyncFromDisk
 from rl_megatron.weight_sync.vllm_plugin import BACKEND
 
 
-def vllm_sync(
+def make_vllm_sync(
     refit: str,
     sender: WeightSender,
     servers: WeightServers,
@@ -21,29 +20,23 @@ def vllm_sync(
     timeout_seconds: float,
     directory: Path,
 ) -> ServerSync:
-    """Return the object that sends a policy's weights to vLLM servers. Collective.
+    """Return what sends a policy's weights to vLLM servers in the way `generation.refit`. Collective.
 
-    Args:
-        refit: The value of `generation.refit`.
-        sender: The policy's sender.
-        servers: The servers.
-        bucket_bytes: The most bytes of weights in a bucket.
-        timeout_seconds: The longest time for joining a process group, and for each collective.
-        directory: A directory that rank 0 and the servers share, for `disk` and `adapter`.
+    `timeout_seconds` limits joining a process group and each collective. Rank 0 and the servers share `directory`.
     """
     if refit == "adapter":
-        return SyncOfAdapter(sender, servers, directory)
+        return AdapterSync(sender, servers, directory)
     if refit == "disk":
         return SyncFromDisk(sender, servers, bucket_bytes, directory)
     with_plugin = SyncInSharedMemory if refit == "shared_memory" else SyncOverGroup
     return with_plugin(sender, servers, bucket_bytes, timeout_seconds)
 
 
-def transfer_config(refit: str) -> dict[str, str] | None:
-    """Return the value of `--weight-transfer-config` with which a server takes weights in this way; None: without."""
+def make_transfer_config(refit: str) -> dict[str, str] | None:
+    """Return the value of `--weight-transfer-config` with which a server takes weights in this way, or None."""
     return None if refit in ("disk", "adapter") else {"backend": BACKEND}
 
 
-def transfer_environment(refit: str) -> dict[str, str]:
+def make_transfer_environment(refit: str) -> dict[str, str]:
     """Return the environment variables with which a server takes weights in this way."""
     return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if refit == "adapter" else {}

@@ -21,7 +21,7 @@ from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused, fingerpri
 
 
 class WeightSource(Protocol):
-    """What whole tensors come from: a `WeightSender` or an exporter."""
+    """A source of whole tensors: a `WeightSender` or an exporter."""
 
     @property
     def plan(self) -> RefitPlan:
@@ -34,15 +34,10 @@ class WeightSource(Protocol):
 
 
 class FileNames(NamedTuple):
-    """How the files of a directory are called.
+    """The names of the files of a directory."""
 
-    Attributes:
-        config: The JSON file with the plan's `hf_config`.
-        weights: The file of tensors, if one is enough.
-    """
-
-    config: str
-    weights: str
+    config: str  # the JSON file with the plan's `hf_config`
+    weights: str  # the file of tensors, if one is enough
 
 
 MODEL_FILES = FileNames("config.json", SINGLE)
@@ -56,26 +51,18 @@ class WeightDirectory:
     """
 
     def __init__(self, parent: Path, ranks: Ranks, max_shard_bytes: int):
-        """Keep the place; nothing is written yet.
+        """Prepare; nothing is written yet. Rank 0 and all servers reach `parent` by this path.
 
-        Args:
-            parent: The directory that the policy's rank 0 and all servers reach under this path.
-            ranks: The exchange among the policy's ranks.
-            max_shard_bytes: The most bytes of tensors in a file.
+        `max_shard_bytes` limits the tensors in a file.
         """
         self._parent, self._ranks, self._max_shard_bytes = parent, ranks, max_shard_bytes
-        self._own: Path | None = None  # on rank 0
+        self._directory: Path | None = None  # on rank 0
 
     def write(self, name: str, source: WeightSource, files: FileNames = MODEL_FILES) -> Path:
         """Write the tensors that a source has now, and return their directory. Collective.
 
         A directory is complete as soon as it has its name: it is written under another one, read back, and compared
         with the fingerprints of the tensors.
-
-        Args:
-            name: The name of the directory.
-            source: The source.
-            files: The names of its files.
 
         Raises:
             WeightsRefused: On every rank: the directory cannot be written, or its files differ from the weights.
@@ -96,24 +83,24 @@ class WeightDirectory:
 
     def keep_only(self, directory: Path) -> None:
         """Delete all other directories."""
-        if self._own is not None:
-            for other in self._own.iterdir():
+        if self._directory is not None:
+            for other in self._directory.iterdir():
                 if other != directory:
                     shutil.rmtree(other, ignore_errors=True)
 
     def close(self) -> None:
         """Delete all that was written."""
-        if self._own is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
-            self._own = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
 
     def _write(self, name: str, plan: RefitPlan, weights: Iterator[tuple[str, Tensor]], files: FileNames) -> Path:
-        if self._own is None:
+        if self._directory is None:
             self._parent.mkdir(parents=True, exist_ok=True)
             prefix = disk.make_temporary_prefix("weights", self._parent)
-            self._own = Path(tempfile.mkdtemp(prefix=prefix, dir=self._parent)).absolute()
-            self._own.chmod(0o755)  # servers may run as another user
-        partial, target = self._own / f"{name}.partial", self._own / name
+            self._directory = Path(tempfile.mkdtemp(prefix=prefix, dir=self._parent)).absolute()
+            self._directory.chmod(0o755)  # servers may run as another user
+        partial, target = self._directory / f"{name}.partial", self._directory / name
         for directory in (partial, target):
             shutil.rmtree(directory, ignore_errors=True)
         partial.mkdir()
@@ -131,9 +118,9 @@ class WeightDirectory:
             writer.close()
         with WeightReader(writer.locations) as reader:
             for tensor, spec in specs.items():
-                found = torch.empty(spec.shape, dtype=spec.torch_dtype)
-                reader.read_rows(tensor, 0, found)
-                if fingerprint(found).item() != sent[tensor]:
+                written = torch.empty(spec.shape, dtype=spec.torch_dtype)
+                reader.read_rows(tensor, 0, written)
+                if fingerprint(written).item() != sent[tensor]:
                     raise RuntimeError(f"{tensor} differs from what was written")
         if (partial / SINGLE).exists():
             (partial / SINGLE).rename(partial / files.weights)

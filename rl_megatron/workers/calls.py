@@ -11,7 +11,8 @@ from collections.abc import Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Each is one word, which is copied whole. `struct.pack_into` would write zeros first, which the other process can read.
+# Each is one word, which is copied as a whole. `struct.pack_into` would write zeros first, which the other process can
+# read.
 _CALL = struct.Struct("q")
 _NO_CALL = -1
 _FUNCTIONS = 1 << 16  # a job has fewer functions
@@ -34,16 +35,16 @@ class CallMark:
         self._shared[_CALL_WORD] = _CALL.pack(_NO_CALL)
 
     def touch(self) -> None:
-        """Mark the present time: the worker can go on."""
+        """Mark the present time: the worker makes progress."""
         self._shared[_TIME_WORD] = _TIME.pack(time.monotonic())
 
     @property
     def touched(self) -> float:
-        """Return when a call last began or ended, or the worker's event loop last went round."""
+        """Return when a call last began or ended, or the worker's event loop last ran."""
         return _TIME.unpack(self._shared[_TIME_WORD])[0]
 
     @contextmanager
-    def of(self, job: int, index: int) -> Iterator[None]:
+    def mark_call(self, job: int, index: int) -> Iterator[None]:
         """Mark, during the block of a `with` statement, that the function `index` runs for a job."""
         self.touch()
         self._shared[_CALL_WORD] = _CALL.pack(job * _FUNCTIONS + index)
@@ -71,24 +72,13 @@ class BusyTime:
 
 
 class TimedCall(Coroutine[Any, Any, Any]):
-    """A coroutine that marks its call whenever it runs, and not while it waits. Its clock starts when it first runs.
-
-    Attributes:
-        has_begun: Is set when it first runs.
-    """
+    """A coroutine that marks its call whenever it runs, and not while it waits. Its clock starts when it first runs."""
 
     def __init__(self, mark: CallMark, busy: BusyTime, call: tuple[int, int], coroutine: Coroutine[Any, Any, Any]):
-        """Wrap a coroutine.
-
-        Args:
-            mark: Notes which call runs.
-            busy: Is shared by all calls of the loop.
-            call: The job and the function.
-            coroutine: The coroutine.
-        """
+        """Wrap the coroutine of `call`, a job and a function; all calls of an event loop share `busy`."""
         self._mark, self._busy, self._call, self._coroutine = mark, busy, call, coroutine
         self._start = self._busy_of_others = 0.0
-        self.has_begun = asyncio.Event()
+        self.has_begun = asyncio.Event()  # is set when it first runs
 
     @property
     def seconds(self) -> float:
@@ -104,11 +94,9 @@ class TimedCall(Coroutine[Any, Any, Any]):
         return self._run(lambda: self._coroutine.throw(*error))
 
     def close(self) -> None:
-        """Close the coroutine."""
         self._coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        """Return the coroutine's iterator."""
         return self._coroutine.__await__()
 
     def _run(self, step: Any) -> Any:
@@ -117,16 +105,16 @@ class TimedCall(Coroutine[Any, Any, Any]):
             self.has_begun.set()
             self._start, self._busy_of_others = began, self._busy.seconds
         try:
-            with self._mark.of(*self._call):
+            with self._mark.mark_call(*self._call):
                 return step()
         finally:
             held = time.monotonic() - began
             self._busy.seconds += held
-            self._busy_of_others += held  # its own time is no other's
+            self._busy_of_others += held  # only the time of other calls is subtracted
 
 
-async def finished_within(timed: TimedCall, seconds: float) -> asyncio.Task[Any] | None:
-    """Run a call; return its task, which is done, or None if it takes longer than so many seconds and is cancelled."""
+async def finish_within(timed: TimedCall, seconds: float) -> asyncio.Task[Any] | None:
+    """Run a call; return its task, which is done, or None if it takes longer than `seconds` and is cancelled."""
     call = asyncio.get_running_loop().create_task(timed)
     try:
         await timed.has_begun.wait()

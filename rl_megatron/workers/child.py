@@ -19,8 +19,7 @@ from rl_megatron.workers.linux import die_with, hide_memory
 def connect(arguments: Sequence[str]) -> tuple[socket.socket, CallMark]:
     """Return what a process shares with its parent, a `ChildProcess`, and let it end with the parent.
 
-    Args:
-        arguments: The descriptors of the socket and of the mark's memory, and the parent's process id.
+    The arguments are the descriptors of the socket and of the mark's memory, and the parent's process id.
     """
     descriptor, marks, parent = map(int, arguments)
     die_with(parent)
@@ -30,7 +29,7 @@ def connect(arguments: Sequence[str]) -> tuple[socket.socket, CallMark]:
 
 
 def serve_user_code(arguments: Sequence[str], serve: Callable[[socket.socket, CallMark], None]) -> NoReturn:
-    """Prepare this process for users' code, as `ChildProcess.prepare` says, serve the parent, and end."""
+    """Prepare this process for users' code with what `ChildProcess.prepare` sends, serve the parent, and end."""
     connection, mark = connect(arguments)
     hide_memory()
     try:

@@ -1,4 +1,4 @@
-"""`ChildProcess`: a process that is started with a socket, gets messages without a wait, and ends with its children."""
+"""`ChildProcess`: a process that takes messages over a socket, which never blocks, and ends with its children."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from typing import IO, Any
 
 from rl_megatron.config.loading.import_strings import imported_files
 from rl_megatron.workers.calls import CallMark
-from rl_megatron.workers.frames import dumps, framed, split_frames
+from rl_megatron.workers.frames import add_length, dumps, split_frames
 
-_OF_A_RANK = (
+_RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -52,7 +52,7 @@ class ChildProcess:
 
     Attributes:
         socket: This end, which does not block.
-        mark: The call that the process runs.
+        mark: A note of the call that the process runs.
         has_ended: Whether its socket is closed, or the process has ended.
     """
 
@@ -77,14 +77,14 @@ class ChildProcess:
             most_bytes: The longest message of the process.
         """
         self._python, self._dumps, self._loads, self._most_bytes = python, dumps, loads, most_bytes
-        self._how: str | None = None  # it ended
+        self._how_it_ended: str | None = None
         ours, theirs = socket.socketpair()
         with theirs, _open_memory() as shared:
             shared.write(bytes(CallMark.SIZE))
             shared.flush()
             self.mark = CallMark(mmap.mmap(shared.fileno(), CallMark.SIZE))
             self.mark.clear()
-            command, environment = module_command(module, python)
+            command, environment = build_module_command(module, python)
             defaults = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(shared.fileno()), str(os.getpid())],
@@ -101,7 +101,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
         return self._process.pid
 
     def prepare(self, memory_mb: float | None) -> None:
@@ -110,7 +109,7 @@ class ChildProcess:
         That is the import path, the files that were imported by their names, and its limit of memory in MiB, beyond
         which an allocation raises MemoryError; None for no limit.
         """
-        paths = import_path() if self._python is None else own_import_path()
+        paths = list(map(os.path.abspath, sys.path)) if self._python is None else list_user_paths()
         memory = None if memory_mb is None else int(memory_mb * _MEBIBYTE)
         self.send(paths, self._python is not None, imported_files(), memory)
 
@@ -121,7 +120,7 @@ class ChildProcess:
 
     def send(self, *message: Any) -> None:
         """Send a message, or as much of it as the process takes now; `flush` sends the rest."""
-        self._outgoing += framed(self._dumps(message))
+        self._outgoing += add_length(self._dumps(message))
         self.flush()
 
     def flush(self) -> None:
@@ -132,7 +131,7 @@ class ChildProcess:
                 del self._outgoing[:sent]
         except BlockingIOError:
             pass
-        except OSError:  # the process is gone; `receive` finds out what it still said
+        except OSError:  # the process has ended; `receive` reads what it still sent
             self._outgoing.clear()
 
     def receive(self) -> Iterator[Any]:
@@ -147,32 +146,32 @@ class ChildProcess:
             self.has_ended = True
         yield from split_frames(self._incoming, self._loads, self._most_bytes)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Find out whether the process has ended, also if one of its children keeps the socket open."""
         exited = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         self.has_ended = self.has_ended or exited is not None
 
     def has_exited(self) -> bool:
         """Return whether the process has ended by itself, and not only closed its socket."""
-        has_exited = self._how is not None or self._wait(_SECONDS_TO_EXIT) is not None
+        has_exited = self._how_it_ended is not None or self._wait(_SECONDS_TO_EXIT) is not None
         self.has_ended = self.has_ended or has_exited
         return has_exited
 
     def end(self) -> str:
         """Kill the process with its children, unless it has ended; return how it ended."""
-        if self._how is None:
+        if self._how_it_ended is None:
             ended_before = self.has_ended and self._wait(_SECONDS_TO_EXIT) is not None
             status = self._finish()
-            self._how = describe_end(status) if ended_before else "was killed"
-        return self._how
+            self._how_it_ended = describe_end(status) if ended_before else "was killed"
+        return self._how_it_ended
 
     def leave(self, seconds: float = 1.0) -> None:
         """Let the process end by itself; kill it if that takes longer, and its children in any case."""
-        if self._how is None:
+        if self._how_it_ended is None:
             with suppress(OSError):  # the process has closed it
                 self.socket.shutdown(socket.SHUT_RDWR)  # the process reads the end of the stream, and ends
             self._wait(seconds)
-            self._how = describe_end(self._finish())
+            self._how_it_ended = describe_end(self._finish())
 
     def _finish(self) -> int:
         """Kill what is left of the process and its children, and return its status."""
@@ -206,60 +205,53 @@ def _open_memory() -> IO[bytes]:
     return os.fdopen(os.memfd_create("call"), "r+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
-def import_path() -> list[str]:
-    """Return `sys.path` with absolute directories, for a process that imports what this one can import."""
-    return [os.path.abspath(entry) for entry in sys.path]
+def build_module_command(module: str, python: str | None) -> tuple[list[str], dict[str, str]]:
+    """Return the command that runs `main` of a module of this package, without its arguments, and its environment.
 
-
-def module_command(module: str, python: str | None) -> tuple[list[str], dict[str, str]]:
-    """Return what starts a module of this package as a program, without its arguments, and its environment.
-
-    Args:
-        module: The module, which has a function `main` that takes the arguments.
-        python: The interpreter; None for that of this process. Another one imports this package from where it is, and
-            all else from its own environment.
+    An interpreter `python` other than this process's (None) imports this package from where it is, and everything else
+    from its own environment.
     """
     if python is None:
-        return [sys.executable, "-m", module], environment_of_a_child()
+        return [sys.executable, "-m", module], build_child_environment()
     package = str(Path(__file__).resolve().parents[1])
-    return [python, "-P", "-c", _RUN_MODULE, package, module], environment_of_a_server({}, {})
+    return [python, "-P", "-c", _RUN_MODULE, package, module], build_server_environment({}, {})
 
 
-def own_import_path() -> list[str]:
+def list_user_paths() -> list[str]:
     """Return the directories of `sys.path` that do not belong to this interpreter or its environment."""
-    belonging = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
+    prefixes = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
 
-    def is_own(entry: str) -> bool:
-        place = os.path.realpath(entry)
-        is_of_packages = os.path.basename(place) in ("site-packages", "dist-packages")
-        belongs = any(os.path.commonpath([place, prefix]) == prefix for prefix in belonging)
-        return os.path.isdir(place) and not is_of_packages and not belongs
+    def is_users(entry: str) -> bool:
+        path = os.path.realpath(entry)
+        holds_packages = os.path.basename(path) in ("site-packages", "dist-packages")
+        belongs = any(os.path.commonpath([path, prefix]) == prefix for prefix in prefixes)
+        return os.path.isdir(path) and not holds_packages and not belongs
 
-    return [entry for entry in map(os.path.abspath, sys.path) if is_own(entry)]
+    return [entry for entry in map(os.path.abspath, sys.path) if is_users(entry)]
 
 
-def environment_of_a_child() -> dict[str, str]:
+def build_child_environment() -> dict[str, str]:
     """Return this process's environment without its rank, and with this package first on the import path."""
-    kept = _environment_without_the_rank()
-    here = str(Path(__file__).resolve().parents[2])
-    return kept | {"PYTHONPATH": os.pathsep.join([here, *filter(None, [kept.get("PYTHONPATH")])])}
+    environment = _drop_rank_variables()
+    root = str(Path(__file__).resolve().parents[2])
+    return environment | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])}
 
 
-def environment_of_a_server(defaults: Mapping[str, str], always: Mapping[str, str]) -> dict[str, str]:
+def build_server_environment(defaults: Mapping[str, str], always: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment without its rank, for a program with a Python environment of its own.
 
-    Args:
-        defaults: Variables to set, unless the user has set them.
-        always: Variables to set in any case.
+    The user's variables replace `defaults`, and `always` replaces the user's.
     """
-    kept = _environment_without_the_rank()
-    for of_this_environment in ("VIRTUAL_ENV", "PYTHONHOME"):
-        kept.pop(of_this_environment, None)
-    return {**defaults, **kept, **always}
+    environment = _drop_rank_variables()
+    for name in ("VIRTUAL_ENV", "PYTHONHOME"):
+        environment.pop(name, None)
+    return {**defaults, **environment, **always}
 
 
-def _environment_without_the_rank() -> dict[str, str]:
+def _drop_rank_variables() -> dict[str, str]:
     # torch.distributed would look for the store of torchrun's agent if it found one of the TORCHELASTIC variables.
     return {
-        key: value for key, value in os.environ.items() if key not in _OF_A_RANK and not key.startswith("TORCHELASTIC")
+        key: value
+        for key, value in os.environ.items()
+        if key not in _RANK_VARIABLES and not key.startswith("TORCHELASTIC")
     }

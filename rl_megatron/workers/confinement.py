@@ -1,6 +1,6 @@
-"""Start a Python program of a model with limits on what it uses and reaches, and leave nothing of it behind.
+"""Run a Python program of a model with limits on what it uses and reaches, and end all of its processes afterwards.
 
-The limits stop accidents, and some of what means harm. They are no sandbox; docs/security.md says what they leave open.
+The limits stop accidents and some attacks. They are not a sandbox; docs/security.md describes what they leave open.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rl_megatron.workers.linux import adopt_orphans, end_children, list_children
 _CONFINED = Path(__file__).with_name("program_limits.py")
 # With arenas of its own, each thread would take 64 MiB of address space.
 _ENVIRONMENT = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-_SAID = "RL_MEGATRON_LIMITS_SAID"  # environment variable: the run has logged which limits the system does not have
+_LOGGED = "RL_MEGATRON_LIMITS_SAID"  # environment variable: the run has logged the limits that are missing
 _SECONDS_TO_END_ALL = 2.0  # for processes that start others faster than they are ended
 # What a program may do if the system does not have a limit.
 _REMARKS = {
@@ -60,22 +60,15 @@ def run_confined(
     stderr: int,
     descriptors: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program during the block of a `with` statement; it may only write to its directory. It is ended then.
+    """Run a program during the block of a `with` statement, and end it after the block.
 
-    Args:
-        text: The descriptor of the program's text.
-        arguments: Its `sys.argv[1:]`.
-        directory: Its working directory.
-        limits: Its limits.
-        stdin: Its standard input, as `subprocess.Popen` takes it.
-        stdout: Its standard output.
-        stderr: Its standard error.
-        descriptors: Further descriptors that it gets.
+    It works in `directory`, outside of which it may not write. `text` is the descriptor of the program's text,
+    `arguments` are its `sys.argv[1:]`, and `descriptors` are further ones that it inherits.
     """
-    reported, reports = os.pipe()
+    reading_end, reports = os.pipe()
     others = list_children() if adopt_orphans() else None
     numbers = (math.ceil(limits.seconds), limits.memory_mb << 20, os.getpid(), reports, text)
-    with os.fdopen(reported, "rb") as names:
+    with os.fdopen(reading_end, "rb") as names:
         try:
             child = subprocess.Popen(
                 [sys.executable, "-I", "-X", "utf8", str(_CONFINED), *map(str, numbers), *arguments],
@@ -94,7 +87,7 @@ def run_confined(
             missing = names.read().decode().split()
             if others is not None and "filter" in missing:
                 end_children(others)
-            if _SAID not in os.environ:
+            if _LOGGED not in os.environ:
                 _log(_REMARKS[name] for name in missing)
 
 
@@ -103,7 +96,7 @@ def log_missing_limits() -> None:
     if log.is_main_rank():
         _log(find_missing_limits())
     if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")):  # the first node
-        os.environ[_SAID] = "1"
+        os.environ[_LOGGED] = "1"
 
 
 def _log(remarks: Iterable[str]) -> None:
@@ -124,7 +117,7 @@ def find_missing_limits() -> list[str]:
 
 @contextmanager
 def make_directory() -> Iterator[str]:
-    """Make a directory for the block of a `with` statement, and remove it, whatever a program has made of it."""
+    """Make a directory for the block of a `with` statement, and remove it, whatever a program has left in it."""
     directory = tempfile.mkdtemp(prefix=disk.make_temporary_prefix("program"))
     try:
         yield directory

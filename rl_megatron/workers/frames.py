@@ -13,11 +13,11 @@ _LENGTH = struct.Struct("!Q")
 
 
 class BadFrame(ValueError):
-    """What has arrived is no message, or a message that is longer than any that may be sent."""
+    """The error for bytes that are not a message, or for one that is longer than a message may be."""
 
 
 def dumps(message: object) -> bytes:
-    """Return a message for another process. A class that the other process cannot import is sent with its code."""
+    """Encode a message for another process. A class that the other process cannot import is sent with its code."""
     try:
         return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError):  # a class within a function, for example
@@ -26,14 +26,14 @@ def dumps(message: object) -> bytes:
         return cloudpickle.dumps(message)
 
 
-def framed(payload: bytes) -> bytes:
+def add_length(payload: bytes) -> bytes:
     """Return a message with its length in front."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 def write_frame(connection: socket.socket, payload: bytes) -> None:
     """Write a message; wait until the other end has taken it."""
-    connection.sendall(framed(payload))
+    connection.sendall(add_length(payload))
 
 
 def read_frame(connection: socket.socket) -> Any:
@@ -48,13 +48,8 @@ def split_frames(
 ) -> Iterator[Any]:
     """Yield the complete messages at the beginning of a buffer, and remove them.
 
-    Args:
-        buffer: What has arrived.
-        loads: Reads a message.
-        most_bytes: The longest message.
-
     Raises:
-        BadFrame: A message is longer.
+        BadFrame: A message is longer than `most_bytes`.
     """
     while len(buffer) >= _LENGTH.size:
         length = _LENGTH.unpack_from(buffer)[0]

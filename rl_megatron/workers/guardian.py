@@ -2,9 +2,9 @@
 
 Usage: python -m rl_megatron.workers.guardian DIRECTORY COMMAND…
 
-The guardian runs COMMAND and returns its exit status. It ends COMMAND when its own standard input ends, which happens
-when the rank closes it or has ended in any way, and when it is asked to end by a signal. A server has processes of its
-own, which can outlive it, so the guardian then ends all of them, and removes DIRECTORY.
+The guardian runs COMMAND and returns its exit status. It ends COMMAND when a signal asks it to, or when its own
+standard input ends, because the rank has closed it or has ended in any way. A server has processes of its own, which
+can outlive it, so the guardian then ends all of them, and removes DIRECTORY.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def main(arguments: list[str]) -> int:
     """Run the command until it ends or standard input does, and return its exit status."""
     directory, *command = arguments
     adopt_orphans()
-    gone = threading.Event()
+    should_end = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: gone.set())
+        signal.signal(number, lambda *_: should_end.set())
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks ranks to end; SLURM sends it to what they started as well
-    threading.Thread(target=_watch_the_rank, args=(gone,), daemon=True).start()
+    threading.Thread(target=_watch_the_rank, args=(should_end,), daemon=True).start()
     try:
         # It stays in the guardian's session, by which the rank finds its processes if the guardian is killed.
         child = subprocess.Popen(
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         print(f"{command[0]} cannot be run: {error}", flush=True)
         shutil.rmtree(directory, ignore_errors=True)
         return 127
-    while child.poll() is None and not gone.wait(_POLL_SECONDS):
+    while child.poll() is None and not should_end.wait(_POLL_SECONDS):
         pass
     if child.poll() is None:
         child.terminate()
@@ -56,10 +56,10 @@ def main(arguments: list[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _watch_the_rank(gone: threading.Event) -> None:
+def _watch_the_rank(should_end: threading.Event) -> None:
     while os.read(0, 4096):  # not sys.stdin, which a thread may not hold when the interpreter ends
         pass
-    gone.set()
+    should_end.set()
 
 
 if __name__ == "__main__":

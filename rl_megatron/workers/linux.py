@@ -1,4 +1,4 @@
-"""What Linux does for a process that asks: end it with its parent, hide its memory, and give it its orphans."""
+"""Requests to Linux about a process: end it with its parent, hide its memory, and let it adopt orphans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def die_with(parent: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone already
+    if os.getppid() != parent:  # it had ended already
         sys.exit(0)
 
 
@@ -34,11 +34,7 @@ def hide_memory() -> None:
 
 
 def adopt_orphans() -> bool:
-    """Make processes whose parents have ended children of this one, if it started the parents; only Linux can do it.
-
-    Returns:
-        Whether they are adopted from now on.
-    """
+    """Make this process the parent of descendants whose own parent ends; return whether the system can do it."""
     if sys.platform != "linux":
         return False
     return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
@@ -46,11 +42,11 @@ def adopt_orphans() -> bool:
 
 def list_children() -> set[int]:
     """Return the children of all threads of this process; none on systems other than Linux."""
-    found: set[int] = set()
+    children: set[int] = set()
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # the thread has ended, or the kernel does not have this file
-            found.update(map(int, (thread / "children").read_text().split()))
-    return found
+            children.update(map(int, (thread / "children").read_text().split()))
+    return children
 
 
 def end_children(others: AbstractSet[int] = frozenset()) -> None:
@@ -59,8 +55,8 @@ def end_children(others: AbstractSet[int] = frozenset()) -> None:
     On Linux, an adopted process is a child even if it has a session of its own. On other systems, it remains.
     """
     until = time.monotonic() + _SECONDS_TO_END_ALL
-    while (more := list_children() - others) and time.monotonic() < until:
-        for pid in more:
+    while (remaining := list_children() - others) and time.monotonic() < until:
+        for pid in remaining:
             with suppress(ProcessLookupError, PermissionError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)  # its own children are ours from now on

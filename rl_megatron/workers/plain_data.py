@@ -1,4 +1,4 @@
-"""Plain data: what may leave a process that runs users' code. Reading it runs no code, whoever has written it."""
+"""Plain data: all that may leave a process that runs users' code. Reading it runs no code, whoever has written it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ _SCALARS: tuple[Any, ...] = (bool, int, float, str, bytes)
 
 
 class BadAnswer(ValueError):
-    """What users' code returned cannot be used. The message completes "the method …"."""
+    """The error for a result of users' code that cannot be used. The message completes "the method …"."""
 
 
-def plain(value: Any, where: str = "the result") -> Any:
-    """Return a value as None, bool, int, float, str, bytes, and lists, tuples, sets and dicts of them.
+def to_plain(value: Any, where: str = "the result") -> Any:
+    """Convert a value to None, bool, int, float, str, bytes, and lists, tuples, sets and dicts of them.
 
     Arrays and tensors become lists, and instances of dataclasses become dicts of their fields.
 
-    Args:
-        value: The value.
-        where: What it is, for the message.
-
     Raises:
-        BadAnswer: It has a part that is none of these.
+        BadAnswer: A part of it cannot be converted. The message calls the value `where`.
     """
     if value is None or type(value) in _SCALARS:
         return value
@@ -33,32 +29,34 @@ def plain(value: Any, where: str = "the result") -> Any:
         if isinstance(value, kind):
             return kind(value)  # the value of an enumeration, for example
     if isinstance(value, Mapping):
-        return {plain(key, f"a key of {where}"): plain(item, f"{where}[{key!r:.40}]") for key, item in value.items()}
+        return {
+            to_plain(key, f"a key of {where}"): to_plain(item, f"{where}[{key!r:.40}]") for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        items = (plain(item, f"{where}[{number}]") for number, item in enumerate(value))
+        items = (to_plain(item, f"{where}[{number}]") for number, item in enumerate(value))
         return list(items) if isinstance(value, list) else tuple(items)
     if isinstance(value, set | frozenset):
-        return {plain(item, f"an item of {where}") for item in value}
+        return {to_plain(item, f"an item of {where}") for item in value}
     if callable(as_list := getattr(value, "tolist", None)):
-        return plain(as_list(), where)
+        return to_plain(as_list(), where)
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name), f"{where}.{field.name}") for field in fields(value)}
+        return {field.name: to_plain(getattr(value, field.name), f"{where}.{field.name}") for field in fields(value)}
     raise BadAnswer(
         f"returned a {type(value).__name__} ({where}), which cannot leave the process; return numbers, texts, and "
         "lists and mappings of them"
     )
 
 
-def plain_bytes(message: tuple[Any, ...]) -> bytes:
-    """Return a message of plain data for `loads_plain`."""
+def dump_plain(message: tuple[Any, ...]) -> bytes:
+    """Encode a message of plain data for `load_plain`."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def loads_plain(payload: bytes) -> Any:
-    """Return the plain data of `plain_bytes`.
+def load_plain(payload: bytes) -> Any:
+    """Return the plain data of `dump_plain`.
 
     Raises:
-        Exception: Of whatever kind, if the bytes are no pickle, or one that names a class or a function.
+        Exception: Of any kind, if the bytes are not a pickle, or one that names a class or a function.
     """
     return _PlainUnpickler(io.BytesIO(payload)).load()
 

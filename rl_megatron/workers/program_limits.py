@@ -95,10 +95,7 @@ class _Filter(ctypes.Structure):
 def limit(seconds: int, memory: int, parent: int) -> list[str]:
     """Set the limits of this process, and return the names of the limits that the system does not have.
 
-    Args:
-        seconds: CPU time.
-        memory: Address space, in bytes.
-        parent: The process with which this one ends.
+    Limited are CPU time in `seconds` and address space, `memory` in bytes. This process ends with its `parent`.
     """
     libc, is_linux = ctypes.CDLL(None, use_errno=True), sys.platform == "linux"
     missing = []
@@ -127,17 +124,16 @@ def limit(seconds: int, memory: int, parent: int) -> list[str]:
 
 
 def _lower(kind: int, value: int) -> None:
-    """Set a limit for good, unless it is lower already."""
+    """Set a limit permanently, unless it is lower already."""
     _, hard = resource.getrlimit(kind)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))
 
 
 def _protect_files(libc: ctypes.CDLL) -> bool:
-    """Refuse to change files outside the working directory, and to reach other processes, for good.
+    """Refuse to change files outside the working directory, and to reach other processes, permanently.
 
-    Returns:
-        Whether no file can be changed. Before its third version, Landlock lets files be truncated.
+    Return whether no file can be changed; before its third version, Landlock lets files be truncated.
     """
     version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _GET_VERSION)
     if version < 1:
@@ -151,10 +147,10 @@ def _protect_files(libc: ctypes.CDLL) -> bool:
     packed = struct.pack(f"{len(handled)}Q", *handled)
     rules = libc.syscall(_CREATE_RULESET, packed, ctypes.c_size_t(len(packed)), 0)
     for path, allowed in ((".", changes), ("/dev/null", _WRITE_FILE)):
-        place = os.open(path, os.O_PATH)
-        rule = struct.pack("=Qi", allowed, place)
+        descriptor = os.open(path, os.O_PATH)
+        rule = struct.pack("=Qi", allowed, descriptor)
         has_failed = libc.syscall(_ADD_RULE, rules, _PATH_BENEATH, rule, 0) != 0
-        os.close(place)
+        os.close(descriptor)
         if has_failed:
             return False
     works = libc.syscall(_RESTRICT_SELF, rules, 0) == 0
@@ -162,21 +158,21 @@ def _protect_files(libc: ctypes.CDLL) -> bool:
     return works and version >= 3
 
 
-def allowed_calls(machine: str) -> dict[str, int]:
+def list_allowed_calls(machine: str) -> dict[str, int]:
     """Return the system calls that programs may use on a machine, whatever their arguments are, and their numbers."""
     column, _ = _MACHINES[machine]
     entries = [entry.split() for entry in _ALLOWED.split(",")]
     return {name: int(numbers[column]) for name, *numbers in entries if numbers[column] != "-"}
 
 
-def calls_with_a_condition(machine: str) -> dict[str, int]:
+def list_conditional_calls(machine: str) -> dict[str, int]:
     """Return the system calls that programs may use with some arguments, and their numbers."""
     column, _ = _MACHINES[machine]
     return {name: numbers[column] for name, *numbers, _, _ in _ALLOWED_IF} | {"clone": _CLONE[column]}
 
 
 def _filter_system_calls(libc: ctypes.CDLL) -> bool:
-    """Refuse all system calls but those of the tables, for good; return whether it works.
+    """Refuse all system calls but those of the tables, permanently; return whether it works.
 
     A filter of system calls also holds for root, which the limit of processes does not.
     """
@@ -188,7 +184,7 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
         (_LOAD, 0, 0, _MACHINE), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, refused),
     ]  # fmt: skip
-    for number in allowed_calls(os.uname().machine).values():
+    for number in list_allowed_calls(os.uname().machine).values():
         rules += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     for _, *numbers, argument, values in _ALLOWED_IF:
         rules += [(_EQUAL, 0, 2 * len(values) + 2, numbers[column]), (_LOAD, 0, 0, argument)]

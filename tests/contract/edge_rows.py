@@ -24,7 +24,7 @@ from rl_megatron.compat.nemo_rl.batched_data_dict import BatchedDataDict as Nemo
 from rl_megatron.compat.nemo_rl.errors import RangeError, RuleError
 from rl_megatron.data.batch import BatchedDataDict, Padding, common_size, score_positions, span_mask
 from rl_megatron.evaluation import statistics as E
-from rl_megatron.generation.completion_batch import check_requests, sequence_batch
+from rl_megatron.generation.completion_batch import check_requests, make_completion_batch
 from rl_megatron.generation.interfaces import Request, Sampling
 from rl_megatron.generation.sampling import sample
 from rl_megatron.logprobs import (
@@ -361,7 +361,7 @@ SAMPLING = [
     Row("sample", "−inf has no probability",
         lambda: sample(T([[-inf, 0.0, -inf]]), T([0.0]), Sampling(1), None, 3), (T([1]), T([0.0]))),
     Row("sample", "only −inf stays visible", lambda: sample(-inf * ONE, T([0.5]), Sampling(1), None, 1)[1], T([nan])),
-    Row("sequence_batch", "empty", lambda: sequence_batch([]), refused("needs at least one prompt")),
+    Row("make_completion_batch", "empty", lambda: make_completion_batch([]), refused("needs at least one prompt")),
     Row("check_requests", "an empty prompt", lambda: check_requests([Request("a", (), Sampling(1), 0)], 9, 5),
         refused("a prompt is empty")),
     Row("check_requests", "an id past the vocabulary",

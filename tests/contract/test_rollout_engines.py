@@ -17,10 +17,10 @@ from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.generation.completion_batch import generate
-from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.engines import ENGINES, build_engine
 from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling
+from rl_megatron.generation.requests import derive_seed
 from rl_megatron.generation.stop_strings import StopStrings
 from tests.contract.engine_cases import CASES
 from tests.parallel.layouts import build_policy
@@ -111,7 +111,7 @@ def with_new_weights(policy, engine) -> dict:
 
 def requests(engine) -> dict:
     """Return what single requests give. Rank 0 calls it, while the other ranks do something else."""
-    seeds = [request_seed(3, index) for index in range(len(prompts()))]
+    seeds = [derive_seed(3, index) for index in range(len(prompts()))]
     long = Sampling(LONGEST - 2, temperature=0.0)
 
     async def one_by_one():
@@ -221,10 +221,10 @@ def test_a_stop_token_ends_a_completion_and_is_a_part_of_it(given):
 def test_a_text_ends_a_completion_at_the_first_token_after_which_it_is_there(given):
     whole, batch = completions(given["again"]), given["stopping at texts"]
     texts = texts_of(whole)
-    ends = [next((n for n in range(1, NEW + 1) if texts.found_in(ids[:n])), NEW) for ids in whole]
+    ends = [next((n for n in range(1, NEW + 1) if texts.appear_in(ids[:n])), NEW) for ids in whole]
     assert min(ends) < NEW, "or the test shows nothing"
     assert completions(batch) == [ids[:end] for ids, end in zip(whole, ends, strict=True)]
-    assert batch["stopped"].tolist() == [texts.found_in(ids) for ids in whole]
+    assert batch["stopped"].tolist() == [texts.appear_in(ids) for ids in whole]
     length = batch["input_ids"].size(1)
     logprobs, sampled = given["again"]["generation_logprobs"][:, :length], batch["token_mask"].bool()
     assert ((batch["generation_logprobs"] - logprobs).abs()[sampled] < 1e-5).all()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_megatron.generation.completion_batch import SampledSequence, generate, sequence_batch
+from rl_megatron.generation.completion_batch import SampledSequence, generate, make_completion_batch
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.generation.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.generation.servers.client import ServerClient
@@ -25,7 +25,7 @@ from rl_megatron.topology.rank_zero_loop import RankZeroLoop
 from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.exporter import WeightExporter
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, WeightServers
-from rl_megatron.weight_sync.vllm_sync import vllm_sync
+from rl_megatron.weight_sync.vllm_sync import make_vllm_sync
 from rl_megatron.weight_sync.weights_on_disk import WeightDirectory
 from tests.parallel.layouts import build_policy
 from tests.vllm_servers import model_of_runs, needs_vllm
@@ -56,7 +56,7 @@ class Trainer:
 
     def connect(self, refit: str, directory: Path) -> None:
         servers = WeightServers(self.servers, self.ranks, timeout_seconds=60)
-        self.sync = vllm_sync(
+        self.sync = make_vllm_sync(
             refit, self.policy.weights, servers, bucket_bytes=BUCKET_BYTES, timeout_seconds=60, directory=directory
         )
         self.sync.connect()
@@ -175,7 +175,7 @@ def updated_while_a_request_is_paused(urls: list[str], directory: Path) -> tuple
     whole = (WeightSpan(2, 0, len(logprobs)),)
     completion = Completion("", tuple(choice["token_ids"]), logprobs, whole, "length")
     ids, start = [*PROMPTS[0], *completion.ids], len(PROMPTS[0])
-    batch = sequence_batch([SampledSequence(ids, ((start, completion),), SAMPLING)])
+    batch = make_completion_batch([SampledSequence(ids, ((start, completion),), SAMPLING)])
     difference = (trainer.policy.get_logprobs(batch)["logprobs"] - batch["generation_logprobs"]).abs()[0]
     trainer.sync.close()
     return spans, difference[len(PROMPTS[0]) + spans[-1][1] :].max().item()

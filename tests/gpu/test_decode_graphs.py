@@ -9,9 +9,9 @@ import torch
 
 from rl_megatron.generation.decode_graphs import CudaRecorder, DecodeGraphs
 from rl_megatron.generation.decoder import Decoder
-from rl_megatron.generation.embedded_replica import EmbeddedReplica
+from rl_megatron.generation.embedded import EmbeddedReplica
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.requests import PartialCompletion
 from tests.gpu.test_refit import build_policy, in_a_fresh_process, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,7 +34,7 @@ def completions(sampling: Sampling, records: bool) -> tuple[list, list[int]]:
     Sequences end at different times. A step and an offload of the optimizer's state follow each round, and the last
     round needs more cache.
     """
-    from rl_megatron.generation.completions import requests_of
+    from rl_megatron.generation.requests import make_requests
 
     policy = build_policy("bf16", distributed=False)
     recorder, found, captured = Counting(), [], []
@@ -42,8 +42,8 @@ def completions(sampling: Sampling, records: bool) -> tuple[list, list[int]]:
     for number, longest in enumerate((4, 4, 100)):
         policy.finish_training()
         prompts = [[1 + index, 2, 3, *range(4, 4 + index)] + [5] * (longest - 4) for index in range(12)]
-        requests = requests_of(prompts, sampling, seed=number)
-        decoder.add([Ongoing(request) for request in requests])
+        requests = make_requests(prompts, sampling, seed=number)
+        decoder.add([PartialCompletion(request) for request in requests])
         before = recorder.captured
         with decoder.active():
             while (ended := decoder.advance()) is not None:

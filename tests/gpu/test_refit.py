@@ -12,7 +12,7 @@ import torch
 
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.weight_sync.ipc import opened
+from rl_megatron.weight_sync.ipc import open_handle
 from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup
 from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 from tests.parallel.refit_engines import digests
@@ -83,7 +83,7 @@ def engine(connection) -> None:
     receiver = WeightReceiver(ParameterSink(parameters), plan)
     receiver.begin(1)
     for handle in iter(connection.recv, None):
-        with opened(handle) as words:
+        with open_handle(handle) as words:
             receiver.accept(handle.bucket_index, words)
         del words
         connection.send("taken")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
-from rl_megatron.weight_sync.ipc import opened
+from rl_megatron.weight_sync.ipc import open_handle
 from rl_megatron.weight_sync.process_group import StandaloneGroup
 from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 
@@ -63,12 +63,12 @@ def engine_of_shared_memory(connection) -> None:
     receiver = WeightReceiver(ParameterSink(parameters), plan)
     receiver.begin(1)
     while (handle := connection.recv()) is not None:
-        with opened(handle) as words:
+        with open_handle(handle) as words:
             receiver.accept(handle.bucket_index, words)
         connection.send("taken")
     receiver.finish()
     connection.send(digests(parameters.items()))
     handle = connection.recv()
-    with opened(handle):
+    with open_handle(handle):
         connection.send("open")
         connection.recv()  # the test kills the process while it waits here

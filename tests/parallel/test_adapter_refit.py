@@ -60,7 +60,7 @@ def use_engine(parallel: dict, model, settings: dict) -> dict:
         found["gate"] = logprob_check(policy).run(engine, prompts())
         with policy.model.adapters_off():
             found["without"] = difference(policy, engine)
-        exporter = policy.weights.exporter_of_adapters()
+        exporter = policy.weights.make_adapter_exporter()
         found["bytes"] = exporter.plan.num_bytes
     return found
 
@@ -69,7 +69,7 @@ def use_failing_engine() -> dict:
     """Alter a tensor on its way, and then kill the engine while it reads the adapter."""
     with serving({}, refit="adapter", peft=LORA) as (policy, engine):
         found: dict = {"before": difference(policy, engine)}
-        exporter = policy.weights.exporter_of_adapters()
+        exporter = policy.weights.make_adapter_exporter()
         name = exporter.plan.buckets[0].tensors[0].name
         policy.model.version += 1
         with patched(WeightExporter, "fill", dropping(name)):

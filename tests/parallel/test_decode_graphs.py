@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_megatron.generation.completions import requests_of
-from rl_megatron.generation.decode_graphs import DecodeGraphs, graphs_for
+from rl_megatron.generation.decode_graphs import DecodeGraphs, make_graphs
 from rl_megatron.generation.decoder import Decoder
-from rl_megatron.generation.embedded_replica import EmbeddedReplica
+from rl_megatron.generation.embedded import EmbeddedReplica
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.requests import PartialCompletion, make_requests
 from tests.parallel.layouts import EXPERTS, MODEL, build_policy
 from tests.parallel.test_generation import prompts
 
@@ -80,13 +79,13 @@ def completions(model: Any, samplings: list[Sampling], records: bool) -> tuple[d
     first = [
         replace(request, sampling=replace(sampling, max_new_tokens=length))
         for request, sampling, length in zip(
-            requests_of(prompts()[: len(LENGTHS)], samplings[0], seed=3), cycle(samplings), LENGTHS, strict=False
+            make_requests(prompts()[: len(LENGTHS)], samplings[0], seed=3), cycle(samplings), LENGTHS, strict=False
         )
     ]
     later = [
         replace(request, request_id=f"later {place}")
         for place, sampling in enumerate(samplings)
-        for request in requests_of([[5, 6, 7, 8] * 12], replace(sampling, max_new_tokens=20), seed=5)
+        for request in make_requests([[5, 6, 7, 8] * 12], replace(sampling, max_new_tokens=20), seed=5)
     ]
     ended: list = []
     recorded = []
@@ -95,7 +94,7 @@ def completions(model: Any, samplings: list[Sampling], records: bool) -> tuple[d
         recorded.append(-capture.recorded)
         with decoder.active():
             for batch in batches:
-                decoder.add([Ongoing(each) for each in batch])
+                decoder.add([PartialCompletion(each) for each in batch])
                 while (more := decoder.advance()) is not None:
                     ended += more
                     if len(ended) == 4:
@@ -131,4 +130,4 @@ def reasons() -> list[str | None]:
 def test_models_with_experts_are_not_captured(ranks):
     plain, experts = ranks.run(1, reasons)[0]
     assert plain is None and "experts" in str(experts)
-    assert graphs_for(SimpleNamespace(device=torch.device("cuda"), why_not_captured=experts), "auto") is None
+    assert make_graphs(SimpleNamespace(device=torch.device("cuda"), why_not_captured=experts), "auto") is None

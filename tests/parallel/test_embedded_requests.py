@@ -10,13 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_megatron.generation.completion_batch import generate
-from rl_megatron.generation.completions import request_seed, requests_of
 from rl_megatron.generation.decoder import Decoder
-from rl_megatron.generation.embedded import EmbeddedEngine
-from rl_megatron.generation.embedded_replica import EmbeddedReplica
+from rl_megatron.generation.embedded import EmbeddedEngine, EmbeddedReplica, ModelPass
 from rl_megatron.generation.interfaces import Completion, Request, Sampling
-from rl_megatron.generation.model_pass import ModelPass
-from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.requests import PartialCompletion, derive_seed, make_requests
 from tests.parallel.layouts import EXPERTS, MODEL, VOCAB_SIZE, build_policy
 from tests.parallel.test_generation import SAMPLINGS, STOP_STRINGS, prompts
 from tests.parallel.test_transformers_engine import patched
@@ -31,7 +28,7 @@ def completed(parallel: dict, order: list[int], model: Any) -> list[Completion]:
     requests = [
         Request(
             f"r{index}", tuple(prompts()[index]), Sampling(LENGTHS[index], (1.0, 0.7, 0.0)[index % 3]),
-            request_seed(4, index),
+            derive_seed(4, index),
         )
         for index in order
     ]  # fmt: skip
@@ -88,7 +85,9 @@ def with_new_weights_in_the_middle() -> dict[str, Any]:
     """Decode with one version of the weights for a few steps, and on with another; return the completions."""
     policy, ended = build_policy({}), {}
 
-    def decode(sequences: list[Ongoing], steps: int = 1000) -> tuple[list[Completion], list[Ongoing]]:
+    def decode(
+        sequences: list[PartialCompletion], steps: int = 1000
+    ) -> tuple[list[Completion], list[PartialCompletion]]:
         decoder, found = Decoder(EmbeddedReplica(policy), max_slots=8), []
         decoder.add(sequences)
         with decoder.active():
@@ -97,9 +96,9 @@ def with_new_weights_in_the_middle() -> dict[str, Any]:
             more, others = decoder.evict()
         return sorted(found + more, key=lambda completion: completion.request_id), others
 
-    requests = requests_of(prompts()[:2], GREEDY, seed=0)
-    ended["whole"], _ = decode([Ongoing(request) for request in requests])
-    _, begun = decode([Ongoing(request) for request in requests], steps=6)
+    requests = make_requests(prompts()[:2], GREEDY, seed=0)
+    ended["whole"], _ = decode([PartialCompletion(request) for request in requests])
+    _, begun = decode([PartialCompletion(request) for request in requests], steps=6)
     for model_chunk in policy.model.model_chunks:
         for parameter in model_chunk.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
@@ -109,7 +108,7 @@ def with_new_weights_in_the_middle() -> dict[str, Any]:
         for each in begun
     ]
     ended["two versions"], _ = decode(begun)
-    ended["new weights alone"], _ = decode([Ongoing(request) for request in rest])
+    ended["new weights alone"], _ = decode([PartialCompletion(request) for request in rest])
     return {"version": policy.weight_version} | ended
 
 
@@ -145,7 +144,9 @@ class Operators(TorchDispatchMode):
 def operators_of_steps(model: Any) -> list[list]:
     """Return the operators of decoding steps at different positions within one width of the cache."""
     decoder = Decoder(EmbeddedReplica(build_policy({}, model=model)), max_slots=8)
-    decoder.add([Ongoing(request) for request in requests_of([[1] * 34, [2] * 35, [3]], Sampling(20), seed=0)])
+    decoder.add(
+        [PartialCompletion(request) for request in make_requests([[1] * 34, [2] * 35, [3]], Sampling(20), seed=0)]
+    )
     steps = []
     with decoder.active():
         while not decoder.running or decoder.waiting:
@@ -177,10 +178,10 @@ def shapes_of_passes(batch_size: int, texts: list[list[int]], lengths: list[int]
         shapes.append(tuple(tokens.shape))
         return original(self, tokens, *args, **kwargs)
 
-    requests = requests_of(texts, Sampling(1), seed=0)
+    requests = make_requests(texts, Sampling(1), seed=0)
     decoder.add(
         [
-            Ongoing(replace(request, sampling=Sampling(length)))
+            PartialCompletion(replace(request, sampling=Sampling(length)))
             for request, length in zip(requests, lengths, strict=True)
         ]
     )
@@ -226,8 +227,8 @@ def looking_every(steps: int, calls: int, parallel: dict, model: Any) -> list[Co
     found: list[Completion] = []
     sampling, strings = SAMPLINGS["temperature 1"], (None, STOP_STRINGS)
     sequences = [
-        Ongoing(replace(request, sampling=replace(sampling, stop_strings=strings[index % 2])))
-        for index, request in enumerate(requests_of(prompts(), sampling, seed=4))
+        PartialCompletion(replace(request, sampling=replace(sampling, stop_strings=strings[index % 2])))
+        for index, request in enumerate(make_requests(prompts(), sampling, seed=4))
     ]
     policy = build_policy(parallel, model=model)
     for allowed in (calls, 10**6):

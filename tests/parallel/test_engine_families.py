@@ -15,7 +15,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.logprob_check import LIMITS
-from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.requests import PartialCompletion
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
 from rl_megatron.generation.transformers.replica import TransformersReplica
 from rl_megatron.model.families import family_of_model, find_family_of_config
@@ -38,7 +38,7 @@ class InThisProcess:
         """Decode with few slots, so that sequences take those of others."""
         replica = TransformersReplica(self.model, VOCAB_SIZE, lambda: self.policy.weight_version, recorder)
         decoder, found = Decoder(replica, max_slots=4), {}
-        decoder.add([Ongoing(request) for request in requests])
+        decoder.add([PartialCompletion(request) for request in requests])
         with decoder.active():
             while (ended := decoder.advance()) is not None:
                 found |= {completion.request_id: completion for completion in ended}

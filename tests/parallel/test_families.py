@@ -19,7 +19,7 @@ from rl_megatron.model.shards import pieces
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 from rl_megatron.training.megatron_policy import MegatronPolicy
-from rl_megatron.weight_sync.exporter import weights_digest
+from rl_megatron.weight_sync.exporter import digest_weights
 from tests.parallel.family_cases import (
     CASES,
     SHAPE,
@@ -128,9 +128,9 @@ def logits_and_checkpoint(
     """
     policy = build(parallel, model)
     policy.load_checkpoint(checkpoint, weights_only=True)
-    of_import = weights_digest(policy.model)
+    of_import = digest_weights(policy.model)
     direct = MegatronPolicy.from_hf(source, parallel=ParallelConfig(**parallel), device="cpu")
-    assert weights_digest(direct.model) == of_import and direct.model_config == model
+    assert digest_weights(direct.model) == of_import and direct.model_config == model
     policy = build(parallel, model)
     policy.load_checkpoint(checkpoint, weights_only=True)
     top = policy.get_topk_logits(BatchedDataDict(batch), k=VOCAB_SIZE)

@@ -12,7 +12,7 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
 from rl_megatron.training.megatron_policy import MegatronPolicy
-from rl_megatron.weight_sync.exporter import weights_digest
+from rl_megatron.weight_sync.exporter import digest_weights
 from tests.parallel.family_cases import SHAPE, hf_model, save
 
 TENSOR = {"parallel": ParallelConfig(tensor=2), "device": "cpu", "precision": "bf16"}
@@ -36,16 +36,16 @@ def train_from_each(source: str, imported: str, directory: str) -> dict[str, str
         ("import", MegatronPolicy.from_checkpoint(imported, weights_only=True, optimizer=OPTIMIZER, **TENSOR)),
     ):
         policy.train(batch(), NLLLoss())
-        digests[name] = weights_digest(policy.model)
+        digests[name] = digest_weights(policy.model)
         if name == "hf":
             saved = policy.save_checkpoint(directory, 1)
             policy.train(batch(), NLLLoss())
-            digests["two steps"] = weights_digest(policy.model)
+            digests["two steps"] = digest_weights(policy.model)
     again = MegatronPolicy.from_checkpoint(saved, parallel=TENSOR["parallel"], device="cpu", optimizer=OPTIMIZER)
     assert again.model.precision == "bf16"
-    digests["saved"] = weights_digest(again.model)
+    digests["saved"] = digest_weights(again.model)
     again.train(batch(), NLLLoss())
-    digests["continued"] = weights_digest(again.model)
+    digests["continued"] = digest_weights(again.model)
     return digests
 
 

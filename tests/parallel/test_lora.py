@@ -29,7 +29,7 @@ from rl_megatron.plan.closed_forms import mean_training_bytes
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 from rl_megatron.training.megatron_policy import MegatronPolicy
-from rl_megatron.weight_sync.exporter import weights_digest
+from rl_megatron.weight_sync.exporter import digest_weights
 from tests.parallel.family_cases import SHAPE, assert_same_tensors, hf_model, save, tensors
 from tests.parallel.grid import Layout
 from tests.parallel.layouts import EXPERTS, MODEL, OPTIMIZER, build_policy, gradients, worst_relative_error
@@ -92,11 +92,11 @@ def logits_of(policy: MegatronPolicy, ids: torch.Tensor) -> torch.Tensor:
 def step_with_adapters(parallel: dict, base: str, lora: LoraConfig, ids: torch.Tensor, directory: str) -> Trained:
     options = {"parallel": ParallelConfig(**parallel), "device": "cpu", "weights_only": True}
     policy = MegatronPolicy.from_checkpoint(base, peft=lora, optimizer=OPTIMIZER, **options)
-    before = weights_digest(policy.model, frozen_only=True)
+    before = digest_weights(policy.model, frozen_only=True)
     batch = random_batch(4, 12, 0)
     policy.train(batch, NLLLoss(), gbs=4)
-    after = weights_digest(policy.model, frozen_only=True)
-    sources = policy.weights, policy.weights.exporter_of_adapters(), policy.weights.exporter_of_base()
+    after = digest_weights(policy.model, frozen_only=True)
+    sources = policy.weights, policy.weights.make_adapter_exporter(), policy.weights.make_base_exporter()
     sent = [{name: tensor.clone() for name, tensor in source.stream()} for source in sources]
     return Trained(logits_of(policy, ids), policy.save_checkpoint(directory, 1), (before, after), *sent)
 

@@ -8,9 +8,9 @@ import torch
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.records import Record
 from rl_megatron.data.tasks import Problem
-from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Completion, Sampling
+from rl_megatron.generation.requests import make_requests
 from rl_megatron.generation.transformers.engine import TransformersEngine
 from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rewards.samples import Sample
@@ -102,7 +102,7 @@ def too_long(parallel: dict) -> str:
     """Return what a rank hears of a prompt that leaves no place for a completion, which only rank 0 has."""
     policy = build_policy(parallel, LLAMA)
     engine = EmbeddedEngine(policy, 4)
-    requests = requests_of([[1] * 10_000, [1]], Sampling(4), 1)
+    requests = make_requests([[1] * 10_000, [1]], Sampling(4), 1)
     try:
         engine.complete(requests if policy.topology.rank == 0 else [])
     except Exception as error:

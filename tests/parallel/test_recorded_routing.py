@@ -9,13 +9,11 @@ import torch
 
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.generation.completion_batch import generate
-from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.decoder import Decoder
-from rl_megatron.generation.embedded import EmbeddedEngine
-from rl_megatron.generation.embedded_replica import EmbeddedReplica
+from rl_megatron.generation.embedded import EmbeddedEngine, EmbeddedReplica
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.generation.ongoing import Ongoing
-from rl_megatron.generation.transformers.routing import RoutingRecorder
+from rl_megatron.generation.requests import PartialCompletion, make_requests
+from rl_megatron.generation.transformers.replica import RoutingRecorder
 from rl_megatron.model.layers.router import BalancedRouter
 from tests.parallel.layouts import build_policy
 from tests.parallel.test_engine_families import VARIANTS, InThisProcess, model_of
@@ -155,7 +153,7 @@ def test_a_trainer_whose_router_chooses_others_agrees_with_the_embedded_engine(r
 def completed_in_parts(steps: int) -> dict[str, torch.Tensor]:
     """Return the routed experts of each request, with all sequences moved to another decoder after so many steps."""
     policy, found = build_policy({}, VARIANTS["experts"]), []
-    sequences = [Ongoing(request) for request in requests_of(pairs(), SAMPLING, seed=4)]
+    sequences = [PartialCompletion(request) for request in make_requests(pairs(), SAMPLING, seed=4)]
     for decoder in (Decoder(EmbeddedReplica(policy, records_routing=True), 3) for _ in range(2)):
         decoder.add(sequences)
         with decoder.active():

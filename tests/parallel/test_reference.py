@@ -15,7 +15,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.reference import HostWeights, RecordedReference
-from rl_megatron.weight_sync.exporter import weights_digest
+from rl_megatron.weight_sync.exporter import digest_weights
 from tests.full_disk import files_of_at_most
 from tests.parallel.layouts import build_policy
 from tests.parallel.test_layouts import random_batch
@@ -177,12 +177,12 @@ def test_a_recorded_reference_does_not_copy_the_model(ranks, tmp_path):
 def digests_of_swapped_weights() -> list[str]:
     """Return the digests of a model, with the weights of two layers swapped, and swapped again."""
     policy = build_policy({})
-    found = [weights_digest(policy.model)]
+    found = [digest_weights(policy.model)]
     (chunk,) = policy.model.model_chunks
     first, second = [weight for name, weight in chunk.named_parameters() if name.endswith("mlp.linear_fc2.weight")][:2]
     for _ in range(2):
         first.data, second.data = second.data.clone(), first.data.clone()
-        found.append(weights_digest(policy.model))
+        found.append(digest_weights(policy.model))
     return found
 
 

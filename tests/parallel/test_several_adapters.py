@@ -16,7 +16,7 @@ from rl_megatron.losses import NLLLoss, PreferenceLoss
 from rl_megatron.model.lora.targets import parse_peft_name
 from rl_megatron.model.shards import pieces
 from rl_megatron.training.megatron_policy import MegatronPolicy
-from rl_megatron.weight_sync.exporter import weights_digest
+from rl_megatron.weight_sync.exporter import digest_weights
 from tests.parallel.family_cases import SHAPE, assert_same_tensors, hf_model, save, tensors
 from tests.parallel.layouts import EXPERTS, MODEL, OPTIMIZER, build_policy, gradients, worst_relative_error
 from tests.parallel.test_layouts import random_batch
@@ -46,9 +46,9 @@ class Trained:
 def trained_beside(parallel: dict, start: str, lora, ids: torch.Tensor, directory: str) -> Trained:
     options = {"parallel": ParallelConfig(**parallel), "device": "cpu", "weights_only": True}
     policy = MegatronPolicy.from_checkpoint(start, peft=lora, optimizer=OPTIMIZER, **options)
-    before = weights_digest(policy.model, frozen_only=True)
+    before = digest_weights(policy.model, frozen_only=True)
     policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
-    digests = before, weights_digest(policy.model, frozen_only=True)
+    digests = before, digest_weights(policy.model, frozen_only=True)
     sent = {name: tensor.clone() for name, tensor in policy.weights.stream()}
     path = policy.save_checkpoint(directory, 1)
     state = torch.distributed.checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -312,7 +312,7 @@ def refusals(start: str, directory: str) -> dict[str, str]:
     refused("resumed", lambda: build_policy({}, peft=replace(STYLE, adapter_name="defualt")).load_checkpoint(start))
     refused("another", lambda: policy_beside({}, start, replace(LORA, r=2)))
     policy = policy_beside({}, start)
-    refused("sent", policy.weights.exporter_of_adapters)
+    refused("sent", policy.weights.make_adapter_exporter)
     base = Path(read_manifest(Path(start))["base"]["path"])
     refused("base", lambda: policy.load_checkpoint(base, weights_only=True))
     other = build_policy({}, seed=2).save_checkpoint(f"{directory}/other", 1)

@@ -170,7 +170,7 @@ def test_every_fault_of_a_weight_sync_is_named_on_every_rank(found):
         assert f"{UP} arrived altered" in each["dropped here"]
         assert f"{DOWN} did not change, although {DOWN} was sent" in each["dropped there"]
         assert "lm_head.weight did not change, although model.embed_tokens.weight was sent" in each["head left behind"]
-        assert "says that its weights have version '0'" in each["stale version"]
+        assert "reports that its weights have version '0'" in each["stale version"]
         assert "the rollout engine's logprobs differ from the trainer's" in each["altered there"]
         assert "serves no weights" in each["halted"] and "call sync() first" in each["stale"]
 

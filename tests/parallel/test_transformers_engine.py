@@ -294,15 +294,15 @@ def test_all_ranks_survive_an_engine_killed_during_a_refit(ranks):
 def first_port_taken():
     """Let another socket, which never answers, occupy the first address that the policy's rank 0 chooses."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        free_address, given = transformers_engine.free_address, []
+        find_free_address, given = transformers_engine.find_free_address, []
 
         def address():
-            given.append(taken.getsockname() if not given else free_address())
+            given.append(taken.getsockname() if not given else find_free_address())
             return given[-1]
 
         hurry = EngineWorkers.hurry
         with (
-            patched(transformers_engine, "free_address", address),
+            patched(transformers_engine, "find_free_address", address),
             patched(EngineWorkers, "hurry", lambda workers, _, reason: hurry(workers, 1.0, reason)),
         ):
             yield

@@ -20,7 +20,7 @@ from rl_megatron.compat import nemo_rl
 from rl_megatron.losses import NLLLoss
 from rl_megatron.policy.interfaces import ColocatablePolicyInterface
 from rl_megatron.weight_sync.buckets import WeightsRefused
-from rl_megatron.weight_sync.ipc import opened
+from rl_megatron.weight_sync.ipc import open_handle
 from rl_megatron.weight_sync.process_group import CollectiveFailed
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER
 from tests.parallel.refit_engines import (
@@ -164,7 +164,7 @@ def share(parallel: dict):
         process.kill()
         process.join()
     policy.offload_after_refit()
-    with pytest.raises(WeightsRefused, match="cannot be opened"), opened(handles["cpu"]):
+    with pytest.raises(WeightsRefused, match="cannot be opened"), open_handle(handles["cpu"]):
         pass
     ends_at = time.monotonic() + 10
     while (left := segments() - before) and time.monotonic() < ends_at:

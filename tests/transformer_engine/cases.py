@@ -112,7 +112,7 @@ def described(family: str, layout: str, rank: int) -> dict[str, Any]:
             "checkpoint": set(_keys(TrainingState(policy.model, optimizer, policy.scheduler).build_sharded())),
             "export": {
                 spec.name: [[*spec.shape], spec.dtype]
-                for bucket in policy.weights.exporter().plan.buckets
+                for bucket in policy.weights.get_exporter().plan.buckets
                 for spec in bucket.tensors
             },
             "adam": [_adam(part) for part in list_parts(optimizer)],

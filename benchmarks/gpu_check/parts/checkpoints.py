@@ -29,7 +29,7 @@ from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.metrics import NonFiniteLoss
-from rl_megatron.weight_sync.exporter import weights_digest
+from rl_megatron.weight_sync.exporter import digest_weights
 
 VOCAB_SIZE, SEQUENCES, LENGTH, STEPS = 1024, 8, 64, 2
 SHAPE = {
@@ -128,7 +128,7 @@ def save(device: str, tiny: bool, precision: str, distributed: bool, source: Pat
     saving = time.perf_counter()
     path = policy.save_checkpoint(target, STEPS)
     saved = time.perf_counter()
-    digest = weights_digest(policy.model)
+    digest = digest_weights(policy.model)
     result = Saved(path, digest, train(policy), (saved - saving, saving - loading))
     policy.shutdown()
     dist.destroy_process_group()
@@ -141,12 +141,12 @@ def refuse(device: str, tiny: bool) -> tuple[bool, bool]:
     batch = rollouts(VOCAB_SIZE, SEQUENCES, LENGTH, prompt=8)
     batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
     batch["advantages"] = torch.full_like(batch["advantages"], torch.nan)
-    before, refused = weights_digest(policy.model), False
+    before, refused = digest_weights(policy.model), False
     try:
         policy.train(batch, build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0}))
     except NonFiniteLoss:
         refused = True
-    changed = weights_digest(policy.model) != before
+    changed = digest_weights(policy.model) != before
     policy.shutdown()
     dist.destroy_process_group()
     return refused, changed

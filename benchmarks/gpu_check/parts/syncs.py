@@ -17,9 +17,9 @@ from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.setting import Setting, in_new_process, key_of
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation.decoder import Decoder
-from rl_megatron.generation.embedded_replica import EmbeddedReplica
+from rl_megatron.generation.embedded import EmbeddedReplica
 from rl_megatron.generation.interfaces import Request, Sampling
-from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.requests import PartialCompletion
 from rl_megatron.plan.ledger import Ledger
 from rl_megatron.plan.phases import PhaseName
 from rl_megatron.plan.rank_phases import PhaseCounter
@@ -133,7 +133,7 @@ def decode(layout: Topology, counter: PhaseCounter) -> dict[str, int]:
     policy = MegatronPolicy(work.stage.model, layout, vocab_size=work.vocab_size, precision="bf16")
     decoder = Decoder(EmbeddedReplica(policy), 8)
     sampling = Sampling(64, top_p=0.9, top_k=20)
-    decoder.add([Ongoing(Request(f"{n}", (n,) * 32, sampling, n)) for n in range(8)])
+    decoder.add([PartialCompletion(Request(f"{n}", (n,) * 32, sampling, n)) for n in range(8)])
     with torch.no_grad(), decoder.active():
         decoder.advance()  # reads the prompts
         decoder.advance()  # sends how the sequences are sampled

@@ -17,7 +17,7 @@ from rl_megatron.config.extras import check_interpreter
 from rl_megatron.data.order import epoch_order
 from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Demonstration, Problem, choose_items
-from rl_megatron.workers.child_process import module_command, own_import_path
+from rl_megatron.workers.child_process import build_module_command, list_user_paths
 
 EXAMPLE = "verifiers_example"  # the field of a record that the rollout worker gives back to the environment
 _EXPORT = "rl_megatron.data.verifiers"
@@ -97,10 +97,10 @@ class Verifiers:
 @cache
 def _export(name: str, kwargs: str, python: str | None, limit: int | None) -> tuple[list[Problem], list[Problem]]:
     """Return the problems that a process in the environment's interpreter reads. This process asks once."""
-    request = {"name": name, "kwargs": json.loads(kwargs), "limit": limit, "paths": own_import_path()}
+    request = {"name": name, "kwargs": json.loads(kwargs), "limit": limit, "paths": list_user_paths()}
     with tempfile.TemporaryDirectory(prefix=disk.make_temporary_prefix("verifiers")) as scratch:
         file = Path(scratch) / "examples.json"
-        command, environment = module_command(_EXPORT, python)
+        command, environment = build_module_command(_EXPORT, python)
         completed = subprocess.run(
             [*command, str(file), json.dumps(request)], env=environment, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",

@@ -1,1 +1,1 @@
-"""What rollout engines over HTTP share: the client, the routing of requests, server processes and `ServerEngine`."""
+"""The common parts of rollout engines over HTTP: client, routing of requests, server processes, `ServerEngine`."""

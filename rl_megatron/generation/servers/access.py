@@ -17,7 +17,7 @@ _Message = MutableMapping[str, Any]
 _App = Callable[[_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]], Awaitable[None]]
 
 
-def authorization(token: str) -> dict[str, str]:
+def make_headers(token: str) -> dict[str, str]:
     """Return the headers of a request that carries a token; none if the token is empty."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -26,8 +26,8 @@ class TokenRequired:
     """ASGI middleware that answers 401 to a request without the token of the environment variable `TOKEN`."""
 
     def __init__(self, app: _App):
-        """Put it before an application. The variable must be set."""
-        self._app, self._wanted = app, authorization(os.environ[TOKEN])["Authorization"].encode()
+        """Wrap an application. The variable must be set."""
+        self._app, self._expected = app, make_headers(os.environ[TOKEN])["Authorization"].encode()
 
     async def __call__(self, scope: _Message, receive: Any, send: Callable[[_Message], Awaitable[None]]) -> None:
         """Let a request through, or refuse it."""
@@ -42,5 +42,5 @@ class TokenRequired:
             await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
     def _is_allowed(self, scope: _Message) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._wanted)
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(header, self._expected)

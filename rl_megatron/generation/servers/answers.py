@@ -14,60 +14,55 @@ _LARGEST_LOGPROB = 1e-3  # rounding can make the logprob of a certain token a li
 _REMEDY = "nothing was learned from it; look at the server's log, and use a version that docs/rollout_engines.md lists"
 
 
-def checked(request: Request, answer: RawAnswer, vocab_size: int, server: str) -> Completion:
+def check_answer(request: Request, answer: RawAnswer, vocab_size: int, server: str) -> Completion:
     """Return a server's answer as a completion, which ends at the first stop string.
 
-    Servers have no tokenizer, so they generate on after a stop string, and the rest is cut off here. A token depends on
-    those before it alone, so what is left is exactly what a server would give that stops.
+    Servers have no tokenizer, so they continue after a stop string, and the rest is cut off here. A token depends only
+    on earlier tokens, so the completion is exactly that of a server that stops.
 
-    A NaN or missing logprob becomes NaN, which `sequence_batch` reports: the logits were NaN, which is the fault of the
-    model and not of the server.
-
-    Args:
-        request: What was asked.
-        answer: What was answered.
-        vocab_size: The number of valid token ids.
-        server: What messages call the server.
+    A NaN or missing logprob becomes NaN, which `make_completion_batch` reports: the logits were NaN, which is the fault
+    of the model and not of the server. Messages call the server `server`.
 
     Raises:
         EngineFailed: The answer cannot be true. The message names the server and the request.
     """
-    wrong = (
-        _wrong_tokens(request, answer, vocab_size)
-        or _wrong_ending(request, answer)
-        or _wrong_versions(answer)
-        or _wrong_experts(request, answer)
+    fault = (
+        _find_fault_in_tokens(request, answer, vocab_size)
+        or _find_fault_in_end(request, answer)
+        or _find_fault_in_versions(answer)
+        or _find_fault_in_experts(request, answer)
     )
-    if wrong is not None:
-        raise EngineFailed(f"{server} gave a wrong answer to request {request.request_id!r}: {wrong}; {_REMEDY}")
+    if fault is not None:
+        raise EngineFailed(f"{server} gave a wrong answer to request {request.request_id!r}: {fault}; {_REMEDY}")
     versions = tuple(WeightSpan(int(version), start, end) for version, start, end in answer.versions)
     logprobs = tuple(math.nan if logprob is None else float(logprob) for logprob in answer.logprobs)
-    reason = _reason(answer.reason)
+    reason = _parse_reason(answer.reason)
     whole = Completion(request.request_id, tuple(answer.ids), logprobs, versions, reason, answer.routed_experts)
-    return whole if request.sampling.stop_strings is None else _ended(whole, request, request.sampling.stop_strings)
+    stop_strings = request.sampling.stop_strings
+    return whole if stop_strings is None else _cut_at_stop_string(whole, request, stop_strings)
 
 
-def _ended(whole: Completion, request: Request, strings: StopStrings) -> Completion:
+def _cut_at_stop_string(whole: Completion, request: Request, strings: StopStrings) -> Completion:
     """Return a completion up to the first token after which it contains one of the texts."""
     ids = whole.ids
-    if not strings.found_in(ids):
+    if not strings.appear_in(ids):
         return whole
-    end = 1 + bisect_left(range(1, len(ids) + 1), True, key=lambda count: strings.found_in(ids[:count]))
+    end = 1 + bisect_left(range(1, len(ids) + 1), True, key=lambda count: strings.appear_in(ids[:count]))
     spans = tuple(
-        WeightSpan(each.version, each.start, min(each.end, end)) for each in whole.versions if each.start < end
+        WeightSpan(span.version, span.start, min(span.end, end)) for span in whole.versions if span.start < end
     )
     experts = whole.routed_experts
     experts = None if experts is None else experts[: len(request.prompt) + end - 1]
     return Completion(whole.request_id, ids[:end], whole.logprobs[:end], spans, "stop", experts)
 
 
-def _reason(reason: str) -> Literal["stop", "length", "abort"]:
+def _parse_reason(reason: str) -> Literal["stop", "length", "abort"]:
     if reason == "stop":
         return "stop"
     return "length" if reason == "length" else "abort"
 
 
-def _wrong_tokens(request: Request, answer: RawAnswer, vocab_size: int) -> str | None:
+def _find_fault_in_tokens(request: Request, answer: RawAnswer, vocab_size: int) -> str | None:
     count, most = len(answer.ids), request.sampling.max_new_tokens
     if count > most:
         return f"it has {count} tokens, and at most {most} were asked for"
@@ -82,12 +77,12 @@ def _wrong_tokens(request: Request, answer: RawAnswer, vocab_size: int) -> str |
     return None
 
 
-def _wrong_ending(request: Request, answer: RawAnswer) -> str | None:
-    """Return what is wrong with the end of a completion: it ends at its first stop token, at its length, or aborted."""
+def _find_fault_in_end(request: Request, answer: RawAnswer) -> str | None:
+    """Return what is wrong with the end: a completion ends at its first stop token, at its length, or aborted."""
     reason, ids, most = answer.reason, answer.ids, request.sampling.max_new_tokens
     stops = [position for position, token in enumerate(ids) if token in request.sampling.stop_ids]
     if stops and stops[0] != len(ids) - 1:
-        return f"it goes on after stop token {ids[stops[0]]}, its token {stops[0] + 1}"
+        return f"it continues after stop token {ids[stops[0]]}, its token {stops[0] + 1}"
     if reason == "abort":
         return None
     if reason not in ("stop", "length"):
@@ -101,7 +96,7 @@ def _wrong_ending(request: Request, answer: RawAnswer) -> str | None:
     return None
 
 
-def _wrong_versions(answer: RawAnswer) -> str | None:
+def _find_fault_in_versions(answer: RawAnswer) -> str | None:
     """Return what is wrong with the version spans: they must cover the tokens, each with a number for its version."""
     covered = 0
     for version, start, end in answer.versions:
@@ -115,9 +110,9 @@ def _wrong_versions(answer: RawAnswer) -> str | None:
     return None
 
 
-def _wrong_experts(request: Request, answer: RawAnswer) -> str | None:
+def _find_fault_in_experts(request: Request, answer: RawAnswer) -> str | None:
     """Return what is wrong with the routed experts: the model read all tokens but the last."""
-    experts, wanted = answer.routed_experts, len(request.prompt) + len(answer.ids) - 1
-    if experts is not None and (experts.dim() != 3 or len(experts) != wanted):
-        return f"its routed experts have shape {tuple(experts.shape)}, and the model read {wanted} tokens"
+    experts, num_read = answer.routed_experts, len(request.prompt) + len(answer.ids) - 1
+    if experts is not None and (experts.dim() != 3 or len(experts) != num_read):
+        return f"its routed experts have shape {tuple(experts.shape)}, and the model read {num_read} tokens"
     return None

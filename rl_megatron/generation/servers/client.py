@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 
-from rl_megatron.generation.servers.access import authorization
+from rl_megatron.generation.servers.access import make_headers
 from rl_megatron.timing import record_span
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 
@@ -18,7 +18,7 @@ _SECONDS_TO_CONNECT = 10.0
 _SECONDS_OF_HEALTH = 10.0
 _SECONDS_KEPT_ALIVE = 2.0  # less than servers keep idle connections, so that a request does not meet a closing one
 _LONGEST_EXCERPT = 400  # characters of a server's own message
-_PERHAPS_LATER = (408, 429, 500, 502, 503, 504)
+_TEMPORARY = (408, 429, 500, 502, 503, 504)
 
 
 class ConnectionLost(ServerDied):
@@ -33,7 +33,7 @@ class ServerClient:
     """The connections to one server. It is made on any thread, and works on one asyncio loop.
 
     Attributes:
-        name: What messages call the server, with its address.
+        name: The server's name for messages, with its address.
         url: Its address.
     """
 
@@ -49,12 +49,12 @@ class ServerClient:
         """Prepare connections; nothing is sent yet.
 
         Args:
-            kind: What messages call the server, such as "vLLM server 0".
+            kind: The server's name for messages, such as "vLLM server 0".
             url: The server's address, such as http://127.0.0.1:8000.
             loop: The loop that the requests run on.
             health_path: The path that answers 200 if the server can take requests.
-            timeout_seconds: Seconds that an answer may take, if a request does not say otherwise.
-            token: What the server wants in the header `Authorization` of each request; empty if nothing.
+            timeout_seconds: Seconds that an answer may take, if a request sets no other limit.
+            token: The token that the server wants in the header `Authorization` of each request; empty for none.
         """
         self.url = url.rstrip("/")
         self.name = f"{kind} ({self.url})"
@@ -63,7 +63,7 @@ class ServerClient:
         timeout = httpx2.Timeout(None, connect=_SECONDS_TO_CONNECT)  # `call` limits the time of the whole answer
         verify = url.startswith("https:")  # certificates take long to load
         self._http = httpx2.AsyncClient(
-            limits=limits, timeout=timeout, trust_env=False, verify=verify, headers=authorization(token)
+            limits=limits, timeout=timeout, trust_env=False, verify=verify, headers=make_headers(token)
         )
 
     def request(
@@ -73,11 +73,11 @@ class ServerClient:
         return asyncio.run_coroutine_threadsafe(self.call(method, path, body, timeout_seconds), self._loop)
 
     async def get(self, path: str, seconds: float | None = None) -> Any:
-        """Return the JSON that a GET gives; see `call`."""
+        """Send a GET request, and return the JSON of the answer; see `call`."""
         return await self.call("GET", path, None, seconds)
 
     async def post(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
-        """Return the JSON that a POST gives; see `call`."""
+        """Send a POST request, and return the JSON of the answer; see `call`."""
         return await self.call("POST", path, body, seconds)
 
     async def call(
@@ -85,18 +85,13 @@ class ServerClient:
     ) -> Any:
         """Send a request once, and return the decoded JSON of the answer; None if the answer is empty.
 
-        An answer that has no type is returned as it is.
-
-        Args:
-            method: "GET" or "POST".
-            path: The path on the server, with its query.
-            body: The JSON body, if the request has one.
-            seconds: The longest time until the whole answer. None: the usual time.
+        An answer that has no type is returned as text. `seconds` limits the time until the whole answer; None means the
+        usual limit.
 
         Raises:
             ConnectionLost: The server cannot be reached, or closed the connection.
             ServerDied: The answer took longer.
-            RefusedForNow: The status is 500, 503 or another one that may pass.
+            RefusedForNow: The status is 500, 503 or another one that may be temporary.
             ServerRefused: The status is another error, or the answer is not JSON.
         """
         timeout_seconds, began = seconds or self._timeout_seconds, time.time_ns()
@@ -110,11 +105,11 @@ class ServerClient:
             raise ConnectionLost(f"{self.name} did not answer {method} {path}: {what}") from error
         record_span(self.name, f"{method} {path}", began)
         status, text = response.status_code, response.text
-        if status in _PERHAPS_LATER:
+        if status in _TEMPORARY:
             raise RefusedForNow(f"{self.name} answered {method} {path} with status {status}: {_excerpt(text)}")
         if status != 200:
             raise ServerRefused(f"{self.name} answered {method} {path} with status {status}: {_excerpt(text)}")
-        if "content-type" not in response.headers:  # vLLM says so of texts
+        if "content-type" not in response.headers:  # vLLM sends texts without one
             return text or None
         try:
             return json.loads(text) if text else None
@@ -124,7 +119,7 @@ class ServerClient:
             ) from error
 
     async def is_healthy(self) -> bool:
-        """Return whether the server says that it can take requests."""
+        """Return whether the server reports that it can take requests."""
         try:
             await self.call("GET", self._health_path, None, _SECONDS_OF_HEALTH)
         except (ServerDied, ServerRefused):
@@ -132,7 +127,6 @@ class ServerClient:
         return True
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._http.aclose()
 
 

@@ -18,13 +18,8 @@ def check_servers(
 ) -> None:
     """Check that Hugging Face's format has a stage's model, that servers take its sequences, and can be started.
 
-    Args:
-        stage: The stage.
-        vocab_size: The number of tokens of its tokenizer.
-        settings: The section of the servers.
-        python: The Python that starts them.
-        length_key: The section's key with the most tokens of a sequence.
-        remedy: What to do if `python` is not there.
+    `python` starts the servers; the message has the `remedy` if there is none. The key `length_key` of their section is
+    the most tokens of a sequence.
 
     Raises:
         ConfigError: Something is missing; the message names the key.
@@ -45,7 +40,7 @@ def check_servers(
         raise ConfigError(f"{settings.key}.python={python} is not there: {remedy}")
 
 
-def server_devices(
+def choose_server_devices(
     settings: ServersConfig, size_key: str, policy: torch.device, shared: bool = False
 ) -> tuple[tuple[int, ...], ...]:
     """Return the numbers of the GPUs of each server that a node starts; empty if the policy computes on the CPU.
@@ -54,8 +49,7 @@ def server_devices(
         settings: The section of the servers.
         size_key: Its key with the number of GPUs of a server.
         policy: The device of the policy.
-        shared: Whether servers and ranks share GPUs, from number 0 on. Otherwise the servers have those after the
-            ranks'.
+        shared: Whether servers and ranks share GPUs, from number 0 on. Otherwise the servers' GPUs follow the ranks'.
 
     Raises:
         ConfigError: This machine has too few GPUs.
@@ -64,11 +58,11 @@ def server_devices(
         return ()
     count, size = settings.num_servers, getattr(settings, size_key)
     first = 0 if shared else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    there = torch.cuda.device_count()
-    if first + count * size > there:
+    available = torch.cuda.device_count()
+    if first + count * size > available:
         raise ConfigError(
             f"{settings.key}.num_servers={count} and {settings.key}.{size_key}={size} need {count * size} GPUs from "
-            f"number {first} on, and this machine has {there}; lower them, start fewer ranks, or choose "
+            f"number {first} on, and this machine has {available}; lower them, start fewer ranks, or choose "
             "generation.engine=vllm with generation.refit=shared_memory, with which servers and ranks share GPUs"
         )
     return tuple(tuple(range(first + index * size, first + (index + 1) * size)) for index in range(count))

@@ -16,13 +16,13 @@ from rl_megatron.weight_sync.buckets import RefitPlan
 
 @dataclass(frozen=True)
 class RawAnswer:
-    """A server's answer before it is checked, in the words of `Completion`.
+    """A server's answer before it is checked, with the names of `Completion`.
 
     Attributes:
         ids: The completion's token ids, its stop token included.
         logprobs: Their logprobs as the server gave them; None or NaN if a logprob is missing or NaN.
         versions: (version, start, end) of each span of tokens, as the server gave them.
-        reason: Why the completion ended: stop, length or abort, or a word that the server has for another reason.
+        reason: Why the completion ended: stop, length or abort, or the server's word for another reason.
         routed_experts: The experts of each token that the model read, [tokens, layers, k], if they were asked for.
     """
 
@@ -35,7 +35,7 @@ class RawAnswer:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says of itself once it is ready.
+    """The properties that a server reports once it is ready.
 
     Attributes:
         takes_seeds: Whether requests may have seeds.
@@ -51,7 +51,7 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a server that is launched here has to be told.
+    """The settings of a server that is launched here.
 
     Attributes:
         index: The number of the server on this node.
@@ -60,8 +60,8 @@ class Launch:
         host: The address to which the server binds.
         port: The port at which it listens.
         devices: The numbers of the node's GPUs on which it computes; empty for the CPU.
-        token: What it shall ask of every request, if it can; the environment variable `access.TOKEN` has it there.
-            Empty if it shall answer everybody.
+        token: The token that it requires of every request, if it can; its environment variable `access.TOKEN` has it.
+            Empty if it answers everybody.
         weights: A directory with config.json and the weights that it starts with; None if all weights are sent later.
     """
 
@@ -79,7 +79,7 @@ class ServerDialect(Protocol):
     """One kind of inference server: its launch command, its URLs and its JSON. It has no state.
 
     Attributes:
-        name: What messages call such a server, such as "vLLM server".
+        name: The name of such a server in messages, such as "vLLM server".
         key: The configuration section of the engine, such as "generation.vllm".
         health_path: The path that answers 200 once the server is ready.
     """
@@ -103,7 +103,7 @@ class ServerDialect(Protocol):
         """Ask a server that is ready for its version, model and settings.
 
         Raises:
-            ServerRefused: It is a version that was not tried, or a setting makes its answers unusable.
+            ServerRefused: Its version was not tried, or a setting makes its answers unusable.
             ServerDied: There is no answer.
         """
         ...
@@ -113,10 +113,10 @@ class ServerDialect(Protocol):
         ...
 
     def parse_response(self, body: Any) -> RawAnswer:
-        """Return what a server answered to an `http_request`.
+        """Parse the answer to an `http_request`.
 
         Raises:
-            KeyError: A key is missing. So do IndexError, TypeError and ValueError mean an answer of another form.
+            KeyError: The answer has another form. IndexError, TypeError and ValueError mean the same.
         """
         ...
 
@@ -125,11 +125,11 @@ class ServerDialect(Protocol):
         ...
 
     async def resume(self, server: ServerClient) -> None:
-        """Start to generate again after `pause`."""
+        """Continue generation after `pause`."""
         ...
 
     async def sleep(self, server: ServerClient) -> None:
-        """Release the memory of weights and keys and values. The server has no requests."""
+        """Release the memory of weights, keys and values. The server has no requests."""
         ...
 
     async def wake(self, server: ServerClient, part: str) -> None:

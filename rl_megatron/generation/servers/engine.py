@@ -21,8 +21,8 @@ from rl_megatron.generation.servers.pool import ServerPool
 from rl_megatron.generation.servers.requests import RequestSender
 from rl_megatron.topology.rank_zero_loop import RankZeroLoop
 from rl_megatron.training.megatron_policy import MegatronPolicy
-from rl_megatron.weight_sync.adapter_sync import BaseOnDisk
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, ServerSync, WeightServers
+from rl_megatron.weight_sync.stock_sync import BaseOnDisk
 
 _T = TypeVar("_T")
 _FORESEEN = (ServerDied, ServerRefused, EngineFailed, ConfigError)
@@ -31,25 +31,15 @@ _SECONDS_TO_NOTICE = 0.5  # a guardian notices within this time that its server 
 
 @dataclass(frozen=True)
 class ServerKind:
-    """What a `ServerEngine` needs to know of one kind of servers.
-
-    Attributes:
-        dialect: Their commands, URLs and JSON.
-        settings: Their configuration section.
-        make_sync: Makes the way in which weights are sent to them, from the servers.
-        max_tokens: The most tokens that a server takes for a prompt with its completion.
-        devices: The numbers of the GPUs of each server of a node; empty for the CPU.
-        sleeps: Whether servers release their memory while the policy trains.
-        base: The weights that servers start with, if only an adapter is sent to them.
-    """
+    """The properties of one kind of servers that a `ServerEngine` needs."""
 
     dialect: ServerDialect
     settings: ServersConfig
     make_sync: Callable[[WeightServers], ServerSync]
-    max_tokens: int
-    devices: Sequence[tuple[int, ...]] = ()
-    sleeps: bool = False
-    base: BaseOnDisk | None = None
+    max_tokens: int  # of a prompt with its completion
+    devices: Sequence[tuple[int, ...]] = ()  # the numbers of the GPUs of each server of a node; empty for the CPU
+    sleeps: bool = False  # whether servers release their memory while the policy trains
+    base: BaseOnDisk | None = None  # the weights that servers start with, if only an adapter is sent to them
 
 
 class ServerEngine:
@@ -70,12 +60,8 @@ class ServerEngine:
     ):
         """Keep the settings; no server is started yet.
 
-        Args:
-            policy: The policy.
-            generation: The stage's generation section.
-            kind: The kind of servers.
-            directory: The run's directory, in which servers log.
-            collective_timeout_minutes: The longest time of a collective, and of a request of a weight sync.
+        Servers log in `directory`, that of the run. The timeout is that of a collective, and of a request of a weight
+        sync.
         """
         self.policy, self.settings = policy, generation
         self._kind, self._timeout = kind, 60 * collective_timeout_minutes
@@ -92,7 +78,7 @@ class ServerEngine:
         self._served: Served | None = None
         self._starts = self._restarts = 0
         self._asleep = False
-        self._has_lost_a_server = False  # on rank 0, which alone takes single requests
+        self._has_lost_a_server = False  # on rank 0, the only one that takes single requests
         self._sync_metrics: dict[str, float] = {}  # of a weight sync that was not reported yet
 
     @property
@@ -112,7 +98,7 @@ class ServerEngine:
             self._served, self._has_lost_a_server = None, False
         if self._served is None or self._served.version != self.policy.weight_version:
             self._served = None
-            self._with_restarts(self._sync_weights)
+            self._run_with_restarts(self._sync_weights)
         metrics, self._sync_metrics = self._sync_metrics, {}
         return metrics
 
@@ -123,7 +109,7 @@ class ServerEngine:
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call sync() first")
         done: dict[str, Completion] = {}
-        self._with_restarts(lambda: self._complete_all(requests, done))
+        self._run_with_restarts(lambda: self._complete_all(requests, done))
         completions = [done[request.request_id] for request in requests]
         self._ranks.run_on_rank0(lambda: self._check_versions(completions), (EngineFailed,))
         return completions
@@ -141,9 +127,9 @@ class ServerEngine:
             raise EngineLost("the rollout engine serves no weights; call sync() first")
         self._check_lengths([request])
         try:
-            return await asyncio.wrap_future(self._loop.start(self._requests().complete(request)))
+            return await asyncio.wrap_future(self._loop.start(self._get_sender().complete(request)))
         except ServerDied as death:
-            self._has_lost_a_server = True  # all ranks hear of it in the next `sync`
+            self._has_lost_a_server = True  # the next `sync` tells all ranks
             raise EngineLost(f"{death}; sync() starts the server again") from death
 
     def sleep(self) -> None:
@@ -174,7 +160,7 @@ class ServerEngine:
 
     # --- work that is repeated if a server dies ---
 
-    def _with_restarts(self, attempt: Callable[[], _T]) -> _T:
+    def _run_with_restarts(self, attempt: Callable[[], _T]) -> _T:
         """Return what `attempt` returns. If a server dies in it, note which servers to start again, and try again."""
         while True:
             try:
@@ -182,16 +168,16 @@ class ServerEngine:
             except (ServerDied, ServerRefused) as failure:
                 self._served = None
                 time.sleep(_SECONDS_TO_NOTICE)
-                self._broken, tails = self._pool.deaths(str(failure) if isinstance(failure, ServerDied) else "")
+                self._broken, tails = self._pool.find_deaths(str(failure) if isinstance(failure, ServerDied) else "")
                 if isinstance(failure, ServerRefused) and not self._broken:
                     raise EngineFailed(str(failure)) from failure
                 self._restarts += 1
-                allowed, said = self.settings.max_engine_restarts, "; ".join([str(failure), *tails])
+                allowed, message = self.settings.max_engine_restarts, "; ".join([str(failure), *tails])
                 if self._restarts > allowed:
                     raise EngineFailed(
-                        f"{said}; generation.max_engine_restarts={allowed} does not allow another restart"
+                        f"{message}; generation.max_engine_restarts={allowed} does not allow another restart"
                     ) from failure
-                log.LOGGER.warning("%s; starting again (%d of at most %d times)", said, self._restarts, allowed)
+                log.LOGGER.warning("%s; starting again (%d of at most %d times)", message, self._restarts, allowed)
                 self._forget_servers()
 
     def _complete_all(self, requests: Sequence[Request], done: dict[str, Completion]) -> None:
@@ -200,23 +186,19 @@ class ServerEngine:
             self._sync_weights()
 
         async def complete() -> None:
-            await self._requests().complete_all(requests, done)
+            await self._get_sender().complete_all(requests, done)
 
         self._loop.run_for_all_ranks(complete, lambda: log.report_progress(len(done), len(requests), "sequences"))
 
     def _check_versions(self, completions: Sequence[Completion]) -> None:
-        """Check that every token was generated with the policy's current weights.
-
-        Raises:
-            EngineFailed: A token was not, or a request was aborted.
-        """
-        wanted = self.policy.weight_version
+        """Check that every token was generated with the policy's current weights, and that no request was aborted."""
+        current = self.policy.weight_version
         for completion in completions:
-            wrong = next((span for span in completion.versions if span.version != wanted), None)
+            wrong = next((span for span in completion.versions if span.version != current), None)
             if wrong is not None:
                 raise EngineFailed(
                     f"request {completion.request_id!r}: the rollout engine generated tokens {wrong.start + 1} to "
-                    f"{wrong.end} with version {wrong.version} of the weights, and the policy's is {wanted}; call "
+                    f"{wrong.end} with version {wrong.version} of the weights, and the policy's is {current}; call "
                     "sync() first"
                 )
             if completion.reason == "abort":
@@ -228,7 +210,7 @@ class ServerEngine:
     # --- weights ---
 
     def _sync_weights(self) -> None:
-        """Start servers if needed, and send them the policy's current weights. It keeps the metrics."""
+        """Start servers if needed, send them the policy's current weights, and keep the metrics."""
         if self._kind.sleeps:  # the servers are about to take memory
             self.policy.offload_after_refit()
         if self._sync is None:
@@ -253,7 +235,7 @@ class ServerEngine:
         plan = self.policy.weights.plan
         self._starts += 1
         base, runs_already = self._kind.base, bool(self._kind.settings.server_urls)
-        weights = None if base is None or runs_already else base.path()
+        weights = None if base is None or runs_already else base.write()
         self._pool.start(plan, self._kind.devices, self._broken, weights)
         self._broken = []
         if self._ranks.leads:
@@ -264,22 +246,14 @@ class ServerEngine:
         self._sync = self._kind.make_sync(WeightServers(self._pool.clients, self._ranks, self._timeout, hosts=hosts))
         self._sync.connect()
 
-    def _requests(self) -> RequestSender:
-        """Return what sends requests, on rank 0.
-
-        Raises:
-            EngineLost: No server was started or reached yet, or one has died.
-        """
+    def _get_sender(self) -> RequestSender:
+        """Return the sender of requests, on rank 0; raise EngineLost if no server runs or one has died."""
         if self._sender is None:
             raise EngineLost("no server runs; sync() starts the servers")
         return self._sender
 
     def _check_lengths(self, requests: Sequence[Request]) -> None:
-        """Check that the policy and the servers take prompts with completions as long as they may become.
-
-        Raises:
-            ConfigError: They do not.
-        """
+        """Raise ConfigError if prompts with completions may become longer than the policy or the servers take."""
         check_requests(requests, self.policy.model_config.max_sequence_length, self.policy.vocab_size)
         longest = max(len(request.prompt) + request.sampling.max_new_tokens for request in requests)
         most = self._kind.max_tokens
@@ -290,11 +264,11 @@ class ServerEngine:
             )
 
     def _tell_all(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
-        """Call something of every server; all ranks wait for it."""
-        self._loop.run_for_all_ranks(lambda: self._requests().of_each(call))
+        """Make a call for every server; all ranks wait for it."""
+        self._loop.run_for_all_ranks(lambda: self._get_sender().call_all(call))
 
     def _forget_servers(self) -> None:
-        """Leave what connects the policy with the servers, because one of them died."""
+        """End the connections between the policy and the servers, because one of them died."""
         self._sender = None
         if self._sync is not None:
             self._sync.close()

@@ -26,52 +26,35 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class ServerLauncher:
-    """How to start the servers of a stage on a node without ranks.
-
-    Attributes:
-        settings: The configuration section of their kind.
-        dialect: Their commands, URLs and JSON.
-        model: What a server has to know of the model before it starts; the run sends the weights later.
-        devices: The numbers of the GPUs of each server; empty for the CPU.
-    """
+    """The settings with which a node without ranks starts the servers of a stage."""
 
     settings: ServersConfig
     dialect: ServerDialect
-    model: RefitPlan
-    devices: Sequence[tuple[int, ...]]
+    model: RefitPlan  # without tensors; the run sends the weights later
+    devices: Sequence[tuple[int, ...]]  # the numbers of the GPUs of each server; empty for the CPU
 
     def command(self) -> tuple[list[str], dict[str, str]]:
-        """Return the command of a server at an address and a directory that stand for any."""
+        """Return the command of a server with an example of an address and a directory."""
         devices = self.devices[0] if self.devices else ()
         return self.dialect.command(Launch(0, Path("model"), self.model, "host", 1, devices))
 
 
-def served_model(model: ModelConfig, dtype: str, vocab_size: int) -> RefitPlan:
-    """Return what servers have to know of a model before they start; its weights are not part of it.
-
-    Args:
-        model: The model section.
-        dtype: The dtype of its weights, as torch names it.
-        vocab_size: The number of tokens of the tokenizer.
+def describe_model(model: ModelConfig, dtype: str, vocab_size: int) -> RefitPlan:
+    """Return a plan without weights, which servers need before they start. `dtype` is torch's name for the weights'.
 
     Raises:
         ConfigError: No family can express the model.
     """
     size = model.vocab_size or vocab_size
-    written = family_of_model(model, size).write_config(model, size)
-    return RefitPlan(written | {"dtype": dtype}, vocab_size, ())
+    hf_config = family_of_model(model, size).write_config(model, size)
+    return RefitPlan(hf_config | {"dtype": dtype}, vocab_size, ())
 
 
 class NodeServers:
     """The servers of this node. One that ends is started again at the same address, where the run waits for it."""
 
     def __init__(self, launcher: ServerLauncher, log_directory: Path, max_restarts: int):
-        """Keep what is needed to start the servers.
-
-        Args:
-            launcher: How to start them.
-            log_directory: The directory of their logs.
-            max_restarts: How often servers are started again; one more death ends all of them.
+        """Prepare; no server is started yet. After `max_restarts` restarts, another death ends all servers.
 
         Raises:
             ConfigError: The run could not know the port, or other machines reach the servers and there is no token.
@@ -114,12 +97,13 @@ class NodeServers:
             self._servers.end()
 
     def _are_ready(self) -> bool:
-        """Return whether all servers are ready, after starting those again that have ended."""
-        ended = next((each for each in self._servers.processes if each.is_ready and each.has_ended()), None)
+        """Restart servers that have ended, and return whether all servers are ready."""
+        processes = self._servers.processes
+        ended = next((process for process in processes if process.is_ready and process.has_ended()), None)
         try:
             if ended is None:
                 return self._servers.are_ready()
-            death = f"{ended.name} ended; {ended.last_lines()}"
+            death = f"{ended.name} ended; {ended.describe_log()}"
         except ServerDied as error:
             death = str(error)
         if self._restarts == self._max_restarts:

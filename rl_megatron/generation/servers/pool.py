@@ -1,4 +1,4 @@
-"""`ServerPool`: all servers of an engine, those that the nodes start and those that run already."""
+"""`ServerPool`: all servers of an engine, which the nodes start or which run already."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ServerPool:
 
     Attributes:
         clients: On rank 0, one client for each server; empty on other ranks.
-        facts: On rank 0, what each server said of itself.
+        facts: On rank 0, the properties that each server reported.
     """
 
     def __init__(
@@ -45,16 +45,7 @@ class ServerPool:
         log_directory: Path,
         timeout_seconds: float,
     ):
-        """Keep the settings; nothing is started yet.
-
-        Args:
-            dialect: The kind of the servers.
-            settings: The configuration section of their kind.
-            ranks: The exchange among the policy's ranks.
-            loop: Rank 0's loop.
-            log_directory: The directory of the logs of servers that are started here.
-            timeout_seconds: Seconds that an answer may take.
-        """
+        """Keep the settings; nothing is started yet. An answer may take `timeout_seconds`."""
         self.clients: list[ServerClient] = []
         self.facts: list[ServerFacts] = []
         self._dialect, self._settings, self._ranks, self._loop = dialect, settings, ranks, loop
@@ -79,7 +70,7 @@ class ServerPool:
 
         Raises:
             ServerDied: A server died, and a new start may help.
-            EngineFailed: A server cannot be used; the message says why.
+            EngineFailed: A server cannot be used; the message has the reason.
             ConfigError: A port is in use, or other nodes cannot reach the servers.
         """
         if self._local is None:
@@ -94,29 +85,25 @@ class ServerPool:
         urls = self._wait(broken)
         self._close_clients()
         if self._ranks.leads:
-            self.clients = [self._client(index, url) for index, url in enumerate(urls)]
+            self.clients = [self._make_client(index, url) for index, url in enumerate(urls)]
         try:
-            self.facts = self._loop.run_for_all_ranks(self._facts)
+            self.facts = self._loop.run_for_all_ranks(self._ask_for_facts)
         except ServerRefused as refusal:
             raise EngineFailed(str(refusal)) from refusal
 
-    def deaths(self, death: str) -> tuple[list[str], list[str]]:
-        """Return what is known of a death, on every rank.
+    def find_deaths(self, death: str) -> tuple[list[str], list[str]]:
+        """Return the addresses of the servers that cannot take requests, and the ends of their logs, on every rank.
 
-        Args:
-            death: The message of a death; a server that it names counts as dead. Empty if none has died.
-
-        Returns:
-            The addresses of the servers that cannot take requests, and the ends of their logs.
+        A server that `death` names, the message of a death, counts as dead. It is empty if none has died.
         """
-        broken = self._loop.run_for_all_ranks(self._unhealthy)
+        broken = self._loop.run_for_all_ranks(self._find_unhealthy)
         broken += [
             url for url in self._ranks.share(lambda: [client.url for client in self.clients])
             if f"({url})" in death and url not in broken
         ]  # fmt: skip
         local = self._local
         tails = [] if local is None else [tail for url in broken if (tail := local.describe(url)) is not None]
-        return broken, [tail for each in self._ranks.gather(tails) for tail in each]
+        return broken, [tail for of_rank in self._ranks.gather(tails) for tail in of_rank]
 
     def end(self) -> None:
         """End the servers that were started here, and close the connections. This is not collective."""
@@ -143,11 +130,11 @@ class ServerPool:
                 ready = failure is None and self._local.are_ready() and self._others_are_ready(began)
             except (ServerDied, EngineFailed) as error:
                 failure = error
-            said = None if failure is None else (type(failure), str(failure))
-            states = self._ranks.gather((ready, said, self._local.urls))
-            for _, said, _ in states:
-                if said is not None:
-                    kind, message = said
+            kind_and_message = None if failure is None else (type(failure), str(failure))
+            states = self._ranks.gather((ready, kind_and_message, self._local.urls))
+            for _, failure_of_rank, _ in states:
+                if failure_of_rank is not None:
+                    kind, message = failure_of_rank
                     raise kind(message) from failure
             if all(state[0] for state in states):
                 return list(self._settings.urls) or [url for state in states for url in state[2]]
@@ -157,15 +144,11 @@ class ServerPool:
             time.sleep(_POLL_SECONDS)
 
     def _others_are_ready(self, began: float) -> bool:
-        """Return whether the servers that run already answer; only rank 0 asks them.
-
-        Raises:
-            EngineFailed: One did not answer within `startup_timeout_seconds`.
-        """
+        """Return whether the servers that run already answer; only rank 0 asks them."""
         if not self._ranks.leads or not self._settings.urls:
             return True
-        clients = [self._client(index, url) for index, url in enumerate(self._settings.urls)]
-        silent = [client.name for client in clients if not self._loop.wait(_healthy_once(client))]
+        clients = [self._make_client(index, url) for index, url in enumerate(self._settings.urls)]
+        silent = [client.name for client in clients if not self._loop.wait(_check_health_once(client))]
         limit = self._settings.startup_timeout_seconds
         if silent and time.monotonic() - began > limit:
             raise EngineFailed(
@@ -176,11 +159,7 @@ class ServerPool:
         return not silent
 
     def _check_host(self) -> None:
-        """Check that rank 0 reaches the servers of other nodes.
-
-        Raises:
-            ConfigError: There are several nodes, and servers would listen at the loopback address.
-        """
+        """Raise ConfigError if there are several nodes, and servers would listen at the loopback address."""
         nodes = sum(self._ranks.gather(os.environ.get("LOCAL_RANK", "0") == "0"))
         host, key = self._settings.host, self._dialect.key
         if nodes > 1 and not self._settings.urls and is_loopback(host):
@@ -189,7 +168,7 @@ class ServerPool:
                 f"set {key}.host to 0.0.0.0, or to an address that the nodes reach"
             )
 
-    def _client(self, index: int, url: str) -> ServerClient:
+    def _make_client(self, index: int, url: str) -> ServerClient:
         kind = f"{self._dialect.name} {index}"
         health_path, seconds = self._dialect.health_path, self._timeout_seconds
         return ServerClient(kind, url, self._loop.loop, health_path, seconds, self._token)
@@ -199,10 +178,10 @@ class ServerPool:
         for client in clients:
             self._loop.wait(client.close())
 
-    async def _facts(self) -> list[ServerFacts]:
-        return list(await asyncio.gather(*(self._facts_of(client) for client in self.clients)))
+    async def _ask_for_facts(self) -> list[ServerFacts]:
+        return list(await asyncio.gather(*(self._ask_client(client) for client in self.clients)))
 
-    async def _facts_of(self, client: ServerClient) -> ServerFacts:
+    async def _ask_client(self, client: ServerClient) -> ServerFacts:
         try:
             return await self._dialect.facts(client)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -212,12 +191,12 @@ class ServerPool:
                 "docs/rollout_engines.md lists"
             ) from error
 
-    async def _unhealthy(self) -> list[str]:
+    async def _find_unhealthy(self) -> list[str]:
         healthy = await asyncio.gather(*(client.is_healthy() for client in self.clients))
-        return [client.url for client, well in zip(self.clients, healthy, strict=True) if not well]
+        return [client.url for client, is_healthy in zip(self.clients, healthy, strict=True) if not is_healthy]
 
 
-async def _healthy_once(client: ServerClient) -> Any:
+async def _check_health_once(client: ServerClient) -> Any:
     try:
         return await client.is_healthy()
     finally:

@@ -1,4 +1,4 @@
-"""`LocalServers`: the server processes that this node's first rank starts, watches, starts again and ends."""
+"""`LocalServers`: the server processes that this node's first rank starts, watches, restarts and ends."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from rl_megatron.generation.servers.dialect import Launch, ServerDialect
 from rl_megatron.topology.job_store import is_on_one_node
 from rl_megatron.weight_sync.buckets import RefitPlan
 from rl_megatron.weight_sync.servers import ServerDied
-from rl_megatron.workers.child_process import environment_of_a_server
+from rl_megatron.workers.child_process import build_server_environment
 
 GUARDIAN = "rl_megatron.workers.guardian"
 _SECONDS_OF_HEALTH = 2.0
 _PRIVATE = 0o600  # a server may print its arguments, and with them the run's token
-_NEEDS_A_TOKEN = "/v1/models"  # a path that says nothing about the model's weights
+_NEEDS_A_TOKEN = "/v1/models"  # a path that reveals nothing about the model's weights
 _POLL_SECONDS = 0.5
 _LINES_SHOWN = 5
 _BYTES_READ = 1 << 16
 _PORT_IN_USE = "address already in use"
-_EVERYWHERE = ("0.0.0.0", "::")  # what a user may bind to
+_EVERYWHERE = ("0.0.0.0", "::")  # hosts for all interfaces
 # With these, only this machine reaches the processes of a server. They would listen at the address of its name.
 _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
@@ -47,14 +47,14 @@ def _open_private(path: str, flags: int) -> int:
 
 
 class ServerProcess:
-    """One server process with its guardian, and the file with what it prints."""
+    """One server process with its guardian, and its log file."""
 
     def __init__(self, launch: Launch, dialect: ServerDialect, log_path: Path):
         """Start the server; its log is appended to `log_path`."""
         self.name, self.log_path, self._dialect = f"{dialect.name} {launch.index}", log_path, dialect
         self._token = launch.token
-        reached_at = socket.gethostname() if launch.host in _EVERYWHERE else launch.host
-        self.url = f"http://{f'[{reached_at}]' if ':' in reached_at else reached_at}:{launch.port}"
+        host = socket.gethostname() if launch.host in _EVERYWHERE else launch.host
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{launch.port}"
         command, environment = dialect.command(launch)
         if is_loopback(launch.host) and is_on_one_node():
             environment = _ON_LOOPBACK | environment
@@ -67,10 +67,10 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment_of_a_server(
-                    environment, {"CUDA_VISIBLE_DEVICES": _visible(launch.devices), TOKEN: launch.token}
+                env=build_server_environment(
+                    environment, {"CUDA_VISIBLE_DEVICES": _name_visible(launch.devices), TOKEN: launch.token}
                 ),
-                # Ctrl-C reaches only the policy, with which the server ends. All processes of the server are in it.
+                # Ctrl-C reaches only the policy, with which the server ends. All its processes are in this session.
                 start_new_session=True,
             )
         self.is_ready = False
@@ -81,7 +81,6 @@ class ServerProcess:
         return self._guardian.pid
 
     def has_ended(self) -> bool:
-        """Return whether the server's process has ended."""
         return self._guardian.poll() is not None
 
     def check_start(self) -> None:
@@ -92,13 +91,13 @@ class ServerProcess:
             EngineFailed: It ended before it was ready, and would again.
         """
         if self.has_ended():
-            lines = self.log()
-            if _PORT_IN_USE in lines.lower():
+            printed = self.read_log()
+            if _PORT_IN_USE in printed.lower():
                 raise ServerDied(f"{self.name} found its port in use: {self.url}")
-            remedy = self._dialect.explain(lines) or "look at the log"
+            remedy = self._dialect.explain(printed) or "look at the log"
             raise EngineFailed(
                 f"{self.name} ended with status {self._guardian.returncode} before it was ready; {remedy}; "
-                f"{self.last_lines()}"
+                f"{self.describe_log()}"
             )
         try:
             url = self.url + self._dialect.health_path
@@ -110,11 +109,7 @@ class ServerProcess:
             self.is_ready = False
 
     def _check_token(self) -> None:
-        """Check that the server asks for the token of the run.
-
-        Raises:
-            EngineFailed: It answers without.
-        """
+        """Raise EngineFailed if the server answers without the token of the run."""
         answer = httpx2.get(self.url + _NEEDS_A_TOKEN, timeout=_SECONDS_OF_HEALTH, trust_env=False, verify=False)
         if answer.status_code != 401:
             raise EngineFailed(
@@ -123,23 +118,22 @@ class ServerProcess:
                 f"package was tried with, and leave out what turns its check off from {self._dialect.key}.extra_args"
             )
 
-    def log(self) -> str:
-        """Return the end of what this process has printed, without the token."""
+    def read_log(self) -> str:
+        """Return the end of this process's output, without the token."""
         with self.log_path.open("rb") as output:
             output.seek(max(self._began, output.seek(0, os.SEEK_END) - _BYTES_READ))
             printed = output.read().decode(errors="replace")
         return printed.replace(self._token, "***") if self._token else printed
 
-    def last_lines(self) -> str:
-        """Return where the log is, and its last lines in one line, for a message."""
-        lines = [line.strip() for line in self.log().splitlines() if line.strip()]
+    def describe_log(self) -> str:
+        """Return the path of the log, and its last lines in one line, for a message."""
+        lines = [line.strip() for line in self.read_log().splitlines() if line.strip()]
         return f"its log {self.log_path} ends: {' | '.join(lines[-_LINES_SHOWN:]) or 'it is empty'}"
 
     def end(self, seconds_to_leave: float = 15.0) -> None:
         """End the server and all its processes.
 
-        Args:
-            seconds_to_leave: How long the guardian may take, which needs ten seconds if the server ignores SIGTERM.
+        The guardian may take `seconds_to_leave`; it needs ten seconds if the server ignores SIGTERM.
         """
         if self._guardian.stdin is not None:
             self._guardian.stdin.close()  # the guardian reads the end of the stream, and ends the server
@@ -160,7 +154,7 @@ def _kill_session(leader: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _visible(devices: Sequence[int]) -> str:
+def _name_visible(devices: Sequence[int]) -> str:
     """Return the value of CUDA_VISIBLE_DEVICES for some of the GPUs that this process sees; empty for none."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = None if seen is None else seen.split(",")
@@ -181,18 +175,7 @@ class LocalServers:
         token: str = "",
         weights: Path | None = None,
     ):
-        """Keep what is needed to start the servers.
-
-        Args:
-            count: The number of servers that this rank starts.
-            dialect: Their kind.
-            settings: The configuration section of their kind.
-            plan: The model that they serve.
-            devices: The numbers of the GPUs of each server.
-            log_directory: The directory of their logs.
-            token: See `Launch`.
-            weights: See `Launch`.
-        """
+        """Prepare; nothing is started yet. This rank starts `count` servers; see `Launch` for the rest."""
         self._weights = weights
         self._dialect, self._settings, self._plan, self._token = dialect, settings, plan, token
         self._devices, self._directory = devices, log_directory
@@ -201,12 +184,10 @@ class LocalServers:
 
     @property
     def urls(self) -> list[str]:
-        """Return the addresses of the servers that run."""
         return [server.url for server in self._servers if server is not None]
 
     @property
     def processes(self) -> list[ServerProcess]:
-        """Return the servers that run."""
         return [server for server in self._servers if server is not None]
 
     def start(self, broken: Collection[str] = ()) -> None:
@@ -224,7 +205,7 @@ class LocalServers:
                 self._servers[index] = self._start(index)
 
     def _start(self, index: int) -> ServerProcess:
-        port = self._port(index)
+        port = self._find_port(index)
         directory = Path(tempfile.mkdtemp(prefix=disk.make_temporary_prefix("server")))
         (directory / "config.json").write_text(json.dumps(self._plan.hf_config, indent=1))
         devices = self._devices[index] if self._devices else ()
@@ -235,7 +216,7 @@ class LocalServers:
         log.LOGGER.info("%s starts at %s; its log is %s", server.name, server.url, path)
         return server
 
-    def _port(self, index: int) -> int:
+    def _find_port(self, index: int) -> int:
         host, first = self._settings.host, self._settings.port
         port = 0 if first is None else first + index
         with closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
@@ -265,7 +246,7 @@ class LocalServers:
         if slow is not None and time.monotonic() - self._began > limit:
             raise EngineFailed(
                 f"{slow.name} was not ready within {self._dialect.key}.startup_timeout_seconds={limit:g}; raise it, "
-                f"or free the machine; {slow.last_lines()}"
+                f"or free the machine; {slow.describe_log()}"
             )
         return slow is None
 
@@ -276,7 +257,7 @@ class LocalServers:
 
     def describe(self, url: str) -> str | None:
         """Return the end of the log of the server at `url`, or None if it is not one of these."""
-        return next((server.last_lines() for server in self.processes if server.url == url), None)
+        return next((server.describe_log() for server in self.processes if server.url == url), None)
 
     def end(self) -> None:
         """End all servers."""

@@ -10,7 +10,7 @@ from typing import Any
 from rl_megatron import log
 from rl_megatron.config.errors import describe_error
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Request
-from rl_megatron.generation.servers.answers import checked
+from rl_megatron.generation.servers.answers import check_answer
 from rl_megatron.generation.servers.client import ConnectionLost, RefusedForNow, ServerClient
 from rl_megatron.generation.servers.dialect import ServerDialect, ServerFacts
 from rl_megatron.generation.servers.routing import Load, Router
@@ -20,11 +20,7 @@ _ATTEMPTS = 3
 
 
 class RequestSender:
-    """All servers of an engine, as rank 0 sends them requests. Its coroutines run on one asyncio loop.
-
-    Attributes:
-        servers: The clients.
-    """
+    """The sender of rank 0's requests to all servers of an engine. Its coroutines run on one asyncio loop."""
 
     def __init__(
         self,
@@ -39,19 +35,19 @@ class RequestSender:
 
         Args:
             servers: The clients.
-            facts: What each server said of itself.
+            facts: The properties of each server.
             dialect: The kind of the servers.
             vocab_size: The number of valid token ids.
             max_requests: The most requests that one server may have in flight.
-            seconds_between_attempts: The pause after the first failed attempt; it is doubled after each other one.
+            seconds_between_attempts: The pause after the first failed attempt; it doubles after every further one.
         """
         self._seconds_between_attempts = seconds_between_attempts
         self.servers, self._dialect, self._vocab_size = list(servers), dialect, vocab_size
         self._open: set[str] = set()  # the ids of requests without a completion
-        self._router = Router([Load(max_requests, each.max_tokens_in_flight) for each in facts])
-        self._with_seeds = all(each.takes_seeds for each in facts)
+        self._router = Router([Load(max_requests, of_server.max_tokens_in_flight) for of_server in facts])
+        self._with_seeds = all(of_server.takes_seeds for of_server in facts)
         if not self._with_seeds:
-            why = next(each.why_no_seeds for each in facts if not each.takes_seeds)
+            why = next(of_server.why_no_seeds for of_server in facts if not of_server.takes_seeds)
             log.once(f"requests to {dialect.name}s have no seeds, so another run samples other tokens: {why}")
 
     async def complete(self, request: Request) -> Completion:
@@ -68,11 +64,11 @@ class RequestSender:
             raise ValueError(f"request id {request.request_id!r} belongs to a request that has no completion yet")
         self._open.add(request.request_id)
         try:
-            return await self._completed(request)
+            return await self._complete(request)
         finally:
             self._open.remove(request.request_id)
 
-    async def _completed(self, request: Request) -> Completion:
+    async def _complete(self, request: Request) -> Completion:
         outside = next((token for token in request.prompt if not 0 <= token < self._vocab_size), None)
         if outside is not None:  # vLLM ends all its requests if it meets one
             raise EngineFailed(
@@ -80,11 +76,11 @@ class RequestSender:
                 f"{self._vocab_size} tokens"
             )
         most_tokens = len(request.prompt) + request.sampling.max_new_tokens
-        async with self._router.place(request.prompt, most_tokens) as index:
+        async with self._router.assign(request.prompt, most_tokens) as index:
             server = self.servers[index]
-            body = await self._answer_of(server, request)
+            body = await self._send(server, request)
             try:
-                completion = checked(request, self._dialect.parse_response(body), self._vocab_size, server.name)
+                completion = check_answer(request, self._dialect.parse_response(body), self._vocab_size, server.name)
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                 raise EngineFailed(
                     f"{server.name} answered request {request.request_id!r} in another form "
@@ -95,21 +91,15 @@ class RequestSender:
             return completion
 
     async def complete_all(self, requests: Sequence[Request], done: dict[str, Completion]) -> list[Completion]:
-        """Return the completions of a batch, in order.
+        """Return the completions of a batch, in order; see `complete`.
 
-        Args:
-            requests: The batch.
-            done: The completions so far, by request id. They stay there if this raises, and are not asked for again.
-
-        Raises:
-            ServerDied: See `complete`.
-            EngineFailed: See `complete`.
+        `done` has the completions so far, by request id. They stay there if this raises, and are not requested again.
         """
 
-        async def one(request: Request) -> None:
+        async def complete(request: Request) -> None:
             done[request.request_id] = await self.complete(request)
 
-        tasks = [asyncio.ensure_future(one(each)) for each in requests if each.request_id not in done]
+        tasks = [asyncio.ensure_future(complete(request)) for request in requests if request.request_id not in done]
         try:
             await asyncio.gather(*tasks)
         except BaseException:
@@ -117,14 +107,14 @@ class RequestSender:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        return [done[each.request_id] for each in requests]
+        return [done[request.request_id] for request in requests]
 
-    async def of_each(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
+    async def call_all(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
         """Make a call for every server, all at the same time."""
         await asyncio.gather(*(call(server) for server in self.servers))
 
-    async def _answer_of(self, server: ServerClient, request: Request) -> Any:
-        """Return a server's answer. An error that may pass is no answer, unless the server is dead or it persists."""
+    async def _send(self, server: ServerClient, request: Request) -> Any:
+        """Send a request and return the answer. Repeat it after a temporary error, unless the server is dead."""
         path, body = self._dialect.http_request(request, self._with_seeds)
         pause = self._seconds_between_attempts
         for attempt in range(1, _ATTEMPTS + 1):
@@ -146,7 +136,7 @@ class RequestSender:
 
 
 def _report_nan(completion: Completion, server: ServerClient) -> None:
-    """Log which server computed logits that are NaN; `sequence_batch` then ends the run, as for every engine."""
+    """Log which server computed logits that are NaN; `make_completion_batch` then ends the run, as for every engine."""
     first = next((index for index, logprob in enumerate(completion.logprobs) if math.isnan(logprob)), None)
     if first is not None:
         log.LOGGER.warning(

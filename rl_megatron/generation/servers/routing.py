@@ -1,4 +1,4 @@
-"""`Router`: gives each request a server, and lets no server have more requests or tokens in flight than it may."""
+"""`Router`: gives each request a server, and limits the requests and tokens that each server has in flight."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-# A group leaves its server if that has so many more requests in flight than another: recomputing a prompt costs less
-# than to wait for that many.
+# A group leaves its server if that has this many more requests in flight than another: recomputing a prompt costs less
+# than waiting for that many.
 _MOST_AHEAD = 16
 _REMEMBERED_GROUPS = 4096
 
 
 @dataclass
 class Load:
-    """The requests that one server has in flight, and how many it may have.
-
-    Attributes:
-        max_requests: The most requests.
-        max_tokens: The most tokens of prompts and completions together; None if there is no limit.
-    """
+    """The requests that one server has in flight, and the most that it may have."""
 
     max_requests: int
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # of prompts and completions together; None if there is no limit
     requests: int = 0
     tokens: int = 0
 
-    def takes(self, tokens: int) -> bool:
-        """Return whether the server may get a request of so many tokens now. An idle server takes any request."""
+    def can_take(self, tokens: int) -> bool:
+        """Return whether the server may get a request of this size now. An idle server takes any request."""
         if self.requests == 0:
             return True
         fits = self.max_tokens is None or self.tokens + tokens <= self.max_tokens
@@ -37,7 +32,7 @@ class Load:
 
 
 class Router:
-    """Chooses the least loaded server. Requests of one group go to one server, which keeps their prefix.
+    """An object that chooses the least loaded server. Requests of one group go to one server, which keeps their prefix.
 
     It belongs to one asyncio loop. Requests that no server can take wait, and get their turn in order.
     """
@@ -45,22 +40,20 @@ class Router:
     def __init__(self, loads: Sequence[Load]):
         """Start with idle servers; `loads` has one entry for each."""
         self.loads = list(loads)
-        self._server_of: OrderedDict[Hashable, int] = OrderedDict()
+        self._server_by_group: OrderedDict[Hashable, int] = OrderedDict()
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @asynccontextmanager
-    async def place(self, group: Hashable, tokens: int) -> AsyncIterator[int]:
+    async def assign(self, group: Hashable, tokens: int) -> AsyncIterator[int]:
         """Yield the number of the server for a request, once a server can take it.
 
-        Args:
-            group: What requests with a common prefix share.
-            tokens: The tokens of the prompt and of the longest completion.
+        Requests with a common prefix have the same `group`. `tokens` counts the prompt and the longest completion.
         """
         index = None if self._waiting else self._choose(group, tokens)
         if index is None:
-            await self._turn()
+            await self._wait_for_turn()
             while (index := self._choose(group, tokens)) is None:
-                await self._turn(again=True)
+                await self._wait_for_turn(at_front=True)
         load = self.loads[index]
         load.requests += 1
         load.tokens += tokens
@@ -72,26 +65,22 @@ class Router:
             load.tokens -= tokens
             self._wake_next()
 
-    async def _turn(self, again: bool = False) -> None:
-        """Wait until this request is the first of the queue, and something may have changed.
-
-        Args:
-            again: Whether it was the first already.
-        """
-        mine = asyncio.get_running_loop().create_future()
-        if again:
-            self._waiting.appendleft(mine)
+    async def _wait_for_turn(self, at_front: bool = False) -> None:
+        """Wait until this request is the first of the queue, and a load may have changed."""
+        turn = asyncio.get_running_loop().create_future()
+        if at_front:
+            self._waiting.appendleft(turn)
         else:
-            self._waiting.append(mine)
+            self._waiting.append(turn)
         try:
-            await mine
+            await turn
         except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():
+            if turn.done() and not turn.cancelled():
                 self._wake_next()  # the turn passes to the next
             raise
         finally:
-            if mine in self._waiting:
-                self._waiting.remove(mine)
+            if turn in self._waiting:
+                self._waiting.remove(turn)
 
     def _wake_next(self) -> None:
         while self._waiting:
@@ -102,15 +91,15 @@ class Router:
 
     def _choose(self, group: Hashable, tokens: int) -> int | None:
         """Return the server for a request, or None if none takes it now."""
-        able = [index for index, load in enumerate(self.loads) if load.takes(tokens)]
+        able = [index for index, load in enumerate(self.loads) if load.can_take(tokens)]
         if not able:
             return None
-        least = min(able, key=lambda index: self.loads[index].requests)
-        kept = self._server_of.get(group)
-        if kept not in able or self.loads[kept].requests - self.loads[least].requests > _MOST_AHEAD:
-            kept = least
-        self._server_of[group] = kept
-        self._server_of.move_to_end(group)
-        if len(self._server_of) > _REMEMBERED_GROUPS:
-            self._server_of.popitem(last=False)
-        return kept
+        least = min(able, key=lambda number: self.loads[number].requests)
+        index = self._server_by_group.get(group)
+        if index not in able or self.loads[index].requests - self.loads[least].requests > _MOST_AHEAD:
+            index = least
+        self._server_by_group[group] = index
+        self._server_by_group.move_to_end(group)
+        if len(self._server_by_group) > _REMEMBERED_GROUPS:
+            self._server_by_group.popitem(last=False)
+        return index

@@ -17,7 +17,7 @@ from rl_megatron.weight_sync.servers import ServerRefused
 
 # Against a stand-in that answers as this version does (docs/rollout_engines.md), and not against SGLang itself.
 _LAUNCH = Path(__file__).with_name("launch.py")
-_ID_END = "/"  # SGLang aborts all requests whose ids *begin* with the given one; with it, no id begins with another
+_ID_END = "/"  # SGLang aborts all requests whose ids *begin* with an id; with this end, no id begins with another
 
 
 class SglangDialect:
@@ -28,12 +28,7 @@ class SglangDialect:
     health_path = "/health"
 
     def __init__(self, settings: SglangConfig, context_length: int):
-        """Keep the settings.
-
-        Args:
-            settings: The configuration section.
-            context_length: The most tokens of a prompt with its completion.
-        """
+        """Keep the settings; a prompt with its completion has at most `context_length` tokens."""
         self._settings, self._context_length = settings, context_length
 
     # --- launching ---
@@ -66,7 +61,7 @@ class SglangDialect:
         return [*command, *settings.extra_args], environment
 
     def explain(self, log: str) -> str | None:
-        """Return what to do about a server that ended before it was ready."""
+        """Return the remedy for a server that ended before it was ready; see `ServerDialect.explain`."""
         text = log.lower()
         if "cannot be run" in text or "no module named sglang" in text or "no module named 'sglang'" in text:
             return (
@@ -84,11 +79,7 @@ class SglangDialect:
     # --- the state of a server ---
 
     async def facts(self, server: ServerClient) -> ServerFacts:
-        """Check the server's version and settings.
-
-        Raises:
-            ServerRefused: The version was not tried, or a setting makes its answers unusable.
-        """
+        """Check the server's version and settings; see `ServerDialect.facts`."""
         info = await server.get("/server_info")
         if info["version"] not in TRIED_SGLANG:
             raise ServerRefused(
@@ -111,7 +102,6 @@ class SglangDialect:
         await server.post("/pause_generation", {"mode": "retract"})
 
     async def resume(self, server: ServerClient) -> None:
-        """Start to generate again after `pause`."""
         await server.post("/continue_generation", {})
 
     async def sleep(self, server: ServerClient) -> None:
@@ -119,13 +109,11 @@ class SglangDialect:
         await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     async def wake(self, server: ServerClient, part: str) -> None:
-        """Take memory for a part again."""
         await server.post("/resume_memory_occupation", {"tags": [part]})
 
     # --- completions ---
 
     def http_request(self, request: Request, with_seed: bool) -> tuple[str, dict[str, Any]]:
-        """Return the path and the JSON body of a request."""
         sampling = request.sampling
         parameters: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,
@@ -147,7 +135,6 @@ class SglangDialect:
         }
 
     def parse_response(self, body: Any) -> RawAnswer:
-        """Return what a server answered."""
         ids, about = body["output_ids"], body["meta_info"]
         entries = about.get("output_token_logprobs") or []
         for token, entry in zip(ids, entries, strict=False):

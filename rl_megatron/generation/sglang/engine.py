@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.generation.servers.devices import check_servers, server_devices
+from rl_megatron.generation.servers.devices import check_servers, choose_server_devices
 from rl_megatron.generation.servers.engine import ServerEngine, ServerKind
-from rl_megatron.generation.servers.node import ServerLauncher, served_model
+from rl_megatron.generation.servers.node import ServerLauncher, describe_model
 from rl_megatron.generation.sglang.dialect import SglangDialect
 from rl_megatron.topology.device import choose_device
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -19,14 +19,14 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def build_sglang_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Path) -> ServerEngine:
-    """Return the engine of a stage's policy; its servers log into `output_dir`."""
+    """Build the engine of a stage's policy; its servers log into `output_dir`."""
     settings, minutes = stage.generation.sglang, stage.train.collective_timeout_minutes
     length = settings.context_length or policy.model_config.max_sequence_length
 
     def make_sync(servers: WeightServers) -> SglangSync:
         return SglangSync(servers, policy.weights, policy.topology, 60 * minutes)
 
-    devices = server_devices(settings, _SIZE_KEY, policy.topology.device)
+    devices = choose_server_devices(settings, _SIZE_KEY, policy.topology.device)
     dialect = SglangDialect(settings, length)
     kind = ServerKind(dialect, settings, make_sync, max_tokens=length, devices=devices)
     return ServerEngine(policy, stage.generation, kind, output_dir, minutes)
@@ -39,7 +39,7 @@ def check_sglang(stage: StageConfig, vocab_size: int) -> None:
         ConfigError: Something is missing; the message names the key.
     """
     _check_launch(stage, vocab_size)
-    server_devices(stage.generation.sglang, _SIZE_KEY, choose_device(stage.device))
+    choose_server_devices(stage.generation.sglang, _SIZE_KEY, choose_device(stage.device))
 
 
 def _check_launch(stage: StageConfig, vocab_size: int) -> None:
@@ -52,8 +52,8 @@ def _check_launch(stage: StageConfig, vocab_size: int) -> None:
     check_servers(stage, vocab_size, settings, settings.python, "context_length", remedy)
 
 
-def sglang_launcher(stage: StageConfig, vocab_size: int) -> ServerLauncher:
-    """Return how to start a stage's servers on a node without ranks, whose GPUs are all theirs.
+def make_sglang_launcher(stage: StageConfig, vocab_size: int) -> ServerLauncher:
+    """Return how to start a stage's servers on a node without ranks, all of whose GPUs they may use.
 
     Raises:
         ConfigError: Something is missing; the message names the key.
@@ -61,5 +61,5 @@ def sglang_launcher(stage: StageConfig, vocab_size: int) -> ServerLauncher:
     _check_launch(stage, vocab_size)
     settings, device = stage.generation.sglang, choose_device(stage.device)
     dialect = SglangDialect(settings, settings.context_length or stage.model.max_sequence_length)
-    model = served_model(stage.model, _DTYPES[stage.precision], vocab_size)
-    return ServerLauncher(settings, dialect, model, server_devices(settings, _SIZE_KEY, device, shared=True))
+    model = describe_model(stage.model, _DTYPES[stage.precision], vocab_size)
+    return ServerLauncher(settings, dialect, model, choose_server_devices(settings, _SIZE_KEY, device, shared=True))

@@ -20,14 +20,7 @@ class CachedAttention(SlotCache):
     """A `SlotCache` of a Hugging Face model, and its attention."""
 
     def __init__(self, model: PreTrainedModel, num_slots: int, capacity: int, routing: tuple[int, int] | None = None):
-        """Make an empty cache, and let the model use it.
-
-        Args:
-            model: The model.
-            num_slots: The number of slots.
-            capacity: The tokens of a slot.
-            routing: The layers of the model and the experts per token, if routed experts are kept.
-        """
+        """Make an empty cache, and let the model use it; see `SlotCache`."""
         super().__init__(num_slots, capacity, model.device, routing)
         for module in model.modules():
             if hasattr(module, "layer_idx"):
@@ -56,8 +49,8 @@ class CachedAttention(SlotCache):
         """
         self.keep(layer, key, value)
         if self.positions is not None:
-            return self.attend_to_kept(layer, query[:, :, 0], scale, window, sinks)[:, None]
-        mask, grouped = self.mask(key.size(2), window, query), query.size(1) != key.size(1)
+            return self.attend_to_cached(layer, query[:, :, 0], scale, window, sinks)[:, None]
+        mask, grouped = self.get_mask(key.size(2), window, query), query.size(1) != key.size(1)
         if sinks is not None:
             key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
             return attend_with_sinks(query, key, value, sinks, mask, scale).transpose(1, 2)
@@ -93,21 +86,17 @@ def _attend(
     return cache.attend(layer, query, key, value, scaling, sliding_window, s_aux), None
 
 
-def gated_delta(module: torch.nn.Module, hidden_states: Tensor, **_: Any) -> Tensor:
-    """Return the output [B, S, H] of a layer with the gated delta rule, whose states are cached.
+def compute_gated_delta(module: torch.nn.Module, hidden_states: Tensor, **_: Any) -> Tensor:
+    """Return the output [B, S, H] of a gated delta net of Qwen3.5 in transformers, and cache its states.
 
-    It takes the place of the module's `forward`, which would keep them in a cache of transformers.
-
-    Args:
-        module: A gated delta net of Qwen3.5 in transformers.
-        hidden_states: [B, S, H].
+    It replaces the module's `forward`, which would keep them in a cache of transformers.
     """
     net: Any = module
     cache, layer = module.__dict__["slot_cache"], module.__dict__["layer_idx"]
-    before, lengths = cache.states(layer, len(hidden_states)), cache.lengths if cache.positions is None else None
+    initial, lengths = cache.get_states(layer, len(hidden_states)), cache.lengths if cache.positions is None else None
     groups, values = net.num_k_heads, net.num_v_heads // net.num_k_heads
     channels, last = convolve(
-        net.in_proj_qkv(hidden_states), net.conv1d.weight.squeeze(1), None if before is None else before.last, lengths
+        net.in_proj_qkv(hidden_states), net.conv1d.weight.squeeze(1), None if initial is None else initial.last, lengths
     )
     query, key, value = silu(channels).split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
     steps, strength = (
@@ -116,7 +105,7 @@ def gated_delta(module: torch.nn.Module, hidden_states: Tensor, **_: Any) -> Ten
     log_rate, bias = (x.unflatten(0, (groups, values)) for x in (net.A_log, net.dt_bias))
     output, memory = apply_delta_rule(
         query.unflatten(-1, (groups, -1)), key.unflatten(-1, (groups, -1)), value.unflatten(-1, (groups, values, -1)),
-        compute_log_decays(steps, log_rate, bias), strength.sigmoid(), None if before is None else before.memory,
+        compute_log_decays(steps, log_rate, bias), strength.sigmoid(), None if initial is None else initial.memory,
         lengths,
     )  # fmt: skip
     cache.keep_states(layer, DeltaStates(last, memory))

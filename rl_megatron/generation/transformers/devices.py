@@ -11,7 +11,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
 
 
-def engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str]:
+def choose_engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str]:
     """Return the device of each engine, if the policy's rank 0 computes on device `policy`.
 
     Raises:
@@ -30,11 +30,11 @@ def engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str
         return [str(policy)] * count
     if kind == "auto":
         first = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    last, there = int(first or 0) + count - 1, torch.cuda.device_count()
-    if last >= there:
+    last, available = int(first or 0) + count - 1, torch.cuda.device_count()
+    if last >= available:
         raise ConfigError(
             f"generation.engine_device={settings.engine_device} and generation.num_engines={count}: the last engine "
-            f"would compute on cuda:{last}, and this machine has {there} GPUs; set a lower cuda:N or num_engines, "
+            f"would compute on cuda:{last}, and this machine has {available} GPUs; set a lower cuda:N or num_engines, "
             "leave GPUs to the engines by starting fewer ranks, or set engine_device=cpu with refit=shared_memory"
         )
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

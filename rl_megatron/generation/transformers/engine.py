@@ -13,12 +13,12 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.generation.completion_batch import check_requests
 from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request, Served
-from rl_megatron.generation.transformers.devices import engine_devices
+from rl_megatron.generation.transformers.devices import choose_engine_devices
 from rl_megatron.generation.transformers.process import Answers, EngineDied, EngineWorkers
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.exporter import AdapterExporter, BaseExporter
-from rl_megatron.weight_sync.process_group import CollectiveFailed, free_address
+from rl_megatron.weight_sync.process_group import CollectiveFailed, find_free_address
 from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
 
 _T = TypeVar("_T")
@@ -30,8 +30,8 @@ class TransformersEngine:
     """A `RolloutEngine` in `generation.num_engines` processes, which the policy's rank 0 starts at the first sync.
 
     Only rank 0 talks to the processes. It broadcasts their answers, so that all ranks decide alike. All ranks take part
-    when weights are sent over a collective. If a process dies, all engines are ended and started again, because they
-    share a process group. They get the same weights and the same request, so the result is the same.
+    when weights are sent over a collective. If a process dies, all engines are ended and restarted, because they share
+    a process group. They get the same weights and the same request, so the result is the same.
 
     With `generation.refit=adapter` the engines get the base of the policy when they start. A weight sync then sends the
     adapter alone.
@@ -49,7 +49,7 @@ class TransformersEngine:
         self._served: Served | None = None
         self._starts = self._restarts = 0
         self._sync_metrics: dict[str, float] = {}  # of a weight sync that was not reported yet
-        self._devices = engine_devices(settings, policy.topology.device)
+        self._devices = choose_engine_devices(settings, policy.topology.device)
 
     @property
     def served(self) -> Served | None:
@@ -67,7 +67,7 @@ class TransformersEngine:
             self._served = None
         if self._served is None or self._served.version != self.policy.weight_version:
             self._served = None
-            self._with_restarts(self._sync_weights)
+            self._run_with_restarts(self._sync_weights)
         metrics, self._sync_metrics = self._sync_metrics, {}
         return metrics
 
@@ -78,7 +78,7 @@ class TransformersEngine:
         self._ranks.run_on_rank0(lambda: check_requests(requests, longest, self.policy.vocab_size), (ConfigError,))
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call sync() first")
-        answers = self._with_restarts(lambda: self._ask_for_completions(list(requests)))
+        answers = self._run_with_restarts(lambda: self._ask_for_completions(list(requests)))
         completions = [completion for answer in answers for completion in answer]
         self._ranks.run_on_rank0(lambda: self._check_versions(completions), (EngineFailed,))
         return completions
@@ -95,7 +95,7 @@ class TransformersEngine:
         """Return the completion of one request on rank 0; see `RolloutEngine`.
 
         Engines decode single requests between the calls that all ranks make: `sync` and `complete` interrupt them, and
-        they go on afterwards.
+        they continue afterwards.
 
         Raises:
             ConfigError: The prompt is too long for `max_new_tokens`.
@@ -106,7 +106,7 @@ class TransformersEngine:
         if self._served is None:
             raise EngineLost("the rollout engine serves no weights; call sync() first")
         check_requests([request], self.policy.model_config.max_sequence_length, self.policy.vocab_size)
-        single_requests = self._engines().requests
+        single_requests = self._get_engines().requests
         try:
             return await asyncio.wrap_future(single_requests.put(request))
         except asyncio.CancelledError:
@@ -114,7 +114,6 @@ class TransformersEngine:
             raise
 
     def close(self) -> None:
-        """End the engines' processes."""
         self._leave(at_once=False)
         if self._sends_adapter:
             self._sender.close()
@@ -124,7 +123,7 @@ class TransformersEngine:
     def _has_lost_a_process(self) -> bool:
         return self._workers is not None and self._workers.requests.has_lost_a_process
 
-    def _with_restarts(self, attempt: Callable[[], _T]) -> _T:
+    def _run_with_restarts(self, attempt: Callable[[], _T]) -> _T:
         """Return what `attempt` returns. If an engine dies in it, end all engines and try again."""
         while True:
             try:
@@ -160,26 +159,26 @@ class TransformersEngine:
             self._start()
         began, version = time.perf_counter(), self.policy.weight_version
         if self.settings.refit == "collective":
-            at_engines = self._over_the_group(version)
+            at_engines = self._send_over_group(version)
         else:
-            at_engines = self._in_shared_memory(self._sender, version)
+            at_engines = self._send_in_shared_memory(self._sender, version)
             if self._sends_adapter:  # training releases the memory of the policy's own sender
                 self._sender.release()
-        slowest = {phase: max(each[phase] for each in at_engines) for phase in at_engines[0]}
-        metrics = self._sender.timings.metrics_of_sync(time.perf_counter() - began, slowest)
+        slowest = {phase: max(seconds[phase] for seconds in at_engines) for phase in at_engines[0]}
+        metrics = self._sender.timings.metrics(time.perf_counter() - began, slowest)
         self._served, self._sync_metrics = Served(version, self._starts), metrics
 
-    def _over_the_group(self, version: int) -> tuple[dict[str, float], ...]:
+    def _send_over_group(self, version: int) -> tuple[dict[str, float], ...]:
         def send() -> None:
             for handle in self.policy.broadcast_weights_for_collective():
                 handle.wait()
 
         return self._ask("receive", [(version,)] * self.settings.num_engines, meanwhile=send)
 
-    def _in_shared_memory(self, sender: WeightSender, version: int) -> tuple[dict[str, float], ...]:
+    def _send_in_shared_memory(self, sender: WeightSender, version: int) -> tuple[dict[str, float], ...]:
         everyone = self.settings.num_engines
         self._ask("begin", [(version,)] * everyone)
-        for keys in sender.groups_of_keys():
+        for keys in sender.list_key_groups():
             (handle,) = sender.share(keys).values()  # engines open the handle of rank 0
             self._ask("take", [(handle,)] * everyone)
         return self._ask("finish", [()] * everyone)
@@ -189,7 +188,7 @@ class TransformersEngine:
     def _start(self) -> None:
         first = WeightSender(self.policy.model, BaseExporter) if self._sends_adapter else self._sender
         max_bytes = int(self.settings.refit_bucket_mb * (1 << 20))
-        first.groups_of_keys(max_bytes)
+        first.list_key_groups(max_bytes)
         plan, settings = first.plan, self.settings
         self._started = True
         self._starts += 1
@@ -200,29 +199,26 @@ class TransformersEngine:
             self._join()
         if self._sends_adapter:
             try:
-                self._in_shared_memory(first, self.policy.weight_version)
+                self._send_in_shared_memory(first, self.policy.weight_version)
             finally:
                 first.close()
-            self._sender.groups_of_keys(max_bytes)
+            self._sender.list_key_groups(max_bytes)
             self._ask("add_adapter", [(self._sender.plan,)] * len(self._devices))
 
     def _join(self) -> None:
         """Join policy and engines in one process group, the policy's ranks first."""
-        before = self.policy.topology.world_size
-        address = self._ranks.share(free_address)
-        common = (before + len(self._devices), self._timeout, self.policy.topology.device.type)
-        handles = self.policy.init_collective(*address, before + len(self._devices), self._timeout)
-        questions = [(*address, before + index, *common) for index in range(len(self._devices))]
-        self._ask("join", questions, meanwhile=lambda: self._meet(handles))
+        num_ranks = self.policy.topology.world_size
+        address = self._ranks.share(find_free_address)
+        common = (num_ranks + len(self._devices), self._timeout, self.policy.topology.device.type)
+        handles = self.policy.init_collective(*address, num_ranks + len(self._devices), self._timeout)
+        arguments = [(*address, num_ranks + index, *common) for index in range(len(self._devices))]
+        self._ask("join", arguments, meanwhile=lambda: self._meet(handles))
 
     def _meet(self, handles: Sequence[PendingGroup]) -> None:
-        """Wait until all of the policy's ranks have joined.
+        """Wait until all of the policy's ranks have joined; raise CollectiveFailed on every rank if one cannot join.
 
         Ranks exchange their states, so that none waits for a rank that cannot join (its port is in use), or for an
         engine that ended.
-
-        Raises:
-            CollectiveFailed: On every rank, if one cannot join.
         """
         joined: tuple[bool, ...] = (False,)
         while not all(joined):
@@ -232,8 +228,8 @@ class TransformersEngine:
                     for handle in handles:
                         handle.wait()
                 elif self._ranks.leads:
-                    heard = self._engines().answers(_JOINING_POLL_SECONDS)
-                    failure = heard and heard.failure
+                    answers = self._get_engines().collect_answers(_JOINING_POLL_SECONDS)
+                    failure = answers and answers.failure
             except CollectiveFailed as error:
                 failure = str(error)
             states = self._ranks.gather((over, failure))
@@ -242,12 +238,8 @@ class TransformersEngine:
                 raise CollectiveFailed(failures[0])
             joined = tuple(over for over, _ in states)
 
-    def _engines(self) -> EngineWorkers:
-        """Return the running engines, on rank 0.
-
-        Raises:
-            EngineLost: No engine runs, or this is not rank 0.
-        """
+    def _get_engines(self) -> EngineWorkers:
+        """Return the running engines, on rank 0; raise EngineLost if none runs, or on another rank."""
         if self._workers is None:
             raise EngineLost("no rollout engine runs here: rank 0 of the policy starts them at the first weight sync")
         return self._workers
@@ -261,17 +253,14 @@ class TransformersEngine:
     def _ask(
         self,
         method: str,
-        arguments_of_each: Sequence[tuple[Any, ...]],
+        arguments: Sequence[tuple[Any, ...]],
         meanwhile: Callable[[], None] | None = None,
         to_all: bool = True,
     ) -> tuple[Any, ...]:
-        """Return the engines' answers.
+        """Call a method of the engines' workers, and return their answers.
 
-        Args:
-            method: The method of the engine's worker.
-            arguments_of_each: Its arguments, for each engine that is asked.
-            meanwhile: What all ranks do while the engines work on the answers.
-            to_all: Whether every rank gets the answers. Otherwise only rank 0 does, and the others get none.
+        `arguments` has one tuple for each engine that is called. All ranks call `meanwhile` while the engines work on
+        the answers. Every rank gets the answers, or only rank 0 if not `to_all`.
 
         Raises:
             EngineDied: On every rank, if an engine's process ended or was too slow, or a collective failed for a reason
@@ -280,7 +269,7 @@ class TransformersEngine:
             WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
         """
         if self._ranks.leads:
-            self._engines().ask(method, *arguments_of_each)
+            self._get_engines().ask(method, *arguments)
         broken = None
         if meanwhile is not None:
             try:
@@ -289,8 +278,8 @@ class TransformersEngine:
                 broken = str(error)
             broken = self._ranks.find_first_failure(broken)
         if broken is not None and self._ranks.leads:
-            self._engines().hurry(_SECONDS_AFTER_A_BREAK, "a collective failed")
-        answers = self._answers(to_all)
+            self._get_engines().hurry(_SECONDS_AFTER_A_BREAK, "a collective failed")
+        answers = self._share_answers(to_all)
         if answers.died is not None:
             raise EngineDied(answers.died)
         if answers.failed is not None:
@@ -302,23 +291,23 @@ class TransformersEngine:
             raise WeightsRefused(answers.refused)
         return answers.values
 
-    def _answers(self, to_all: bool) -> Answers:
+    def _share_answers(self, to_all: bool) -> Answers:
         """Return the engines' answers, or at least their failure, on every rank.
 
         The other ranks wait in a broadcast. An engine may need longer than a collective's timeout, so rank 0 broadcasts
         before that time that there is no answer yet, and all wait again.
         """
-        own: tuple[Any, ...] = ()
+        on_rank0: tuple[Any, ...] = ()
 
-        def heard() -> Answers | None:
-            nonlocal own
-            answers = self._engines().answers(self._timeout / 4)
+        def collect() -> Answers | None:
+            nonlocal on_rank0
+            answers = self._get_engines().collect_answers(self._timeout / 4)
             if answers is None or to_all:
                 return answers
-            own = answers.values
+            on_rank0 = answers.values
             return replace(answers, values=())
 
         answers = None
         while answers is None:
-            answers = self._ranks.share(heard)
-        return answers if to_all else replace(answers, values=own)
+            answers = self._ranks.share(collect)
+        return answers if to_all else replace(answers, values=on_rank0)

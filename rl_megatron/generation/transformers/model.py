@@ -1,18 +1,21 @@
-"""Build a Hugging Face model from a refit plan, in the engine's process, without megatron-core."""
+"""Build a Hugging Face model and its adapter from refit plans, in the engine's process, without megatron-core."""
 
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rl_megatron.generation.transformers.attention import ATTENTION, gated_delta
-from rl_megatron.weight_sync.buckets import RefitPlan
+from rl_megatron.checkpoint.peft_format import PEFT_PREFIX
+from rl_megatron.generation.transformers.attention import ATTENTION, compute_gated_delta
+from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
 
 # Part of a module's name in transformers → its name in checkpoints, by model_type, if they differ.
 _RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}
@@ -20,6 +23,8 @@ _RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}
 # often tie, and another choice of experts gives other logits.
 _ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter", "GptOssTopKRouter", "Qwen3_5MoeTopKRouter")
 _DELTA_NETS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+_LETTERS = ("A", "B")
+_ADAPTER = ".lora_"
 _EXPERT_PARTS = {"mixtral": ("w1", "w3", "w2")}  # gate, up, down
 
 
@@ -41,17 +46,17 @@ def build_model(plan: RefitPlan, device: torch.device) -> PreTrainedModel:
         if type(module).__name__ in _ROUTERS:
             _route_in_fp32(module)
         if type(module).__name__ in _DELTA_NETS:
-            module.forward = partial(gated_delta, module)
+            module.forward = partial(compute_gated_delta, module)
     return model.eval().requires_grad_(False)
 
 
 def _route_in_fp32(router: torch.nn.Module) -> None:
     """Make the router compute in fp32, without changing its weights."""
-    as_it_was = copy.copy(router)  # it shares the parameters
+    original = copy.copy(router)  # it shares the parameters
 
     def forward(hidden_states: Tensor) -> tuple[Tensor, ...]:
         weights = {name: weight.float() for name, weight in router.named_parameters()}
-        return functional_call(as_it_was, weights, (hidden_states.float(),))
+        return functional_call(original, weights, (hidden_states.float(),))
 
     router.forward = forward
 
@@ -65,17 +70,56 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     kind = model.config.model_type
     if kind == "gpt_oss":
         return dict(model.state_dict())
-    here, there = _RENAMED.get(kind, ("", ""))
+    in_model, in_checkpoint = _RENAMED.get(kind, ("", ""))
     gate, up, down = _EXPERT_PARTS.get(kind, ("gate_proj", "up_proj", "down_proj"))
-    found = {}
+    tensors = {}
     for name, tensor in model.state_dict().items():
-        name = name.replace(here, there)
+        name = name.replace(in_model, in_checkpoint)
         prefix, _, part = name.rpartition(".")
         if tensor.dim() < 3 or not prefix.endswith(".experts"):
-            found[name] = tensor
+            tensors[name] = tensor
             continue
         for expert, weight in enumerate(tensor):
             parts = {gate: weight[: len(weight) // 2], up: weight[len(weight) // 2 :]}
-            for each, block in (parts if part == "gate_up_proj" else {down: weight}).items():
-                found[f"{prefix}.{expert}.{each}.weight"] = block
-    return found
+            for projection, block in (parts if part == "gate_up_proj" else {down: weight}).items():
+                tensors[f"{prefix}.{expert}.{projection}.weight"] = block
+    return tensors
+
+
+class _AdapterHook:
+    """A forward hook that adds s·B·A·x to the output of a linear layer."""
+
+    def __init__(self, down: Tensor, up: Tensor, scaling: float):
+        self._down, self._up, self._scaling = down, up, scaling
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + linear(linear(args[0], self._down) * self._scaling, self._up)
+
+
+def attach_adapter(model: PreTrainedModel, plan: RefitPlan) -> dict[str, Tensor]:
+    """Give a model the adapter that a plan announces, and return its tensors by their names in the plan.
+
+    They hold zeros until the first weight sync. Modules that are trained whole replace those of the base. The plan's
+    `hf_config` is an adapter_config.json.
+
+    Raises:
+        WeightsRefused: The model has no linear layer of a name in the plan.
+    """
+    config = plan.hf_config
+    r = config["r"]
+    scaling = config["lora_alpha"] / (math.sqrt(r) if config["use_rslora"] else r)
+    specs = [spec for bucket in plan.buckets for spec in bucket.tensors]
+    tensors = {
+        spec.name: torch.zeros(spec.shape, dtype=spec.torch_dtype, device=model.device)
+        for spec in specs
+        if _ADAPTER in spec.name
+    }
+    modules = dict(model.named_modules())
+    for module in sorted({name.removeprefix(PEFT_PREFIX).rpartition(_ADAPTER)[0] for name in tensors}):
+        if not isinstance(modules.get(module), torch.nn.Linear):
+            raise WeightsRefused(f"{module} gets an adapter, and the engine's model has no linear layer of this name")
+        down, up = (tensors[f"{PEFT_PREFIX}{module}.lora_{letter}.weight"] for letter in _LETTERS)
+        modules[module].register_forward_hook(_AdapterHook(down, up, scaling))
+    of_base = checkpoint_tensors(model)  # weight syncs overwrite those of modules that are trained whole
+    whole = {spec.name: of_base.get(spec.name.removeprefix(PEFT_PREFIX)) for spec in specs if _ADAPTER not in spec.name}
+    return tensors | {name: tensor for name, tensor in whole.items() if tensor is not None}

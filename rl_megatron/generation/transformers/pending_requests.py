@@ -9,37 +9,34 @@ from typing import Any
 from rl_megatron.config.errors import describe_error
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.interfaces import Completion, Request
-from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.requests import PartialCompletion
 
 
 class PendingRequests:
-    """The requests without a completion. The policy's process calls the methods below "messages"."""
+    """The requests without a completion. The messages of the policy's process call its first methods."""
 
-    def __init__(self, answer: Callable[[Sequence[Any], str | None], None], new_decoder: Callable[[], Decoder]):
+    def __init__(self, answer: Callable[[Sequence[Any], str | None], None], make_decoder: Callable[[], Decoder]):
         """Start without requests.
 
-        Args:
-            answer: Sends (completions, None) to the policy, or (request ids, message) if decoding raised.
-            new_decoder: Returns a decoder for the model.
+        `answer` sends (completions, None) to the policy, or (request ids, message) if decoding raised.
         """
-        self._send, self._new_decoder = answer, new_decoder
+        self._send, self._make_decoder = answer, make_decoder
         self._decoder: Decoder | None = None  # it exists only while it decodes, because its cache takes memory
-        self._held: list[Ongoing] = []  # requests that the decoder does not have
+        self._held: list[PartialCompletion] = []  # requests that the decoder does not have
 
     @property
     def can_advance(self) -> bool:
-        """Return whether a token can be generated."""
         return self._decoder is not None or bool(self._held)
 
     # --- messages ---
 
     def add(self, request: Request) -> None:
         """Take a request."""
-        self._held.append(Ongoing(request))
+        self._held.append(PartialCompletion(request))
 
     def abort(self, request_id: str) -> None:
         """End a request with the tokens that it has."""
-        ended = [held.completion("abort") for held in self._held if held.request.request_id == request_id]
+        ended = [held.complete("abort") for held in self._held if held.request.request_id == request_id]
         self._held = [held for held in self._held if held.request.request_id != request_id]
         if self._decoder is not None:
             with self._decoder.active():
@@ -51,7 +48,7 @@ class PendingRequests:
     def hold(self) -> None:
         """Take all requests out of the decoder, because the weights may change or another decoder needs the model.
 
-        Their keys and values are computed again when they go on.
+        Their keys and values are computed again when they continue.
         """
         if self._decoder is not None:
             with self._decoder.active():
@@ -64,7 +61,7 @@ class PendingRequests:
         """Generate a token of each request that runs, and answer those that ended."""
         try:
             if self._decoder is None:
-                self._decoder = self._new_decoder()
+                self._decoder = self._make_decoder()
             with self._decoder.active():
                 self._decoder.add(self._held)
                 self._held = []
@@ -81,7 +78,7 @@ class PendingRequests:
         decoder, self._decoder = self._decoder, None
         lost = [*self._held, *(() if decoder is None else [*decoder.running, *decoder.waiting])]
         self._held = []
-        self._send([each.request.request_id for each in lost], describe_error(error))
+        self._send([sequence.request.request_id for sequence in lost], describe_error(error))
 
     def _answer(self, completions: list[Completion]) -> None:
         if completions:

@@ -26,7 +26,7 @@ from rl_megatron.workers.frames import read_frame, write_frame
 
 WORKER_MODULE = "rl_megatron.generation.transformers.worker"
 _SECONDS_TO_LEAVE = 5.0
-_GRAVEST_FIRST = ("died", "failed", "refused", "broken")
+_MOST_SEVERE_FIRST = ("died", "failed", "refused", "broken")
 
 
 class EngineDied(RuntimeError):
@@ -35,7 +35,7 @@ class EngineDied(RuntimeError):
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of all engines that were asked. At most one of the four failures is set.
+    """The answers of all engines that were called. At most one of the four failures is set.
 
     Attributes:
         values: The answers in the engines' order, if nothing failed.
@@ -54,7 +54,7 @@ class Answers:
     @property
     def failure(self) -> str | None:
         """Return the message of the failure, or None."""
-        return next((message for kind in _GRAVEST_FIRST if (message := getattr(self, kind)) is not None), None)
+        return next((message for kind in _MOST_SEVERE_FIRST if (message := getattr(self, kind)) is not None), None)
 
 
 class EngineProcess:
@@ -62,7 +62,7 @@ class EngineProcess:
 
     Attributes:
         index: Its number.
-        name: How messages call this engine.
+        name: The engine's name for messages.
         socket: This end of its socket, from which one thread reads.
     """
 
@@ -78,14 +78,13 @@ class EngineProcess:
     def send(self, kind: str, method: str, arguments: tuple[Any, ...]) -> None:
         """Send a "call" of a method of `TransformersWorker`, or a "request", one of `PendingRequests`.
 
-        Raises:
-            OSError: The process has ended, or does not read.
+        OSError is raised if the process has ended, or does not read.
         """
         with self._sending:
             write_frame(self.socket, pickle.dumps((kind, method, arguments)))
 
     def end(self) -> str:
-        """Return how the process ended; kill it if it has not."""
+        """Kill the process, unless it has ended; return how it ended."""
         has_exited = self._process.has_exited()
         how = self._process.end()
         return how if has_exited else "stopped answering"
@@ -139,7 +138,7 @@ class EngineRequests:
         """End a request, if it has no completion yet."""
         with self._lock:
             if request_id in self._futures:
-                with suppress(OSError):  # the process has ended, which `end` tells the request
+                with suppress(OSError):  # the process has ended, and `end` fails the request
                     self._processes[self._futures[request_id][0]].send("request", "abort", (request_id,))
 
     def take(self, process: EngineProcess, answers: Sequence[Any], failure: str | None) -> None:
@@ -165,16 +164,13 @@ class EngineWorkers:
 
     Attributes:
         requests: The single requests to them.
-
-    Args:
-        count: The number of processes.
-        timeout_seconds: Seconds that an answer may take.
     """
 
     def __init__(self, count: int, timeout_seconds: float):
+        """Start `count` processes, whose answers may take `timeout_seconds`."""
         self._timeout_seconds = timeout_seconds
         self._workers = [EngineProcess(index, timeout_seconds) for index in range(count)]
-        self._heard: queue.SimpleQueue[tuple[EngineProcess, str, Any]] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[tuple[EngineProcess, str, Any]] = queue.SimpleQueue()
         self._waiting: dict[int, EngineProcess] = {}
         self._values: dict[int, Any] = {}
         self._answers = Answers()
@@ -191,59 +187,52 @@ class EngineWorkers:
                 if kind == "completions":
                     self.requests.take(worker, *value)
                 else:
-                    self._heard.put((worker, kind, value))
+                    self._received.put((worker, kind, value))
         self.requests.end(worker)
-        self._heard.put((worker, "ended", None))
+        self._received.put((worker, "ended", None))
 
-    def ask(self, method: str, *arguments_of_each: tuple[Any, ...]) -> None:
-        """Send each of the first engines a request; `answers` returns the outcome.
-
-        Args:
-            method: The method of the engine's worker.
-            arguments_of_each: Its arguments, for each engine that is asked.
-        """
+    def ask(self, method: str, *arguments: tuple[Any, ...]) -> None:
+        """Call a method of the first engines, each with its arguments; `collect_answers` returns the outcome."""
         self._deadline = time.monotonic() + self._timeout_seconds
         self._asked = method, time.time_ns()
         self._allowed = f"{self._timeout_seconds / 60:.3g} minutes"
         self._waiting, self._values, self._answers, self._progress = {}, {}, Answers(), {}
-        for worker, arguments in zip(self._workers, arguments_of_each, strict=False):
+        for worker, of_worker in zip(self._workers, arguments, strict=False):
             try:
-                worker.send("call", method, arguments)
+                worker.send("call", method, of_worker)
                 self._waiting[worker.index] = worker
             except OSError:
                 self._note_death(worker)
 
     def hurry(self, seconds: float, why: str) -> None:
-        """Shorten the deadline of the pending request. An engine that is silent then counts as dead.
+        """Shorten the time that is left for the pending call to `seconds`, for the reason `why`.
 
-        Args:
-            seconds: The time that is left from now on.
-            why: The reason, for the message.
+        An engine that is silent then counts as dead.
         """
         hurried = time.monotonic() + seconds
         if hurried < self._deadline:
             self._deadline, self._allowed = hurried, f"{seconds:g} seconds after {why}"
 
-    def answers(self, seconds: float) -> Answers | None:
+    def collect_answers(self, seconds: float) -> Answers | None:
         """Return the outcome once every engine has answered or died, or None if that takes longer than `seconds`."""
         until = time.monotonic() + seconds
         while self._waiting and self._answers.died is None:
             now = time.monotonic()
             if now >= self._deadline:
                 if self._answers.failed is not None:
-                    break  # an exception says more than the silence of another engine
+                    break  # an exception explains more than the silence of another engine
                 worker = next(iter(self._waiting.values()))
                 self._note(died=f"{worker.name} did not answer within {self._allowed}")
                 break
             if now >= until:
                 return None
             with suppress(queue.Empty):
-                self._hear(*self._heard.get(timeout=min(until, self._deadline) - now))
+                self._handle(*self._received.get(timeout=min(until, self._deadline) - now))
         if self._answers == Answers():
             return Answers(tuple(self._values[index] for index in sorted(self._values)))
         return self._answers
 
-    def _hear(self, worker: EngineProcess, kind: str, value: Any) -> None:
+    def _handle(self, worker: EngineProcess, kind: str, value: Any) -> None:
         if worker.index not in self._waiting:
             return
         if kind == "ended":
@@ -260,7 +249,7 @@ class EngineWorkers:
             self._note(**{kind: f"{worker.name}: {value}"})
 
     def _report(self, worker: EngineProcess, done: int, total: int, noun: str, detail: str) -> None:
-        """Report the progress of all engines together, as far as they have reported it."""
+        """Report the progress of all engines together that have reported theirs."""
         self._progress[worker.index] = done, total
         all_done, all_total = map(sum, zip(*self._progress.values(), strict=True))
         log.report_progress(all_done, all_total, noun, detail)
@@ -271,8 +260,8 @@ class EngineWorkers:
     def _note(self, **failure: str) -> None:
         """Keep the first failure of the most severe kind: a death explains the failures that others report after it."""
         (kind,) = failure
-        as_grave = _GRAVEST_FIRST[: _GRAVEST_FIRST.index(kind) + 1]
-        if all(getattr(self._answers, each) is None for each in as_grave):
+        as_severe = _MOST_SEVERE_FIRST[: _MOST_SEVERE_FIRST.index(kind) + 1]
+        if all(getattr(self._answers, other) is None for other in as_severe):
             self._answers = replace(Answers(), **failure)
 
     def shutdown(self, at_once: bool = False) -> None:

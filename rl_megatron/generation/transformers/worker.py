@@ -22,14 +22,12 @@ from rl_megatron.config.errors import describe_error
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.decoding_progress import DecodingProgress
 from rl_megatron.generation.interfaces import Completion, Request
-from rl_megatron.generation.ongoing import Ongoing
-from rl_megatron.generation.transformers.adapter import attach_adapter
-from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
+from rl_megatron.generation.requests import PartialCompletion
+from rl_megatron.generation.transformers.model import attach_adapter, build_model, checkpoint_tensors
 from rl_megatron.generation.transformers.pending_requests import PendingRequests
-from rl_megatron.generation.transformers.replica import TransformersReplica
-from rl_megatron.generation.transformers.routing import RoutingRecorder
+from rl_megatron.generation.transformers.replica import RoutingRecorder, TransformersReplica
 from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
-from rl_megatron.weight_sync.ipc import WeightHandle, opened
+from rl_megatron.weight_sync.ipc import WeightHandle, open_handle
 from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup
 from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 from rl_megatron.workers.child import connect
@@ -51,7 +49,7 @@ class TransformersWorker:
         self._replica = TransformersReplica(self.model, plan.vocab_size, self._version, recorder)
 
     def add_adapter(self, plan: RefitPlan) -> None:
-        """Give the model, which has its weights by now, an adapter; every later refit sends that adapter alone."""
+        """Give the model, which has its weights already, an adapter; every later refit sends that adapter alone."""
         self.receiver = WeightReceiver(ParameterSink(attach_adapter(self.model, plan)), plan)
 
     def join(self, ip: str, port: int, rank: int, world_size: int, timeout_seconds: float, kind: str) -> None:
@@ -76,7 +74,7 @@ class TransformersWorker:
 
     def take(self, handle: WeightHandle) -> None:
         """Copy one bucket into the model."""
-        with opened(handle) as words:
+        with open_handle(handle) as words:
             self.receiver.accept(handle.bucket_index, words)
 
     def finish(self) -> dict[str, float]:
@@ -85,26 +83,25 @@ class TransformersWorker:
         return self.receiver.seconds
 
     def generate(self, requests: list[Request]) -> list[Completion]:
-        """Return the completion of each request, in order."""
-        decoder = self.new_decoder()
-        decoder.add([Ongoing(request) for request in requests])
+        decoder = self.make_decoder()
+        decoder.add([PartialCompletion(request) for request in requests])
         progress = DecodingProgress(len(requests))
-        found: dict[str, Completion] = {}
+        completions: dict[str, Completion] = {}
         with decoder.active():
             while (ended := decoder.advance()) is not None:
-                found |= {completion.request_id: completion for completion in ended}
-                progress.advanced(len(found), decoder.share_generated, len(decoder.running))
-        progress.batch_ended(len(found))
-        return [found[request.request_id] for request in requests]
+                completions |= {completion.request_id: completion for completion in ended}
+                progress.update(len(completions), decoder.sum_shares, len(decoder.running))
+        progress.finish_batch(len(completions))
+        return [completions[request.request_id] for request in requests]
 
-    def new_decoder(self) -> Decoder:
+    def make_decoder(self) -> Decoder:
         """Return a decoder without sequences. The model uses its cache, and no longer that of an earlier decoder."""
         if self.receiver.version is None:
             raise RuntimeError("no weights have arrived yet")
         return Decoder(self._replica, self._batch_size)
 
     def _version(self) -> int:
-        assert self.receiver.version is not None, "new_decoder checks it"
+        assert self.receiver.version is not None, "make_decoder checks it"
         return self.receiver.version
 
 
@@ -115,7 +112,7 @@ def serve(connection: socket.socket, worker: TransformersWorker) -> None:
         write_frame(connection, pickle.dumps((kind, value)))
 
     log.watch_progress(lambda *progress: send("progress", progress))
-    pending = PendingRequests(lambda *answer: send("completions", answer), worker.new_decoder)
+    pending = PendingRequests(lambda *answer: send("completions", answer), worker.make_decoder)
     while True:
         if not wait([connection], 0 if pending.can_advance else None):
             pending.advance()
@@ -144,7 +141,7 @@ def serve(connection: socket.socket, worker: TransformersWorker) -> None:
 def main(arguments: list[str], worker: TransformersWorker) -> None:
     """Serve the parent process, a `ChildProcess`."""
     connection, _ = connect(arguments)
-    with suppress(OSError):  # the other end is gone
+    with suppress(OSError):  # the other end has closed the socket
         serve(connection, worker)
 
 

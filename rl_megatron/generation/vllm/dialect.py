@@ -20,8 +20,8 @@ from rl_megatron.generation.interfaces import Request
 from rl_megatron.generation.servers.access import TokenRequired
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import Launch, RawAnswer, ServerFacts
-from rl_megatron.weight_sync.adapter_sync import ADAPTER
 from rl_megatron.weight_sync.servers import ServerRefused
+from rl_megatron.weight_sync.stock_sync import ADAPTER
 
 MODEL = "policy"  # the name under which a server that we launch serves the model
 _GENERATE = "/inference/v1/generate"
@@ -60,7 +60,7 @@ class VllmDialect:
             launch_args: Arguments that the weight sync needs.
             launch_environment: Environment variables that the weight sync needs.
             records_routing: Whether the servers record to which experts they route each token.
-            sleeps: Whether servers are started such that they can release their memory.
+            sleeps: Whether servers are started so that they can release their memory.
             dtype: The dtype of the policy's weights, in which servers compute.
             adapter_rank: The rank of the adapter that servers apply themselves; None if they get merged weights.
         """
@@ -108,9 +108,9 @@ class VllmDialect:
             most = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= self._adapter_rank)
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(most)]
         command += ["--middleware", _TOKEN_REQUIRED] if launch.token else []
-        return [*command, *self._launch_args, *settings.extra_args], self._environment(launch)
+        return [*command, *self._launch_args, *settings.extra_args], self._make_environment(launch)
 
-    def _environment(self, launch: Launch) -> dict[str, str]:
+    def _make_environment(self, launch: Launch) -> dict[str, str]:
         environment = self._launch_environment | {
             "VLLM_SERVER_DEV_MODE": "1",  # it registers the paths for weight syncs and pauses
             "VLLM_NO_USAGE_STATS": "1",
@@ -125,7 +125,7 @@ class VllmDialect:
         }
 
     def explain(self, log: str) -> str | None:
-        """Return what to do about a server that ended before it was ready."""
+        """Return the remedy for a server that ended before it was ready; see `ServerDialect.explain`."""
         text = log.lower()
         if "cannot be run" in text or "no module named vllm" in text or "no module named 'vllm'" in text:
             return (
@@ -150,11 +150,7 @@ class VllmDialect:
     # --- the state of a server ---
 
     async def facts(self, server: ServerClient) -> ServerFacts:
-        """Check the server's version and settings.
-
-        Raises:
-            ServerRefused: The version was not tried, or a setting makes its answers unusable.
-        """
+        """Check the server's version and settings; see `ServerDialect.facts`."""
         version = (await server.get("/version"))["version"]
         if version.partition("+")[0] not in TRIED_VLLM:
             raise ServerRefused(
@@ -211,7 +207,6 @@ class VllmDialect:
         await server.post("/pause?mode=keep")
 
     async def resume(self, server: ServerClient) -> None:
-        """Start to generate again after `pause`."""
         await server.post("/resume")
 
     async def sleep(self, server: ServerClient) -> None:
@@ -219,13 +214,11 @@ class VllmDialect:
         await server.post("/sleep?level=2")
 
     async def wake(self, server: ServerClient, part: str) -> None:
-        """Take memory for a part again."""
         await server.post(f"/wake_up?tags={part}")
 
     # --- completions ---
 
     def http_request(self, request: Request, with_seed: bool) -> tuple[str, dict[str, Any]]:
-        """Return the path and the JSON body of a request."""
         sampling = request.sampling
         parameters = {
             "max_tokens": sampling.max_new_tokens,
@@ -243,7 +236,6 @@ class VllmDialect:
         return _GENERATE, body if self._adapter_rank is None else body | {"model": ADAPTER}
 
     def parse_response(self, body: Any) -> RawAnswer:
-        """Return what a server answered."""
         (choice,) = body["choices"]
         ids, content = choice["token_ids"], choice["logprobs"]["content"]
         for token, entry in zip(ids, content, strict=False):
@@ -251,23 +243,19 @@ class VllmDialect:
                 raise ValueError(f"a logprob is that of token {entry['token_id']}, and the token is {token}")
         return RawAnswer(
             ids=ids,
-            logprobs=[None if _is_none(entry["logprob"]) else entry["logprob"] for entry in content],
+            logprobs=[None if _is_missing(entry["logprob"]) else entry["logprob"] for entry in content],
             versions=[(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()],
             reason=choice["finish_reason"],
-            routed_experts=_experts_of(choice["routed_experts"]) if self._records_routing else None,
+            routed_experts=_decode_experts(choice["routed_experts"]) if self._records_routing else None,
         )
 
 
-def _is_none(logprob: float | None) -> bool:
+def _is_missing(logprob: float | None) -> bool:
     return logprob is None or logprob <= _NO_LOGPROB
 
 
-def _experts_of(encoded: str | None) -> Tensor:
-    """Return [tokens, layers, k] int16 of an array in the format .npy in base64.
-
-    Raises:
-        ValueError: There is none.
-    """
+def _decode_experts(encoded: str | None) -> Tensor:
+    """Decode an array in the format .npy in base64, [tokens, layers, k] int16."""
     if encoded is None:
         raise ValueError("it has no routed experts")
     array = np.load(BytesIO(b64decode(encoded)), allow_pickle=False)

@@ -11,29 +11,29 @@ from rl_megatron.config.engines import releases_memory, shares_gpus, vllm_logpro
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.generation.servers.devices import check_servers, server_devices
+from rl_megatron.generation.servers.devices import check_servers, choose_server_devices
 from rl_megatron.generation.servers.engine import ServerEngine, ServerKind
-from rl_megatron.generation.servers.node import ServerLauncher, served_model
+from rl_megatron.generation.servers.node import ServerLauncher, describe_model
 from rl_megatron.generation.vllm.dialect import VllmDialect
 from rl_megatron.topology.device import choose_device
 from rl_megatron.training.megatron_policy import MegatronPolicy
-from rl_megatron.weight_sync.adapter_sync import BaseOnDisk
 from rl_megatron.weight_sync.ipc import check_gpu_memory_can_be_shared
 from rl_megatron.weight_sync.servers import ServerSync, WeightServers
-from rl_megatron.weight_sync.vllm_sync import transfer_config, transfer_environment, vllm_sync
+from rl_megatron.weight_sync.stock_sync import BaseOnDisk
+from rl_megatron.weight_sync.vllm_sync import make_transfer_config, make_transfer_environment, make_vllm_sync
 
 _SIZE_KEY = "tensor_parallel_size"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def build_vllm_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Path) -> ServerEngine:
-    """Return the engine of a stage's policy; its servers log into `output_dir`."""
+    """Build the engine of a stage's policy; its servers log into `output_dir`."""
     generation, settings = stage.generation, stage.generation.vllm
     minutes, bucket_bytes = stage.train.collective_timeout_minutes, int(generation.refit_bucket_mb * (1 << 20))
     directory = Path(generation.refit_directory or output_dir / "servers")
 
     def make_sync(servers: WeightServers) -> ServerSync:
-        return vllm_sync(
+        return make_vllm_sync(
             generation.refit,
             policy.weights,
             servers,
@@ -47,45 +47,37 @@ def build_vllm_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Pa
     if stage.peft is not None and generation.refit == "adapter":
         rank, ranks = stage.peft.r, topology.ranks
         base = BaseOnDisk(policy.weights, ranks, bucket_bytes, directory)
-    dialect = vllm_dialect(generation, length, policy.topology.device, _DTYPES[stage.precision], rank)
-    devices = _devices(generation, policy.topology.device)
-    kind = ServerKind(dialect, settings, make_sync, length, devices, sleeps(generation, topology.device), base)
+    dialect = make_vllm_dialect(generation, length, policy.topology.device, _DTYPES[stage.precision], rank)
+    devices = _choose_devices(generation, policy.topology.device)
+    kind = ServerKind(dialect, settings, make_sync, length, devices, can_sleep(generation, topology.device), base)
     return ServerEngine(policy, generation, kind, output_dir, minutes)
 
 
-def vllm_dialect(
+def make_vllm_dialect(
     generation: GenerationConfig,
     max_model_len: int,
     device: torch.device,
     dtype: str = "float32",
     adapter_rank: int | None = None,
 ) -> VllmDialect:
-    """Return how to start servers for a generation section, and how to talk to them.
-
-    Args:
-        generation: The section.
-        max_model_len: The most tokens of a prompt with its completion.
-        device: The device of the policy.
-        dtype: The dtype of its weights.
-        adapter_rank: The rank of the adapter that servers apply; None if they get merged weights.
-    """
-    transfer = transfer_config(generation.refit)
+    """Make the dialect of a generation section's servers. `device` and `dtype` are those of the policy's weights."""
+    transfer = make_transfer_config(generation.refit)
     launch_args = () if transfer is None else ("--weight-transfer-config", json.dumps(transfer))
     return VllmDialect(
         generation.vllm,
         max_model_len,
         vllm_logprobs_mode(generation),
         launch_args,
-        transfer_environment(generation.refit),
+        make_transfer_environment(generation.refit),
         generation.router_replay,
-        sleeps(generation, device),
+        can_sleep(generation, device),
         dtype,
         adapter_rank,
     )
 
 
-def vllm_launcher(stage: StageConfig, vocab_size: int) -> ServerLauncher:
-    """Return how to start a stage's servers on a node without ranks, whose GPUs are all theirs.
+def make_vllm_launcher(stage: StageConfig, vocab_size: int) -> ServerLauncher:
+    """Return how to start a stage's servers on a node without ranks, all of whose GPUs they may use.
 
     Raises:
         ConfigError: Something is missing; the message names the key.
@@ -93,12 +85,12 @@ def vllm_launcher(stage: StageConfig, vocab_size: int) -> ServerLauncher:
     _check_launch(stage, vocab_size)
     settings, device = stage.generation.vllm, choose_device(stage.device)
     length = settings.max_model_len or stage.model.max_sequence_length
-    dialect = vllm_dialect(stage.generation, length, device, _DTYPES[stage.precision])
-    model = served_model(stage.model, _DTYPES[stage.precision], vocab_size)
-    return ServerLauncher(settings, dialect, model, server_devices(settings, _SIZE_KEY, device, shared=True))
+    dialect = make_vllm_dialect(stage.generation, length, device, _DTYPES[stage.precision])
+    model = describe_model(stage.model, _DTYPES[stage.precision], vocab_size)
+    return ServerLauncher(settings, dialect, model, choose_server_devices(settings, _SIZE_KEY, device, shared=True))
 
 
-def sleeps(generation: GenerationConfig, device: torch.device) -> bool:
+def can_sleep(generation: GenerationConfig, device: torch.device) -> bool:
     """Return whether the servers that a run starts release their memory while the policy trains on `device`."""
     return device.type == "cuda" and releases_memory(generation)
 
@@ -111,7 +103,7 @@ def check_vllm(stage: StageConfig, vocab_size: int) -> None:
     """
     _check_launch(stage, vocab_size)
     generation, device = stage.generation, choose_device(stage.device)
-    _devices(generation, device)
+    _choose_devices(generation, device)
     if device.type == "cuda" and generation.refit == "shared_memory":
         check_gpu_memory_can_be_shared(generation.refit)
 
@@ -132,5 +124,5 @@ def _check_launch(stage: StageConfig, vocab_size: int) -> None:
         )
 
 
-def _devices(generation: GenerationConfig, policy: torch.device) -> tuple[tuple[int, ...], ...]:
-    return server_devices(generation.vllm, _SIZE_KEY, policy, shares_gpus(generation))
+def _choose_devices(generation: GenerationConfig, policy: torch.device) -> tuple[tuple[int, ...], ...]:
+    return choose_server_devices(generation.vllm, _SIZE_KEY, policy, shares_gpus(generation))

@@ -15,7 +15,7 @@ from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tasks import Problem
-from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.stage_sampling import make_sampling
 from tests.unit.data.chat_families import (
     FAMILIES,
     ONE_TURN,
@@ -68,7 +68,7 @@ def stage():
 def as_rollouts(tokenizer, rendered, prompt, written, max_new_tokens):
     """Return the samples that a reward model gets if the policy writes some tokens after a prompt."""
     sampling = replace(
-        stage_sampling(stage(), tokenizer, end_of_turn_ids=rendered.end_of_turn_ids), max_new_tokens=max_new_tokens
+        make_sampling(stage(), tokenizer, end_of_turn_ids=rendered.end_of_turn_ids), max_new_tokens=max_new_tokens
     )
     encoded = rendered.build_prompt(Problem("", ""), Record({}, "x:1"), prompt)
     return samples_of(written, [encoded] * len(written), tokenizer, sampling)

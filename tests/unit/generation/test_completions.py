@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rl_megatron.generation.completion_batch import generate
-from rl_megatron.generation.completions import request_seed, request_uniforms, requests_of
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Sampling, WeightSpan
+from rl_megatron.generation.requests import derive_seed, draw_uniforms, make_requests
 from rl_megatron.training.metrics import NonFiniteLoss
 
 SAMPLING = Sampling(max_new_tokens=5, temperature=0.5, top_k=3)
@@ -34,17 +34,17 @@ def batch_of(prompts: list[list[int]], completions: list[Completion]) -> Any:
 
 
 def test_a_requests_random_numbers_depend_on_its_seed_alone():
-    few, many = requests_of([[1]], SAMPLING, seed=9), requests_of([[4, 5], [2], [3]], SAMPLING, seed=9)
-    assert torch.equal(request_uniforms(few, 4), request_uniforms(many, 7)[:1, :4])
-    assert torch.equal(request_uniforms(many[::-1], 7), request_uniforms(many, 7).flip(0))
+    few, many = make_requests([[1]], SAMPLING, seed=9), make_requests([[4, 5], [2], [3]], SAMPLING, seed=9)
+    assert torch.equal(draw_uniforms(few, 4), draw_uniforms(many, 7)[:1, :4])
+    assert torch.equal(draw_uniforms(many[::-1], 7), draw_uniforms(many, 7).flip(0))
     assert [request.request_id for request in many] == ["9-0", "9-1", "9-2"]
-    seeds = {request_seed(seed, index) for seed in range(100) for index in range(100)}
+    seeds = {derive_seed(seed, index) for seed in range(100) for index in range(100)}
     assert len(seeds) == 10_000 and all(0 <= seed < 1 << 63 for seed in seeds)
-    assert request_seed(-3, 0) != request_seed(3, 0) and request_seed(10**30, 1) < 1 << 63
+    assert derive_seed(-3, 0) != derive_seed(3, 0) and derive_seed(10**30, 1) < 1 << 63
 
 
 def test_random_numbers_are_uniform_and_independent_along_requests_and_tokens():
-    uniforms = request_uniforms(requests_of([[1]] * 1000, SAMPLING, seed=0), 1000)
+    uniforms = draw_uniforms(make_requests([[1]] * 1000, SAMPLING, seed=0), 1000)
     assert uniforms.min() >= 0 and uniforms.max() < 1 and uniforms.unique().numel() == 1_000_000
     counts = torch.histc(uniforms, 100, 0, 1)
     assert ((counts - 10_000) ** 2 / 10_000).sum() < 99 + 5 * math.sqrt(2 * 99)

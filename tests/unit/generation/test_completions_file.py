@@ -41,7 +41,7 @@ def test_an_incomplete_line_is_removed(path):
     write(path, 0, 1)
     with path.open("ab") as file:
         file.write(b'{"prompt": 2, "te')
-    assert CompletionsFile(path, SETTINGS).num_lines() == 2
+    assert CompletionsFile(path, SETTINGS).count_lines() == 2
     assert write(path, 2) == 2
     assert [json.loads(line)["prompt"] for line in path.open()] == [0, 1, 2]
 
@@ -58,17 +58,17 @@ def test_other_settings_are_refused_and_named(path, settings):
     write(path, 0)
     (changed,) = [key for key in settings if settings[key] != SETTINGS[key]]
     with pytest.raises(ConfigError, match=rf"has completions of other settings \({changed}: .* → "):
-        CompletionsFile(path, settings).num_lines()
+        CompletionsFile(path, settings).count_lines()
 
 
 def test_a_file_of_another_kind_is_refused(path):
     path.write_text("mine\n")
     with pytest.raises(ConfigError, match="it is not known what it was made with"):
-        CompletionsFile(path, SETTINGS).num_lines()
+        CompletionsFile(path, SETTINGS).count_lines()
     assert path.read_text() == "mine\n"
 
 
 @pytest.mark.parametrize(("name", "why"), [("", "is a directory"), ("a/b.jsonl", "a directory that does not exist")])
 def test_a_path_that_cannot_be_a_file_is_refused(tmp_path, name, why):
     with pytest.raises(ConfigError, match=why):
-        CompletionsFile(tmp_path / name, SETTINGS).num_lines()
+        CompletionsFile(tmp_path / name, SETTINGS).count_lines()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rl_megatron.generation.decode_graphs import CudaRecorder, DecodeGraphs, graphs_for
+from rl_megatron.generation.decode_graphs import CudaRecorder, DecodeGraphs, make_graphs
 
 
 class Recorder:
@@ -162,6 +162,6 @@ def test_a_capture_that_fails_ends_and_reports_what_the_step_raised(monkeypatch,
 )
 def test_steps_that_cannot_be_captured_are_left_as_they_are(logged, mode, device, reason, message):
     replica: Any = SimpleNamespace(device=torch.device(device), why_not_captured=reason)
-    assert graphs_for(replica, mode) is None
+    assert make_graphs(replica, mode) is None
     said = [text for text in logged if "CUDA graphs" in text]
     assert len(said) == bool(message) and all(str(message) in text for text in said)

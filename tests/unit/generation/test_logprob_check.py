@@ -8,9 +8,9 @@ import torch
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import generate
-from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling, Served
 from rl_megatron.generation.logprob_check import EngineMismatch, LogprobCheck
+from rl_megatron.generation.requests import derive_seed
 from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms.fakes import Characters, Scripted, completed
@@ -122,7 +122,7 @@ def test_an_engine_that_takes_no_single_requests_is_refused_when_one_comes():
 
 def calls_of(engine):
     """Return what the engine was asked for since the last call: "c" for the check, "g" for the caller's completions."""
-    asked = "".join("g" if seed == request_seed(5, 0) else "c" for _, seed in engine.calls)
+    asked = "".join("g" if seed == derive_seed(5, 0) else "c" for _, seed in engine.calls)
     engine.calls.clear()
     return asked
 

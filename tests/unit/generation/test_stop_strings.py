@@ -8,7 +8,7 @@ import pytest
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.run_tokenizer import train_bpe
-from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.generation.stage_sampling import make_sampling
 from rl_megatron.generation.stop_strings import StopStrings
 
 TOKENIZER = train_bpe(["the answer is 42. the answer is 43.\n\nQuestion: what is the answer? € ü"] * 3, 320)
@@ -48,18 +48,18 @@ def test_a_completion_ends_at_the_first_token_after_which_it_has_the_text(texts)
 
 def test_engines_in_other_processes_get_the_texts_and_the_tokenizer():
     there = pickle.loads(pickle.dumps(StopStrings(("the answer",), TOKENIZER.definition)))
-    assert there.found_in(TOKENIZER.encode("is the answer 4")) and not there.found_in(TOKENIZER.encode("the"))
+    assert there.appear_in(TOKENIZER.encode("is the answer 4")) and not there.appear_in(TOKENIZER.encode("the"))
     assert len(repr(there)) < 100
 
 
 def test_stop_tokens_may_be_special_and_longer_texts_are_stop_strings():
     stage = load_config(["data=arithmetic", "algorithm=grpo", "generation.stop_tokens=['<pad>']"]).first
-    sampling = stage_sampling(stage, TOKENIZER)
+    sampling = make_sampling(stage, TOKENIZER)
     assert sampling.stop_ids == (TOKENIZER.eos_id, TOKENIZER.pad_id) and sampling.stop_strings is None
     stage = load_config(["data=arithmetic", "algorithm=grpo", "generation.stop_tokens=['\\n\\nQ']"]).first
     with pytest.raises(ConfigError, match=r"'.*' is \d tokens .* set generation.stop_strings for a text of several"):
-        stage_sampling(stage, TOKENIZER)
+        make_sampling(stage, TOKENIZER)
     stage = load_config(["data=arithmetic", "algorithm=grpo", "generation.stop_strings=['Question: ']"]).first
-    assert stage_sampling(stage, TOKENIZER).stop_strings == StopStrings(("Question: ",), TOKENIZER.definition)
+    assert make_sampling(stage, TOKENIZER).stop_strings == StopStrings(("Question: ",), TOKENIZER.definition)
     with pytest.raises(ConfigError, match="generation.stop_strings"):
         load_config(["data=arithmetic", "generation.stop_strings=['']"])

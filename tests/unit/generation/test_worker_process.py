@@ -39,10 +39,10 @@ def pids():
 def test_answers_come_in_the_order_of_the_engines(start):
     workers = start(2)
     workers.ask("sleep", (0.2, "slow"), (0.0, "quick"))
-    assert workers.answers(0.01) is None, "an answer came too early"
-    assert workers.answers(SOON) == Answers(values=((0.2, "slow"), (0.0, "quick")))
+    assert workers.collect_answers(0.01) is None, "an answer came too early"
+    assert workers.collect_answers(SOON) == Answers(values=((0.2, "slow"), (0.0, "quick")))
     workers.ask("echo", ("for one alone",))
-    assert workers.answers(SOON) == Answers(values=(("for one alone",),))
+    assert workers.collect_answers(SOON) == Answers(values=(("for one alone",),))
 
 
 def test_progress_is_added_up_over_engines_and_is_no_answer(start):
@@ -51,16 +51,16 @@ def test_progress_is_added_up_over_engines_and_is_no_answer(start):
     try:
         workers = start(2)
         workers.ask("work", (3,), (2,))
-        assert workers.answers(SOON) == Answers(values=((3,), (2,)))
+        assert workers.collect_answers(SOON) == Answers(values=((3,), (2,)))
         assert reports[-1][:3] == (5, 5, "sequences") and len(reports) == 5
         assert all(done <= total for done, total, *_ in reports)
         workers.ask("work", (1,))
-        workers.answers(SOON)
+        workers.collect_answers(SOON)
         assert reports[-1] == (1, 1, "sequences", "token 0"), "an answer later nothing is left of it"
     finally:
         log.watch_progress(None)
     workers.ask("work", (3,))
-    assert workers.answers(SOON) == Answers(values=((3,),)), "nobody needs to watch"
+    assert workers.collect_answers(SOON) == Answers(values=((3,),)), "nobody needs to watch"
 
 
 @pytest.mark.parametrize(("method", "how"), [("die", "was killed by SIGKILL"), ("leave", "exited with status 3")])
@@ -68,24 +68,24 @@ def test_a_death_is_reported_with_its_cause(start, method, how):
     workers = start(2)
     (_, second) = pids()
     workers.ask(method, (False,), (True,))  # only the second engine dies
-    assert workers.answers(SOON).died == f"rollout engine 1 (process {second}) {how}"
+    assert workers.collect_answers(SOON).died == f"rollout engine 1 (process {second}) {how}"
 
 
 def test_a_death_while_idle_is_found_by_the_next_request(start):
     workers = start()
     workers.ask("echo", ())
-    workers.answers(SOON)
+    workers.collect_answers(SOON)
     os.kill(pids()[0], signal.SIGKILL)
     time.sleep(0.2)
     workers.ask("echo", ())
-    assert "was killed by SIGKILL" in workers.answers(SOON).died
+    assert "was killed by SIGKILL" in workers.collect_answers(SOON).died
 
 
 def test_an_engine_that_does_not_answer_counts_as_dead(start):
     workers = start(timeout_seconds=1.0)
     began = time.monotonic()
     workers.ask("sleep", (60.0,))
-    assert "did not answer within 0.0167 minutes" in workers.answers(SOON).died
+    assert "did not answer within 0.0167 minutes" in workers.collect_answers(SOON).died
     assert time.monotonic() - began < 5
 
 
@@ -95,13 +95,13 @@ def test_hurried_engines_have_less_time_and_an_error_has_priority_over_a_timeout
     workers.ask("sleep", (60.0,))
     workers.hurry(0.2, "a collective failed")
     workers.hurry(50.0, "that")  # does not extend the deadline
-    assert "did not answer within 0.2 seconds after a collective failed" in workers.answers(SOON).died
+    assert "did not answer within 0.2 seconds after a collective failed" in workers.collect_answers(SOON).died
     two = start(2)
     two.ask("echo", (), ())
-    two.answers(SOON)  # both have started
+    two.collect_answers(SOON)  # both have started
     two.ask("failed", (0.0,), (60.0,))  # the first engine raises, the second is busy
     two.hurry(1.0, "a collective failed")
-    answers = two.answers(SOON)
+    answers = two.collect_answers(SOON)
     assert answers.died is None and "because" in answers.failed == answers.failure
     assert time.monotonic() - began < 15
 
@@ -111,14 +111,14 @@ def test_an_engine_that_does_not_read_counts_as_dead(start):
     workers = start(timeout_seconds=1.0)
     os.kill(pids()[0], signal.SIGSTOP)
     workers.ask("echo", ("x" * 10_000_000,))  # more than the connection buffers
-    assert "stopped answering" in workers.answers(SOON).died
+    assert "stopped answering" in workers.collect_answers(SOON).died
 
 
 @pytest.mark.parametrize("kind", ["refused", "failed", "broken"])
 def test_an_engines_refusal_is_reported_with_its_name(start, kind):
     workers = start()
     workers.ask(kind, (0.0,))
-    assert getattr(workers.answers(SOON), kind) == f"rollout engine 0 (process {pids()[0]}): because"
+    assert getattr(workers.collect_answers(SOON), kind) == f"rollout engine 0 (process {pids()[0]}): because"
 
 
 def test_shutdown_leaves_no_process(start):
@@ -135,7 +135,7 @@ def test_a_busy_process_ends_with_its_parent():
         "import time, psutil\nfrom rl_megatron.generation.transformers import process\n"
         "process.WORKER_MODULE = 'tests.unit.generation.echo_worker'\n"
         "workers = process.EngineWorkers(1, 60.0)\n"
-        "workers.ask('echo', ())\nworkers.answers(20.0)\nworkers.ask('sleep', (60.0,))\n"
+        "workers.ask('echo', ())\nworkers.collect_answers(20.0)\nworkers.ask('sleep', (60.0,))\n"
         "print(psutil.Process().children()[0].pid, flush=True)\ntime.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.generation.decoder import Decoder
-from rl_megatron.generation.embedded_replica import EmbeddedReplica
+from rl_megatron.generation.embedded import EmbeddedReplica
 from rl_megatron.generation.interfaces import Request, Sampling
-from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.requests import PartialCompletion
 from rl_megatron.plan.ledger import Ledger
 from rl_megatron.plan.run import planned_rank, run_phases
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -102,7 +102,7 @@ def _decode(overrides, steps):
         policy = MegatronPolicy(work.stage.model, topology, vocab_size=work.vocab_size, precision="bf16")
         decoder = Decoder(EmbeddedReplica(policy), 8)
         sampling = Sampling(work.response_tokens, top_p=0.9, top_k=20)
-        decoder.add([Ongoing(Request(f"{n}", (n,) * 32, sampling, n)) for n in range(8)])
+        decoder.add([PartialCompletion(Request(f"{n}", (n,) * 32, sampling, n)) for n in range(8)])
         with decoder.active():
             decoder.advance()  # reads the prompts
             decoder.advance()  # sends how the new sequences are sampled

@@ -11,7 +11,7 @@ import torch
 from rl_megatron import EnvironmentStep
 from rl_megatron.rollouts.environment import read_reset, read_step
 from rl_megatron.rollouts.environment_adapter import NemoEnvironment
-from rl_megatron.workers.plain_data import BadAnswer, loads_plain, plain, plain_bytes
+from rl_megatron.workers.plain_data import BadAnswer, dump_plain, load_plain, to_plain
 
 USER = {"role": "user", "content": "go"}
 
@@ -79,11 +79,11 @@ class Level(enum.IntEnum):
 
 def test_plain_data_is_the_same_behind_the_socket():
     step = EnvironmentStep([USER], 0.5, metadata={"board": np.eye(2), "level": Level.HIGH, "row": torch.ones(1)})
-    sent = loads_plain(plain_bytes((plain(step),)))[0]
+    sent = load_plain(dump_plain((to_plain(step),)))[0]
     expected = {"board": [[1.0, 0.0], [0.0, 1.0]], "level": 3, "row": [1.0]}
     assert EnvironmentStep(**sent) == EnvironmentStep([USER], 0.5, metadata=expected)
     with pytest.raises(BadAnswer, match=r"returned a object \(the result.metadata\['x'\]\[0\]\)"):
-        plain(EnvironmentStep(metadata={"x": [object()]}))
+        to_plain(EnvironmentStep(metadata={"x": [object()]}))
 
 
 @pytest.mark.parametrize("rewards", [np.array([0.0, 1.0]), torch.zeros(0), 1.0])

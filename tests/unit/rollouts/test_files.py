@@ -12,7 +12,7 @@ from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks.task import Problem
-from rl_megatron.generation.completion_batch import SampledSequence, sequence_batch
+from rl_megatron.generation.completion_batch import SampledSequence, make_completion_batch
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rollouts.files import Draw, build_rows, read_rows, rollout_file, rows_to_batch, write_rows
@@ -33,7 +33,7 @@ COMPLETIONS = (
 
 def draw(experts=False):
     sampling = Sampling(4, 0.7, 5, 0.9)
-    batch = sequence_batch(
+    batch = make_completion_batch(
         [
             SampledSequence([*map(ord, prompt), *completion.ids], ((len(prompt), completion),), sampling)
             for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True)

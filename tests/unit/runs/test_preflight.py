@@ -13,7 +13,7 @@ from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.generation.engines import check_engine
-from rl_megatron.generation.transformers.devices import engine_devices
+from rl_megatron.generation.transformers.devices import choose_engine_devices
 from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.runs.preflight import (
@@ -224,7 +224,7 @@ def test_an_engine_on_the_cpu_needs_shared_memory_if_the_policy_is_on_gpus():
         ["algorithm=grpo", "generation.engine=transformers", "generation.engine_device=cpu"]
     ).first.generation
     with pytest.raises(ConfigError, match="engine_device=cpu and generation.refit=collective.*set generation.refit="):
-        engine_devices(settings, torch.device("cuda", 0))
+        choose_engine_devices(settings, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_an_engine_on_a_ranks_gpu_is_refused_if_weights_are_sent_by_nccl(monkeyp
     settings = load_config(["algorithm=grpo", "generation.engine=transformers", *given]).first.generation
     words = "generation.engine_device=cuda.*generation.refit=collective.*set engine_device=cuda:2 or higher, or refit="
     with pytest.raises(ConfigError, match=words) if refused else nullcontext():
-        engine_devices(settings, torch.device("cuda", 0))
+        choose_engine_devices(settings, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

@@ -35,7 +35,7 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
         timer=PhaseTimer(), evaluations=closing("sets"), closing=[],
     )  # fmt: skip
     fakes = {"SyncedEngine": closing("engine"), "Scorer": closing("scorer"), "build_evaluation": closing("evaluation")}
-    fakes |= {"MegatronPolicy": None, "build_engine": None, "stage_sampling": None, "LogprobCheck": None}
+    fakes |= {"MegatronPolicy": None, "build_engine": None, "make_sampling": None, "LogprobCheck": None}
     fakes |= {"Stage": stage, "get_algorithm": algorithm, "build_runner": closing("rollout worker")}
     fakes |= {"StepMeter": SimpleNamespace(timer=stage.timer), "StepProfiler": None, "build_dataset_loader": None}
     for name, made in fakes.items():

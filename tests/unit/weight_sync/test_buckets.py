@@ -11,7 +11,7 @@ from rl_megatron.weight_sync.buckets import (
     TensorSpec,
     WeightsRefused,
     fingerprint,
-    fingerprint_of_ones,
+    fingerprint_ones,
     hash_columns,
     hash_rows,
     plan_buckets,
@@ -51,7 +51,7 @@ def test_sums_over_columns_are_exact_at_the_limit_of_fp64(monkeypatch):
     monkeypatch.setattr("rl_megatron.weight_sync.buckets.COLUMNS_AT_ONCE", 97)
     monkeypatch.setattr("rl_megatron.weight_sync.buckets.ELEMENTS_AT_ONCE_CPU", 97)
     assert torch.equal(fingerprint(tensor), whole)
-    assert whole == -(2**15) * fingerprint_of_ones(tensor.shape, (0, 0), CPU)
+    assert whole == -(2**15) * fingerprint_ones(tensor.shape, (0, 0), CPU)
 
 
 class MatrixProducts(TorchDispatchMode):
@@ -78,8 +78,8 @@ def test_fingerprints_of_blocks_add_up_to_that_of_the_tensor(dtype):
     tensor = random_bits(12, 10, dtype=dtype)
     blocks = {(0, 0): tensor[:5], (5, 0): tensor[5:, :3], (5, 3): tensor[5:, 3:]}
     assert sum(fingerprint(block, location) for location, block in blocks.items()) == fingerprint(tensor)
-    ones = sum(fingerprint_of_ones(block.shape, location, CPU) for location, block in blocks.items())
-    assert ones == fingerprint_of_ones((12, 10), (0, 0), CPU)
+    ones = sum(fingerprint_ones(block.shape, location, CPU) for location, block in blocks.items())
+    assert ones == fingerprint_ones((12, 10), (0, 0), CPU)
     vector = random_bits(11, dtype=dtype)
     assert fingerprint(vector[:4]) + fingerprint(vector[4:], (4, 0)) == fingerprint(vector)
 

@@ -19,8 +19,8 @@ from rl_megatron.config.addresses import is_loopback
 from rl_megatron.weight_sync.process_group import (
     CollectiveFailed,
     StandaloneGroup,
-    free_address,
-    listening_socket,
+    find_free_address,
+    open_listening_socket,
 )
 from tests.ports import free_port
 
@@ -107,18 +107,18 @@ def test_a_dead_peer_raises_an_error_in_an_nccl_group_and_does_not_end_the_proce
 def test_rank_0_listens_at_its_own_address_only(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    with listening_socket("127.0.0.1", 0, 2) as listening:
+    with open_listening_socket("127.0.0.1", 0, 2) as listening:
         assert listening.getsockname()[0] == "127.0.0.1"
-    with listening_socket("localhost", 0, 2) as listening:
+    with open_listening_socket("localhost", 0, 2) as listening:
         assert listening.getsockname()[0] in ("127.0.0.1", "::1")
 
 
 def test_rank_0_listens_everywhere_if_other_nodes_reach_it_by_another_address(monkeypatch):
-    with listening_socket("192.0.2.1", 0, 2) as listening:  # an address that is forwarded to this machine
+    with open_listening_socket("192.0.2.1", 0, 2) as listening:  # an address that is forwarded to this machine
         assert listening.getsockname()[0] == "0.0.0.0"
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with listening_socket("127.0.0.1", 0, 2) as listening:  # what /etc/hosts may say about the node's own name
+    with open_listening_socket("127.0.0.1", 0, 2) as listening:  # what /etc/hosts may say about the node's own name
         assert listening.getsockname()[0] == "0.0.0.0"
 
 
@@ -132,7 +132,7 @@ def test_servers_of_another_node_meet_the_ranks_at_an_address_that_they_reach(mo
     if not own:
         pytest.skip("this machine has no address but the loopback's")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert free_address()[0] == free_address(["127.0.0.1", "localhost"])[0] == "127.0.0.1"
-    assert free_address(["localhost", own[0]])[0] == own[0], "the way to itself"
+    assert find_free_address()[0] == find_free_address(["127.0.0.1", "localhost"])[0] == "127.0.0.1"
+    assert find_free_address(["localhost", own[0]])[0] == own[0], "the way to itself"
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
-    assert free_address([own[0]])[0] == "192.0.2.7"
+    assert find_free_address([own[0]])[0] == "192.0.2.7"

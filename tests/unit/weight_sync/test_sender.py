@@ -21,7 +21,7 @@ class Exporter:
 
     def __init__(self, model, max_bytes): ...
 
-    def new_buffer(self):
+    def allocate_buffer(self):
         return torch.zeros(max(bucket.num_words for bucket in PLAN.buckets), dtype=torch.int64)
 
     def fill(self, index, buffer):

@@ -9,7 +9,7 @@ import torch
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.buckets import Bucket, RefitPlan, TensorSpec, WeightsRefused
 from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
-from rl_megatron.weight_sync.sglang import ChecksumHistory, SglangSync, flat_order, flattened, sources_of
+from rl_megatron.weight_sync.sglang import ChecksumHistory, SglangSync, find_sources, flatten, order_flat
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
 QKV, NORM, EMBEDDING = "model.layers.0.self_attn.qkv_proj.weight", "model.norm.weight", "model.embed_tokens.weight"
@@ -35,8 +35,8 @@ def filled(*specs):
 )
 def test_the_tensors_of_a_flat_bucket_follow_each_other_without_gaps(specs):
     bucket, buffer, tensors = filled(*specs)
-    flat, start = flattened(bucket, buffer), 0
-    for spec in flat_order(bucket):
+    flat, start = flatten(bucket, buffer), 0
+    for spec in order_flat(bucket):
         assert start % spec.torch_dtype.itemsize == 0  # SGLang refuses a tensor that begins elsewhere
         part = flat[start : start + spec.num_bytes].view(spec.torch_dtype).view(spec.shape)
         assert torch.equal(part, tensors[spec.name])
@@ -46,15 +46,15 @@ def test_the_tensors_of_a_flat_bucket_follow_each_other_without_gaps(specs):
 
 def test_a_bucket_without_padding_is_sent_without_a_copy():
     bucket, buffer, _ = filled(("a", (2, 4), "float32"), ("b", (4,), "bfloat16"))
-    assert flattened(bucket, buffer).data_ptr() == buffer.data_ptr()
+    assert flatten(bucket, buffer).data_ptr() == buffer.data_ptr()
 
 
 def test_fused_and_tied_tensors_have_the_tensors_of_the_checkpoint_as_sources():
-    assert sources_of(QKV, [Q, K, V, NORM]) == [Q, K, V]
-    assert sources_of(NORM, [Q, NORM]) == [NORM]
-    assert sources_of("lm_head.weight", [EMBEDDING]) == [EMBEDDING]
-    assert sources_of("lm_head.weight", [EMBEDDING, "lm_head.weight"]) == ["lm_head.weight"]
-    assert sources_of("rotary.cos", [Q, K, V]) == []
+    assert find_sources(QKV, [Q, K, V, NORM]) == [Q, K, V]
+    assert find_sources(NORM, [Q, NORM]) == [NORM]
+    assert find_sources("lm_head.weight", [EMBEDDING]) == [EMBEDDING]
+    assert find_sources("lm_head.weight", [EMBEDDING, "lm_head.weight"]) == ["lm_head.weight"]
+    assert find_sources("rotary.cos", [Q, K, V]) == []
 
 
 def answer(*ranks):
@@ -121,8 +121,8 @@ def sync_with(server):
     cpu = torch.device("cpu")
     servers = WeightServers([server], Ranks(), timeout_seconds=5, seconds_after_a_break=0.1)
     plan = RefitPlan({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}, 10, ())
-    exporter = SimpleNamespace(plan=plan, whole_buckets=lambda: [])
-    weights = SimpleNamespace(plan=plan, exporter=lambda: exporter)
+    exporter = SimpleNamespace(plan=plan, gather_buckets=lambda: [])
+    weights = SimpleNamespace(plan=plan, get_exporter=lambda: exporter)
     return SglangSync(servers, weights, SimpleNamespace(is_cuda=False, device=cpu), timeout_seconds=1.0)
 
 

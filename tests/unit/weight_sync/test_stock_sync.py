@@ -12,7 +12,7 @@ from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.buckets import RefitPlan, TensorSpec, WeightsRefused, plan_buckets
 from rl_megatron.weight_sync.sender import SyncTimings
 from rl_megatron.weight_sync.servers import WeightServers
-from rl_megatron.weight_sync.vllm_sync import transfer_config, transfer_environment, vllm_sync
+from rl_megatron.weight_sync.vllm_sync import make_transfer_config, make_transfer_environment, make_vllm_sync
 
 SPECS = [TensorSpec("a", (4, 3), "bfloat16"), TensorSpec("b", (5,), "float32"), TensorSpec("c", (2, 2), "bfloat16")]
 FINISHING = ["/weight_checker", "/weight_info", "/reset_prefix_cache?reset_running_requests=true&reset_external=true"]
@@ -48,10 +48,10 @@ class Sender:
     def __init__(self):
         self.timings = SyncTimings()
 
-    def exporter(self, max_bytes):
+    def get_exporter(self, max_bytes):
         return None
 
-    def exporter_of_adapters(self):
+    def make_adapter_exporter(self):
         return self
 
     def stream(self):
@@ -62,7 +62,7 @@ class Sender:
 def sync_of(refit: str, servers: list[Server], directory: Path | None = None, sender: Sender | None = None):
     together = WeightServers(servers, Ranks(), 10)
     arguments = {"bucket_bytes": 24, "timeout_seconds": 5.0, "directory": directory or Path()}
-    return vllm_sync(refit, sender or Sender(), together, **arguments)  # pyright: ignore[reportArgumentType]
+    return make_vllm_sync(refit, sender or Sender(), together, **arguments)  # pyright: ignore[reportArgumentType]
 
 
 def paths(server: Server) -> list[str]:
@@ -118,5 +118,5 @@ def test_servers_whose_parameters_differ_are_refused(tmp_path):
 
 
 def test_stock_servers_are_started_without_our_backend():
-    assert transfer_config("disk") is None and transfer_config("adapter") is None
-    assert transfer_environment("disk") == {}
+    assert make_transfer_config("disk") is None and make_transfer_config("adapter") is None
+    assert make_transfer_environment("disk") == {}

@@ -14,10 +14,10 @@ import torch
 
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.buckets import RefitPlan, TensorSpec, WeightsRefused, fingerprint, plan_buckets
-from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, opened
+from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, open_handle
 from rl_megatron.weight_sync.plugin_sync import SyncInSharedMemory
 from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
-from rl_megatron.weight_sync.vllm_plugin import PROTOCOL, InitInfo, UpdateInfo, VllmReceiver, report_of
+from rl_megatron.weight_sync.vllm_plugin import PROTOCOL, InitInfo, UpdateInfo, VllmReceiver, report_state
 from rl_megatron.weight_sync.vllm_sink import LayerwiseSink
 
 # vLLM's environment has other packages than ours, so the plugin may need only torch and the standard library.
@@ -57,7 +57,7 @@ def test_a_plan_survives_json():
 def test_a_handle_survives_json():
     buffer = SharedBuffer(4, torch.device("cpu"))
     buffer.words.copy_(torch.arange(4))
-    with opened(WeightHandle.from_json(json.loads(json.dumps(buffer.handle(2, 3).to_json())))) as words:
+    with open_handle(WeightHandle.from_json(json.loads(json.dumps(buffer.make_handle(2, 3).to_json())))) as words:
         assert words.tolist() == [0, 1, 2]
     del words
     buffer.close()
@@ -79,18 +79,18 @@ def test_a_trainer_tells_a_server_without_the_backend_how_to_start():
 
         def request(self, method, path, body=None, timeout_seconds=None):
             future = Future()
-            future.set_result({"results": [report_of(None)]} if path == "/collective_rpc" else {})
+            future.set_result({"results": [report_state(None)]} if path == "/collective_rpc" else {})
             return future
 
     servers = WeightServers([Server()], Ranks(), timeout_seconds=5)
-    sender = SimpleNamespace(exporter=lambda size: None, plan=RefitPlan({}, 10, ()))
+    sender = SimpleNamespace(get_exporter=lambda size: None, plan=RefitPlan({}, 10, ()))
     with pytest.raises(ServerRefused, match=r"no weight-transfer backend; start it with --weight-transfer-config"):
         SyncInSharedMemory(sender, servers, 1 << 20, 5.0).connect()
 
 
 def test_a_server_without_the_backend_says_so():
-    assert report_of(None)["failed"] == "the server was started with no weight-transfer backend"
-    assert report_of(object())["failed"] == "the server was started with the backend object"
+    assert report_state(None)["failed"] == "the server was started with no weight-transfer backend"
+    assert report_state(object())["failed"] == "the server was started with the backend object"
 
 
 # --- a model of vLLM, whose layers take their tensors when all of them have come ---
@@ -161,7 +161,7 @@ def test_weights_without_a_parameter_of_the_server_are_not_served(config):
     receiver.model, receiver.model_config = Model(), config
     receiver.init_transfer_engine(InitInfo(PROTOCOL, plan.to_json()))
     receiver.start_weight_update()
-    receiver.receive_weights(UpdateInfo(7, shared.handle(0, bucket.num_words).to_json()))
+    receiver.receive_weights(UpdateInfo(7, shared.make_handle(0, bucket.num_words).to_json()))
     receiver.finish_weight_update()
     shared.close()
     report = receiver.report()

@@ -22,7 +22,7 @@ def test_every_part_of_a_mark_is_written_as_one_word():
     mark = CallMark(memory)  # pyright: ignore[reportArgumentType]
     mark.clear()
     assert mark.read() is None
-    with mark.of(2**40, 7):
+    with mark.mark_call(2**40, 7):
         assert mark.read() == (2**40, 7)
     assert mark.read() is None and began <= mark.touched <= time.monotonic()
     assert len(memory.written) == 6 and {len(value) for _, value in memory.written} == {8}

@@ -17,7 +17,7 @@ import pytest
 
 from rl_megatron import log
 from rl_megatron.workers import program_limits
-from rl_megatron.workers.child_process import describe_end, environment_of_a_child
+from rl_megatron.workers.child_process import build_child_environment, describe_end
 from rl_megatron.workers.confinement import (
     Limits,
     find_missing_limits,
@@ -96,7 +96,7 @@ def test_the_numbers_of_system_calls_are_those_of_the_kernel(machine):
     lines = re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", header.read_text())
     numbers = {name: int(number) for name, number in lines}
     numbers.setdefault("newfstatat", numbers.get("fstatat", 0))
-    calls = program_limits.allowed_calls(machine) | program_limits.calls_with_a_condition(machine)
+    calls = program_limits.list_allowed_calls(machine) | program_limits.list_conditional_calls(machine)
     assert {name: numbers[name] for name in calls} == calls and len(calls) > 130
 
 
@@ -142,7 +142,7 @@ def test_what_a_run_has_logged_is_not_repeated_by_the_processes_that_it_starts(w
     log_missing_limits()
     assert logged == [remark]
     monkeypatch.setattr(log.once, "messages", set())  # as in another process
-    monkeypatch.setattr(os, "environ", environment_of_a_child())
+    monkeypatch.setattr(os, "environ", build_child_environment())
     assert run(program) == (0, "") and logged == [remark]
 
 

@@ -5,7 +5,7 @@ import asyncio
 import httpx2
 import pytest
 
-from rl_megatron.generation.servers.access import TOKEN, TokenRequired, authorization
+from rl_megatron.generation.servers.access import TOKEN, TokenRequired, make_headers
 
 
 async def app(scope, receive, send):
@@ -24,8 +24,8 @@ def status_of(headers, path="/collective_rpc"):
 @pytest.mark.parametrize(
     ("headers", "path", "status"),
     [
-        (authorization("a token of the run"), "/collective_rpc", 200),
-        (authorization("a token of another run"), "/collective_rpc", 401),
+        (make_headers("a token of the run"), "/collective_rpc", 200),
+        (make_headers("a token of another run"), "/collective_rpc", 401),
         ({"Authorization": "a token of the run"}, "/collective_rpc", 401),
         ({}, "/collective_rpc", 401),
         ({}, "/health/../collective_rpc", 401),

@@ -15,7 +15,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import VllmConfig
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.servers.access import TOKEN
-from rl_megatron.generation.servers.node import NodeServers, ServerLauncher, served_model
+from rl_megatron.generation.servers.node import NodeServers, ServerLauncher, describe_model
 from rl_megatron.weight_sync.buckets import RefitPlan
 from rl_megatron.weight_sync.exporter import WeightExporter
 from tests import child_processes
@@ -102,7 +102,7 @@ def test_servers_need_a_port_that_the_run_knows_and_a_token_if_other_machines_re
 
 def test_servers_are_told_of_the_model_what_the_run_will_send(ranks):
     told = ranks.reference(_plan_of_policy)
-    assert served_model(LLAMA, "float32", told.vocab_size).hf_config == told.hf_config
+    assert describe_model(LLAMA, "float32", told.vocab_size).hf_config == told.hf_config
 
 
 def _plan_of_policy():

@@ -281,11 +281,11 @@ def test_a_paused_request_goes_on_after_resume(servers):
 
     async def run():
         async with sender(fake) as requests_to:
-            await requests_to.of_each(DIALECT.pause)
+            await requests_to.call_all(DIALECT.pause)
             kept = asyncio.ensure_future(requests_to.complete(request("kept")))
             await asyncio.sleep(0.1)
             assert not kept.done()
-            await requests_to.of_each(DIALECT.resume)
+            await requests_to.call_all(DIALECT.resume)
             return await asyncio.wait_for(kept, 10)
 
     kept = asyncio.run(run())

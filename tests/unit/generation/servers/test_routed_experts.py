@@ -11,7 +11,7 @@ import pytest
 
 from rl_megatron.config.generation import VllmConfig
 from rl_megatron.generation.interfaces import EngineFailed, Request, Sampling
-from rl_megatron.generation.servers.answers import checked
+from rl_megatron.generation.servers.answers import check_answer
 from rl_megatron.generation.servers.dialect import Launch
 from rl_megatron.generation.vllm.dialect import VllmDialect
 from rl_megatron.weight_sync.servers import ServerRefused
@@ -32,7 +32,7 @@ def answer(experts):
         "token_ids": [6, 7], "logprobs": {"content": content}, "finish_reason": "length", "routed_experts": encoded,
         "weight_versions": [{"version": "1", "start": 0, "end": 2}],
     }  # fmt: skip
-    return checked(REQUEST, DIALECT.parse_response({"choices": [choice]}), 50, "vLLM server 0")
+    return check_answer(REQUEST, DIALECT.parse_response({"choices": [choice]}), 50, "vLLM server 0")
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
