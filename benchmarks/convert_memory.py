@@ -32,7 +32,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rl_megatron.checkpoint import hf_convert
+from rl_megatron.checkpoint import hf_convert, hf_weights
 from rl_megatron.checkpoint.safetensors_files import WeightWriter
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.llama import LLAMA
@@ -86,7 +86,7 @@ def measured_here(direction: str, source: Path, target: Path, max_shard_bytes: i
     if direction == "import":
         hf_convert.import_weights(source, target)
     elif direction == "import whole":
-        hf_convert.BLOCK_BYTES = 1 << 60
+        hf_weights.BLOCK_BYTES = 1 << 60
         hf_convert.import_weights(source, target)
     else:
         hf_convert.export_weights(source, target, max_shard_bytes)

@@ -138,7 +138,7 @@ def make_client(name: str, texts: Sequence[str]) -> Callable[[str], Any]:
     tokenizer = train_bpe(texts, 8000)
     renderer = Renderer(PromptsConfig(format="chat", chat_template=_TEMPLATE), tokenizer)
     record = {"messages": [{"role": "user", "content": "Hello"}]}
-    prompt = renderer.prompt(Problem("", "", record, name))
+    prompt = renderer.encode_problem(Problem("", "", record, name))
 
     async def answer(request: Request) -> Completion:
         ids = (*tokenizer.encode("The answer is 5."), tokenizer.eos_id)

@@ -46,7 +46,7 @@ from rl_megatron.batching.microbatch_plan import MicrobatchPlan, plan_dynamic_ba
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.order import epoch_order
 from rl_megatron.data.run_tokenizer import build_tokenizer
-from rl_megatron.data.training_data import training_dataset
+from rl_megatron.data.training_data import build_dataset
 
 _REPETITIONS = 5
 Planner = Callable[[Sequence[int], int, int, SequenceCost], MicrobatchPlan]
@@ -57,7 +57,7 @@ def read_lengths(path: str, pack_size: int) -> tuple[list[int], SequenceCost]:
     overrides = ["experiment=gsm8k_sft", "model=qwen2_5_0_5b", f"model.max_sequence_length={pack_size}"]
     config = load_config([*overrides, f"data.path={path}"]).first
     tokenizer = build_tokenizer(config)
-    rows = training_dataset(config, tokenizer)
+    rows = build_dataset(config, tokenizer)
     lengths = rows.batch(range(len(rows)))["input_lengths"].tolist()
     order = epoch_order(len(rows), config.train.seed, epoch=0).tolist()
     return [lengths[row] for row in order], SequenceCost.from_model(config.model, tokenizer.vocab_size)

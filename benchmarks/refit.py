@@ -241,7 +241,7 @@ def whole_tensors(policy: Any) -> Iterator[Tensor]:
         local.setdefault(piece.name, []).append(piece)
     gathered: dict[str, Tensor] = {}
     for hf_name in table.hf_shapes:
-        blocks = sorted(table.of_hf[hf_name], key=lambda rows: rows.hf_row)
+        blocks = sorted(table.by_hf_name[hf_name], key=lambda rows: rows.hf_row)
         for name in {rows.name for rows in blocks} - gathered.keys():
             gathered[name] = torch.cat([gather(piece) for piece in local[name]])
         yield torch.cat([gathered[rows.name][rows.row : rows.row + rows.count] for rows in blocks])

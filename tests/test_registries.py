@@ -57,8 +57,8 @@ OTHER_MEANINGS = {
     ("rl_megatron.data.tasks.multiple_choice", "text"): "a key of a record's choices",
     ("rl_megatron.data.readers", "text"): "the field of a record",
     ("rl_megatron.data.sources.prompts", "reward_model"): "the field of a record for verl",
-    ("rl_megatron.rewards.calling", "reward_model"): "a field of verl's records",
-    ("rl_megatron.rewards.calling", "prompts"): "a parameter of TRL's functions",
+    ("rl_megatron.rewards.reward_function", "reward_model"): "a field of verl's records",
+    ("rl_megatron.rewards.reward_function", "prompts"): "a parameter of TRL's functions",
     ("rl_megatron.rollouts.hosted_verifiers", "task"): "a field of examples of verifiers",
     ("rl_megatron.data.tasks.registry", "task"): "what an error message calls a task",
     **{

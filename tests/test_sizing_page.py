@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from docs import generate_sizing as sizing
-from rl_megatron.checkpoint.optimizer_state import parts
+from rl_megatron.checkpoint.optimizer_state import list_parts
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LayerKind
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -56,7 +56,7 @@ def held_bytes(model: ModelConfig, parallel: dict, precision: str, distributed: 
     models = [parameter for model_chunk in policy.model.model_chunks for parameter in model_chunk.parameters()]
     storages = {p.untyped_storage().data_ptr() for p in models}
     state = []
-    for part in parts(policy.optimizer):
+    for part in list_parts(policy.optimizer):
         stepped = [p for group in part.optimizer.param_groups for p in group["params"]]
         state += [p for p in stepped if p.untyped_storage().data_ptr() not in storages]
         state += [

@@ -19,8 +19,7 @@ from benchmarks.faults import in_rank
 from benchmarks.faults.cases import RUNS, Fault, Run
 from benchmarks.faults.full_disk import free_disk, mount_disk, unmount_disk
 from benchmarks.faults.launch import OUTPUT, Fork, start
-from rl_megatron.checkpoint.digests import check_digests
-from rl_megatron.checkpoint.directory import LEFTOVERS, complete_checkpoints, read_manifest
+from rl_megatron.checkpoint.directory import LEFTOVERS, check_digests, find_checkpoints, read_manifest
 from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.metrics import METRICS_FILE, is_cost
 from rl_megatron.rollouts.record import RolloutLog
@@ -284,7 +283,7 @@ def _check_message(directory: Path, status: int) -> None:
 def _checkpoints(directory: Path, critics: bool = False) -> list[Path]:
     """Return all complete checkpoints of a run; a critic's without that of its policy is not a whole checkpoint."""
     stages = [*(directory / "out" / "checkpoints").glob("*/")]
-    return [path for stage in stages if critics or stage.suffix != ".critic" for path in complete_checkpoints(stage)]
+    return [path for stage in stages if critics or stage.suffix != ".critic" for path in find_checkpoints(stage)]
 
 
 def _check_checkpoints(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Names and manifests of checkpoint directories, and how one is synced and published. It does not need megatron-core.
+"""Names, manifests and digests of checkpoint directories, and how one is published. It does not need megatron-core.
 
 A checkpoint is a directory `step-000123`. It is written as `step-000123.incomplete`. Once every rank has written its
 part, rank 0 adds `manifest.json` (step, model, size and digest of every file) and renames the directory. A run that is
@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -42,21 +42,25 @@ _BLOCK = 1 << 20
 class Damaged(ConfigError):
     """Raised for a checkpoint whose files differ from what was written."""
 
+    @staticmethod
+    def from_cause(checkpoint: Path, cause: str) -> Damaged:
+        """Return the error of a checkpoint, given what is wrong with it."""
+        return Damaged(f"checkpoint {checkpoint} is damaged: {cause}; use an older one")
+
 
 # --- writing ---
 
 
-def name_of(step: int) -> str:
-    """Return the directory name of the checkpoint of `step`."""
+def name_checkpoint(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def random_state_file(rank: int) -> str:
+def name_random_state(rank: int) -> str:
     """Return the name of the file that holds the state of a rank's random number generators."""
     return f"random_{rank:05d}.pt"
 
 
-def file_entry(path: Path) -> dict[str, Any]:
+def digest_file(path: Path) -> dict[str, Any]:
     """Return a file's manifest entry (size in bytes and SHA-256), and sync the file to disk."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -69,28 +73,25 @@ def file_entry(path: Path) -> dict[str, Any]:
 def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[str, Any] | None = None) -> None:
     """Turn the finished directory `partial` into the checkpoint `final`: write its manifest, then rename it.
 
-    Args:
-        partial: The directory, with all files but the manifest.
-        final: The checkpoint's path. A checkpoint that already has this name is replaced.
-        manifest: The manifest's keys, without format, files and digest.
-        entries: The manifest entries that the files' writers have already computed. Other files are read here.
+    A checkpoint that has the name already is replaced. `manifest` has the keys without format, files and digest, and
+    `entries` those of files whose writers have computed them already. Other files are read here.
     """
     entries = dict(entries or {})
     for path in sorted(partial.rglob("*")):
         name = str(path.relative_to(partial))
         if path.is_file() and name not in entries:
-            entries[name] = file_entry(path)
+            entries[name] = digest_file(path)
     content = {"format": FORMAT, **manifest, "files": dict(sorted(entries.items()))}
     content = json.loads(json.dumps(content))  # JSON turns keys into strings, and the digest is of what is read back
     with (partial / MANIFEST).open("w") as file:
-        file.write(json.dumps({**content, "sha256": _digest_of(content)}, indent=1))
+        file.write(json.dumps({**content, "sha256": _digest_content(content)}, indent=1))
         file.flush()
         os.fsync(file.fileno())
     _sync_directory(partial)
     if _STEP.fullmatch(final.name) and final.exists() and not (final / MANIFEST).is_file():
         _set_aside(final)
     replaced = final.with_name(f"{final.name}{REPLACED}") if final.exists() else None
-    if replaced is not None:  # a run that went back to an earlier step saves this step again
+    if replaced is not None:  # a run that returned to an earlier step saves this step again
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     partial.rename(final)
@@ -102,9 +103,9 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[
 def _set_aside(path: Path) -> None:
     """Give an incomplete checkpoint another name, because the next save of its step would delete it."""
     names = (path.with_name(f"{path.name}.without-manifest-{number}") for number in count(1))
-    kept = next(name for name in names if not name.exists())
-    log.LOGGER.warning("%s has no %s, and is now %s", path, MANIFEST, kept)
-    path.rename(kept)
+    free = next(name for name in names if not name.exists())
+    log.LOGGER.warning("%s has no %s, and is now %s", path, MANIFEST, free)
+    path.rename(free)
 
 
 def put_back(directory: Path) -> None:
@@ -115,7 +116,7 @@ def put_back(directory: Path) -> None:
             replaced.rename(final)
 
 
-def _digest_of(content: dict[str, Any]) -> str:
+def _digest_content(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -130,7 +131,7 @@ def _sync_directory(path: Path) -> None:
 # --- reading ---
 
 
-def complete_checkpoints(directory: Path) -> list[Path]:
+def find_checkpoints(directory: Path) -> list[Path]:
     """Return the complete checkpoints in `directory`, oldest first, and warn of a directory without a manifest."""
     steps = {}
     for path in directory.glob("step-*"):
@@ -146,11 +147,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def check_output_dir(output_dir: Path) -> None:
-    """Check that the output directory of a run is a directory or does not exist, and that its metrics are files.
-
-    Raises:
-        ConfigError: It is a file, or one of them is a directory.
-    """
+    """Check that the output directory of a run is a directory or does not exist, and that its metrics are files."""
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
     for path in (output_dir / METRICS_FILE, output_dir / SAMPLES):
@@ -159,15 +156,9 @@ def check_output_dir(output_dir: Path) -> None:
 
 
 def check_checkpoint(checkpoint: Path, model: ModelConfig, tokenizer_digest: str | None) -> dict[str, Any]:
-    """Check that a run can read a checkpoint, and return its manifest.
+    """Check that a run can read a checkpoint with its model and its tokenizer, and return the manifest.
 
-    Args:
-        checkpoint: The checkpoint's directory.
-        model: The run's model.
-        tokenizer_digest: The digest of the run's tokenizer, or None to accept any.
-
-    Raises:
-        ConfigError: It is not a whole checkpoint of this model that was trained with this tokenizer.
+    A `tokenizer_digest` of None accepts any tokenizer.
     """
     manifest = read_manifest(checkpoint, model)
     if tokenizer_digest is not None and manifest.get("tokenizer", tokenizer_digest) != tokenizer_digest:
@@ -181,26 +172,24 @@ def check_checkpoint(checkpoint: Path, model: ModelConfig, tokenizer_digest: str
 def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[str, Any]:
     """Return the manifest of a checkpoint, after checking that every file exists and has its full size.
 
-    Args:
-        checkpoint: The checkpoint's directory.
-        model: The model that the checkpoint must hold. None accepts any model.
+    If `model` is given, the checkpoint must hold this model.
 
     Raises:
-        ConfigError: A file is missing or truncated, or the model differs. The message names the file or the keys.
+        Damaged: A file is missing or truncated. The message names it.
+        ConfigError: The path is not a checkpoint, or it holds another model.
     """
     if not checkpoint.is_dir():
-        raise ConfigError(
-            f"checkpoint {checkpoint} does not exist; existing checkpoints: {_names_in(checkpoint.parent)}"
-        )
+        existing = ", ".join(path.name for path in find_checkpoints(checkpoint.parent)) or "none"
+        raise ConfigError(f"checkpoint {checkpoint} does not exist; existing checkpoints: {existing}")
     if not (checkpoint / MANIFEST).is_file():
         raise ConfigError(f"checkpoint {checkpoint} {no_checkpoint(checkpoint)}")
-    manifest = manifest_of(checkpoint)
+    manifest = read_manifest_alone(checkpoint)
     for name, entry in manifest["files"].items():
-        path, size = checkpoint / name, size_of(entry)
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise damaged(checkpoint, f"{name} {state}")
+        path, size = checkpoint / name, get_size(entry)
+        actual_size = path.stat().st_size if path.is_file() else None
+        if actual_size != size:
+            state = "is missing" if actual_size is None else f"has {actual_size} bytes instead of {size}"
+            raise Damaged.from_cause(checkpoint, f"{name} {state}")
     if model is not None:
         # Keys that are newer than the checkpoint have their defaults.
         saved = with_derived_sizes(asdict(ModelConfig()) | manifest["model"])
@@ -215,25 +204,21 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
     return manifest
 
 
-def saved_model(checkpoint: Path, manifest: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section of a manifest. Keys that were added since it was written have their defaults.
-
-    Raises:
-        ConfigError: The section has a key or a value that this version does not know.
-    """
+def read_model_section(checkpoint: Path, manifest: Mapping[str, Any]) -> ModelConfig:
+    """Return the model section of a manifest. Keys that were added since it was written have their defaults."""
     try:
         return TypeAdapter(ModelConfig).validate_python(manifest["model"])
     except ValidationError as error:
         raise ConfigError(f"checkpoint {checkpoint}: its manifest's model section is not valid: {error}") from error
 
 
-def adapter_sections(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+def list_adapter_sections(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the sections `peft` of a checkpoint's adapters, the one that was trained last first; empty without."""
     return [manifest["peft"], *manifest.get("frozen_adapters", ())] if "peft" in manifest else []
 
 
-def size_of(entry: dict[str, Any] | int) -> int:
-    """Return the size of a file in bytes, as its manifest entry states it."""
+def get_size(entry: dict[str, Any] | int) -> int:
+    """Return the size of a file in bytes, given its manifest entry."""
     return entry if isinstance(entry, int) else entry["bytes"]
 
 
@@ -243,17 +228,15 @@ SCORE_POSITION = "end of turn"  # the value of `score_position` in manifests of 
 def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_only: bool) -> bool:
     """Return whether the model must initialize a new head, because a score head starts from a language model.
 
-    It warns if the checkpoint is from a time when a reward model's score could be trained at another token.
-
-    Raises:
-        ConfigError: The checkpoint has another head, which cannot be left out.
+    Any other difference is refused. A warning follows if the checkpoint is from a time when a reward model's score
+    could be trained at another token.
     """
     saved = manifest.get("head", "lm")
     if saved == head:
         if head == "score" and manifest.get("score_position") != SCORE_POSITION:
             log.once(
                 f"checkpoint {checkpoint} does not say at which token its score was trained; if it is a reward model "
-                "for a chat template that writes text behind the token which ends a turn, as ChatML's line break, it "
+                "for a chat template that writes text after the token which ends a turn, as ChatML's line break, it "
                 "was trained at this text, and is now read at the token which ends the turn: train it again"
             )
         return False
@@ -266,7 +249,7 @@ def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_on
     )
 
 
-def manifest_of(checkpoint: Path) -> dict[str, Any]:
+def read_manifest_alone(checkpoint: Path) -> dict[str, Any]:
     """Return the manifest without checking the other files.
 
     Raises:
@@ -276,20 +259,41 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         digested = any(not isinstance(entry, int) for entry in manifest["files"].values())
     except ValueError as error:  # invalid JSON or invalid UTF-8
-        raise damaged(checkpoint, f"{MANIFEST} is not valid JSON ({error})") from error
+        raise Damaged.from_cause(checkpoint, f"{MANIFEST} is not valid JSON ({error})") from error
     except (OSError, KeyError, AttributeError, TypeError) as error:
-        raise damaged(checkpoint, f"{MANIFEST} is not a manifest ({error!r})") from error
+        raise Damaged.from_cause(checkpoint, f"{MANIFEST} is not a manifest ({error!r})") from error
     if digested or "format" in manifest:
         content = {key: value for key, value in manifest.items() if key != "sha256"}
-        if manifest.get("sha256") != _digest_of(content):
-            raise damaged(checkpoint, f"{MANIFEST} has changed since it was written (its SHA-256 differs)")
+        if manifest.get("sha256") != _digest_content(content):
+            raise Damaged.from_cause(checkpoint, f"{MANIFEST} has changed since it was written (its SHA-256 differs)")
     return manifest
 
 
-def damaged(checkpoint: Path, what: str) -> Damaged:
-    """Return an error whose message says `what` is wrong with the checkpoint."""
-    return Damaged(f"checkpoint {checkpoint} is damaged: {what}; use an older one")
+def check_digests(path: Path, manifest: dict[str, Any], rank: int = 0, world_size: int = 1) -> None:
+    """Compare the files with their digests: all of them or, if `world_size` readers share them, those of reader `rank`.
+
+    Raises:
+        Damaged: A file has changed since it was written. The message names it.
+    """
+    largest_first = sorted(manifest["files"], key=lambda name: (-get_size(manifest["files"][name]), name))
+    damage = _find_damage(path, largest_first[rank::world_size], manifest)
+    if damage is not None:
+        raise Damaged.from_cause(path, damage)
 
 
-def _names_in(directory: Path) -> str:
-    return ", ".join(p.name for p in complete_checkpoints(directory)) or "none"
+def _find_damage(path: Path, names: Iterable[str], manifest: dict[str, Any]) -> str | None:
+    """Return what is wrong with the first damaged file of `names`, or None.
+
+    Files of old checkpoints have no digests.
+    """
+    for name in names:
+        entry = manifest["files"][name]
+        if isinstance(entry, int):
+            continue
+        try:
+            actual = digest_file(path / name)
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
+        if actual != entry:
+            return f"{name} has changed since it was written (its SHA-256 differs)"
+    return None

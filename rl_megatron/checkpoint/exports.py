@@ -1,4 +1,4 @@
-"""Exports of a stage's checkpoints in the format of Hugging Face, which rank 0 writes while training goes on.
+"""Exports of a stage's checkpoints in the format of Hugging Face, which rank 0 writes while training continues.
 
 The export of `RUN/checkpoints/STAGE/step-N` is the directory `RUN/exported/STAGE/step-N`. It gets this name once it is
 complete.
@@ -16,8 +16,14 @@ import torch
 
 from rl_megatron import disk, log
 from rl_megatron.checkpoint.adapters import holds_adapter
-from rl_megatron.checkpoint.directory import LEFTOVERS, REPLACING, complete_checkpoints, manifest_of, name_of
-from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, hugging_face_model
+from rl_megatron.checkpoint.directory import (
+    LEFTOVERS,
+    REPLACING,
+    find_checkpoints,
+    name_checkpoint,
+    read_manifest_alone,
+)
+from rl_megatron.checkpoint.hf_convert import describe_for_hugging_face, export_peft, export_weights
 from rl_megatron.checkpoint.hf_directory import refuse_adapter_with_head
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import hugging_face_files
@@ -33,27 +39,20 @@ _KEY = "train.export_hf=true"
 _PAUSE_SECONDS = 0.05  # the time between two checks whether an export has ended
 
 
-def exports_of(checkpoints: Path) -> Path:
+def locate_exports(checkpoints: Path) -> Path:
     """Return the directory of the exports of a stage's checkpoints."""
     return checkpoints.parent.parent / "exported" / checkpoints.name
 
 
-def export_of(checkpoint: Path) -> Path:
-    """Return the directory of the export of a checkpoint."""
-    return exports_of(checkpoint.parent) / checkpoint.name
+def locate_export(checkpoint: Path) -> Path:
+    return locate_exports(checkpoint.parent) / checkpoint.name
 
 
 class Exporter:
     """The exports of a stage, one at a time, each written by a thread of rank 0. Every rank calls every method."""
 
     def __init__(self, checkpoints: Path, ranks: Ranks, is_wanted: bool = True):
-        """Begin without an export.
-
-        Args:
-            checkpoints: The directory of the stage's checkpoints.
-            ranks: The ranks that call the methods.
-            is_wanted: Whether there are exports. If not, no method does anything.
-        """
+        """Begin without an export. If none `is_wanted`, no method does anything."""
         self._checkpoints, self._ranks = checkpoints, ranks
         self._is_wanted, self._writes = is_wanted, is_wanted and ranks.leads
         self._thread: threading.Thread | None = None  # of rank 0, as all below
@@ -71,18 +70,15 @@ class Exporter:
 
     def begin_missing(self) -> None:
         """Start to export the newest checkpoint if it has no export, as after a run that was ended in between."""
-        saved = complete_checkpoints(self._checkpoints) if self._writes else []
-        if saved and not export_of(saved[-1]).exists():
+        saved = find_checkpoints(self._checkpoints) if self._writes else []
+        if saved and not locate_export(saved[-1]).exists():
             self.begin(saved[-1])
 
     def wait(self, must_succeed: bool = True) -> None:
         """Wait until no export is being written. Collective if there are exports.
 
-        Args:
-            must_succeed: Whether a failure is raised. If not, it is logged.
-
         Raises:
-            SaveFailed: The export could not be written. It is raised on every rank.
+            SaveFailed: The export could not be written, and `must_succeed`. It is raised on every rank.
         """
         if not self._is_wanted:
             return
@@ -93,13 +89,13 @@ class Exporter:
         if failure is not None and must_succeed:
             raise SaveFailed(failure)
         if failure is not None and self._writes:
-            log.LOGGER.warning("%s; training goes on", failure)
+            log.LOGGER.warning("%s; training continues", failure)
 
     def discard(self, step: int) -> None:
         """Delete the export of a step that is about to be saved again, after a roll-back. None may be running."""
         if self._writes:
             try:
-                _delete(export_of(self._checkpoints / name_of(step)))
+                _delete(locate_export(self._checkpoints / name_checkpoint(step)))
             except OSError as error:  # the new export replaces it in any case, or fails for the same reason
                 log.LOGGER.warning("the export of step %d could not be deleted: %s", step, error)
 
@@ -110,7 +106,7 @@ class Exporter:
             self._thread.join()
 
     def _export(self, checkpoint: Path) -> None:
-        began, target = time.monotonic(), export_of(checkpoint)
+        began, target = time.monotonic(), locate_export(checkpoint)
         try:
             self._write(checkpoint, target)
             _delete_without_checkpoint(self._checkpoints)
@@ -129,14 +125,14 @@ class Exporter:
     def _write(self, checkpoint: Path, target: Path) -> None:
         new = target.with_name(f"{target.name}{REPLACING}")
         _delete(new)
-        if holds_adapter(manifest_of(checkpoint)):
+        if holds_adapter(read_manifest_alone(checkpoint)):
             export_peft(checkpoint, new, verify=False)
         else:
-            export_weights(checkpoint, new, progress=self._go_on, verify=False)
+            export_weights(checkpoint, new, progress=self._raise_if_cancelled, verify=False)
         _delete(target)
         new.rename(target)
 
-    def _go_on(self, done: int, total: int) -> None:
+    def _raise_if_cancelled(self, done: int, total: int) -> None:
         if self._is_cancelled:
             raise CancelledError
 
@@ -152,20 +148,9 @@ def check_exports(
     output_dir: Path,
     init_from: Path | None,
 ) -> None:
-    """Check, before the first step, that a stage's checkpoints can be exported.
+    """Check, before the first step, that a stage's checkpoints can be exported: by a family, and onto the disk.
 
-    Args:
-        train: The section `train`, which says how many checkpoints are kept.
-        model: The stage's model.
-        head: The head of its policy.
-        precision: The precision of its weights.
-        is_adapter: Whether it trains adapters, which are exported alone.
-        tokenizer: The run's tokenizer.
-        output_dir: The directory of the run.
-        init_from: The checkpoint that the run starts from.
-
-    Raises:
-        ConfigError: No family of Hugging Face can express the model, or the disk has too little space.
+    Adapters are exported alone. `train` says how many checkpoints are kept.
     """
     if not train.export_hf:
         return
@@ -174,14 +159,14 @@ def check_exports(
         if is_adapter:
             refuse_adapter_with_head(output_dir, {"peft": {}, "head": head})
         carried = None if init_from is None else hugging_face_files(init_from)
-        *_, table = hugging_face_model(model, head, carried, tokenizer, tokenizer.vocab_size, "the run")
+        *_, table = describe_for_hugging_face(model, head, carried, tokenizer, tokenizer.vocab_size, "the run")
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {error}; {remedy}") from error
     if is_adapter:
         return
     size = sum(torch.Size(shape).numel() for shape in table.hf_shapes.values()) * (4 if precision == "fp32" else 2)
-    saved = 1 + (train.steps - 1) // train.save_every if train.save_every else 1
-    number = min(saved, train.keep_checkpoints + (train.keep_best is not None) + 1)  # and the one that is written
+    num_saves = 1 + (train.steps - 1) // train.save_every if train.save_every else 1
+    number = min(num_saves, train.keep_checkpoints + (train.keep_best is not None) + 1)  # and the one that is written
     home = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(home).free
     if number * size > free:
@@ -193,8 +178,8 @@ def check_exports(
 
 def _delete_without_checkpoint(checkpoints: Path) -> None:
     """Delete the exports of checkpoints that were deleted, and what runs have left that were killed meanwhile."""
-    kept = {path.name for path in complete_checkpoints(checkpoints)}
-    for path in exports_of(checkpoints).glob("step-*"):
+    kept = {path.name for path in find_checkpoints(checkpoints)}
+    for path in locate_exports(checkpoints).glob("step-*"):
         if path.suffix in LEFTOVERS or path.name not in kept:
             _delete(path)
 

@@ -19,23 +19,20 @@ import torch
 from torch import Tensor
 
 from rl_megatron import disk
-from rl_megatron.checkpoint.adapters import holds_adapter, saved_base
-from rl_megatron.checkpoint.digests import check_digests
-from rl_megatron.checkpoint.directory import publish, read_manifest, saved_model
+from rl_megatron.checkpoint.adapters import find_base, holds_adapter, read_adapters
+from rl_megatron.checkpoint.directory import check_digests, publish, read_manifest, read_model_section
 from rl_megatron.checkpoint.hf_directory import (
     INDEX,
     MAX_SHARD_BYTES,
-    chosen_adapters,
+    choose_adapters,
     read_json,
     refuse_adapter_with_head,
     refuse_existing,
 )
-from rl_megatron.checkpoint.hf_load import embedding_rows, open_hugging_face
-from rl_megatron.checkpoint.hf_weights import block_height, read_block
+from rl_megatron.checkpoint.hf_weights import choose_block_height, open_hugging_face, read_block, require_vocab_size
 from rl_megatron.checkpoint.peft_convert import export_adapters, import_adapters
 from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
-from rl_megatron.checkpoint.stored_adapters import read_adapters
-from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, model_tensors, read_parts
+from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, find_model_tensors, read_parts
 from rl_megatron.config.checkpoint_metadata import (
     HUGGING_FACE,
     carried_tokenizer,
@@ -49,31 +46,25 @@ from rl_megatron.data.run_tokenizer import load_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.model.families import family_of_model, read_model, same_weights, text_config
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.score import score_table, with_score_head
+from rl_megatron.model.families.score import build_score_table, describe_classifier
 from rl_megatron.model.families.table import Rows, Shape, WeightTable
-from rl_megatron.model.shards import PADDED, blocks_of_part, stored_name
+from rl_megatron.model.shards import PADDED, split_name, split_part
 
 Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in config.json, in transformers 5 and in transformers 4
 # Files that are copied with the weights: configuration, tokenizer, templates, licence.
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
-_OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def import_peft(source: Path, base: Path, checkpoint: Path) -> dict[str, Any]:
     """Convert a directory of adapters, as peft writes it, to a checkpoint of them, and return its manifest.
 
-    Args:
-        source: The directory.
-        base: The checkpoint of the model that the adapters were trained on.
-        checkpoint: The path of the new checkpoint, which must not exist.
-
-    Raises:
-        ConfigError: The adapters do not fit the base (nothing has been written then), or the checkpoint cannot be
-            written.
+    `base` is the checkpoint of the model that they were trained on. `checkpoint` must not exist. Nothing is written if
+    the input is wrong.
     """
-    with _whole_or_not_at_all(checkpoint) as partial:
+    with _open_partial(checkpoint) as partial:
         manifest = import_adapters(source, base, partial)
         carried = hugging_face_files(base)
         if carried is not None:
@@ -87,26 +78,25 @@ def export_peft(
 ) -> dict[str, dict[str, Any]]:
     """Convert a checkpoint of adapters to a directory that peft loads, and return each adapter_config.json by name.
 
+    Nothing is written if the checkpoint is wrong.
+
     Args:
         checkpoint: The checkpoint.
         target: The path of the new directory, which must not exist.
         adapter: The name of an adapter that is written alone, to the directory itself. None: all are written, and those
             with other names than "default" lie in subdirectories.
         verify: Whether the checkpoint's files are compared with their digests.
-
-    Raises:
-        ConfigError: The checkpoint is wrong or has no such adapter (nothing has been written then), or the directory
-            cannot be written.
     """
     manifest = read_manifest(checkpoint)
     refuse_adapter_with_head(checkpoint, manifest)
     if verify:
         check_digests(checkpoint, manifest)
-    model = saved_model(checkpoint, manifest)
-    names = chosen_adapters(checkpoint, manifest, adapter)
+    model = read_model_section(checkpoint, manifest)
+    names = choose_adapters(checkpoint, manifest, adapter)
     adapters = read_adapters(checkpoint, manifest, model, model.vocab_size or manifest["vocab_size"]).by_name
-    with _whole_or_not_at_all(target) as partial:
-        configs = export_adapters({place: adapters[name] for name, place in names.items()}, checkpoint, partial)
+    with _open_partial(target) as partial:
+        named = {exported_name: adapters[name] for name, exported_name in names.items()}
+        configs = export_adapters(named, checkpoint, partial)
         partial.rename(target)
     return configs
 
@@ -115,18 +105,10 @@ def import_weights(source: Path, checkpoint: Path, progress: Progress = lambda d
     """Convert the Hugging Face directory `source` to a checkpoint that any layout can load, and return its manifest.
 
     Weights keep their dtype. The checkpoint also stores the directory's other files (configuration, tokenizer,
-    licence), which an export copies back.
-
-    Args:
-        source: The Hugging Face directory.
-        checkpoint: The path of the new checkpoint, which must not exist.
-        progress: Called with the bytes written so far and the total.
-
-    Raises:
-        ConfigError: The input is wrong (nothing has been written then), or the checkpoint cannot be written.
+    licence), which an export copies back. Nothing is written if the input is wrong.
     """
     weights = open_hugging_face(source)
-    with WeightReader(weights.places) as reader, _whole_or_not_at_all(checkpoint) as partial:
+    with WeightReader(weights.locations) as reader, _open_partial(checkpoint) as partial:
         _write_checkpoint(reader, weights.table, weights.model, partial, progress)
         _copy_side_files(source, partial / HUGGING_FACE)
         manifest = {"step": 0, "model": asdict(weights.model), "head": "lm", "source": str(source.resolve())}
@@ -151,7 +133,8 @@ def export_weights(
     A reward model becomes a sequence classifier of one label, and a checkpoint of adapters gives its base with all of
     them merged. Weights keep the checkpoint's dtype. If the checkpoint, or the run that wrote it, started from a
     Hugging Face directory, that directory's configuration and tokenizer are used. Otherwise the tokenizer is the run's,
-    and the configuration is that of the first family that can express the model.
+    and the configuration is that of the first family that can express the model. Nothing is written if the checkpoint
+    is wrong.
 
     Args:
         checkpoint: The checkpoint.
@@ -160,10 +143,6 @@ def export_weights(
         progress: Called with the bytes written so far and the total.
         verify: Whether the checkpoint's files are compared with their digests.
         cut_vocabulary: Whether to leave out the rows of the embedding and the head that no token has.
-
-    Raises:
-        ConfigError: The checkpoint is wrong, or each row has a token that should be cut (nothing has been written
-            then), or the directory cannot be written.
     """
     manifest = read_manifest(checkpoint)
     refuse_adapter_with_head(checkpoint, manifest)
@@ -171,27 +150,27 @@ def export_weights(
         check_digests(checkpoint, manifest)
     adapters, num_tokens = None, manifest.get("vocab_size")
     if holds_adapter(manifest):
-        base = saved_base(checkpoint, manifest)
-        model, *_ = _described(base, read_manifest(base))
+        base = find_base(checkpoint, manifest)
+        model, *_ = _describe(base, read_manifest(base))
         adapters = read_adapters(checkpoint, manifest, model, model.vocab_size or manifest["vocab_size"])
         checkpoint, manifest = base, read_manifest(base)
         if verify:
             check_digests(checkpoint, manifest)
-    _, config, table = _described(checkpoint, manifest)
+    _, config, table = _describe(checkpoint, manifest)
     if cut_vocabulary:
-        config, table = _without_unused_rows(config, table, num_tokens, checkpoint)
-    stored = _checked(checkpoint, table)
+        config, table = _cut_unused_rows(config, table, num_tokens, checkpoint)
+    stored = _check_tensors(checkpoint, table)
     if adapters is not None and adapters.use_dora:
-        adapted = {stored_name(f"{linear}.weight")[0] for linear in adapters.linears}
-        of_adapter = {key: tensor for key, tensor in stored.items() if key in adapted}
-        adapters = adapters.with_factors(_hugging_face_blocks(table, of_adapter))
-    dtypes = {rows.hf_name: stored[stored_name(rows.name)[0]].dtype for rows in table.rows}
+        keys = {split_name(f"{linear}.weight")[0] for linear in adapters.linears}
+        adapted = {key: tensor for key, tensor in stored.items() if key in keys}
+        adapters = adapters.with_factors(_read_hugging_face_blocks(table, adapted))
+    dtypes = {rows.hf_name: stored[split_name(rows.name)[0]].dtype for rows in table.rows}
     dtype = next(dtype for name, dtype in dtypes.items() if name not in table.fp32)
-    with _whole_or_not_at_all(target) as partial:
+    with _open_partial(target) as partial:
         writer = WeightWriter(partial, table.hf_shapes, dtypes.__getitem__, max_shard_bytes)
         try:
-            for rows, offset, block in _hugging_face_blocks(table, stored, progress):
-                merged = block if adapters is None else adapters.merged(rows.hf_name, offset, block)
+            for rows, offset, block in _read_hugging_face_blocks(table, stored, progress):
+                merged = block if adapters is None else adapters.merge_block(rows.hf_name, offset, block)
                 _write_block(writer, rows, offset, merged)
             writer.finish()
         finally:
@@ -208,11 +187,11 @@ def _write_checkpoint(
     reader: WeightReader, table: WeightTable, model: ModelConfig, directory: Path, progress: Progress
 ) -> None:
     writer, done = TensorWriter(directory), 0
-    total = sum(reader.places[name].num_bytes for name in table.hf_shapes)
+    total = sum(reader.locations[name].num_bytes for name in table.hf_shapes)
     try:
         for name, shape in table.shapes.items():
-            key, expert = stored_name(name)
-            for first, block in _blocks(reader, table, name, shape):
+            key, expert = split_name(name)
+            for first, block in _read_blocks(reader, table, name, shape):
                 offset = (first, *(0 for _ in shape[1:]))
                 if expert is None:
                     writer.write(key, shape, offset, block)
@@ -225,11 +204,11 @@ def _write_checkpoint(
         writer.close()
 
 
-def _blocks(reader: WeightReader, table: WeightTable, name: str, shape: Shape) -> Iterator[tuple[int, Tensor]]:
+def _read_blocks(reader: WeightReader, table: WeightTable, name: str, shape: Shape) -> Iterator[tuple[int, Tensor]]:
     """Yield (number of the first row, rows) of a Megatron tensor, block by block."""
-    sources = table.of_megatron[name]
-    dtype = reader.places[sources[0].hf_name].dtype
-    height = block_height(shape[1:], dtype)
+    sources = table.by_name[name]
+    dtype = reader.locations[sources[0].hf_name].dtype
+    height = choose_block_height(shape[1:], dtype)
     for first in range(0, shape[0], height):
         last = min(first + height, shape[0])
         block = torch.empty(last - first, *shape[1:], dtype=dtype)
@@ -243,16 +222,16 @@ def _blocks(reader: WeightReader, table: WeightTable, name: str, shape: Shape) -
 # --- export ---
 
 
-def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any], WeightTable]:
+def _describe(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any], WeightTable]:
     """Return the checkpoint's model, its config.json and its weight table."""
     directory = run_tokenizer(checkpoint)
     tokenizer = None if directory is None else load_tokenizer(directory)
-    model, head, carried = saved_model(checkpoint, manifest), manifest.get("head", "lm"), hugging_face_files(checkpoint)
-    what = f"checkpoint {checkpoint}"
-    return model, *hugging_face_model(model, head, carried, tokenizer, manifest.get("vocab_size"), what)
+    model, head = read_model_section(checkpoint, manifest), manifest.get("head", "lm")
+    carried, what = hugging_face_files(checkpoint), f"checkpoint {checkpoint}"
+    return model, *describe_for_hugging_face(model, head, carried, tokenizer, manifest.get("vocab_size"), what)
 
 
-def hugging_face_model(
+def describe_for_hugging_face(
     model: ModelConfig,
     head: str,
     carried: Path | None,
@@ -268,21 +247,18 @@ def hugging_face_model(
         carried: The directory of the Hugging Face files that it began with, or None.
         tokenizer: The run's tokenizer, if it is known.
         vocab_size: The size of the vocabulary without a tokenizer, if it is known.
-        what: What has the model, for messages.
-
-    Raises:
-        ConfigError: No family can express the model, or it is another one than the files describe.
+        what: The owner of the model, for messages.
     """
-    family, config, table = _language_model(model, carried, tokenizer, vocab_size, what)
+    family, config, table = _describe_language_model(model, carried, tokenizer, vocab_size, what)
     if head == "score":
-        return with_score_head(config, family), score_table(table, model.hidden_size)
+        return describe_classifier(config, family), build_score_table(table, model.hidden_size)
     return config, table
 
 
-def _language_model(
+def _describe_language_model(
     model: ModelConfig, carried: Path | None, tokenizer: Tokenizer | None, vocab_size: int | None, what: str
 ) -> tuple[Family, dict[str, Any], WeightTable]:
-    """Return what describes a model with the head of a language model; see `hugging_face_model`."""
+    """Return the family, config.json and table of a model with the head of a language model."""
     if carried is not None:
         config = read_json(carried / "config.json")
         family, read = read_model(config, str(carried / "config.json"))
@@ -291,7 +267,7 @@ def _language_model(
                 f"{what} holds another model than {carried / 'config.json'} describes; export it from the output_dir "
                 "of the run that wrote it"
             )
-        return family, config, family.table(read, embedding_rows(read, carried / "config.json"))
+        return family, config, family.table(read, require_vocab_size(read, carried / "config.json"))
     rows = model.vocab_size or (vocab_size if tokenizer is None else tokenizer.vocab_size)
     if rows is None:
         raise ConfigError(
@@ -305,7 +281,7 @@ def _language_model(
     return family, config, family.table(model, rows)
 
 
-def _without_unused_rows(
+def _cut_unused_rows(
     config: dict[str, Any], table: WeightTable, num_tokens: int | None, checkpoint: Path
 ) -> tuple[dict[str, Any], WeightTable]:
     """Return the config.json and the weight table of the model with one row for each token."""
@@ -324,7 +300,7 @@ def _without_unused_rows(
     for file, values in files.items():
         for key, value in values.items():
             ids = value if isinstance(value, list) else [value]
-            if key.endswith("_token_id") and any(isinstance(each, int) and each >= num_tokens for each in ids):
+            if key.endswith("_token_id") and any(isinstance(token, int) and token >= num_tokens for token in ids):
                 raise ConfigError(
                     f"--cut-vocabulary: {file} of checkpoint {checkpoint} has {key}={value}, and the tokenizer has "
                     f"{num_tokens} tokens; correct {key}, or leave the option out"
@@ -332,56 +308,45 @@ def _without_unused_rows(
     return config | {"vocab_size": num_tokens}, table.with_first_rows(padded, num_tokens)
 
 
-def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
-    """Return the checkpoint's tensors, after checking that their names and shapes are those of the table.
-
-    Raises:
-        ConfigError: A tensor is missing, unknown or of another shape. The message names the first.
-    """
-    stored = model_tensors(checkpoint)
-    names = {stored_name(name)[0] for name in table.shapes}
+def _check_tensors(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
+    """Return the checkpoint's tensors, after checking that their names and shapes are those of the table."""
+    stored = find_model_tensors(checkpoint)
+    names = {split_name(name)[0] for name in table.shapes}
     for what, wrong in (("lacks", names - stored.keys()), ("has", stored.keys() - names)):
         if wrong:
             raise ConfigError(f"checkpoint {checkpoint} {what} {sorted(wrong)[0]}, unlike the model in its manifest")
     for name, shape in table.shapes.items():
-        key, expert = stored_name(name)
-        found = stored[key].shape if expert is None else stored[key].shape[1:]
+        key, expert = split_name(name)
+        stored_shape = stored[key].shape if expert is None else stored[key].shape[1:]
         has_tokens = key in PADDED and shape[0] > 1  # a score head has one row
-        padded = has_tokens and found[0] >= shape[0] and found[1:] == shape[1:]
-        if found != shape and not padded:
+        padded = has_tokens and stored_shape[0] >= shape[0] and stored_shape[1:] == shape[1:]
+        if stored_shape != shape and not padded:
             raise ConfigError(
-                f"checkpoint {checkpoint}: {name} has shape {found}; the model in its manifest has {shape}"
+                f"checkpoint {checkpoint}: {name} has shape {stored_shape}; the model in its manifest has {shape}"
             )
     return stored
 
 
-def _hugging_face_blocks(
+def _read_hugging_face_blocks(
     table: WeightTable, stored: Mapping[str, StoredTensor], progress: Progress = lambda done, total: None
 ) -> Iterator[tuple[Rows, Shape, Tensor]]:
-    """Yield the blocks of rows of a checkpoint that belong to one Hugging Face tensor each.
+    """Yield the blocks of rows of the tensors `stored` that each belong to one Hugging Face tensor, like `blocks_of`.
 
-    Args:
-        table: The model's weight table.
-        stored: Tensors of the checkpoint.
-        progress: Called with the bytes read so far and the total.
-
-    Yields:
-        The rows of the table to which the block belongs, the index of its first element in the Hugging Face tensor or
-        its slab, and the block.
+    `progress` is called with the bytes read so far and the total.
     """
     names: dict[str, dict[int | None, str]] = {}
     for name in table.shapes:
-        key, expert = stored_name(name)
+        key, expert = split_name(name)
         if key in stored:
             names.setdefault(key, {})[expert] = name
     done, total = 0, sum(stored[key].num_bytes for key in names)
-    for key, name_of in names.items():
+    for key, by_expert in names.items():
         for part, data in read_parts(stored[key]):
-            if None in name_of:
-                yield from blocks_of_part(name_of[None], part.offset, data, table)
+            if None in by_expert:
+                yield from split_part(by_expert[None], part.offset, data, table)
             else:
                 for number, expert_data in enumerate(data, start=part.offset[0]):
-                    yield from blocks_of_part(name_of[number], part.offset[1:], expert_data, table)
+                    yield from split_part(by_expert[number], part.offset[1:], expert_data, table)
             done += data.nbytes
             progress(done, total)
 
@@ -421,10 +386,10 @@ def _copy_side_files(source: Path, target: Path) -> None:
             if file.is_file() and not file.name.endswith(INDEX.removeprefix("model.safetensors")):
                 shutil.copyfile(file, target / file.name)
     config = read_json(source / "config.json")
-    of_text = text_config(config, str(source / "config.json"))
-    if of_text != config:  # the model reads images, and the checkpoint holds its text model
-        _write_json(target / "config.json", of_text)
-        for name in _OF_IMAGES:
+    text = text_config(config, str(source / "config.json"))
+    if text != config:  # the model reads images, and the checkpoint holds its text model
+        _write_json(target / "config.json", text)
+        for name in _IMAGE_FILES:
             (target / name).unlink(missing_ok=True)
 
 
@@ -433,12 +398,8 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _whole_or_not_at_all(final: Path) -> Iterator[Path]:
-    """Provide a directory beside `final` to write into. The caller renames it; if that fails, it is deleted.
-
-    Raises:
-        ConfigError: `final` exists already, or the disk is full or not writable.
-    """
+def _open_partial(final: Path) -> Iterator[Path]:
+    """Provide a directory beside `final` to write into. The caller renames it; if that fails, it is deleted."""
     refuse_existing(final)
     partial = final.absolute().with_name(f"{final.name}.incomplete")
     try:

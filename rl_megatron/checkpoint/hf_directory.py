@@ -10,13 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.checkpoint.directory import adapter_sections, check_head, read_manifest
+from rl_megatron.checkpoint.directory import check_head, list_adapter_sections, read_manifest
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import DEFAULT_ADAPTER, TRAINER_DIRECTORY, plain_name
 from rl_megatron.model.families import read_model
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.score import without_score_head
+from rl_megatron.model.families.score import describe_decoder
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -27,11 +27,8 @@ def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> No
     """Check the paths of an import: `source` has a model and its weights, and `checkpoint` does not exist.
 
     If `source` has adapters instead, `base` must be the checkpoint of their base.
-
-    Raises:
-        ConfigError: One of them is wrong.
     """
-    is_adapter = bool(adapter_directories(source))
+    is_adapter = bool(find_adapter_directories(source))
     if is_adapter and base is None:
         raise ConfigError(
             f"{source} holds an adapter, and not its base; name the checkpoint of the base with --base CHECKPOINT"
@@ -39,7 +36,7 @@ def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> No
     if base is not None:
         if not is_adapter:
             raise ConfigError(
-                f"--base is for adapters, and {source} has no {ADAPTER_CONFIG}, in subdirectories neither; leave it out"
+                f"--base is for adapters, and neither {source} nor a subdirectory has an {ADAPTER_CONFIG}; leave it out"
             )
         manifest = read_manifest(base)
         check_head(base, manifest, "lm", weights_only=False)
@@ -48,21 +45,18 @@ def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> No
         refuse_existing(checkpoint)
         return
     read_directory(source)
-    weight_files(source)
+    find_weight_files(source)
     refuse_existing(checkpoint)
 
 
-def adapter_directories(source: Path) -> dict[str, Path]:
+def find_adapter_directories(source: Path) -> dict[str, Path]:
     """Return the directory of each adapter of a peft directory by name, "default" first.
 
     It is empty for the directory of a whole model. Hidden subdirectories are left out, and those named checkpoint-N, in
     which the Trainer of transformers keeps earlier steps.
-
-    Raises:
-        ConfigError: A name cannot be that of an adapter, or two adapters have the same.
     """
-    found = {DEFAULT_ADAPTER: source} if (source / ADAPTER_CONFIG).is_file() else {}
-    if not found and (source / "config.json").is_file():
+    directories = {DEFAULT_ADAPTER: source} if (source / ADAPTER_CONFIG).is_file() else {}
+    if not directories and (source / "config.json").is_file():
         return {}
     for file in sorted(source.glob(f"*/{ADAPTER_CONFIG}")):
         name = file.parent.name
@@ -72,27 +66,21 @@ def adapter_directories(source: Path) -> dict[str, Path]:
             plain_name(name)
         except ValueError as error:
             raise ConfigError(f"{file.parent}: the name of an adapter {error}; rename the directory") from error
-        if name in found:
+        if name in directories:
             raise ConfigError(
                 f"{source} has an {ADAPTER_CONFIG} and a subdirectory {name} with another one, and {name} is the name "
                 "of both adapters; rename the subdirectory"
             )
-        found[name] = file.parent
-    return found
+        directories[name] = file.parent
+    return directories
 
 
-def chosen_adapters(checkpoint: Path, manifest: dict[str, Any], adapter: str | None) -> dict[str, str]:
-    """Return the names of the adapters that an export writes, each with the name under which it does so.
+def choose_adapters(checkpoint: Path, manifest: dict[str, Any], adapter: str | None) -> dict[str, str]:
+    """Return the names of the adapters that an export writes, each with its name in the export.
 
-    Args:
-        checkpoint: The checkpoint.
-        manifest: Its manifest.
-        adapter: The name of an adapter that is written alone, to the directory itself; None: all are written.
-
-    Raises:
-        ConfigError: The checkpoint has no such adapter.
+    If an `adapter` is named, it is written alone, to the directory itself. Otherwise all are written.
     """
-    names = [section.get("adapter_name", DEFAULT_ADAPTER) for section in adapter_sections(manifest)]
+    names = [section.get("adapter_name", DEFAULT_ADAPTER) for section in list_adapter_sections(manifest)]
     if adapter is None:
         return {name: name for name in names}
     if adapter not in names:
@@ -101,29 +89,18 @@ def chosen_adapters(checkpoint: Path, manifest: dict[str, Any], adapter: str | N
 
 
 def check_export(checkpoint: Path, target: Path, adapter: str | None = None) -> bool:
-    """Check an export: `checkpoint` is a whole one and has the adapter of this name, and `target` does not exist.
-
-    Returns:
-        Whether the checkpoint holds adapters alone.
-
-    Raises:
-        ConfigError: One of them is wrong.
-    """
+    """Check the paths and the adapter of an export, and return whether the checkpoint holds adapters alone."""
     manifest = read_manifest(checkpoint)
     refuse_adapter_with_head(checkpoint, manifest)
     refuse_existing(target)
     if adapter is not None and "peft" not in manifest:
         raise ConfigError(f"--adapter is for adapters, and checkpoint {checkpoint} holds a whole model; leave it out")
-    chosen_adapters(checkpoint, manifest, adapter)
+    choose_adapters(checkpoint, manifest, adapter)
     return "peft" in manifest
 
 
 def refuse_adapter_with_head(checkpoint: Path, manifest: dict[str, Any]) -> None:
-    """Refuse to export an adapter that was trained with a score head.
-
-    Raises:
-        ConfigError: It has one.
-    """
+    """Refuse to export an adapter that was trained with a score head."""
     if "peft" in manifest and manifest.get("head", "lm") != "lm":
         raise ConfigError(
             f"checkpoint {checkpoint} holds an adapter with a score head, and only adapters of language models can be "
@@ -132,11 +109,7 @@ def refuse_adapter_with_head(checkpoint: Path, manifest: dict[str, Any]) -> None
 
 
 def refuse_existing(path: Path) -> None:
-    """Refuse to write to a path that exists, or that cannot be made.
-
-    Raises:
-        ConfigError: It exists, or a directory above it is a file or may not be written to.
-    """
+    """Refuse to write to a path that exists, or that cannot be made."""
     if path.exists():
         raise ConfigError(f"{path} exists already; choose another directory, or delete it")
     above = next(parent for parent in path.absolute().parents if parent.exists())
@@ -149,25 +122,17 @@ def refuse_existing(path: Path) -> None:
 def read_directory(directory: Path, head: str = "lm") -> tuple[Family, ModelConfig]:
     """Return the family and the model section that a directory's config.json describes.
 
-    Args:
-        directory: The directory.
-        head: "lm" for a language model, "score" for a classifier of one label, which is a reward model.
-
-    Raises:
-        ConfigError: The file is missing, its architecture is not supported, or it has another head.
+    With the `head` "score" it must be a classifier of one label, which is a reward model.
     """
     config_file = directory / "config.json"
     config = read_json(config_file)
-    return read_model(without_score_head(config, str(config_file)) if head == "score" else config, str(config_file))
+    return read_model(describe_decoder(config, str(config_file)) if head == "score" else config, str(config_file))
 
 
-def weight_files(directory: Path) -> dict[str, set[str] | None]:
+def find_weight_files(directory: Path) -> dict[str, set[str] | None]:
     """Return the files of weights in a directory, each with the tensors that the index places there.
 
     The value is None for the only file of a directory without an index.
-
-    Raises:
-        ConfigError: There are no weights, a file is missing, or the index cannot be read.
     """
     index, single = directory / INDEX, directory / SINGLE
     if index.is_file() and single.is_file():
@@ -193,11 +158,7 @@ def weight_files(directory: Path) -> dict[str, set[str] | None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        ConfigError: The file is missing or is not a JSON object. The message names it.
-    """
+    """Return the JSON object in a file of a Hugging Face directory."""
     try:
         values = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:

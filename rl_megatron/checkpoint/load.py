@@ -11,23 +11,23 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
 
 from rl_megatron.checkpoint.adapters import (
-    base_of,
     check_base,
     check_frozen_adapters,
     check_same_adapter,
+    find_base,
     holds_adapter,
-    saved_adapters,
-    saved_base,
+    identify_base,
+    read_adapter_configs,
+    read_adapters,
 )
-from rl_megatron.checkpoint.directory import check_head, random_state_file, read_manifest
+from rl_megatron.checkpoint.directory import check_head, name_random_state, read_manifest
 from rl_megatron.checkpoint.metadata import check_metadata
 from rl_megatron.checkpoint.rng_state import restore_random_state
-from rl_megatron.checkpoint.stored_adapters import read_adapters
 from rl_megatron.checkpoint.training_state import TrainingState, load_model
 from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.model.families import family_of_model
-from rl_megatron.model.lora.attach import dora_adapters_of
+from rl_megatron.model.lora.attach import find_dora_adapters
 from rl_megatron.model.lora.originals import keep_originals
 from rl_megatron.model.sharded_model import ShardedModel
 
@@ -44,14 +44,12 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
     Args:
         path: A complete checkpoint.
         into: The state to fill. Its weights must be gathered and its optimizer state on the device.
-        weights_only: Load the weights only, and leave the optimizer and the schedule as they are. A score head then
-            may start from a language model's checkpoint, with newly initialized weights.
+        weights_only: Load the weights only, and leave the optimizer and the schedule as they are. A score head then may
+            start from a language model's checkpoint, with newly initialized weights.
         verify: Compare every file with its digest first. Pass False if this was already done.
 
     Raises:
-        ConfigError: The checkpoint is damaged, holds another model, or has another head than is needed; or its adapter
-            fits another base or has another shape, or its base cannot be read, or its adapters do not go together
-            with the model's.
+        ConfigError: The checkpoint is damaged, or it does not fit the model.
     """
     manifest = read_manifest(path)
     if into.model.lora is None and not holds_adapter(manifest):
@@ -66,7 +64,7 @@ def start_from_weights(model: ShardedModel, optimizer: MegatronOptimizer | None)
     rows become the magnitudes of DoRA. Collective.
     """
     keep_originals(model.model_chunks)
-    for adapter in dora_adapters_of(model.model_chunks):
+    for adapter in find_dora_adapters(model.model_chunks):
         adapter.start()
     if optimizer is not None:
         optimizer.reload_model_params()
@@ -92,7 +90,7 @@ def _load_with_adapters(
             raise ConfigError(f"checkpoint {path} holds no adapter; weights_only=True takes it as a base")
         check_frozen_adapters(path, [], model)
         _load_whole(path, replace(into, optimizer=None, scheduler=None, selection="base"), True, verify)
-        model.base = base_of(path)
+        model.base = identify_base(path)
         start_from_weights(model, into.optimizer)
         return manifest
     if model.lora is None:
@@ -101,14 +99,14 @@ def _load_with_adapters(
         if verify:
             verify_checkpoint(path, into.model.topology.ranks)
         adapters = read_adapters(path, manifest, model.config, rows)
-        _load_whole(saved_base(path, manifest), replace(into, optimizer=None, scheduler=None), True, verify)
+        _load_whole(find_base(path, manifest), replace(into, optimizer=None, scheduler=None), True, verify)
         adapters.merge_into(model, family_of_model(model.config, rows).table(model.config, rows))
         start_from_weights(model, into.optimizer)
         return manifest
-    frozen, name = saved_adapters(path, manifest), model.lora.adapter_name
-    own = frozen.pop(name, None)
-    if own is not None:
-        check_same_adapter(path, own, model.lora)
+    frozen, name = read_adapter_configs(path, manifest), model.lora.adapter_name
+    trained = frozen.pop(name, None)
+    if trained is not None:
+        check_same_adapter(path, trained, model.lora)
     elif not weights_only:
         raise ConfigError(
             f"checkpoint {path} holds no adapter peft.adapter_name={name}{nearest(name, frozen)}; weights_only=True "
@@ -116,12 +114,12 @@ def _load_with_adapters(
         )
     check_frozen_adapters(path, [*frozen.values()], model)
     if model.base is None and manifest["base"]:
-        base = saved_base(path, manifest)
+        base = find_base(path, manifest)
         _load_with_adapters(base, read_manifest(base), into, weights_only=True, verify=verify)
     check_base(path, manifest, model.base)
     if not model.frozen_adapters:
         model.add_frozen_adapters([*frozen.values()])
-    if own is None:
+    if trained is None:
         others = replace(into, optimizer=None, scheduler=None, selection="frozen adapters")
         _load_whole(path, others, weights_only, verify)
         start_from_weights(model, into.optimizer)
@@ -134,7 +132,7 @@ def _load_with_adapters(
 def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_only: bool, new_head: bool) -> None:
     check_metadata(path)
     stored = frozenset(dist_checkpointing.load_tensors_metadata(str(path)))
-    state = into.requested(stored, weights_only, new_head)
+    state = into.build_request(stored, weights_only, new_head)
     requested = [{*state[f"model{index}"]} for index, _ in enumerate(into.model_chunks)]
     partial = weights_only or into.optimizer is None
     older = "format" not in manifest  # older checkpoints contain the empty "extra states" of a backend's modules
@@ -156,6 +154,6 @@ def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_onl
         into.optimizer.reload_model_params()
         return
     into.load_optimizer(stored, loaded)
-    own_file = random_state_file(into.model.topology.rank)
-    if own_file in manifest["files"] and manifest["layout"] == into.model.topology.describe():
-        restore_random_state((path / own_file).read_bytes())
+    random_state = name_random_state(into.model.topology.rank)
+    if random_state in manifest["files"] and manifest["layout"] == into.model.topology.describe():
+        restore_random_state((path / random_state).read_bytes())

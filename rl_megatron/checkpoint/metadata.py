@@ -10,10 +10,10 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.checkpoint.directory import damaged
+from rl_megatron.checkpoint.directory import Damaged
 
 METADATA = ".metadata"
-_OF_TORCH = {
+_TORCH_NAMES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -38,7 +38,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of torch that describes tensors."""
-        if name in _OF_TORCH.get(module, ()):
+        if name in _TORCH_NAMES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch":
             import torch
@@ -60,13 +60,13 @@ def read_metadata(checkpoint: Path) -> Any:
         with (checkpoint / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
     except Exception as error:  # a damaged pickle may raise anything
-        raise damaged(checkpoint, f".metadata cannot be read ({error})") from error
+        raise Damaged.from_cause(checkpoint, f".metadata cannot be read ({error})") from error
     if not isinstance(metadata, Metadata):
-        raise damaged(checkpoint, f".metadata has a {type(metadata).__name__} instead of torch's Metadata")
+        raise Damaged.from_cause(checkpoint, f".metadata has a {type(metadata).__name__} instead of torch's Metadata")
     for name, entry in metadata.state_dict_metadata.items():
         # torch would unpickle such an object without limits.
         if isinstance(entry, BytesStorageMetadata) and not name.endswith(_EMPTY_STATE):
-            raise damaged(checkpoint, f".metadata says that {name} is a pickled object instead of a tensor")
+            raise Damaged.from_cause(checkpoint, f".metadata says that {name} is a pickled object instead of a tensor")
     return metadata
 
 

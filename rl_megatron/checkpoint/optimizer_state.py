@@ -30,30 +30,19 @@ _Entry = ShardedTensor | ShardedTensorFactory
 
 
 @dataclass(frozen=True)
-class _Held:
-    """What this rank holds of a parameter's optimizer states, and the place of the whole states in a checkpoint.
+class _ParameterState:
+    """What this rank holds of a parameter's optimizer states, and the place of the whole states in a checkpoint."""
 
-    Attributes:
-        number: The key in the state dict.
-        entry: The parameter's place in the unsharded model.
-        parameter: The model's parameter.
-        states: The states of the elements `own`: views that can be written. None if this rank updates no element.
-        own: The range of the flattened parameter that this rank updates.
-        group: The ranks over which the states are split, or None if this rank holds them whole.
-        owner: The rank of `group` that reads and writes the whole states.
-    """
-
-    number: str
-    entry: _Entry
+    number: str  # the key in the state dict
+    entry: _Entry  # the parameter's place in the unsharded model
     parameter: Tensor
-    states: dict[str, Tensor] | None
-    own: slice
-    group: dist.ProcessGroup | None
-    owner: int
+    states: dict[str, Tensor] | None  # views of the elements `local`, which can be written; None if there are none
+    local: slice  # the range of the flattened parameter that this rank updates
+    group: dist.ProcessGroup | None  # the ranks over which the states are split, or None if this rank holds them whole
+    owner: int  # the rank of `group` that reads and writes the whole states
 
     @property
     def is_owner(self) -> bool:
-        """Return whether this rank reads and writes the whole states."""
         return self.group is None or self.group.rank() == self.owner
 
     @property
@@ -61,8 +50,8 @@ class _Held:
         """Return whether tensor- or pipeline-parallel ranks before this one hold the same parameter."""
         return any(_replica_id(self.entry)[:-1])
 
-    def sharded(self, name: str, data: Tensor, key: str) -> _Entry:
-        """Return the whole state `name` as a tensor that is placed like the parameter, under its own key."""
+    def place_state(self, data: Tensor, key: str) -> _Entry:
+        """Return a whole state as a tensor that is placed like the parameter, under its own key."""
         changes: dict[str, Any] = {"key": key, "data": data}
         if isinstance(self.entry, ShardedTensor):
             changes["dtype"] = data.dtype
@@ -71,53 +60,47 @@ class _Held:
         return replace(self.entry, **changes)
 
 
-def sharded_optimizer_state(optimizer: MegatronOptimizer, models: list[dict[str, Any]]) -> dict[str, Any]:
+def collect_optimizer_state(optimizer: MegatronOptimizer, models: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the sharded state of `optimizer` to save. Collective over data-parallel ranks.
 
-    States that are split over ranks are copied to the owner's host; others are the optimizer's own tensors.
-
-    Args:
-        optimizer: The optimizer.
-        models: The sharded state dicts of the model chunks, which state each parameter's place in the unsharded model.
+    States that are split over ranks are copied to the owner's host; others are the optimizer's own tensors. `models`
+    are the sharded state dicts of the model chunks, which state each parameter's place in the unsharded model.
     """
     tensors = {}
-    for held in _held(optimizer, models):
+    for held in _list_states(optimizer, models):
         if held.group is None:
             assert held.states is not None  # an optimizer that is not split updates every parameter
             whole: dict[str, Tensor] | None = {name: held.states[name] for name in _STATES}
         elif held.is_replica:
             whole = None
         else:
-            whole = _reduced_to_owner(held, held.group)
+            whole = _reduce_to_owner(held, held.group)
         if whole is not None:
-            shaped = {name: tensor.view(held.parameter.shape) for name, tensor in whole.items()}
             tensors[held.number] = {
-                name: held.sharded(name, tensor, _PREFIXES[name][0] + held.entry.key) for name, tensor in shaped.items()
+                name: held.place_state(tensor.view(held.parameter.shape), _PREFIXES[name][0] + held.entry.key)
+                for name, tensor in whole.items()
             }
-    return {"step": step_count(optimizer), "tensors": tensors}
+    return {"step": get_step_count(optimizer), "tensors": tensors}
 
 
-def requested_optimizer_state(
+def request_optimizer_state(
     optimizer: MegatronOptimizer, models: list[dict[str, Any]], stored: Collection[str]
 ) -> dict[str, Any]:
     """Return the sharded tensors to fill from a checkpoint: the optimizer's own, or an owner's on the host.
 
-    Args:
-        optimizer: The optimizer.
-        models: As in `sharded_optimizer_state`.
-        stored: The names of the checkpoint's tensors.
+    `stored` are the names of the checkpoint's tensors.
     """
     tensors = {}
-    for held in _held(optimizer, models):
+    for held in _list_states(optimizer, models):
         if not held.is_owner:
             continue
         requested = {}
-        for name, key in _stored_keys(held.entry.key, stored).items():
+        for name, key in _find_stored_keys(held.entry.key, stored).items():
             if held.group is None and held.states is not None:
                 data = held.states[name].view(held.parameter.shape)
             else:
                 data = torch.empty(held.parameter.shape, dtype=torch.float32, device="cpu")
-            requested[name] = held.sharded(name, data, key)
+            requested[name] = held.place_state(data, key)
         tensors[held.number] = requested
     return {"tensors": tensors}
 
@@ -128,31 +111,26 @@ def load_optimizer_state(
 ) -> None:
     """Load a filled state into `optimizer`: moments, fp32 weights and the step count. The weights are loaded before.
 
-    Learning rate, weight decay and betas stay as the run configured them. Collective over data-parallel ranks.
-
-    Args:
-        optimizer: The optimizer.
-        models: As in `sharded_optimizer_state`.
-        stored: The names of the checkpoint's tensors.
-        loaded: The filled state of `requested_optimizer_state`, with the checkpoint's other values.
+    `loaded` is the filled state of `request_optimizer_state`, with the checkpoint's other values. Learning rate, weight
+    decay and betas stay as the run configured them. Collective over data-parallel ranks.
     """
-    for held in _held(optimizer, models):
-        found: dict[str, Tensor] = loaded["tensors"][held.number] if held.is_owner else {}
-        names = list(_stored_keys(held.entry.key, stored))
+    for held in _list_states(optimizer, models):
+        whole: dict[str, Tensor] = loaded["tensors"][held.number] if held.is_owner else {}
+        names = list(_find_stored_keys(held.entry.key, stored))
         if held.group is not None:
-            found = _sent_by_owner(held, held.group, names, found)
+            whole = _broadcast_from_owner(held, held.group, names, whole)
         if held.states is not None:
             for name in names:
-                held.states[name].copy_(found[name].flatten()[held.own].view_as(held.states[name]))
+                held.states[name].copy_(whole[name].flatten()[held.local].view_as(held.states[name]))
             if "param" not in names:
-                weights = held.parameter.detach().flatten()[held.own]
+                weights = held.parameter.detach().flatten()[held.local]
                 held.states["param"].copy_(weights.view_as(held.states["param"]))
-    set_step_count(optimizer, _stored_step_count(loaded))
+    set_step_count(optimizer, _read_step_count(loaded))
 
 
 def allocate_moments(optimizer: MegatronOptimizer) -> None:
     """Allocate Adam's moments before the first step, because saving and loading need them."""
-    for part in parts(optimizer):
+    for part in list_parts(optimizer):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 state = part.optimizer.state[parameter]
@@ -160,10 +138,10 @@ def allocate_moments(optimizer: MegatronOptimizer) -> None:
     set_step_count(optimizer, 0)
 
 
-def step_count(optimizer: MegatronOptimizer) -> int:
+def get_step_count(optimizer: MegatronOptimizer) -> int:
     """Return how many steps Adam has taken, which is the same for all parameters."""
     counts = [0]  # a rank that updates nothing has no other
-    for part in parts(optimizer):
+    for part in list_parts(optimizer):
         if _counts_per_parameter(part):
             counts += [int(state["step"]) for state in list(part.optimizer.state.values())[:1]]
         else:
@@ -172,8 +150,8 @@ def step_count(optimizer: MegatronOptimizer) -> int:
 
 
 def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
-    """Set how many steps Adam has taken, in the form that its implementation counts them."""
-    for part in parts(optimizer):
+    """Set how many steps Adam has taken, in the form in which its implementation counts them."""
+    for part in list_parts(optimizer):
         for group in part.optimizer.param_groups:
             if not _counts_per_parameter(part):
                 group["step"] = step  # the kernels of Transformer Engine and Apex take an int, and no float
@@ -192,84 +170,85 @@ def _counts_per_parameter(part: MegatronOptimizer) -> bool:
     return isinstance(part.optimizer, torch.optim.Adam)
 
 
-def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def list_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers that `optimizer` consists of, for example one for dense parameters and one for experts."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _held(optimizer: MegatronOptimizer, models: list[dict[str, Any]]) -> Iterator[_Held]:
+def _list_states(optimizer: MegatronOptimizer, models: list[dict[str, Any]]) -> Iterator[_ParameterState]:
     """Yield what this rank holds of every parameter's states, in the same order on all data-parallel ranks."""
     entries = {id(e.data): e for model in models for e in model.values() if isinstance(e, _Entry)}
-    for index, part in enumerate(parts(optimizer)):
+    for index, part in enumerate(list_parts(optimizer)):
         group, size = None, 1
         if isinstance(part, DistributedOptimizer):
             size = part.data_parallel_group.size()
             group = part.data_parallel_group if size > 1 else None
-        for number, (parameter, states, own) in enumerate(_states_of_part(part)):
-            yield _Held(f"{index}.{number}", entries[id(parameter)], parameter, states, own, group, number % size)
+        for number, (parameter, states, local) in enumerate(_list_part_states(part)):
+            entry, owner = entries[id(parameter)], number % size
+            yield _ParameterState(f"{index}.{number}", entry, parameter, states, local, group, owner)
 
 
-def _states_of_part(part: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor] | None, slice]]:
+def _list_part_states(part: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor] | None, slice]]:
     """Yield (parameter, the states of the elements that this rank updates, their range) of every parameter."""
     if isinstance(part, DistributedOptimizer):
-        local = dict(_local_ranges(part))
+        ranges = dict(_list_local_ranges(part))
         for buffer in part.buffers:
             for parameter in buffer.param_index_map:
-                own = local.get(parameter)
-                states = None if own is None else part._get_main_param_and_optimizer_states(parameter)
-                yield parameter, states, own or slice(0, 0)
+                local = ranges.get(parameter)
+                states = None if local is None else part._get_main_param_and_optimizer_states(parameter)
+                yield parameter, states, local or slice(0, 0)
         return
-    for parameter, main in main_parameters(part):
+    for parameter, main in list_main_parameters(part):
         states = part.optimizer.state[main] | {"param": main.data}
         yield parameter, states, slice(0, main.numel())
 
 
-def main_parameters(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+def list_main_parameters(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (parameter of the model, what the optimizer updates for it on this rank) for each of a part's parameters.
 
     The second is the parameter itself, its fp32 copy, or the part of one of these that the distributed optimizer
     assigns to this rank; its `grad` is the gradient of the step.
     """
     if isinstance(part, DistributedOptimizer):
-        for parameter, _ in _local_ranges(part):
+        for parameter, _ in _list_local_ranges(part):
             group, index = part.model_param_group_index_map[parameter]
             yield parameter, part.optimizer.param_groups[group]["params"][index]
         return
     weights = zip(getattr(part, "fp32_from_float16_groups", ()), getattr(part, "float16_groups", ()), strict=True)
-    of_main = {id(m): p for mains, parameters in weights for m, p in zip(mains, parameters, strict=True)}
+    by_main = {id(m): p for mains, parameters in weights for m, p in zip(mains, parameters, strict=True)}
     for main in part.get_parameters():
-        yield of_main.get(id(main), main), main
+        yield by_main.get(id(main), main), main
 
 
-def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, slice]]:
+def _list_local_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, slice]]:
     """Yield (parameter, the slice of the flattened parameter whose state this rank keeps)."""
-    for ranges_of_buffer in part.gbuf_ranges:
-        for buckets in ranges_of_buffer.values():
+    for buffer_ranges in part.gbuf_ranges:
+        for buckets in buffer_ranges.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
                     yield parameter, slice(ranges["param"].start, ranges["param"].end)
 
 
 @torch.no_grad()
-def _reduced_to_owner(held: _Held, group: dist.ProcessGroup) -> dict[str, Tensor] | None:
+def _reduce_to_owner(held: _ParameterState, group: dist.ProcessGroup) -> dict[str, Tensor] | None:
     """Return the whole states on the owner's host, and None on other ranks. Collective over `group`.
 
     Only one parameter's states are on the device at a time.
     """
     whole = torch.zeros(len(_STATES), held.parameter.numel(), device=held.parameter.device)
     if held.states is not None:
-        whole[:, held.own] = torch.stack([held.states[name].float() for name in _STATES])
+        whole[:, held.local] = torch.stack([held.states[name].float() for name in _STATES])
     dist.reduce(whole, dist.get_global_rank(group, held.owner), group=group)
     return dict(zip(_STATES, whole.cpu(), strict=True)) if held.is_owner else None
 
 
-def _sent_by_owner(
-    held: _Held, group: dist.ProcessGroup, names: list[str], found: dict[str, Tensor]
+def _broadcast_from_owner(
+    held: _ParameterState, group: dist.ProcessGroup, names: list[str], loaded: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the whole states that the owner `found`, on the device of every rank. Collective over `group`."""
+    """Return the whole states that the owner has `loaded`, on the device of every rank. Collective over `group`."""
     device, size = held.parameter.device, held.parameter.numel()
     if held.is_owner:
-        whole = torch.stack([found[name].flatten() for name in names]).to(device)
+        whole = torch.stack([loaded[name].flatten() for name in names]).to(device)
     else:
         whole = torch.empty(len(names), size, device=device)
     dist.broadcast(whole, dist.get_global_rank(group, held.owner), group=group)
@@ -283,18 +262,18 @@ def _replica_id(entry: _Entry) -> tuple[int, ...]:
     return entry.replica_id
 
 
-def _stored_keys(key: str, stored: Collection[str]) -> dict[str, str]:
+def _find_stored_keys(key: str, stored: Collection[str]) -> dict[str, str]:
     """Return the checkpoint's keys of the states of the parameter `key`.
 
     A checkpoint of the plain optimizer may lack "param". Moments are always requested, so that a checkpoint
     without them is refused.
     """
     keys = {name: [prefix + key for prefix in _PREFIXES[name]] for name in _STATES}
-    found = {name: next((key for key in keys[name] if key in stored), None) for name in _STATES}
-    return {name: chosen or keys[name][0] for name, chosen in found.items() if chosen or name != "param"}
+    matches = {name: next((key for key in keys[name] if key in stored), None) for name in _STATES}
+    return {name: match or keys[name][0] for name, match in matches.items() if match or name != "param"}
 
 
-def _stored_step_count(loaded: dict[str, Any]) -> int:
+def _read_step_count(loaded: dict[str, Any]) -> int:
     """Return a checkpoint's step count.
 
     Older checkpoints have the state dicts of megatron-core's optimizers. Each of these has a "common_step", or a step

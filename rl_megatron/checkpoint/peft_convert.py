@@ -16,17 +16,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_megatron.checkpoint.adapters import base_of, entries_of
-from rl_megatron.checkpoint.directory import read_manifest, saved_model
-from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_directories, read_json
-from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, peft_config
-from rl_megatron.checkpoint.stored_adapters import StoredAdapter
+from rl_megatron.checkpoint.adapters import StoredAdapter, describe_adapters, identify_base
+from rl_megatron.checkpoint.directory import read_manifest, read_model_section
+from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, find_adapter_directories, read_json
+from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, build_peft_config
 from rl_megatron.checkpoint.tensors import TensorWriter
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import DEFAULT_ADAPTER, LoraConfig, check_together
-from rl_megatron.model.lora.modules import whole_tensors
-from rl_megatron.model.lora.targets import MAGNITUDE, adapted_linears, adapter_shapes
+from rl_megatron.model.lora.modules import find_whole_tensors
+from rl_megatron.model.lora.targets import MAGNITUDE, find_adapted_linears, list_adapter_shapes
 
 _SHOWN = 3  # tensors that a message names
 # Keys of adapter_config.json that are read into the section `peft`.
@@ -52,10 +51,8 @@ def export_adapters(
 ) -> dict[str, dict[str, Any]]:
     """Write adapters as peft does into the directory `partial`, and return their adapter_config.json by name.
 
-    Args:
-        adapters: The adapters by the names that peft gets; "default" for one in the directory itself.
-        checkpoint: Their checkpoint, whose base the configurations name.
-        partial: The directory.
+    They come by the names that peft gets; "default" is that of one in the directory itself. The configurations name the
+    base of `checkpoint`.
     """
     configs = {}
     for name, adapter in adapters.items():
@@ -69,12 +66,12 @@ def _export(adapter: StoredAdapter, checkpoint: Path, directory: Path) -> dict[s
     named = adapter.tensors | adapter.whole
     tensors = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in named.items()}
     save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    config = peft_config(adapter.config, adapter.linears, _hugging_face_base(checkpoint))
+    config = build_peft_config(adapter.config, adapter.linears, _find_hugging_face_base(checkpoint))
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     return config
 
 
-def _hugging_face_base(checkpoint: Path) -> str | None:
+def _find_hugging_face_base(checkpoint: Path) -> str | None:
     """Return the Hugging Face directory that the base of an adapter was imported from, or None."""
     recorded = read_manifest(checkpoint)["base"]
     if not recorded or not Path(recorded["path"]).is_dir():
@@ -85,50 +82,43 @@ def _hugging_face_base(checkpoint: Path) -> str | None:
 def import_adapters(source: Path, base: Path, partial: Path) -> dict[str, Any]:
     """Write the checkpoint of a peft directory's adapters into the directory `partial`, and return its manifest.
 
-    Args:
-        source: The directory of adapter_model.safetensors and adapter_config.json, or of subdirectories with these.
-        base: The checkpoint of the model that they were trained on.
-        partial: The directory, which `publish` then makes a checkpoint.
-
-    Raises:
-        ConfigError: A key has a value that is not supported, a tensor does not fit the base, or the adapters do not go
-            together.
+    `base` is the checkpoint of the model that they were trained on.
     """
     manifest = read_manifest(base)
-    model = saved_model(base, manifest)
+    model = read_model_section(base, manifest)
     rows = model.vocab_size or manifest["vocab_size"]
-    places = adapter_directories(source)
-    configs = {name: _read_config(place, name) for name, place in places.items()}
+    directories = find_adapter_directories(source)
+    configs = {name: _read_config(directory, name) for name, directory in directories.items()}
     check_together([*configs.values()])
-    adapters = [_read(places[name], config, model, rows) for name, config in configs.items()]
+    adapters = [_read(directories[name], config, model, rows) for name, config in configs.items()]
     writer = TensorWriter(partial)
     try:
-        for key, tensor in (each for adapter in adapters for each in adapter.keyed()):
+        for key, tensor in (keyed for adapter in adapters for keyed in adapter.list_tensors()):
             writer.write(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
         writer.finish()
     finally:
         writer.close()
-    kept = {key: manifest[key] for key in ("model", "vocab_size", "tokenizer") if key in manifest}
-    entries = entries_of([*configs.values()], base_of(base)) | {"source": str(source.resolve())}
-    return {"step": 0, "head": "lm", **kept, **entries}
+    copied = {key: manifest[key] for key in ("model", "vocab_size", "tokenizer") if key in manifest}
+    entries = describe_adapters([*configs.values()], identify_base(base)) | {"source": str(source.resolve())}
+    return {"step": 0, "head": "lm", **copied, **entries}
 
 
 def _read(source: Path, config: LoraConfig, model: ModelConfig, rows: int) -> StoredAdapter:
-    """Return the adapter whose files lie in the directory `source`."""
-    linears, whole = adapted_linears(config, model, rows), whole_tensors(config, model, rows)
+    linears, whole = find_adapted_linears(config, model, rows), find_whole_tensors(config, model, rows)
     keys = {tensor.hf_name: key for key, tensor in whole.items()}
-    shapes = adapter_shapes(linears, config) | {tensor.hf_name: tensor.shape for tensor in whole.values()}
+    shapes = list_adapter_shapes(linears, config) | {tensor.hf_name: tensor.shape for tensor in whole.values()}
     tensors = _read_tensors(source, shapes)
     modules = {name: tensors.pop(name) for name in keys}
     return StoredAdapter(config, linears, tensors, modules, keys)
 
 
 def _read_config(source: Path, name: str) -> LoraConfig:
-    found, where = read_json(source / ADAPTER_CONFIG), source / ADAPTER_CONFIG
+    where = source / ADAPTER_CONFIG
+    values = read_json(where)
     for key, absent in _ABSENT.items():
-        if found.get(key) not in absent:
-            raise ConfigError(f"{where}: {key}={found.get(key)} is not supported; it must be {absent[-1]}")
-    keys = {key: found[key] for key in _READ if found.get(key) not in (None, [])}  # peft writes either for no modules
+        if values.get(key) not in absent:
+            raise ConfigError(f"{where}: {key}={values.get(key)} is not supported; it must be {absent[-1]}")
+    keys = {key: values[key] for key in _READ if values.get(key) not in (None, [])}  # peft writes either for no modules
     try:
         return TypeAdapter(LoraConfig).validate_python({"adapter_name": name, **keys})
     except ValidationError as error:
@@ -138,19 +128,19 @@ def _read_config(source: Path, name: str) -> LoraConfig:
 def _read_tensors(source: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     path = source / ADAPTER_WEIGHTS
     try:
-        found = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(path).items()}
+        tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     for what, names in (
-        ("has tensors of modules that the base does not have", found.keys() - shapes.keys()),
-        ("lacks tensors that adapter_config.json asks for", shapes.keys() - found.keys()),
+        ("has tensors of modules that the base does not have", tensors.keys() - shapes.keys()),
+        ("lacks tensors that adapter_config.json asks for", shapes.keys() - tensors.keys()),
     ):
         if names:
             raise ConfigError(f"{path} {what}: {', '.join(sorted(names)[:_SHOWN])}")
     first = next(iter(shapes))
     for name, shape in shapes.items():
-        if tuple(found[name].shape) != shape:
-            raise ConfigError(f"{path}: {name} has the shape {tuple(found[name].shape)}; the base needs {shape}")
-        if not name.endswith(MAGNITUDE) and found[name].dtype != found[first].dtype:
+        if tuple(tensors[name].shape) != shape:
+            raise ConfigError(f"{path}: {name} has the shape {tuple(tensors[name].shape)}; the base needs {shape}")
+        if not name.endswith(MAGNITUDE) and tensors[name].dtype != tensors[first].dtype:
             raise ConfigError(f"{path}: {name} has another dtype than {first}; all but magnitudes must have the same")
-    return {name: found[name] for name in shapes}
+    return {name: tensors[name] for name in shapes}

@@ -11,13 +11,11 @@ from rl_megatron.model.lora.targets import Part
 PEFT_PREFIX = "base_model.model."  # of the names of tensors
 
 
-def peft_config(config: LoraConfig, linears: Mapping[str, tuple[Part, ...]], base: str | None) -> dict[str, Any]:
+def build_peft_config(config: LoraConfig, linears: Mapping[str, tuple[Part, ...]], base: str | None) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
-    Args:
-        config: The section `peft`.
-        linears: The parts of every linear that has an adapter (`adapted_linears`).
-        base: The Hugging Face directory of the base, if it is known.
+    `linears` are the parts of every linear that has an adapter (`find_adapted_linears`), and `base` is the Hugging Face
+    directory of the base, if it is known.
     """
     return {
         "peft_type": "LORA",
@@ -29,7 +27,7 @@ def peft_config(config: LoraConfig, linears: Mapping[str, tuple[Part, ...]], bas
         "use_rslora": config.use_rslora,
         "use_dora": config.use_dora,
         "modules_to_save": None if config.modules_to_save is None else list(config.modules_to_save),
-        "target_modules": _target_modules(linears),
+        "target_modules": _list_target_modules(linears),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -37,9 +35,9 @@ def peft_config(config: LoraConfig, linears: Mapping[str, tuple[Part, ...]], bas
     }
 
 
-def _target_modules(linears: Mapping[str, tuple[Part, ...]]) -> list[str]:
+def _list_target_modules(linears: Mapping[str, tuple[Part, ...]]) -> list[str]:
     """Return the ends of names that say which modules have adapters, or their whole names if the ends do not."""
-    parts = [part for of_linear in linears.values() for part in of_linear]
+    parts = [part for linear_parts in linears.values() for part in linear_parts]
     chosen, others = ({p.key for p in parts if p.has_adapter is wanted} for wanted in (True, False))
     if not chosen & others:
         return sorted(chosen)

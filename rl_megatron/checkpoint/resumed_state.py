@@ -40,35 +40,27 @@ class ResumedState:
         """Add a part.
 
         Raises:
-            ValueError: There is a part of this name already.
+            ValueError: A part has this name already.
         """
         if self._parts.setdefault(name, part) is not part:
             raise ValueError(f"the stage already keeps a part named {name!r}; choose another name")
 
-    def saved(self) -> dict[str, State]:
+    def state_dict(self) -> dict[str, State]:
         """Return the state of every part."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load(self, saved: Mapping[str, State], checkpoint: str) -> None:
-        """Give every part its state.
-
-        Args:
-            saved: What `saved` returned when the checkpoint was written.
-            checkpoint: The checkpoint's path, for messages.
-
-        Raises:
-            ConfigError: The checkpoint has other parts than the stage, or a part refuses its state.
-        """
+        """Give every part its state of the checkpoint, which must have the same parts as the stage."""
         absent, unknown = sorted(self._parts.keys() - saved.keys()), sorted(saved.keys() - self._parts.keys())
         if absent or unknown:
             what = (
                 f"has no state of {absent[0]!r}, which this stage keeps"
                 if absent
-                else (f"has the state of {unknown[0]!r}, which this stage does not keep")
+                else f"has the state of {unknown[0]!r}, which this stage does not keep"
             )
             raise ConfigError(
-                f"{checkpoint} {what}; go on with the version of the code that wrote it, or choose another output_dir "
-                "and start from the checkpoint with init_from"
+                f"{checkpoint} {what}; continue with the version of the code that wrote it, or choose another "
+                "output_dir and start from the checkpoint with init_from"
             )
         for name, part in self._parts.items():
             try:
@@ -85,15 +77,10 @@ class MustBe:
         self._values = dict(values)
 
     def state_dict(self) -> State:
-        """Return the values."""
         return self._values
 
     def load_state_dict(self, state: State) -> None:
-        """Check that a checkpoint has the same values.
-
-        Raises:
-            ConfigError: It does not; the message names the first one that differs.
-        """
+        """Refuse a checkpoint with other values. The message names the first one that differs."""
         for key in sorted({*state, *self._values}):
             if state.get(key) != self._values.get(key):
                 raise ConfigError(f"{key} is {state.get(key)} in the checkpoint, and {self._values.get(key)} now")

@@ -7,26 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron import log
-from rl_megatron.checkpoint.directory import LEFTOVERS, Damaged, complete_checkpoints, manifest_of
+from rl_megatron.checkpoint.directory import LEFTOVERS, Damaged, find_checkpoints, read_manifest_alone
 from rl_megatron.config.metrics import better
 
 
-def best_checkpoint(checkpoints: list[Path], metric: str) -> Path | None:
+def find_best_checkpoint(checkpoints: list[Path], metric: str) -> Path | None:
     """Return the checkpoint with the best `metric` of its own step, the newest if several are equal, or None."""
-    best, found = None, None
+    best, best_value = None, None
     for path in checkpoints:
         try:
-            value = eval_metric_of(manifest_of(path), metric)
+            value = read_eval_metric(read_manifest_alone(path), metric)
         except Damaged as error:
             log.once(f"{error}; it is ignored in the search for the best checkpoint")
             continue
-        if value is not None and (found is None or not better(metric, found, value)):
-            best, found = path, value
+        if value is not None and (best_value is None or not better(metric, best_value, value)):
+            best, best_value = path, value
     return best
 
 
-def eval_metric_of(manifest: dict[str, Any], metric: str) -> float | None:
-    """Return the eval metric `metric` of the checkpoint's weights, or None if only an earlier step was evaluated."""
+def read_eval_metric(manifest: dict[str, Any], metric: str) -> float | None:
+    """Return an eval metric of the checkpoint's weights, or None if only an earlier step was evaluated."""
     if manifest.get("evaluated_at") != manifest["step"]:
         return None
     return manifest.get("results", {}).get("measures", {}).get(metric)
@@ -42,9 +42,9 @@ def delete_older(directory: Path, keep: int, companions: Path | None = None, kee
             the same name in `directory` is.
         keep_best: The eval metric whose best checkpoint is kept as well.
     """
-    complete = complete_checkpoints(directory)
+    complete = find_checkpoints(directory)
     kept = {path.name for path in complete[-keep:]}
-    best = best_checkpoint(complete, keep_best) if keep_best else None
+    best = find_best_checkpoint(complete, keep_best) if keep_best else None
     if best is not None:
         kept.add(best.name)
     _delete_all_but(kept, directory)
@@ -56,6 +56,6 @@ def _delete_all_but(names: set[str], directory: Path) -> None:
     for suffix in LEFTOVERS:
         for path in directory.glob(f"step-*{suffix}"):
             shutil.rmtree(path)
-    for path in complete_checkpoints(directory):
+    for path in find_checkpoints(directory):
         if path.name not in names:  # renamed first, so that a kill during deletion leaves nothing that looks complete
             shutil.rmtree(path.rename(path.with_suffix(".deleted")))

@@ -14,14 +14,10 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
-def _megatron_generators() -> Any:
-    """Return megatron-core's generators. The object's class is megatron-core's or Transformer Engine's."""
-    return get_cuda_rng_tracker()
-
-
-def random_state() -> bytes:
+def serialise_random_state() -> bytes:
     """Return the serialized state of this rank's generators."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "megatron": _megatron_generators().get_states()}
+    tracker: Any = get_cuda_rng_tracker()  # of a class of megatron-core or of Transformer Engine
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "megatron": tracker.get_states()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     buffer = io.BytesIO()
@@ -30,11 +26,12 @@ def random_state() -> bytes:
 
 
 def restore_random_state(saved: bytes) -> None:
-    """Restore this rank's generators from the bytes that `random_state` returned."""
+    """Restore this rank's generators from the bytes that `serialise_random_state` returned."""
     state = torch.load(io.BytesIO(saved), weights_only=True)
     torch.set_rng_state(state["cpu"])
     if ("cuda" in state) != torch.cuda.is_initialized():
         return  # the states of a GPU's generators do not fit those of a CPU, and megatron-core's are of the same kind
-    _megatron_generators().set_states(state["megatron"])
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.set_states(state["megatron"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

@@ -38,12 +38,12 @@ from rl_megatron import __version__, disk
 from rl_megatron.checkpoint.directory import (
     CONFIG,
     SCORE_POSITION,
-    file_entry,
-    name_of,
+    digest_file,
+    name_checkpoint,
+    name_random_state,
     publish,
-    random_state_file,
 )
-from rl_megatron.checkpoint.rng_state import random_state
+from rl_megatron.checkpoint.rng_state import serialise_random_state
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.errors import RunFailed
 from rl_megatron.topology.ranks import Ranks
@@ -82,20 +82,16 @@ class _Part:
             if isinstance(results, Exception):
                 raise results
             names.append(self.bucket[1])
-        return results, {name: file_entry(self.directory / name) for name in names}
+        return results, {name: digest_file(self.directory / name) for name in names}
 
 
 class Save:
     """A checkpoint that is being written. It owns the writing thread. Every rank calls every method."""
 
     def __init__(self, final: Path, part: _Part, complete: Callable[[list, dict[str, Any]], None], ranks: Ranks):
-        """Start writing.
+        """Start to write this rank's part.
 
-        Args:
-            final: The checkpoint's path.
-            part: The part that this rank writes.
-            complete: Completes the checkpoint on rank 0, given all ranks' results and manifest entries.
-            ranks: The ranks that write.
+        Rank 0 then calls `complete` with all ranks' results and manifest entries.
         """
         self.path, self._ranks = final, ranks
         self._part: _Part | None = part
@@ -142,7 +138,7 @@ class Save:
     def abandon(self) -> None:
         """Wait until all ranks have stopped writing, and delete the written files. Collective."""
         self._wait()
-        self._ranks.try_on_rank0(lambda: shutil.rmtree(_partial(self.path), ignore_errors=True))
+        self._ranks.try_on_rank0(lambda: shutil.rmtree(_name_partial(self.path), ignore_errors=True))
 
     def _wait(self) -> None:
         while not self.is_written():  # one collective that waits for the disk could exceed its timeout
@@ -173,10 +169,10 @@ def begin_checkpoint(
     manifest |= {"model": asdict(model.config), "layout": model.topology.describe(), **extra}
     if model.head == "score":
         manifest["score_position"] = SCORE_POSITION
-    files = {random_state_file(ranks.rank): random_state()}
+    files = {name_random_state(ranks.rank): serialise_random_state()}
     if config is not None and ranks.leads:
         files[CONFIG] = config.encode()
-    return _begin_save(directory, step, state.sharded(), [*state.trained_tensors()], manifest, files, ranks)
+    return _begin_save(directory, step, state.build_sharded(), [*state.list_trained_tensors()], manifest, files, ranks)
 
 
 def _begin_save(
@@ -192,38 +188,38 @@ def _begin_save(
 
     The tensors of `state` that share memory with those in `trained` are copied first.
     """
-    final = directory / name_of(step)
-    partial = _partial(final)
+    final = directory / name_checkpoint(step)
+    partial = _name_partial(final)
     failure = ranks.try_on_rank0(lambda: _make_empty(partial), lambda error: disk.describe(error, final))
     if failure is not None:
         raise SaveFailed(f"checkpoint {final} could not be saved: {failure}")
     tensors, common = save_preprocess(state)
     writer, metadata = _plan(tensors, partial)
     if ranks.leads:
-        files = {**files, COMMON: _serialised(common)}
+        files = {**files, COMMON: _serialise(common)}
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-    part = _Part(partial, _copied(writer.write_buckets, trained), transforms, files)
+    part = _Part(partial, _copy_bucket(writer.write_buckets, trained), transforms, files)
 
     def complete(results: list, entries: dict[str, Any]) -> None:
         writer.finish(metadata, results)
         save_config(CheckpointingConfig("torch_dist", 1), str(partial))
-        publish(partial, final, {"step": step, **manifest, "versions": versions()}, entries)
+        publish(partial, final, {"step": step, **manifest, "versions": collect_versions()}, entries)
 
     return Save(final, part, complete, ranks)
 
 
-def versions() -> dict[str, str]:
+def collect_versions() -> dict[str, str]:
     """Return the versions of the packages that write a checkpoint."""
-    found = {"rl_megatron": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions = {"rl_megatron": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("megatron-core", "transformer-engine"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-def _partial(final: Path) -> Path:
+def _name_partial(final: Path) -> Path:
     return final.with_suffix(".incomplete")
 
 
@@ -246,22 +242,22 @@ def _plan(tensors: dict | list, partial: Path) -> tuple[FileSystemWriterAsync, A
     return writer, planned[1]
 
 
-def _copied(buckets: list | None, trained: Sequence[Tensor]) -> Any | None:
+def _copy_bucket(buckets: list | None, trained: Sequence[Tensor]) -> Any | None:
     """Return this rank's bucket with its tensors on the CPU, none of which shares memory with those in `trained`."""
     if not buckets:
         return None
     ((path, name, (objects, tensors)),) = buckets
     storages = {tensor.untyped_storage().data_ptr() for tensor in trained}
 
-    def own(tensor: Tensor) -> Tensor:
+    def copy(tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in storages:
             return tensor.detach().clone()  # .cpu() of a CPU tensor does not copy
         return tensor.detach().cpu()
 
-    return path, name, (objects, [(item, own(tensor)) for item, tensor in tensors])
+    return path, name, (objects, [(item, copy(tensor)) for item, tensor in tensors])
 
 
-def _serialised(value: Any) -> bytes:
+def _serialise(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.checkpoint.digests import check_digests
-from rl_megatron.checkpoint.directory import CONFIG, Damaged, complete_checkpoints, read_manifest, size_of
+from rl_megatron.checkpoint.directory import (
+    CONFIG,
+    Damaged,
+    check_digests,
+    find_checkpoints,
+    get_size,
+    read_manifest,
+)
 from rl_megatron.checkpoint.metadata import read_metadata
-from rl_megatron.checkpoint.retention import best_checkpoint, eval_metric_of
+from rl_megatron.checkpoint.retention import find_best_checkpoint, read_eval_metric
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import is_eval_metric
@@ -36,88 +42,75 @@ class TensorEntry:
         return not self.name.startswith(_OPTIMIZER)
 
 
-def tensors(path: Path) -> list[TensorEntry]:
-    """Return the checkpoint's tensors, parameters first, each kind sorted by name.
-
-    Raises:
-        Damaged: The index cannot be read.
-    """
+def list_tensors(path: Path) -> list[TensorEntry]:
+    """Return the checkpoint's tensors, parameters first, each kind sorted by name."""
     # This import takes seconds, and listing checkpoints does not need it.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     index = read_metadata(path).state_dict_metadata
-    found = []
+    tensors = []
     for name, entry in index.items():
         if isinstance(entry, TensorStorageMetadata):
             shape, dtype = tuple(entry.size), entry.properties.dtype
             size = math.prod(shape) * dtype.itemsize
-            found.append(TensorEntry(name, shape, str(dtype).removeprefix("torch."), size))
-    return sorted(found, key=lambda tensor: (not tensor.is_parameter, tensor.name))
+            tensors.append(TensorEntry(name, shape, str(dtype).removeprefix("torch."), size))
+    return sorted(tensors, key=lambda tensor: (not tensor.is_parameter, tensor.name))
 
 
 def describe(path: Path, verify: bool = True) -> dict[str, Any]:
     """Return everything that `rl-megatron inspect` shows of a checkpoint, as values that JSON can express.
 
-    Args:
-        path: The checkpoint.
-        verify: Read every file and compare it with its digest.
-
-    Raises:
-        ConfigError: There is no checkpoint, or it is damaged. The message names the file.
+    `verify` reads every file and compares it with its digest.
     """
     manifest = read_manifest(path)
     if verify:
         check_digests(path, manifest)
-    found = tensors(path)
-    parameters = [tensor for tensor in found if tensor.is_parameter]
-    states = [tensor for tensor in found if not tensor.is_parameter]
+    tensors = list_tensors(path)
+    parameters = [tensor for tensor in tensors if tensor.is_parameter]
+    states = [tensor for tensor in tensors if not tensor.is_parameter]
     config = path / CONFIG
     return {
         "path": str(path),
         **{key: value for key, value in manifest.items() if key not in ("files", "sha256")},
         "num_parameters": sum(math.prod(tensor.shape) for tensor in parameters),
         "parameter_bytes": sum(tensor.num_bytes for tensor in parameters),
-        "optimizer_state": sorted({_state_of(tensor.name) for tensor in states}),
+        "optimizer_state": sorted({_name_state(tensor.name) for tensor in states}),
         "optimizer_bytes": sum(tensor.num_bytes for tensor in states),
-        "tensors": [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in found],
-        "files": {name: _file(entry, verify) for name, entry in manifest["files"].items()},
+        "tensors": [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in tensors],
+        "files": {name: _describe_file(entry, verify) for name, entry in manifest["files"].items()},
         "config": config.read_text() if config.is_file() else None,
     }
 
 
-def _state_of(name: str) -> str:
+def _name_state(name: str) -> str:
     """Return "exp_avg" for "optimizer.exp_avg.decoder…" and for megatron-core's "optimizer.state.exp_avg.decoder…"."""
     return name.removeprefix(_OPTIMIZER).removeprefix("state.").partition(".")[0]
 
 
-def _file(entry: dict[str, Any] | int, verified: bool) -> dict[str, Any]:
+def _describe_file(entry: dict[str, Any] | int, verified: bool) -> dict[str, Any]:
     digest = None if isinstance(entry, int) else entry["sha256"]
     state = "no digest" if digest is None else "verified" if verified else "not read"
-    return {"bytes": size_of(entry), "sha256": digest, "state": state}
+    return {"bytes": get_size(entry), "sha256": digest, "state": state}
 
 
 def list_checkpoints(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the checkpoints in a stage's directory or in a run's output_dir, by stage, oldest first.
 
     File sizes are checked, but the files are not read.
-
-    Raises:
-        ConfigError: There are no checkpoints.
     """
     stages = {directory.name: directory for directory in sorted((path / "checkpoints").glob("*")) if directory.is_dir()}
-    found = {
-        name: entries for name, directory in (stages or {path.name: path}).items() if (entries := _entries(directory))
-    }
-    if not found:
+    described = {name: _describe_checkpoints(directory) for name, directory in (stages or {path.name: path}).items()}
+    described = {name: entries for name, entries in described.items() if entries}
+    if not described:
         raise ConfigError(
             f"{path} is not a checkpoint (it has no {MANIFEST}) and contains none; give a checkpoint "
             "directory (step-…), the directory of a stage's checkpoints, or a run's output_dir"
         )
-    return found
+    return described
 
 
-def _entries(directory: Path) -> list[dict[str, Any]]:
-    saved = complete_checkpoints(directory)
+def _describe_checkpoints(directory: Path) -> list[dict[str, Any]]:
+    saved = find_checkpoints(directory)
     entries = []
     for path in saved:
         try:
@@ -125,13 +118,12 @@ def _entries(directory: Path) -> list[dict[str, Any]]:
         except Damaged as error:
             entries.append({"path": str(path), "damaged": str(error)})
             continue
-        given = filter(is_eval_metric, manifest.get("results", {}).get("measures", {}))
-        metrics = {name: value for name in given if (value := eval_metric_of(manifest, name)) is not None}
-        size = sum(map(size_of, manifest["files"].values()))
+        names = filter(is_eval_metric, manifest.get("results", {}).get("measures", {}))
+        metrics = {name: value for name in names if (value := read_eval_metric(manifest, name)) is not None}
+        size = sum(map(get_size, manifest["files"].values()))
         entries.append({"path": str(path), "step": manifest["step"], "bytes": size, "measures": metrics})
-    best_by = {
-        name: best_checkpoint(saved, name) for name in {name for entry in entries for name in entry.get("measures", ())}
-    }
+    measured = {name for entry in entries for name in entry.get("measures", ())}
+    best_by = {name: find_best_checkpoint(saved, name) for name in measured}
     for entry, path in zip(entries, saved, strict=True):
         entry["newest"] = path == saved[-1]
         entry["best"] = sorted(name for name, best in best_by.items() if best == path)

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from rl_megatron.checkpoint.metadata import read_metadata
 
 _FILE = "__0_0.distcp"
-_OF_OPTIMIZER = "optimizer."
+_OPTIMIZER_PREFIX = "optimizer."
 
 
 class TensorWriter:
@@ -45,13 +45,9 @@ class TensorWriter:
         self._written: list[WriteResult] = []
 
     def write(self, name: str, global_shape: tuple[int, ...], offset: tuple[int, ...], part: Tensor) -> None:
-        """Write one part of a tensor.
+        """Write one part of a tensor, contiguous and with as many dimensions as the whole one.
 
-        Args:
-            name: The tensor's name.
-            global_shape: The shape of the whole tensor.
-            offset: The index of the part's first element in the whole tensor.
-            part: The part, contiguous and with as many dimensions as the whole tensor.
+        `offset` is the index of its first element in the whole tensor, whose shape is `global_shape`.
         """
         if name not in self._tensors:
             properties = TensorProperties(dtype=part.dtype)
@@ -73,7 +69,6 @@ class TensorWriter:
         save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -98,25 +93,20 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def model_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
-    """Return the model's tensors in a checkpoint, without those of the optimizer.
-
-    Raises:
-        Damaged: The metadata cannot be read.
-    """
+def find_model_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
+    """Return the model's tensors in a checkpoint, without those of the optimizer."""
     metadata = read_metadata(checkpoint)
     tensors = {}
     for name, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata) and not name.startswith(_OF_OPTIMIZER):
+        if isinstance(stored, TensorStorageMetadata) and not name.startswith(_OPTIMIZER_PREFIX):
             parts = []
             for piece in stored.chunks:
                 at = metadata.storage_data[MetadataIndex(name, piece.offsets)]
-                place = (checkpoint / at.relative_path, at.offset, at.length)
-                parts.append(Part(tuple(piece.offsets), tuple(piece.sizes), *place))
+                file = checkpoint / at.relative_path
+                parts.append(Part(tuple(piece.offsets), tuple(piece.sizes), file, at.offset, at.length))
             tensors[name] = StoredTensor(stored.properties.dtype, tuple(stored.size), tuple(parts))
     return tensors
 

@@ -13,13 +13,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rl_megatron.checkpoint.optimizer_state import (
+    collect_optimizer_state,
+    list_parts,
     load_optimizer_state,
-    parts,
-    requested_optimizer_state,
-    sharded_optimizer_state,
+    request_optimizer_state,
 )
 from rl_megatron.model.build import unwrap
-from rl_megatron.model.lora.targets import adapter_of
+from rl_megatron.model.lora.targets import parse_adapter
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import SHARDING_METADATA
 
@@ -46,22 +46,21 @@ class TrainingState:
         """Return the model chunks without DDP and precision wrappers."""
         return [unwrap(model_chunk) for model_chunk in self.model.model_chunks]
 
-    def sharded(self) -> dict[str, Any]:
+    def build_sharded(self) -> dict[str, Any]:
         """Return the sharded state dict to save. Collective."""
         models = self._models()
         state: dict[str, Any] = {f"model{index}": model for index, model in enumerate(models)}
         if self.optimizer is not None and self.scheduler is not None:
-            state["optimizer"] = sharded_optimizer_state(self.optimizer, models)
+            state["optimizer"] = collect_optimizer_state(self.optimizer, models)
             state["scheduler"] = self.scheduler.state_dict()
         return state
 
-    def requested(self, stored: Collection[str], weights_only: bool = False, new_head: bool = False) -> dict[str, Any]:
-        """Return the sharded state dict to fill from a checkpoint.
+    def build_request(
+        self, stored: Collection[str], weights_only: bool = False, new_head: bool = False
+    ) -> dict[str, Any]:
+        """Return the sharded state dict to fill from a checkpoint, of whose tensors `stored` has the names.
 
-        Args:
-            stored: The names of the checkpoint's tensors.
-            weights_only: Leave the optimizer out.
-            new_head: Leave the model's head out.
+        `weights_only` leaves out the optimizer, and `new_head` the model's head.
         """
         models = self._models()
         state: dict[str, Any] = {}
@@ -69,49 +68,47 @@ class TrainingState:
             kept = {key: entry for key, entry in model.items() if not (new_head and key.startswith(HEAD_PREFIX))}
             state[f"model{index}"] = kept
         if self.optimizer is not None and not weights_only:
-            state["optimizer"] = requested_optimizer_state(self.optimizer, models, stored)
+            state["optimizer"] = request_optimizer_state(self.optimizer, models, stored)
         return state
 
     def load_optimizer(self, stored: Collection[str], loaded: dict[str, Any]) -> None:
         """Load optimizer and schedule from the filled state dict `loaded`. The weights are loaded before. Collective.
 
-        Args:
-            stored: The names of the checkpoint's tensors.
-            loaded: What `requested` returned, filled, with the checkpoint's values that are not tensors.
+        `loaded` is the filled result of `build_request`, with the checkpoint's values that are not tensors.
         """
         assert self.optimizer is not None and self.scheduler is not None
         load_optimizer_state(self.optimizer, self._models(), stored, loaded["optimizer"])
         self.scheduler.num_steps = 0  # loading adds the checkpoint's steps
         self.scheduler.load_state_dict(loaded["scheduler"])
 
-    def trained_tensors(self) -> Iterator[torch.Tensor]:
+    def list_trained_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that training changes in place."""
         for model_chunk in self.model_chunks:
             yield from model_chunk.parameters()
             yield from model_chunk.buffers()
-        for part in [] if self.optimizer is None else parts(self.optimizer):
+        for part in [] if self.optimizer is None else list_parts(self.optimizer):
             yield from part.get_parameters()
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def _models(self) -> list[dict[str, Any]]:
-        models = [tensors_of_model(model_chunk) for model_chunk in self.model_chunks]
+        models = [collect_model_state(model_chunk) for model_chunk in self.model_chunks]
         if self.selection == "all":
             return models
         if self.selection == "base":  # a score head is trained, and starts from that of the base
-            return [{key: entry for key, entry in model.items() if adapter_of(key) is None} for model in models]
+            return [{key: entry for key, entry in model.items() if parse_adapter(key) is None} for model in models]
         beside = [{key: entry for key, entry in model.items() if _is_beside_base(key, entry)} for model in models]
         if self.selection == "adapters" or self.model.lora is None:
             return beside
         trained = self.model.lora.adapter_name
-        return [{key: entry for key, entry in model.items() if adapter_of(key) != trained} for model in beside]
+        return [{key: entry for key, entry in model.items() if parse_adapter(key) != trained} for model in beside]
 
 
 def _is_beside_base(key: str, entry: ShardedTensor | ShardedTensorFactory) -> bool:
-    return adapter_of(key) is not None or (isinstance(entry.data, torch.nn.Parameter) and entry.data.requires_grad)
+    return parse_adapter(key) is not None or (isinstance(entry.data, torch.nn.Parameter) and entry.data.requires_grad)
 
 
-def tensors_of_model(model_chunk: GPTModel) -> dict[str, Any]:
+def collect_model_state(model_chunk: GPTModel) -> dict[str, Any]:
     """Return the tensors of a model chunk with their places in the unsharded model.
 
     The "extra states" of modules are left out: they serve FP8, are empty here, and differ between backends.
@@ -121,11 +118,7 @@ def tensors_of_model(model_chunk: GPTModel) -> dict[str, Any]:
 
 
 def load_model(model_chunk: torch.nn.Module, loaded: dict[str, Any], without: Collection[str] = ()) -> None:
-    """Fill all tensors of a model chunk, except those whose names are in `without`.
-
-    Raises:
-        RuntimeError: `loaded` lacks tensors of the model, or has unknown ones. The message names them.
-    """
+    """Fill all tensors of a model chunk, except those whose names are in `without`."""
     absent, unknown = model_chunk.load_state_dict(loaded, strict=False)
     absent = [key for key in absent if not key.endswith("_extra_state") and key not in without]
     if absent or unknown:

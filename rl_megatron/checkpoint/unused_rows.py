@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from rl_megatron.checkpoint.hf_load import HuggingFaceWeights, open_hugging_face
+from rl_megatron.checkpoint.hf_weights import HuggingFaceWeights, open_hugging_face
 from rl_megatron.data.tokenizer import Tokenizer
 
 _TEXT = (
@@ -55,18 +55,15 @@ class UnusedRows:
         if self.probabilities is None:
             return f"{first}; their probability was not measured, because {self.reason}; {last}"
         mean, largest = sum(self.probabilities) / len(self.probabilities), max(self.probabilities)
-        of_text = f"mean of {len(self.probabilities)} positions of a text, at most {largest:.3g}"
-        return f"{first}; together they have probability {mean:.3g} ({of_text}); {last}"
+        spread = f"mean of {len(self.probabilities)} positions of a text, at most {largest:.3g}"
+        return f"{first}; together they have probability {mean:.3g} ({spread}); {last}"
 
 
 def find_unused_rows(directory: Path, runs_model: bool = True) -> UnusedRows | None:
     """Return the rows without a token of a language model's Hugging Face directory, or None if each has one.
 
-    Without a tokenizer each row counts as a token's.
-
-    Args:
-        directory: The directory, which can be read (`open_hugging_face`).
-        runs_model: Whether to measure their probability, by a forward pass of transformers on the CPU.
+    Without a tokenizer each row counts as a token's. If `runs_model`, their probability is measured by a forward pass
+    of transformers on the CPU.
     """
     weights = open_hugging_face(directory)
     count = weights.rows - weights.vocab_size
@@ -95,7 +92,7 @@ def _compute_probabilities(directory: Path, ids: list[int], num_tokens: int) -> 
     import transformers
 
     (name,) = json.loads((directory / "config.json").read_text("utf-8"))["architectures"]
-    with _quiet(transformers):
+    with _silence(transformers):
         model = getattr(transformers, name).from_pretrained(directory, dtype=torch.float32).eval()
         logits = model(torch.tensor([ids])).logits[0]
     return tuple(logits.softmax(-1)[:, num_tokens:].sum(-1).tolist())
@@ -108,7 +105,7 @@ def _find_obstacle(weights: HuggingFaceWeights) -> str | None:
     names = json.loads((weights.directory / "config.json").read_text("utf-8"))["architectures"]
     if len(names) != 1 or not hasattr(transformers, names[0]):
         return f"transformers has no class {', '.join(names)}"
-    parameters = sum(math.prod(place.shape) for place in weights.places.values())
+    parameters = sum(math.prod(location.shape) for location in weights.locations.values())
     if parameters > MOST_PARAMETERS:
         return f"the model has {parameters:,} parameters, more than {MOST_PARAMETERS:,}"
     needed, available = parameters * _BYTES, _available_memory()
@@ -128,7 +125,7 @@ def _available_memory() -> int:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def _silence(transformers: Any) -> Iterator[None]:
     """Silence the progress bars and advice of transformers."""
     logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from rl_megatron.checkpoint.digests import check_digests
-from rl_megatron.checkpoint.directory import Damaged, damaged, random_state_file, read_manifest
+from rl_megatron.checkpoint.directory import Damaged, check_digests, name_random_state, read_manifest
 from rl_megatron.checkpoint.metadata import check_metadata
 from rl_megatron.config.errors import ConfigError, describe_error
 from rl_megatron.topology.ranks import Ranks
@@ -23,8 +22,7 @@ def verify_checkpoint(path: Path, ranks: Ranks) -> None:
     is not a tensor are loaded as well.
 
     Raises:
-        Damaged: A rank found a file that has changed, or that cannot be read. It is raised on every rank, and the
-            message names the file.
+        Damaged: A rank found a file that has changed, or that cannot be read. It is raised on every rank.
     """
     failure = None
     try:
@@ -39,7 +37,7 @@ def verify_checkpoint(path: Path, ranks: Ranks) -> None:
 
 
 def _check_files(checkpoint: Path, files: Collection[str], rank: int) -> None:
-    checks: dict[str, Callable[[Path], object]] = {random_state_file(rank): _check_random_state}
+    checks: dict[str, Callable[[Path], object]] = {name_random_state(rank): _check_random_state}
     if rank == 0:
         check_metadata(checkpoint)
         checks |= {"metadata.json": lambda path: dict(json.loads(path.read_text())), "common.pt": _check_state}
@@ -48,7 +46,7 @@ def _check_files(checkpoint: Path, files: Collection[str], rank: int) -> None:
             try:
                 check(checkpoint / name)
             except Exception as error:  # a damaged pickle may raise anything
-                raise damaged(checkpoint, f"{name} cannot be read ({describe_error(error)})") from error
+                raise Damaged.from_cause(checkpoint, f"{name} cannot be read ({describe_error(error)})") from error
 
 
 def _check_state(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-from rl_megatron.checkpoint.directory import adapter_sections, read_manifest
+from rl_megatron.checkpoint.directory import list_adapter_sections, read_manifest
 from rl_megatron.checkpoint.hf_directory import MAX_SHARD_BYTES, check_export, check_import
 from rl_megatron.config.checkpoint_metadata import MANIFEST, no_checkpoint
 from rl_megatron.config.commands import command, override
@@ -28,7 +28,7 @@ def import_directory(source: str, target: str, base: str | None) -> None:
     console = _make_console()
     if base is not None:
         manifest = hf_convert.import_peft(Path(source), Path(base), Path(target))
-        ranks = {section["adapter_name"]: section["r"] for section in adapter_sections(manifest)}
+        ranks = {section["adapter_name"]: section["r"] for section in list_adapter_sections(manifest)}
         console.print(f"{target}: {_describe_adapters(ranks)}. To use the model with it:")
     else:
         with show_progress(f"import {source}", console) as report:

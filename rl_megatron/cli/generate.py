@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron import log
-from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_manifest, saved_model
-from rl_megatron.checkpoint.hf_directory import read_directory, weight_files
+from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_manifest, read_model_section
+from rl_megatron.checkpoint.hf_directory import find_weight_files, read_directory
 from rl_megatron.config.checkpoint_metadata import MANIFEST, carried_tokenizer, run_tokenizer
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.loading.hints import key_of
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.rules import check_model
 from rl_megatron.config.schema import RunConfig, StageConfig
-from rl_megatron.data.prompt_files import RENDERING_KEYS, FilePrompts, read_prompts, rendering_of
+from rl_megatron.data.prompt_files import RENDERING_KEYS, FilePrompts, build_prompts_config, read_prompts
 from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK, CompletionsFile, check_output
@@ -93,7 +93,7 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedGeneratio
         check_output(Path(options.output))
     tokenizer = build_weights_tokenizer(stage)
     identity = check_weights(weights, stage, tokenizer)
-    data = rendering_of(stage.data, options.prompts)
+    data = build_prompts_config(stage.data, options.prompts)
     data.check(stage)
     prompts = read_prompts(data, tokenizer, stage.model.max_sequence_length, stage.generation.max_new_tokens)
     settings = {
@@ -152,7 +152,7 @@ def read_model(weights: Path) -> ModelConfig:
     """Return the model section of a checkpoint or of a Hugging Face directory."""
     if not (weights / MANIFEST).is_file() and (weights / "config.json").is_file():
         return read_directory(weights)[1]
-    return saved_model(weights, read_manifest(weights))
+    return read_model_section(weights, read_manifest(weights))
 
 
 def _find_tokenizer(stage: StageConfig, weights: Path) -> str:
@@ -184,5 +184,5 @@ def check_weights(weights: Path, stage: StageConfig, tokenizer: Tokenizer) -> di
         manifest = check_checkpoint(weights, stage.model, tokenizer.digest)
         check_head(weights, manifest, "lm", weights_only=False)
         return {"path": str(weights.resolve()), "step": manifest["step"], "digest": manifest.get("sha256")}
-    files = [weights / name for name in weight_files(weights)]
+    files = [weights / name for name in find_weight_files(weights)]
     return {"path": str(weights.resolve()), "bytes": {file.name: file.stat().st_size for file in files}}

@@ -19,12 +19,13 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.errors import nearest
-from rl_megatron.data.conversations import is_conversation, preference_conversations, prompt_conversation
+from rl_megatron.data.conversations import is_conversation, read_preference, read_prompt
 from rl_megatron.data.files import split_heldout
 from rl_megatron.data.plain_text import SIDES, PlainText
 from rl_megatron.data.records import NothingLeft, Record
 
 SINGLE_FILES = ("preferences.jsonl", "model_solutions.jsonl")  # a directory's first file with one of these names
+LABEL = "label"  # the field of a record
 _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
 
 
@@ -35,43 +36,35 @@ def split_by_prompt(
 
     `heldout_fraction` of the prompts is held out, and more if they have fewer than `wanted` records: always the same
     prompts of the same records, independent of the run's seed.
-
-    Raises:
-        ValueError: A record lacks a field of `prompt_template`, or `split_heldout` raises it.
     """
     texts = PlainText(prompt_template)
     by_prompt: dict[str, list[Record]] = {}
     for record in records:
-        by_prompt.setdefault(_prompt_of(record, texts), []).append(record)
+        by_prompt.setdefault(_identify_prompt(record, texts), []).append(record)
     train, heldout = split_heldout(list(by_prompt.values()), heldout_fraction, wanted, len)
     return [record for group in train for record in group], [record for group in heldout for record in group]
 
 
-def _prompt_of(record: Record, texts: PlainText) -> str:
+def _identify_prompt(record: Record, texts: PlainText) -> str:
     """Return a text that is the same for all records of a prompt."""
     if not is_conversation(record):
-        return texts.prompt(record)
+        return texts.write_prompt(record)
     if SIDES[0] in record.values:
-        chosen = preference_conversations(record)[0]
+        chosen = read_preference(record)[0]
         messages = chosen.messages[: chosen.num_context]
     else:
-        messages = prompt_conversation(record).messages
+        messages = read_prompt(record).messages
     return json.dumps(messages, sort_keys=True, default=str)
 
 
-def pairs_of(records: Sequence[Record]) -> list[Record]:
+def build_pairs(records: Sequence[Record]) -> list[Record]:
     """Return the pairs of the records of a file. The first record with a form decides the form of the file.
 
-    Graded records without a right or without a wrong solution are left out, and their number is logged.
-
-    Raises:
-        ValueError: Named as file:line, a record has neither form or another form than those before it, `chosen` or
-            `rejected` is missing, empty or not a string, the two are equal, or a graded solution is malformed, empty or
-            graded both right and wrong.
-        NothingLeft: No record has a form, or no question has both a right and a wrong solution.
+    Graded records without a right or without a wrong solution are left out, and their number is logged. NothingLeft is
+    raised if no record has a form, or no question has both a right and a wrong solution.
     """
-    first = next(filter(_form, records), records[0])
-    form = _form(first)
+    first = next(filter(_find_form, records), records[0])
+    form = _find_form(first)
     if form is None:
         raise NothingLeft(
             f"{first.location} has no preference, nor has any other record of data.path: its fields are "
@@ -79,16 +72,16 @@ def pairs_of(records: Sequence[Record]) -> list[Record]:
             "'is_correct' and 'solution'."
         )
     for record in records:
-        if _form(record) not in (form, None):
+        if _find_form(record) not in (form, None):
             raise ValueError(
-                f"{record.location} has {_form(record)}, in a file that begins with {form} ({first.location}): "
+                f"{record.location} has {_find_form(record)}, in a file that begins with {form} ({first.location}): "
                 "use two files."
             )
     if form == _PAIR:
         for record in records:
             check_pair(record)
         return list(records)
-    pairs = [list(_pairs_of_solutions(record)) for record in records]
+    pairs = [list(_pair_solutions(record)) for record in records]
     num_left_out = pairs.count([])
     file = first.location.rpartition(":")[0]
     if num_left_out == len(pairs):
@@ -98,10 +91,10 @@ def pairs_of(records: Sequence[Record]) -> list[Record]:
             f"{file}: {num_left_out} of {len(pairs)} questions are left out, because they have no right or no wrong "
             "solution"
         )
-    return [pair for of_question in pairs for pair in of_question]
+    return [pair for question_pairs in pairs for pair in question_pairs]
 
 
-def _form(record: Record) -> str | None:
+def _find_form(record: Record) -> str | None:
     """Return the form of one record, or None if it has no answer of either form, such as a question without answers."""
     if any(side in record.values for side in SIDES):
         return _PAIR
@@ -113,11 +106,7 @@ def _is_graded(value: Any) -> bool:
 
 
 def check_pair(record: Record) -> None:
-    """Check that a record has `chosen` and `rejected`, two different texts or lists of messages.
-
-    Raises:
-        ValueError: It has not; the message names file:line.
-    """
+    """Check that a record has `chosen` and `rejected`, two different texts or lists of messages."""
     for side in SIDES:
         if side not in record.values:
             raise ValueError(f"{record.location}: the pair has no {side!r}{nearest(side, record.values)}")
@@ -136,7 +125,7 @@ def _check_text(record: Record, key: str, text: Any) -> None:
         raise ValueError(f"{record.location}: {key!r} is empty: fill it in, or remove it.")
 
 
-def _pairs_of_solutions(record: Record) -> Iterator[Record]:
+def _pair_solutions(record: Record) -> Iterator[Record]:
     """Yield a pair for each right and each wrong solution, in the record's order; equal texts count once."""
     solutions = {key: value for key, value in record.values.items() if _is_graded(value)}
     grades: dict[str, bool] = {}
@@ -155,15 +144,8 @@ def _pairs_of_solutions(record: Record) -> Iterator[Record]:
             yield Record({**fields, "chosen": chosen, "rejected": rejected}, record.location)
 
 
-LABEL = "label"  # the field of a record
-
-
 def check_labels(records: Sequence[Record]) -> None:
-    """Check that every record has a label.
-
-    Raises:
-        ValueError: A record has none, or one that is neither true nor false; the message names file:line.
-    """
+    """Check that every record has a label, which is true or false."""
     for record in records:
         if LABEL not in record.values:
             raise ValueError(

@@ -1,9 +1,13 @@
-"""`BatchedDataDict`: a batch of sequences, with one entry per sequence under each key; and where scores are read."""
+"""`BatchedDataDict`: a batch of sequences, with one entry per sequence under each key.
+
+`Padding` makes batches of lists of token ids. `score_positions` says where the score of a sequence is read.
+"""
 
 from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -128,7 +132,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         numbers = list(indices)
         if wrong := [number for number in numbers if not -size <= number < size]:
             raise IndexError(f"sequence {wrong[0]} of a batch with {size} sequences.")
-        # These are copies, not views: pickling a view sends the whole storage behind it to the other process.
+        # These are copies, not views: pickling a view sends its whole storage to the other process.
         return self.map_values(
             lambda tensor: tensor[torch.tensor(numbers, dtype=torch.long, device=tensor.device)],
             lambda items: [items[number] for number in numbers],
@@ -137,11 +141,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def map_values(
         self, of_tensor: Callable[[torch.Tensor], torch.Tensor], of_list: Callable[[list[Any]], list[Any]]
     ) -> Self:
-        """Return a batch with `of_tensor` applied to every tensor and `of_list` applied to every list.
-
-        Raises:
-            ValueError: Keys disagree on the number of sequences.
-        """
+        """Return a batch with `of_tensor` applied to every tensor and `of_list` applied to every list."""
         common_size(self.data)
         mapped = type(self)()
         for key, value in self.data.items():
@@ -150,12 +150,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
 
 def common_size(values: Mapping[str, Any]) -> int:
-    """Return the number of sequences that all values have; 0 if there are no values.
-
-    Raises:
-        ValueError: Two keys disagree.
-        TypeError: A value is neither a tensor with a first dimension nor a list.
-    """
+    """Return the number of sequences of all values, which are tensors or lists of one size; 0 if there are none."""
     sizes = {key: _size(key, value) for key, value in values.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(
@@ -194,15 +189,45 @@ def _concatenate(key: str, tensors: list[torch.Tensor], pad_value: int | float) 
     return joined
 
 
+@dataclass(frozen=True)
+class Padding:
+    """The rule by which lists of token ids become a tensor `[B, S]`, padded on the right.
+
+    Attributes:
+        multiple: S is the length of the longest list, rounded up to a multiple of this.
+    """
+
+    pad_id: int
+    multiple: int
+
+    def __post_init__(self) -> None:
+        if self.multiple < 1:
+            raise ValueError(f"pad_to_multiple_of must be at least 1, got {self.multiple}.")
+
+    def collate(self, sequences: list[list[int]]) -> BatchedDataDict:
+        """Return `input_ids` `[B, S]` with S ≥ 1, `input_lengths` `[B]` and a `sample_mask` `[B]` of ones."""
+        if not sequences:
+            raise ValueError("a batch needs at least one sequence, got none.")
+        lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long)
+        width = -(-max(int(lengths.max()), 1) // self.multiple) * self.multiple
+        return BatchedDataDict(
+            input_ids=torch.tensor([sequence + [self.pad_id] * (width - len(sequence)) for sequence in sequences]),
+            input_lengths=lengths,
+            sample_mask=torch.ones(len(sequences)),
+        )
+
+
+def span_mask(starts: torch.Tensor, ends: torch.Tensor, width: int) -> torch.Tensor:
+    """Return a mask `[B, width]` fp32 that is 1 from `starts[b]` to `ends[b] - 1` and 0 elsewhere."""
+    positions = torch.arange(width)
+    return ((positions >= starts[:, None]) & (positions < ends[:, None])).float()
+
+
 def score_positions(data: Mapping[str, Any]) -> Int[Tensor, " batch"]:
     """Return the index of each sequence's last token.
 
     It follows from `input_lengths`. A batch without them has it at the last token with token_mask ≠ 0. It is 0 if there
     is none, or if the length is 0.
-
-    Raises:
-        KeyError: The batch has neither key.
-        ValueError: The batch has no token.
     """
     if "input_lengths" in data:
         return (data["input_lengths"].long() - 1).clamp(min=0)

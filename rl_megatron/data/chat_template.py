@@ -29,7 +29,7 @@ class ChatTemplate:
     Args:
         texts: Name → Jinja text. "default" is used, or "tool_use" for conversations with tools, if there is one.
         variables: Further variables of the template: the tokenizer's named tokens, and the user's.
-        name: What messages call the template: its file, or the tokenizer's template.
+        name: The template's name in messages: its file, or "the tokenizer's chat template".
     """
 
     def __init__(self, texts: Mapping[str, str], variables: Mapping[str, Any], name: str):
@@ -48,16 +48,10 @@ class ChatTemplate:
         """Return the text of the whole conversation."""
         return self._render(conversation, len(conversation.messages))
 
-    def text_and_turns(self, conversation: Conversation, last_only: bool) -> tuple[str, list[Span]]:
+    def render_with_turns(self, conversation: Conversation, last_only: bool) -> tuple[str, list[Span]]:
         """Return the text of the conversation, and where the turns to learn begin and end in it.
 
-        Args:
-            conversation: The conversation. Turns in its context are not returned.
-            last_only: Whether to return the last turn alone.
-
-        Raises:
-            ValueError: There is no turn to learn, the template fails, or what it writes for a turn depends on later
-                messages; the message names file:line and the turn.
+        Turns in the conversation's context are not returned. If `last_only`, the last turn alone is.
         """
         turns = [
             number
@@ -67,19 +61,19 @@ class ChatTemplate:
         if not turns:
             raise ValueError(f"{conversation.record.location}: the conversation has no assistant message to learn.")
         turns = turns[-1:] if last_only else turns
-        if _MARKER.search(self._chosen(conversation)):
-            return self._marked_turns(conversation, turns[0])
+        if _MARKER.search(self._choose_text(conversation)):
+            return self._find_marked_turns(conversation, turns[0])
         text = self.text(conversation)
-        return text, [self._compared_turn(conversation, turn, text) for turn in turns]
+        return text, [self._compare_turn(conversation, turn, text) for turn in turns]
 
-    def _marked_turns(self, conversation: Conversation, first: int) -> tuple[str, list[Span]]:
+    def _find_marked_turns(self, conversation: Conversation, first: int) -> tuple[str, list[Span]]:
         """Return the text, and its spans between generation markers from the message `first` on."""
         spans: list[Span] = []
         text = self._render(conversation, len(conversation.messages), spans=spans)
-        before: list[Span] = []
+        earlier_spans: list[Span] = []
         if any(message["role"] == "assistant" for message in conversation.messages[:first]):
-            self._render(conversation, first, spans=before)
-        spans = spans[len(before) :]
+            self._render(conversation, first, spans=earlier_spans)
+        spans = spans[len(earlier_spans) :]
         if not spans:
             raise ValueError(
                 f"{conversation.record.location}: {self._name} marks no text of message {first + 1} (assistant) with "
@@ -87,15 +81,15 @@ class ChatTemplate:
             )
         return text, spans
 
-    def _compared_turn(self, conversation: Conversation, turn: int, text: str) -> Span:
+    def _compare_turn(self, conversation: Conversation, turn: int, text: str) -> Span:
         """Return where the message with index `turn` begins and ends in the text of the whole conversation."""
-        before = self._render(conversation, turn, generation_prompt=True)
-        after = text if turn == len(conversation.messages) - 1 else self._render(conversation, turn + 1)
-        if text.startswith(after) and after.startswith(before):
-            return len(before), len(after)
+        prompt = self._render(conversation, turn, generation_prompt=True)
+        answered = text if turn == len(conversation.messages) - 1 else self._render(conversation, turn + 1)
+        if text.startswith(answered) and answered.startswith(prompt):
+            return len(prompt), len(answered)
         reason = (
             "the prompt for it is not the beginning of the conversation"
-            if not text.startswith(before)
+            if not text.startswith(prompt)
             else "its text changes with the messages after it"
         )
         raise ValueError(
@@ -104,7 +98,7 @@ class ChatTemplate:
             "template with {% generation %} markers around the assistant's turns."
         )
 
-    def _chosen(self, conversation: Conversation) -> str:
+    def _choose_text(self, conversation: Conversation) -> str:
         if conversation.tools is not None and "tool_use" in self._texts:
             return self._texts["tool_use"]
         if "default" not in self._texts:
@@ -130,23 +124,23 @@ class ChatTemplate:
             (text,), marked = render_jinja_template(
                 [conversation.messages[:num_messages]],
                 tools=tools,
-                chat_template=self._chosen(conversation),
+                chat_template=self._choose_text(conversation),
                 return_assistant_tokens_mask=spans is not None,
                 add_generation_prompt=generation_prompt,
                 **self._variables,
             )
         except Exception as error:  # a template is a program of the user or of the model's authors
-            said = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
-                f"{conversation.record.location}: {self._name} fails{_line(error)}: {said.rstrip('.')}"
-                f"{_hint(conversation.messages[:num_messages])}."
+                f"{conversation.record.location}: {self._name} fails{_locate_line(error)}: {reason.rstrip('.')}"
+                f"{_describe_roles(conversation.messages[:num_messages])}."
             ) from error
         if spans is not None:
             spans.extend(marked[0])  # pyright: ignore[reportArgumentType]  # the return type in transformers is wrong
         return text
 
 
-def _line(error: Exception) -> str:
+def _locate_line(error: Exception) -> str:
     """Return " at line N" of the template, if the error has it (a syntax error) or its traceback does."""
     trace, line = error.__traceback__, getattr(error, "lineno", None)
     while trace is not None:
@@ -156,17 +150,13 @@ def _line(error: Exception) -> str:
     return "" if line is None else f" at line {line}"
 
 
-def _hint(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a remark on the roles, which most templates that refuse a conversation refuse it for."""
+def _describe_roles(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a remark about the roles: most templates that refuse a conversation do so because of them."""
     return f" (the roles of its messages: {', '.join(message['role'] for message in messages) or 'none'})"
 
 
-def configured_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the chat template of a data section: its own, or the tokenizer's.
-
-    Raises:
-        ValueError: The file does not exist, or there is neither.
-    """
+def load_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the chat template of a data section: its own, or the tokenizer's."""
     variables: Mapping[str, Any] = tokenizer.named_tokens | data.chat_template_kwargs
     if data.chat_template is None:
         if not tokenizer.chat_templates:
@@ -177,15 +167,11 @@ def configured_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
         return ChatTemplate(tokenizer.chat_templates, variables, "the tokenizer's chat template")
     is_text = _is_template(data.chat_template)
     name = "data.chat_template" if is_text else f"data.chat_template={data.chat_template}"
-    return ChatTemplate({"default": template_text(data.chat_template)}, variables, name)
+    return ChatTemplate({"default": read_template(data.chat_template)}, variables, name)
 
 
-def template_text(configured: str) -> str:
-    """Return the Jinja text that `data.chat_template` names: that of its file, or the value itself if it is Jinja.
-
-    Raises:
-        ValueError: The file does not exist.
-    """
+def read_template(configured: str) -> str:
+    """Return the Jinja text that `data.chat_template` names: that of its file, or the value itself if it is Jinja."""
     if _is_template(configured):
         return configured
     file = Path(configured).expanduser()
@@ -195,27 +181,27 @@ def template_text(configured: str) -> str:
 
 
 def _is_template(configured: str) -> bool:
-    """Return whether a value of `data.chat_template` is a template, and no name of a file."""
+    """Return whether a value of `data.chat_template` is a template, and not the name of a file."""
     return "{{" in configured or "{%" in configured
 
 
-def tokens_of(encoding: Encoding, begin: int, end: int) -> range:
+def find_tokens(encoding: Encoding, begin: int, end: int) -> range:
     """Return the tokens of the characters from `begin` to `end`; none if the tokenizer drops all of them."""
     if begin == end:
         return range(0)
     edges = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
     if None in edges:  # the tokenizer drops a character at an edge
         edges = [token for i in range(begin, end) if (token := encoding.char_to_token(i)) is not None]
-    known = [token for token in edges if token is not None]
-    if not known:
+    tokens = [token for token in edges if token is not None]
+    if not tokens:
         return range(0)
-    last = known[-1]
+    last = tokens[-1]
     while last + 1 < len(encoding.ids) and encoding.token_to_chars(last + 1) == encoding.token_to_chars(last):
         last += 1  # the last character has several tokens
-    return range(known[0], last + 1)
+    return range(tokens[0], last + 1)
 
 
-def last_token(encoding: Encoding, text: str) -> int:
+def find_last_token(encoding: Encoding, text: str) -> int:
     """Return the index of the token of the last character that is not white space."""
     token = encoding.char_to_token(len(text.rstrip()) - 1)
     return len(encoding.ids) - 1 if token is None else token

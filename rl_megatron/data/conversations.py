@@ -25,10 +25,8 @@ class Conversation:
     """Messages, of which the first ones may only be context.
 
     Attributes:
-        messages: The messages.
-        record: The record that they are from.
         tools: JSON schemas of the tools that the assistant may call, or None.
-        num_context: How many messages at the beginning are not to be learned, even if they are the assistant's.
+        num_context: The number of messages at the beginning that are not learned, even if they are the assistant's.
     """
 
     messages: list[dict[str, Any]]
@@ -42,52 +40,44 @@ def is_conversation(record: Record) -> bool:
     return any(_is_list(record.values.get(field)) for field in _FIELDS)
 
 
-def whole_conversation(record: Record) -> Conversation:
-    """Return the conversation of a record for SFT: `messages`, or `prompt` followed by `completion`.
-
-    Raises:
-        ValueError: The record has neither, or a message is malformed; the message names file:line.
-    """
+def read_conversation(record: Record) -> Conversation:
+    """Return the conversation of a record for SFT: `messages`, or `prompt` followed by `completion`."""
     values = record.values
     if _is_list(values.get("messages")):
-        return Conversation(_messages(record, "messages"), record, _tools(record))
+        return Conversation(_read_messages(record, "messages"), record, _read_tools(record))
     if "prompt" in values and "completion" in values:
-        return _with_answer(record, _messages(record, "prompt"), "completion")
+        return _append_answer(record, _read_messages(record, "prompt"), "completion")
     if "chosen" in values:
-        return preference_conversations(record)[0]
-    raise _without(record, "'messages', or 'prompt' and 'completion'")
+        return read_preference(record)[0]
+    raise _missing_fields(record, "'messages', or 'prompt' and 'completion'")
 
 
-def prompt_conversation(record: Record) -> Conversation:
-    """Return the conversation up to its last user or tool message, which the assistant is to answer.
-
-    Raises:
-        ValueError: The record has no messages or none to answer, or one is malformed; the message names file:line.
-    """
+def read_prompt(record: Record) -> Conversation:
+    """Return the conversation up to its last user or tool message, which the assistant is to answer."""
     values = record.values
     if _is_list(values.get("messages")):
-        messages, field = _messages(record, "messages"), "messages"
+        messages, field = _read_messages(record, "messages"), "messages"
     elif _is_list(values.get("prompt")):
-        messages, field = _messages(record, "prompt"), "prompt"
+        messages, field = _read_messages(record, "prompt"), "prompt"
     elif "chosen" in values:
-        pair = preference_conversations(record)[0]
+        pair = read_preference(record)[0]
         messages, field = pair.messages[: pair.num_context], "chosen"
     else:
-        raise _without(record, "'messages' or 'prompt'")
+        raise _missing_fields(record, "'messages' or 'prompt'")
     to_answer = [number for number, message in enumerate(messages) if message["role"] in ("user", "tool")]
     if not to_answer:
         raise ValueError(f"{record.location}: {field!r} has no user or tool message to answer: add one.")
-    return Conversation(messages[: to_answer[-1] + 1], record, _tools(record))
+    return Conversation(messages[: to_answer[-1] + 1], record, _read_tools(record))
 
 
-def last_answer(record: Record) -> str | None:
+def find_last_answer(record: Record) -> str | None:
     """Return the text of an assistant message at the end of `messages`, or None if there is none."""
     messages = record.values.get("messages")
     last = messages[-1] if _is_list(messages) and messages else None
-    return message_text(last) if isinstance(last, Mapping) and last.get("role") == "assistant" else None
+    return get_message_text(last) if isinstance(last, Mapping) and last.get("role") == "assistant" else None
 
 
-def message_text(message: Message) -> str:
+def get_message_text(message: Message) -> str:
     """Return the text of a message, without parts that are not text."""
     content = message.get("content")
     if _is_list(content):
@@ -95,60 +85,56 @@ def message_text(message: Message) -> str:
     return "" if content is None else str(content)
 
 
-def preference_conversations(record: Record) -> tuple[Conversation, Conversation]:
+def read_preference(record: Record) -> tuple[Conversation, Conversation]:
     """Return the conversations with the chosen and with the rejected answer.
 
     The context of both is `prompt` if it is a list of messages, otherwise `messages`, otherwise the messages with which
     `chosen` and `rejected` both begin.
-
-    Raises:
-        ValueError: A message or a field is missing or malformed, or the two have no common prompt; the message names
-            file:line.
     """
     values = record.values
     context = next((field for field in ("prompt", "messages") if _is_list(values.get(field))), None)
     if context is not None:
-        messages = _messages(record, context)
-        chosen, rejected = (_with_answer(record, messages, side) for side in ("chosen", "rejected"))
+        messages = _read_messages(record, context)
+        chosen, rejected = (_append_answer(record, messages, side) for side in ("chosen", "rejected"))
         return chosen, rejected
-    sides = [_messages(record, side) for side in ("chosen", "rejected")]
+    sides = [_read_messages(record, side) for side in ("chosen", "rejected")]
     num_shared = next((n for n, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
     if num_shared == 0:
         raise ValueError(
             f"{record.location}: 'chosen' and 'rejected' do not begin with the same message, so they do not answer the "
             "same prompt: begin both with the prompt's messages, or add 'prompt' with them."
         )
-    tools = _tools(record)
+    tools = _read_tools(record)
     chosen, rejected = (Conversation(side, record, tools, num_shared) for side in sides)
     return chosen, rejected
 
 
-def _with_answer(record: Record, context: list[dict[str, Any]], field: str) -> Conversation:
+def _append_answer(record: Record, context: list[dict[str, Any]], field: str) -> Conversation:
     """Return the context followed by the answer in a field: a string, or messages that may repeat the context."""
     answer = record.values.get(field)
     if isinstance(answer, str):
         messages = [{"role": "assistant", "content": answer}]
     else:
-        messages = _messages(record, field)
+        messages = _read_messages(record, field)
     if messages[: len(context)] == context:
         messages = messages[len(context) :]
-    return Conversation([*context, *messages], record, _tools(record), len(context))
+    return Conversation([*context, *messages], record, _read_tools(record), len(context))
 
 
-def _messages(record: Record, field: str) -> list[dict[str, Any]]:
+def _read_messages(record: Record, field: str) -> list[dict[str, Any]]:
     """Return the messages in a field, without keys whose value is null, as transformers gives them to a template."""
     messages = record.values.get(field)
     where = f"{record.location}: {field!r}"
     if field not in record.values:
         raise ValueError(f"{where} is missing{nearest(field, record.values)}")
     if not _is_list(messages) or not messages:
-        raise ValueError(f"{where} must be a list of messages with 'role' and 'content', and is {_shown(messages)}.")
-    return [_message(message, f"{where}, message {number}") for number, message in enumerate(messages, start=1)]
+        raise ValueError(f"{where} must be a list of messages with 'role' and 'content', and is {_show(messages)}.")
+    return [_read_message(message, f"{where}, message {number}") for number, message in enumerate(messages, start=1)]
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where} is {_shown(message)}; it must be a mapping with 'role' and 'content'.")
+        raise ValueError(f"{where} is {_show(message)}; it must be a mapping with 'role' and 'content'.")
     role = message.get("role")
     if role is None:
         hint = "; rename 'from' to 'role' and 'value' to 'content'" if "from" in message else ""
@@ -160,7 +146,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} ({role}) has no 'content': add it, or remove the message.")
     if not isinstance(content, str | None) and not _is_parts(content):
         raise ValueError(
-            f"{where} ({role}): 'content' is {_shown(content)}; it must be a string, or a list of mappings with 'type'."
+            f"{where} ({role}): 'content' is {_show(content)}; it must be a string, or a list of mappings with 'type'."
         )
     if calls is not None:
         _check_calls(calls, f"{where} ({role})")
@@ -169,19 +155,19 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 def _check_calls(calls: Any, where: str) -> None:
     if not _is_list(calls):
-        raise ValueError(f"{where}: 'tool_calls' is {_shown(calls)}; it must be a list.")
+        raise ValueError(f"{where}: 'tool_calls' is {_show(calls)}; it must be a list.")
     for number, call in enumerate(calls, start=1):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(
-                f"{where}: call {number} of 'tool_calls' is {_shown(call)}; it must be a mapping with 'function', "
+                f"{where}: call {number} of 'tool_calls' is {_show(call)}; it must be a mapping with 'function', "
                 "which has 'name' and 'arguments'."
             )
         if not isinstance(function.get("arguments", {}), Mapping | str):
             raise ValueError(f"{where}: 'arguments' of call {number} must be a mapping, or its JSON as a string.")
 
 
-def _tools(record: Record) -> list[dict[str, Any]] | None:
+def _read_tools(record: Record) -> list[dict[str, Any]] | None:
     """Return the record's tools, which may also be written as the JSON of a list."""
     tools: Any = record.values.get("tools")
     if isinstance(tools, str) and tools.strip():
@@ -192,11 +178,11 @@ def _tools(record: Record) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not _is_list(tools) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ValueError(f"{record.location}: 'tools' is {_shown(tools)}; it must be a list of JSON schemas.")
+        raise ValueError(f"{record.location}: 'tools' is {_show(tools)}; it must be a list of JSON schemas.")
     return [{**tool} for tool in tools]
 
 
-def _without(record: Record, needed: str) -> ValueError:
+def _missing_fields(record: Record, needed: str) -> ValueError:
     return ValueError(
         f"{record.location}: the record is a conversation without {needed}: it has {sorted(record.values)}."
     )
@@ -210,6 +196,6 @@ def _is_parts(content: Any) -> bool:
     return _is_list(content) and all(isinstance(part, Mapping) and "type" in part for part in content)
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     text = repr(value)
     return f"{text[:60]}…" if len(text) > 60 else text

@@ -16,12 +16,11 @@ from typing import Protocol
 import torch
 
 from rl_megatron.data.answers import LABEL, check_labels, check_pair
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.collate import Padding, span_mask
-from rl_megatron.data.encoding import EncodedSequence, Limit, TooLong, within_limit
+from rl_megatron.data.batch import BatchedDataDict, Padding, span_mask
+from rl_megatron.data.encoding import EncodedSequence, Limit, TooLong, apply_limit
 from rl_megatron.data.records import NothingLeft, Record
 from rl_megatron.data.rendering import Renderer
-from rl_megatron.data.token_cache import OFF, encoded_documents, encoded_examples, encoded_pairs
+from rl_megatron.data.token_cache import OFF, encode_documents, encode_examples, encode_pairs
 from rl_megatron.data.tokenizer import Tokenizer
 
 
@@ -29,7 +28,7 @@ class Dataset(Protocol):
     """Items that become the sequences of a batch.
 
     Attributes:
-        group_size: How many sequences an item becomes: two for a preference pair.
+        group_size: The number of sequences of an item: two for a preference pair.
     """
 
     group_size: int
@@ -55,19 +54,10 @@ class TextDataset:
     exactly once, and the summed NLL of all windows is the NLL of the text. The last window is padded, and its padding
     is masked.
 
-    Args:
-        documents: The texts.
-        tokenizer: The tokenizer.
-        sequence_length: Tokens of a window.
-        cache_dir: Where the tokens are kept, as `data.cache_dir`.
-
     Attributes:
         num_characters: Characters of the documents; the NLL per character is divided by them.
         num_bytes: Bytes of the documents in UTF-8.
         num_predicted_tokens: Tokens of the documents and one `<eos>` between every two; Σ token_mask over all windows.
-
-    Raises:
-        ValueError: There is no text, or `sequence_length` is below 2, so that a window predicts nothing.
     """
 
     group_size = 1
@@ -82,7 +72,7 @@ class TextDataset:
             raise NothingLeft("no text to train on: every document is empty.")
         self.num_bytes = sum(len(document.encode("utf-8")) for document in documents)
         self.sequence_length = sequence_length
-        stream = encoded_documents(documents, tokenizer, cache_dir)
+        stream = encode_documents(documents, tokenizer, cache_dir)
         self.num_predicted_tokens = len(stream) - 1
         stride = sequence_length - 1
         num_windows = -(-self.num_predicted_tokens // stride)
@@ -115,16 +105,12 @@ class PromptAnswerDataset:
     """Prompts with the answers to learn, or conversations with the turns to learn: `token_mask` is 1 on their tokens.
 
     Args:
-        records: Records from `load_records` or `read_jsonl`, or those of a task's demonstrations.
+        records: Records of files, or those of a task's demonstrations.
         renderer: The renderer of the data section, which turns records into tokens.
         max_sequence_length: The most tokens of a sequence.
         too_long: What to do with a longer sequence. "error" raises an error. "drop" leaves it out. "truncate" cuts its
             end, and leaves it out if no token to learn remains. The last two log the number of sequences.
         pad_to_multiple_of: S of a batch is a multiple of this.
-
-    Raises:
-        ValueError: There are no records, a record lacks a field or is malformed, a sequence is too long under "error",
-            the policy is unknown, or no sequence is left.
     """
 
     group_size = 1
@@ -139,7 +125,7 @@ class PromptAnswerDataset:
         pad_to_multiple_of: int = 1,
     ) -> None:
         limit = Limit(max_sequence_length, too_long)
-        self._sequences = within_limit(encoded_examples(renderer, records), limit)
+        self._sequences = apply_limit(encode_examples(renderer, records), limit)
         self._padding = Padding(renderer.tokenizer.pad_id, pad_to_multiple_of)
 
     def __len__(self) -> int:
@@ -150,15 +136,15 @@ class PromptAnswerDataset:
         return [(sequence.num_tokens,) for sequence in self._sequences]
 
     def location(self, index: int) -> str:
-        """Return the place of a record, as file:line."""
+        """Return the location of a record, as file:line."""
         return self._sequences[index].record.location
 
     def batch(self, indices: Sequence[int]) -> BatchedDataDict:
         """Return the sequences with these indices: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
-        return sequence_batch([self._sequences[index] for index in indices], self._padding)
+        return collate_sequences([self._sequences[index] for index in indices], self._padding)
 
 
-def sequence_batch(sequences: Sequence[EncodedSequence], padding: Padding) -> BatchedDataDict:
+def collate_sequences(sequences: Sequence[EncodedSequence], padding: Padding) -> BatchedDataDict:
     """Return the batch of `sequences`; `token_mask` is 1 on the tokens to learn."""
     batch = padding.collate([sequence.ids for sequence in sequences])
     width = batch["input_ids"].shape[1]
@@ -173,17 +159,12 @@ class PreferenceDataset:
     `token_mask` is 1 on the tokens of the answers, with the token that ends them, and 0 on the prompt.
 
     Args:
-        records: Records from `load_preferences`.
+        records: Records with `chosen` and `rejected`.
         renderer: The renderer of the data section, which turns records into tokens.
         max_sequence_length: The most tokens of each of the two sequences.
         too_long: What to do with a pair with a longer sequence. "error" raises an error. "drop" leaves the pair out.
             "truncate" cuts the end of each longer sequence, and leaves the pair out if no token of an answer remains or
             the two sequences become the same. The last two log the number of pairs.
-
-    Raises:
-        ValueError: There are no records; `chosen` or `rejected` is missing, empty or malformed, or both are the same
-            tokens; a record lacks a field of a template, or the answer template has no `{answer}`; a sequence is too
-            long under "error", the policy is unknown, or no pair is left.
     """
 
     group_size = 2
@@ -199,7 +180,7 @@ class PreferenceDataset:
         for record in records:
             check_pair(record)
         limit = Limit(max_sequence_length, too_long, noun="pair")
-        self._pairs = within_limit(encoded_pairs(renderer, records), limit)
+        self._pairs = apply_limit(encode_pairs(renderer, records), limit)
         self._padding = Padding(renderer.tokenizer.pad_id, multiple=1)
 
     def __len__(self) -> int:
@@ -211,7 +192,7 @@ class PreferenceDataset:
         return [(pair.chosen.num_tokens, pair.rejected.num_tokens) for pair in self._pairs]
 
     def location(self, index: int) -> str:
-        """Return the place of a pair's record, as file:line."""
+        """Return the location of a pair's record, as file:line."""
         return self._pairs[index].record.location
 
     def batch(self, pairs: Sequence[int]) -> BatchedDataDict:
@@ -222,17 +203,14 @@ class PreferenceDataset:
         sequences = [
             sequence for number in pairs for sequence in (self._pairs[number].chosen, self._pairs[number].rejected)
         ]
-        return sequence_batch(sequences, self._padding)
+        return collate_sequences(sequences, self._padding)
 
 
 class LabelledDataset(PromptAnswerDataset):
     """Prompts with one answer each, as in `PromptAnswerDataset`, and the labels of the answers.
 
     Attributes:
-        num_desirable: How many answers are desirable.
-
-    Raises:
-        ValueError: A record has no label, or one that is neither true nor false; or see `PromptAnswerDataset`.
+        num_desirable: The number of desirable answers.
     """
 
     def __init__(
@@ -240,7 +218,7 @@ class LabelledDataset(PromptAnswerDataset):
     ) -> None:
         check_labels(records)
         super().__init__(records, renderer, max_sequence_length, too_long=too_long)
-        self._desirable = torch.tensor([float(each.record.values[LABEL]) for each in self._sequences])
+        self._desirable = torch.tensor([float(sequence.record.values[LABEL]) for sequence in self._sequences])
         self.num_desirable = int(self._desirable.sum())
 
     def batch(self, indices: Sequence[int]) -> BatchedDataDict:

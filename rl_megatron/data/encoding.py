@@ -23,10 +23,8 @@ class EncodedSequence:
     """The tokens of one sequence, and which of them are learned.
 
     Attributes:
-        ids: The token ids.
         trained: One byte per token, 1 if the token is learned and 0 otherwise. The first token is never learned,
             because nothing is before it to predict it from.
-        record: The record that the sequence was made from.
     """
 
     ids: list[int]
@@ -43,7 +41,7 @@ class EncodedSequence:
         """Return the tokens that are learned."""
         return [id_ for id_, is_trained in zip(self.ids, self.trained, strict=True) if is_trained]
 
-    def truncated(self, limit: int) -> EncodedSequence | None:
+    def truncate(self, limit: int) -> EncodedSequence | None:
         """Return the first `limit` tokens, or None if none of them is learned."""
         if 1 not in self.trained[:limit]:
             return None
@@ -67,16 +65,16 @@ class EncodedPair:
         """Return the number of tokens of the longer sequence."""
         return max(self.chosen.num_tokens, self.rejected.num_tokens)
 
-    def truncated(self, limit: int) -> EncodedPair | None:
+    def truncate(self, limit: int) -> EncodedPair | None:
         """Return both sequences within `limit`, or None if an answer is gone or the two answers are now the same."""
-        chosen, rejected = self.chosen.truncated(limit), self.rejected.truncated(limit)
+        chosen, rejected = self.chosen.truncate(limit), self.rejected.truncate(limit)
         if chosen is None or rejected is None or chosen.trained_ids == rejected.trained_ids:
             return None
         return EncodedPair(chosen, rejected)
 
 
 class RendersChats(Protocol):
-    """What knows the conversation that a prompt consists of: a `Renderer`."""
+    """A `Renderer`, which knows the conversation that a prompt consists of."""
 
     def chat(self, record: Record) -> tuple[ChatTemplate, Conversation] | None:
         """Return the chat template and the conversation of a record's prompt, or None for plain text."""
@@ -88,11 +86,7 @@ class EncodedPrompt:
     """The tokens of a problem's prompt.
 
     Attributes:
-        ids: The token ids.
-        problem: The problem.
-        record: Its record.
-        num_prefix: How many tokens the tokenizer puts before every text (BOS). Truncation keeps them.
-        renderer: What has rendered the record, or None.
+        num_prefix: The number of tokens that the tokenizer puts before every text (BOS). Truncation keeps them.
         data_set: The name of its data set, in a mixture that of `data.mix`.
     """
 
@@ -108,20 +102,24 @@ class EncodedPrompt:
         """Return the number of tokens."""
         return len(self.ids)
 
-    def truncated(self, limit: int) -> EncodedPrompt | None:
+    def truncate(self, limit: int) -> EncodedPrompt | None:
         """Return the last tokens, after those that are before every text; None if no other token remains."""
-        num_last = limit - self.num_prefix
-        if num_last < 1:
-            return None
-        return replace(self, ids=self.ids[: self.num_prefix] + self.ids[-num_last:])
+        ids = truncate_prompt(self.ids, self.num_prefix, limit)
+        return None if ids is None else replace(self, ids=ids)
 
     def chat(self) -> tuple[ChatTemplate, Conversation] | None:
         """Return the chat template and the conversation of the prompt, or None if it is plain text."""
         return None if self.renderer is None else self.renderer.chat(self.record)
 
 
+def truncate_prompt(ids: list[int], num_prefix: int, limit: int) -> list[int] | None:
+    """Return the first `num_prefix` ids and the last ones, `limit` in all; None if no other id remains."""
+    num_last = limit - num_prefix
+    return ids[:num_prefix] + ids[-num_last:] if num_last > 0 else None
+
+
 class Limited(Protocol):
-    """An item that `within_limit` keeps or leaves out as a whole: a sequence, a pair or a prompt."""
+    """An item that `apply_limit` keeps or leaves out as a whole: a sequence, a pair or a prompt."""
 
     @property
     def record(self) -> Record:
@@ -133,7 +131,7 @@ class Limited(Protocol):
         """Return the number of tokens of the item's longest sequence."""
         ...
 
-    def truncated(self, limit: int) -> Self | None:
+    def truncate(self, limit: int) -> Self | None:
         """Return the item with sequences of at most `limit` tokens, or None if nothing useful remains."""
         ...
 
@@ -146,10 +144,9 @@ class Limit:
     """The most tokens of an item, and how messages describe it.
 
     Attributes:
-        tokens: The number of tokens.
         policy: What to do with a longer item: raise an error, drop it, or truncate it.
-        noun: What messages call an item.
-        name: What messages call the limit.
+        noun: The name of an item in messages.
+        name: The name of the limit in messages.
         remedy: What to change for longer items.
     """
 
@@ -163,14 +160,20 @@ class Limit:
         if self.policy not in get_args(TooLong):
             raise unknown_name("too_long policy", self.policy, get_args(TooLong))
 
+    @classmethod
+    def for_prompts(cls, max_sequence_length: int, max_new_tokens: int, policy: TooLong) -> Limit:
+        """Return the limit of prompts that leave space for a completion."""
+        return cls(
+            max_sequence_length - max_new_tokens,
+            policy,
+            noun="prompt",
+            name=f"model.max_sequence_length={max_sequence_length} without generation.max_new_tokens={max_new_tokens}",
+            remedy="lower generation.max_new_tokens or raise model.max_sequence_length",
+        )
 
-def within_limit(items: Sequence[ItemT], limit: Limit) -> list[ItemT]:
-    """Return the items, none longer than the limit.
 
-    Raises:
-        ValueError: An item is longer under "error".
-        NothingLeft: There are no items, or no item is left.
-    """
+def apply_limit(items: Sequence[ItemT], limit: Limit) -> list[ItemT]:
+    """Return the items, none longer than the limit. NothingLeft is raised if there is none."""
     if not items:
         raise NothingLeft("the dataset has no records.")
     longer = [item for item in items if item.num_tokens > limit.tokens]
@@ -183,21 +186,21 @@ def within_limit(items: Sequence[ItemT], limit: Limit) -> list[ItemT]:
             f"{limit.tokens} ({len(longer)} of {len(items)} {noun}s are longer, the longest has {longest}): "
             f"{limit.remedy}, or set data.too_long=drop or data.too_long=truncate."
         )
-    kept = [fitting for item in items if (fitting := _fitting(item, limit)) is not None]
-    num_dropped = len(items) - len(kept)
+    fitting = [fitted for item in items if (fitted := _fit(item, limit)) is not None]
+    num_dropped = len(items) - len(fitting)
     logger.warning(
         "%d of %d %ss exceed %s = %d (the longest has %d tokens): dropped %d, truncated %d",
         *(len(longer), len(items), noun, limit.name, limit.tokens, longest, num_dropped, len(longer) - num_dropped),
     )
-    if not kept:
+    if not fitting:
         raise NothingLeft(
             f"every {noun} exceeds {limit.name} = {limit.tokens} (the longest has {longest} tokens): {limit.remedy}."
         )
-    return kept
+    return fitting
 
 
-def _fitting(item: ItemT, limit: Limit) -> ItemT | None:
+def _fit(item: ItemT, limit: Limit) -> ItemT | None:
     """Return the item within the limit, or None if it is dropped by the policy or nothing useful would remain."""
     if item.num_tokens <= limit.tokens:
         return item
-    return None if limit.policy == "drop" else item.truncated(limit.tokens)
+    return None if limit.policy == "drop" else item.truncate(limit.tokens)

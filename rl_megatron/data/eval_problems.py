@@ -26,12 +26,7 @@ _WHOLE = "heldout_fraction"  # the option of tasks that hold out a part of a fil
 
 @dataclass(frozen=True)
 class SetProblems:
-    """The problems of a set.
-
-    Attributes:
-        task: The task, whose reward scores answers unless the set uses `reward.functions`.
-        problems: The problems.
-    """
+    """The problems of a set. The task's reward scores answers unless the set uses `reward.functions`."""
 
     task: Task
     problems: list[Problem]
@@ -42,70 +37,65 @@ class SetProblems:
         return isinstance(self.task, AnsweringTask)
 
 
-def stage_of_set(stage: StageConfig, each: EvalSetConfig) -> StageConfig:
+def build_set_stage(stage: StageConfig, eval_set: EvalSetConfig) -> StageConfig:
     """Return the stage with the data, the sampling and the rewards of one of its sets."""
     generation = dataclasses.replace(
         stage.generation,
-        temperature=stage.generation.temperature if each.temperature is None else each.temperature,
-        max_new_tokens=each.max_new_tokens or stage.generation.max_new_tokens,
+        temperature=stage.generation.temperature if eval_set.temperature is None else eval_set.temperature,
+        max_new_tokens=eval_set.max_new_tokens or stage.generation.max_new_tokens,
     )
     shared = {key: getattr(stage.data, key) for key in _RENDERING}
-    shared["prompt_template"] = each.prompt_template or stage.data.prompt_template
-    if each.task is None:
-        data: DataConfig = PromptsConfig(path=each.path, eval_path=each.path, columns=stage.data.columns, **shared)
+    shared["prompt_template"] = eval_set.prompt_template or stage.data.prompt_template
+    if eval_set.task is None:
+        data: DataConfig = PromptsConfig(
+            path=eval_set.path, eval_path=eval_set.path, columns=stage.data.columns, **shared
+        )
         return dataclasses.replace(stage, data=data, generation=generation)
-    options: dict[str, Any] = dict(each.task)
-    if _is_whole_file(each):
+    options: dict[str, Any] = dict(eval_set.task)
+    if _is_whole_file(eval_set):
         options[_WHOLE] = 0.0
-    data = TaskConfig(path=each.path, task=options, num_eval_examples=each.num_problems, **shared)
+    data = TaskConfig(path=eval_set.path, task=options, num_eval_examples=eval_set.num_problems, **shared)
     reward = dataclasses.replace(stage.reward, functions=())
     return dataclasses.replace(stage, data=data, generation=generation, reward=reward)
 
 
-def problems_of_set(stage: StageConfig, each: EvalSetConfig) -> SetProblems:
-    """Return the problems of a set: all, or the first `num_problems`.
-
-    Raises:
-        ConfigError: They cannot be read, or there are too few; the message names the set.
-    """
-    return _named(each, lambda: _problems(stage, each))
+def read_set_problems(stage: StageConfig, eval_set: EvalSetConfig) -> SetProblems:
+    """Return the problems of a set: all, or the first `num_problems`."""
+    return _name_set(eval_set, lambda: _read_problems(stage, eval_set))
 
 
 def check_set_files(stage: StageConfig, tokenizer: Tokenizer | None) -> None:
-    """Check the files of a stage's sets, and that their results can be written, without torch.
-
-    Raises:
-        ConfigError: A file is wrong, or pyarrow is not installed.
-    """
+    """Check the files of a stage's sets, and that pyarrow can write their results, without torch."""
     if stage.eval.sets:
         require_extra("eval.sets, whose results are tables,", "data", "pyarrow", otherwise="leave it out")
-    for each in stage.eval.sets:
-        _named(each, lambda each=each: build_source(stage_of_set(stage, each)).check_files(tokenizer))
-
-
-def _problems(stage: StageConfig, each: EvalSetConfig) -> SetProblems:
-    source = build_source(stage_of_set(stage, each))
-    task = source.task()
-    whole = _is_whole_file(each)
-    problems = task.train_problems() if whole else task.heldout_problems()
-    wanted = each.num_problems
-    if not problems or len(problems) < (wanted or 0):
-        raise ConfigError(
-            f"num_problems={wanted} exceeds the {len(problems)} problems; lower it, or leave it out to use all of them"
+    for eval_set in stage.eval.sets:
+        _name_set(
+            eval_set, lambda eval_set=eval_set: build_source(build_set_stage(stage, eval_set)).check_files(tokenizer)
         )
-    return SetProblems(task, problems[:wanted])
 
 
-def _is_whole_file(each: EvalSetConfig) -> bool:
+def _read_problems(stage: StageConfig, eval_set: EvalSetConfig) -> SetProblems:
+    source = build_source(build_set_stage(stage, eval_set))
+    task = source.task()
+    problems = task.train_problems() if _is_whole_file(eval_set) else task.heldout_problems()
+    number = eval_set.num_problems
+    if not problems or len(problems) < (number or 0):
+        raise ConfigError(
+            f"num_problems={number} exceeds the {len(problems)} problems; lower it, or leave it out to use all of them"
+        )
+    return SetProblems(task, problems[:number])
+
+
+def _is_whole_file(eval_set: EvalSetConfig) -> bool:
     """Return whether the task would hold out a part of the set's file, all of which is evaluated."""
-    if each.task is None or each.path is None or not Path(each.path).is_file():
+    if eval_set.task is None or eval_set.path is None or not Path(eval_set.path).is_file():
         return False
-    return _WHOLE in task_options(each.task["name"]) and _WHOLE not in each.task
+    return _WHOLE in task_options(eval_set.task["name"]) and _WHOLE not in eval_set.task
 
 
-def _named(each: EvalSetConfig, call: Callable[[], _T]) -> _T:
+def _name_set(eval_set: EvalSetConfig, call: Callable[[], _T]) -> _T:
     """Return `call()`; an error in the set's settings or files names the set."""
     try:
         return call()
     except (ConfigError, ValueError, OSError) as error:
-        raise ConfigError(f"eval.sets, the set {each.name}: {error}") from error
+        raise ConfigError(f"eval.sets, the set {eval_set.name}: {error}") from error

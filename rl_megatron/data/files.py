@@ -1,6 +1,6 @@
 """Find the files of a data section, read them as a whole, and split them into a training and a held-out part.
 
-Files of records become records, which keep their place for messages; plain text stays one string.
+Files of records become records, which keep their location for messages; plain text stays one string.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rl_megatron.config.data_sources import require_place
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.schema import DataConfig
 from rl_megatron.data.order import epoch_order
-from rl_megatron.data.readers import HubDataset, HuggingFaceDirectory, JsonLines, Parquet, TextLines, hub_splits
+from rl_megatron.data.readers import HubDataset, HuggingFaceDirectory, JsonLines, Parquet, TextLines, list_hub_splits
 from rl_megatron.data.records import Joined, Reader, Record, Renamed
 
 # Names of held-out splits, the first of which a directory or a data set has is used.
@@ -30,16 +30,14 @@ _JSON = (".jsonl", ".ndjson", ".json")
 _GLOB = re.compile(r"[*?\[]")
 _NUM_NAMES_SHOWN = 10
 
-Place = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class Files:
-    """The files of both parts. A directory among them is a Hugging Face data set.
+    """The training and the held-out files. A directory among them is a Hugging Face data set.
 
-    Attributes:
-        train: The files to train on.
-        heldout: The held-out files; if there are none, a part of the others is held out.
+    If there are no held-out files, a part of the training data is held out.
     """
 
     train: list[Path]
@@ -59,26 +57,21 @@ def find_parts(data: DataConfig, plain: Callable[[Path], Reader] = JsonLines, al
 
     Args:
         data: The section, which has `path` or `dataset_name`.
-        plain: The reader of files whose names do not say what they are.
+        plain: The reader of files whose format does not follow from their names.
         alone: Names of files that are read instead of all others if a directory has one.
-
-    Raises:
-        FileNotFoundError: There is nothing at a path.
-        ValueError: A directory has no such split or no data, or a file cannot be read.
-        ConfigError: A data set of the Hub cannot be loaded.
     """
     if data.dataset_name is not None:
-        train, heldout = _hub_readers(data)
+        train, heldout = _build_hub_readers(data)
     else:
-        files = find_files(required_path(data), data.split, data.eval_path, data.eval_split, alone)
-        train, heldout = ([reader_of(file, plain) for file in part] for part in (files.train, files.heldout))
-    return Parts(_joined(train, data.columns), _joined(heldout, data.columns) if heldout else None)
+        files = find_files(require_path(data), data.split, data.eval_path, data.eval_split, alone)
+        train, heldout = ([build_reader(file, plain) for file in part] for part in (files.train, files.heldout))
+    return Parts(_join(train, data.columns), _join(heldout, data.columns) if heldout else None)
 
 
 def find_files(
-    path: Place | Sequence[Place],
+    path: PathLike | Sequence[PathLike],
     split: str | None = None,
-    eval_path: Place | Sequence[Place] | None = None,
+    eval_path: PathLike | Sequence[PathLike] | None = None,
     eval_split: str | None = None,
     alone: Sequence[str] = (),
 ) -> Files:
@@ -86,17 +79,16 @@ def find_files(
 
     A path is a file, a pattern such as `part-*.parquet`, or a directory. A directory is a Hugging Face data set, or has
     files that are named for their splits, such as `train.jsonl` and `test.jsonl`, or is read as a whole.
-
-    Raises:
-        FileNotFoundError: There is nothing at a path.
-        ValueError: A directory has no such split, or no data.
     """
-    found = [_files_at(each, split, eval_split, alone) for each in _listed(path)]
-    files = Files([file for each in found for file in each.train], [file for each in found for file in each.heldout])
+    files = Files([], [])
+    for one_path in _list_paths(path):
+        files_there = _find_files_at(one_path, split, eval_split, alone)
+        files.train.extend(files_there.train)
+        files.heldout.extend(files_there.heldout)
     if eval_path is not None:
-        heldout = [_files_at(each, eval_split, None, (), key="data.eval_path").train for each in _listed(eval_path)]
-        return Files(files.train, [file for each in heldout for file in each])
-    if split is not None and not any(Path(each).expanduser().is_dir() for each in _listed(path)):
+        heldout = [_find_files_at(p, eval_split, None, (), key="data.eval_path").train for p in _list_paths(eval_path)]
+        return Files(files.train, [file for part in heldout for file in part])
+    if split is not None and not any(Path(one_path).expanduser().is_dir() for one_path in _list_paths(path)):
         raise ValueError(
             f"data.split={split} has no effect: {path} is a file; remove it, or set data.path to a directory."
         )
@@ -105,12 +97,8 @@ def find_files(
     return files
 
 
-def existing_path(path: Place, key: str = "data.path") -> Path:
-    """Return `path`, with `~` expanded.
-
-    Raises:
-        FileNotFoundError: There is no file or directory at `path`; the message names it and the key.
-    """
+def require_existing(path: PathLike, key: str = "data.path") -> Path:
+    """Return `path`, with `~` expanded, if there is a file or a directory."""
     expanded = Path(path).expanduser()
     if not expanded.exists():
         raise FileNotFoundError(
@@ -119,18 +107,14 @@ def existing_path(path: Place, key: str = "data.path") -> Path:
     return expanded
 
 
-def required_path(data: DataConfig) -> str | tuple[str, ...]:
-    """Return `data.path`.
-
-    Raises:
-        ConfigError: It is not set.
-    """
+def require_path(data: DataConfig) -> str | tuple[str, ...]:
+    """Return `data.path`, which must be set."""
     require_place(data)
     assert data.path is not None
     return data.path
 
 
-def reader_of(file: Path, plain: Callable[[Path], Reader] = JsonLines) -> Reader:
+def build_reader(file: Path, plain: Callable[[Path], Reader] = JsonLines) -> Reader:
     """Return the reader of a file, by its name."""
     if file.is_dir():
         return HuggingFaceDirectory(file)
@@ -141,18 +125,18 @@ def reader_of(file: Path, plain: Callable[[Path], Reader] = JsonLines) -> Reader
 
 
 def is_plain_text(file: Path) -> bool:
-    """Return whether `reader_of` reads a file with `plain`."""
-    return isinstance(reader_of(file, TextLines), TextLines)
+    """Return whether `build_reader` reads a file with `plain`."""
+    return isinstance(build_reader(file, TextLines), TextLines)
 
 
-def _joined(readers: list[Reader], columns: Mapping[str, str]) -> Reader:
+def _join(readers: list[Reader], columns: Mapping[str, str]) -> Reader:
     reader = Joined(readers)
     return Renamed(reader, columns) if columns else reader
 
 
-def _hub_readers(data: DataConfig) -> tuple[list[Reader], list[Reader]]:
+def _build_hub_readers(data: DataConfig) -> tuple[list[Reader], list[Reader]]:
     assert data.dataset_name is not None
-    splits = hub_splits(data.dataset_name, data.subset)
+    splits = list_hub_splits(data.dataset_name, data.subset)
     train = data.split or TRAIN_SPLIT
     heldout = data.eval_split or next((name for name in HELDOUT_SPLITS if name in splits and name != train), None)
     for key, name in (("split", train), ("eval_split", heldout)):
@@ -162,67 +146,67 @@ def _hub_readers(data: DataConfig) -> tuple[list[Reader], list[Reader]]:
                 f"{nearest(name.partition('[')[0], splits)}; set data.{key}"
             )
     if data.eval_path is not None:
-        files = [file for each in _listed(data.eval_path) for file in _files_at(each, None, None, ()).train]
-        return [_hub_reader(data, train)], [reader_of(file) for file in files]
-    return [_hub_reader(data, train)], [] if heldout is None else [_hub_reader(data, heldout)]
+        files = [file for path in _list_paths(data.eval_path) for file in _find_files_at(path, None, None, ()).train]
+        return [_build_hub_reader(data, train)], [build_reader(file) for file in files]
+    return [_build_hub_reader(data, train)], [] if heldout is None else [_build_hub_reader(data, heldout)]
 
 
-def _hub_reader(data: DataConfig, split: str) -> Reader:
+def _build_hub_reader(data: DataConfig, split: str) -> Reader:
     assert data.dataset_name is not None
     return HubDataset(data.dataset_name, data.subset, split, data.streaming)
 
 
-def _listed(path: Place | Sequence[Place]) -> list[Place]:
+def _list_paths(path: PathLike | Sequence[PathLike]) -> list[PathLike]:
     return [path] if isinstance(path, (str, os.PathLike)) else list(path)
 
 
-def _files_at(
-    path: Place, split: str | None, eval_split: str | None, alone: Sequence[str], key: str = "data.path"
+def _find_files_at(
+    path: PathLike, split: str | None, eval_split: str | None, alone: Sequence[str], key: str = "data.path"
 ) -> Files:
-    place = Path(path).expanduser()
-    if _GLOB.search(str(path)) and not place.exists():
-        return Files(_matches(place, key), [])
-    place = existing_path(path, key)
-    if not place.is_dir() or (place / "state.json").is_file():  # a file, or a Hugging Face data set of one split
-        return Files([place], [])
-    splits = _splits(place)
-    names = [name for name in alone if (place / name).is_file()]
+    expanded = Path(path).expanduser()
+    if _GLOB.search(str(path)) and not expanded.exists():
+        return Files(_match_pattern(expanded, key), [])
+    expanded = require_existing(path, key)
+    if not expanded.is_dir() or (expanded / "state.json").is_file():  # a file, or a Hugging Face data set of one split
+        return Files([expanded], [])
+    splits = _find_splits(expanded)
+    names = [name for name in alone if (expanded / name).is_file()]
     if names and split is None:
-        return Files([place / names[0]], [])
+        return Files([expanded / names[0]], [])
     if split is None and TRAIN_SPLIT not in splits:
-        return _without_splits(place, splits, key)
+        return _take_all_files(expanded, splits, key)
     train = split or TRAIN_SPLIT
     heldout = eval_split or next((name for name in HELDOUT_SPLITS if name in splits and name != train), None)
     for which, name in (("split", train), ("eval_split", heldout)):
         if name is not None and name not in splits:
             raise ValueError(
-                f"data.{which}={name}: {place} has no such split{nearest(name, splits)}; set data.{which}."
+                f"data.{which}={name}: {expanded} has no such split{nearest(name, splits)}; set data.{which}."
             )
     return Files(splits[train], splits[heldout] if heldout else [])
 
 
-def _matches(pattern: Path, key: str) -> list[Path]:
+def _match_pattern(pattern: Path, key: str) -> list[Path]:
     anchor = Path(pattern.anchor or ".")
-    found = sorted(anchor.glob(str(pattern.relative_to(anchor) if pattern.anchor else pattern)))
-    if not found:
+    files = sorted(anchor.glob(str(pattern.relative_to(anchor) if pattern.anchor else pattern)))
+    if not files:
         raise FileNotFoundError(f"{key}: no file matches {pattern.absolute()}; set {key} to files that exist.")
-    return found
+    return files
 
 
-def _splits(directory: Path) -> dict[str, list[Path]]:
+def _find_splits(directory: Path) -> dict[str, list[Path]]:
     """Return the data of a directory by split; the split of a file is its name without number and suffix."""
     saved = directory / "dataset_dict.json"
     if saved.is_file():
         return {name: [directory / name] for name in json.loads(saved.read_text())["splits"]}
     splits: dict[str, list[Path]] = {}
     for file in sorted(directory.iterdir()):
-        named = _DATA_FILE.fullmatch(file.name)
-        if named is not None and file.is_file():
-            splits.setdefault(named["split"], []).append(file)
+        match = _DATA_FILE.fullmatch(file.name)
+        if match is not None and file.is_file():
+            splits.setdefault(match["split"], []).append(file)
     return splits
 
 
-def _without_splits(directory: Path, splits: Mapping[str, list[Path]], key: str) -> Files:
+def _take_all_files(directory: Path, splits: Mapping[str, list[Path]], key: str) -> Files:
     """Return all data files of a directory that has none of a training split."""
     names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:_NUM_NAMES_SHOWN]) or "nothing"
     heldout = [name for name in HELDOUT_SPLITS if name in splits]
@@ -231,7 +215,7 @@ def _without_splits(directory: Path, splits: Mapping[str, list[Path]], key: str)
             f"{key}: {directory} has {heldout[0]} data, and no {TRAIN_SPLIT} data (found: {names}); add it, or choose "
             "the training data with data.split."
         )
-    files = [file for of_split in splits.values() for file in of_split]
+    files = [file for split_files in splits.values() for file in split_files]
     if not files:
         raise FileNotFoundError(
             f"{key}: {directory} has no data files (found: {names}); it needs .jsonl, .parquet or .txt files, such as "
@@ -246,19 +230,17 @@ ItemT = TypeVar("ItemT")
 _SPLIT_SEED = 0
 
 
-def load_records(path: Place | Sequence[Place], heldout_fraction: float = 0.05) -> tuple[list[Record], list[Record]]:
+def load_records(
+    path: PathLike | Sequence[PathLike], heldout_fraction: float = 0.05
+) -> tuple[list[Record], list[Record]]:
     """Return the (training, held-out) records of `data.path`, which `find_files` describes.
 
     If it has no held-out files, `heldout_fraction` of the records is held out: always the same records of the same
     files, independent of the run's seed.
-
-    Raises:
-        FileNotFoundError: There is nothing at a path.
-        ValueError: A record cannot be read, there is none, or `split_heldout` raises it.
     """
     files = find_files(path)
     train, heldout = (
-        Joined([reader_of(file) for file in part]).all() if part else [] for part in (files.train, files.heldout)
+        Joined([build_reader(file) for file in part]).all() if part else [] for part in (files.train, files.heldout)
     )
     return (train, heldout) if files.heldout else split_heldout(train, heldout_fraction)
 
@@ -268,10 +250,6 @@ def load_text(file: Path, heldout_fraction: float = 0.05) -> tuple[str, str]:
 
     The end of the file is held out, from the first line that starts at or after the cut. The two parts joined are the
     file, character by character; line ends are not translated.
-
-    Raises:
-        ValueError: The file is empty or not UTF-8, the fraction is outside [0, 1), or there is nothing left to train
-            on.
     """
     check_fraction(heldout_fraction)
     text = "".join(record.values["text"] for record, _ in TextLines(file).read())
@@ -301,11 +279,8 @@ def split_heldout(
     Args:
         items: The items.
         heldout_fraction: The share of the items that is held out.
-        wanted: How many records evaluation asks for, `data.num_eval_examples`; 0: as many as there are.
-        size: How many records an item holds.
-
-    Raises:
-        ValueError: The fraction is outside [0, 1), or what is held out leaves nothing to train on.
+        wanted: The number of records that evaluation asks for, `data.num_eval_examples`; 0: as many as there are.
+        size: Returns the number of records of an item.
     """
     check_fraction(heldout_fraction)
     if heldout_fraction == 0:
@@ -335,10 +310,6 @@ def split_heldout(
 
 
 def check_fraction(heldout_fraction: float) -> None:
-    """Check a held-out fraction.
-
-    Raises:
-        ValueError: It is outside [0, 1).
-    """
+    """Check that a held-out fraction is in [0, 1)."""
     if not 0 <= heldout_fraction < 1:
         raise ValueError(f"heldout_fraction = {heldout_fraction} must be at least 0 and below 1.")

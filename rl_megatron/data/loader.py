@@ -55,7 +55,7 @@ class ItemList(Generic[ItemT]):
 
 
 class Drawn(NamedTuple, Generic[BatchT]):
-    """One drawn item: the items that it is among, its index there, and what is equal whenever it is drawn."""
+    """One drawn item: the items that it is among, its index there, and a key that is the same whenever it is drawn."""
 
     among: Items[BatchT]
     index: int
@@ -67,7 +67,7 @@ class Component(ABC, Generic[BatchT]):
 
     Attributes:
         name: Its name in messages and in a loader's state.
-        first: The items that are in memory first, which can be checked before the first step: all, or the first block.
+        first: The items that can be checked before the first step: all, or those of the first block.
     """
 
     name: str
@@ -93,12 +93,12 @@ class InMemory(Component[BatchT]):
         self._epochs = ShuffledEpochs(len(items), seed)
 
     def draw(self, start: int, count: int) -> list[Drawn[BatchT]]:
-        """Return `count` items from place `start` of the epochs on."""
+        """Return `count` items from position `start` of the epochs on."""
         return [Drawn(self.first, index, index) for index in self._epochs.items(start, count)]
 
 
 class Streamed(Component[BatchT]):
-    """A data set that is read block by block. Its epochs have the same blocks, and each block is shuffled anew.
+    """A data set that is read block by block. Its epochs have the same blocks, and each shuffles every block again.
 
     A block without an item, such as one of which every record is too long and dropped, is passed over.
 
@@ -108,9 +108,6 @@ class Streamed(Component[BatchT]):
         build: Returns the items of the records of a block.
         block_size: The records of a block.
         seed: The seed of the order within blocks.
-
-    Raises:
-        ValueError: There is no record or no item, or a record before the first item cannot be used.
     """
 
     def __init__(
@@ -125,7 +122,7 @@ class Streamed(Component[BatchT]):
         self._block_size, self._seed, self._num_built = block_size, seed, 0
         self._nothing: ConfigError | None = None
         self.load_state_dict(None)
-        first = self._opened()
+        first = self._open_block()
         if first is None:
             raise self._nothing or ValueError(reader.nothing)
         self.first = first
@@ -134,10 +131,10 @@ class Streamed(Component[BatchT]):
         """Return the next `count` items."""
         drawn: list[Drawn[BatchT]] = []
         while len(drawn) < count:
-            items = self._items or self._opened() or self._opened_epoch()
-            taken = self._order[self._place : self._place + count - len(drawn)]
-            drawn += [Drawn(items, index, (self._block, index)) for index in taken]
-            self._place += len(taken)
+            items = self._items or self._open_block() or self._open_epoch()
+            indices = self._order[self._place : self._place + count - len(drawn)]
+            drawn += [Drawn(items, index, (self._block, index)) for index in indices]
+            self._place += len(indices)
             if self._place == len(self._order):
                 self._end_block()
         return drawn
@@ -148,34 +145,30 @@ class Streamed(Component[BatchT]):
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue at a position."""
-        at = state or {"epoch": 0, "block": 0, "start": (), "place": 0}
-        self._epoch, self._block, self._place = at["epoch"], at["block"], at["place"]
-        self._start: Position = tuple(at["start"])
+        position = state or {"epoch": 0, "block": 0, "start": (), "place": 0}
+        self._epoch, self._block, self._place = position["epoch"], position["block"], position["place"]
+        self._start: Position = tuple(position["start"])
         self._end: Position = ()
         self._items: Items[BatchT] | None = None
         self._order: list[int] = []
         self._reading: Iterator[tuple[Record, Position]] | None = None
 
-    def _opened(self) -> Items[BatchT] | None:
-        """Read on to the next block that has items, and return them, or None if the epoch has no such block left."""
+    def _open_block(self) -> Items[BatchT] | None:
+        """Read up to the next block that has items, and return them, or None if the epoch has no such block left."""
         while read := self._read_block():
             self._end = read[-1][1]
-            self._items = self._built([record for record, _ in read])
+            self._items = self._build_items([record for record, _ in read])
             if self._items:
                 self._order = epoch_order(len(self._items), f"{self._seed}/block {self._block}", self._epoch).tolist()
                 return self._items
             self._end_block()
         return None
 
-    def _opened_epoch(self) -> Items[BatchT]:
-        """Begin the next epoch, and return the items of its first block that has any.
-
-        Raises:
-            ConfigError: There is none any more, because the data has changed.
-        """
+    def _open_epoch(self) -> Items[BatchT]:
+        """Begin the next epoch, and return the items of its first block that has any."""
         self._epoch, self._block, self._place, self._start, self._reading = self._epoch + 1, 0, 0, (), None
-        items = self._opened()
-        if items is None:
+        items = self._open_block()
+        if items is None:  # the data has changed
             raise self._nothing or ConfigError(self._reader.nothing)
         return items
 
@@ -185,11 +178,11 @@ class Streamed(Component[BatchT]):
         reading = self._reading
         return bad_input_named(lambda: list(itertools.islice(reading, self._block_size)))
 
-    def _built(self, records: list[Record]) -> Items[BatchT] | None:
+    def _build_items(self, records: list[Record]) -> Items[BatchT] | None:
         """Return the items of a block, or None if there is none."""
         self._num_built += 1
         try:
-            with _rarely_logged(self._num_built):
+            with _log_rarely(self._num_built):
                 # An error in the data becomes a ConfigError, which ends a run with one line at any step.
                 return bad_input_named(lambda: self._build(records))
         except ConfigError as error:
@@ -205,8 +198,8 @@ class Streamed(Component[BatchT]):
 
 
 @contextmanager
-def _rarely_logged(number: int) -> Iterator[None]:
-    """Silence what building a block says about its records, unless the number of the block is a power of two."""
+def _log_rarely(number: int) -> Iterator[None]:
+    """Silence what building a block logs about its records, unless the number of the block is a power of two."""
     logger = logging.getLogger(encoding.__name__)
     level = logger.level
     if number & (number - 1):
@@ -226,7 +219,8 @@ class DataLoader(Generic[BatchT]):
         counts: How many items each of them has in each batch.
         seed: The seed of the order in which items of several data sets are mixed within a batch.
         join: Returns one batch of several, with the items in the order of these indices.
-        can_fail: Whether a batch may fail on some ranks only: one that is read from files, or by a user's weights.
+        can_fail: Whether a batch may fail on some ranks only, because it is read from files or a user's function gives
+            the weights.
         ranks: The ranks that draw each batch together, if it may fail. A stage that uses the loader sets them.
         data_sets: The name of the data set of each item of the last batch.
     """
@@ -244,7 +238,7 @@ class DataLoader(Generic[BatchT]):
 
     @property
     def group_size(self) -> int:
-        """Return how many sequences an item becomes: two for a preference pair."""
+        """Return the number of sequences of an item: two for a preference pair."""
         return getattr(self.components[0].first, "group_size", 1)
 
     @property
@@ -255,29 +249,26 @@ class DataLoader(Generic[BatchT]):
     def batch(self, number: int) -> BatchT:
         """Return batch `number`. Going forward is cheap; going back starts streamed data from the beginning.
 
-        Collective if `can_fail`.
-
-        Raises:
-            ConfigError: The data of the batch cannot be used, on any rank. It is raised on every rank.
+        Collective if `can_fail`: a ConfigError about the data of the batch is then raised on every rank.
         """
-        return self._batch_of(self._drawn(number))
+        return self._build_batch(self._draw_together(number))
 
     def part(self, number: int, part: int, parts: int) -> BatchT | None:
         """Return one of `parts` equal parts of batch `number`, in the order of its items; None if it has no item.
 
         The other items are drawn, so that `data_sets` has all of them, but not made a batch. See `batch`.
         """
-        drawn = self._drawn(number)
-        own = drawn[part * len(drawn) // parts : (part + 1) * len(drawn) // parts]
-        return self._batch_of(own) if own else None
+        drawn = self._draw_together(number)
+        drawn_part = drawn[part * len(drawn) // parts : (part + 1) * len(drawn) // parts]
+        return self._build_batch(drawn_part) if drawn_part else None
 
-    def _drawn(self, number: int) -> list[Drawn[BatchT]]:
+    def _draw_together(self, number: int) -> list[Drawn[BatchT]]:
         drawn = self.ranks.all_or_none(lambda: self._draw(number)) if self.can_fail else self._draw(number)
         self.data_sets = [self.components[which].name for which, _ in drawn]
         return [item for _, item in drawn]
 
     def locations(self, number: int) -> list[str]:
-        """Return the place of every item of batch `number`, as file:line; empty for items that have none."""
+        """Return the location of every item of batch `number`, as file:line; empty for items that have none."""
         drawn = [item for _, item in self._draw(number)]
         return [getattr(item.among, "location", lambda index: "")(item.index) for item in drawn]
 
@@ -289,7 +280,7 @@ class DataLoader(Generic[BatchT]):
             fresh = {(which, drawn.key): drawn for which, drawn in self._draw(number)}
             fresh = {key: drawn for key, drawn in fresh.items() if key not in seen}
             if fresh:
-                yield self._batch_of(list(fresh.values()))
+                yield self._build_batch(list(fresh.values()))
             seen.update(fresh)
         self.load_state_dict(state)
 
@@ -299,31 +290,26 @@ class DataLoader(Generic[BatchT]):
         return {"batches": self._next, "streams": {name: state for name, state in states.items() if state is not None}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was called.
-
-        Raises:
-            ConfigError: The state is of other streamed data.
-        """
-        known, streams = {component.name for component in self.components}, state["streams"]
-        if unknown := sorted(set(streams) - known):
+        """Continue where `state_dict` was called. A state of other streamed data is a ConfigError."""
+        names, streams = {component.name for component in self.components}, state["streams"]
+        if unknown := sorted(set(streams) - names):
             raise ConfigError(
                 f"the checkpoint has a position in the streamed data {unknown[0]}, which this run does not read; set "
                 "data back to what it was, or choose another output_dir and start from the checkpoint with init_from"
             )
         for component in self.components:
             component.load_state_dict(streams.get(component.name))
-        needed = {component.name for component in self.components if component.state_dict() is not None}
-        self._next = state["batches"] if needed <= set(streams) else 0
+        streamed = {component.name for component in self.components if component.state_dict() is not None}
+        self._next = state["batches"] if streamed <= set(streams) else 0
 
     def _draw(self, number: int) -> list[tuple[int, Drawn[BatchT]]]:
         """Return the items of batch `number`, each with the index of its component."""
         if number < self._next:
             self.load_state_dict({"batches": 0, "streams": {}})
         drawn: list[tuple[int, Drawn[BatchT]]] = []
-        for each in range(
-            self._next if self.is_streamed else number, number + 1
-        ):  # a stream has to pass what it leaves out
-            starts, counts = self.counts.at(each)
+        first = self._next if self.is_streamed else number  # a stream has to pass the batches in between
+        for drawn_number in range(first, number + 1):
+            starts, counts = self.counts.at(drawn_number)
             drawn = [
                 (which, item)
                 for which, component in enumerate(self.components)
@@ -332,18 +318,18 @@ class DataLoader(Generic[BatchT]):
         self._next = number + 1
         if len(self.components) == 1:
             return drawn
-        return [drawn[place] for place in epoch_order(len(drawn), f"{self.seed}/mixture", number).tolist()]
+        return [drawn[position] for position in epoch_order(len(drawn), f"{self.seed}/mixture", number).tolist()]
 
-    def _batch_of(self, drawn: list[Drawn[BatchT]]) -> BatchT:
+    def _build_batch(self, drawn: list[Drawn[BatchT]]) -> BatchT:
         """Return the batch of drawn items, in their order."""
-        among: dict[int, tuple[Items[BatchT], list[int], list[int]]] = {}
-        for place, item in enumerate(drawn):
-            _, indices, places = among.setdefault(id(item.among), (item.among, [], []))
+        by_items: dict[int, tuple[Items[BatchT], list[int], list[int]]] = {}
+        for position, item in enumerate(drawn):
+            _, indices, positions = by_items.setdefault(id(item.among), (item.among, [], []))
             indices.append(item.index)
-            places.append(place)
-        batches = [items.batch(indices) for items, indices, _ in among.values()]
+            positions.append(position)
+        batches = [items.batch(indices) for items, indices, _ in by_items.values()]
         if len(batches) == 1:
             return batches[0]
-        joined_places = [place for _, _, places in among.values() for place in places]
-        order = sorted(range(len(drawn)), key=joined_places.__getitem__)
+        joined_positions = [position for _, _, positions in by_items.values() for position in positions]
+        order = sorted(range(len(drawn)), key=joined_positions.__getitem__)
         return self.join(batches, order)

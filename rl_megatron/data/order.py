@@ -1,7 +1,4 @@
-"""The order of a dataset's items: which items a step reads follows from the seed and the step number.
-
-Resuming therefore needs no saved state.
-"""
+"""The order of a dataset's items, which follows from the seed and the step number. Resuming needs no saved state."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ if TYPE_CHECKING:
 
 
 def epoch_order(num_items: int, seed: int | str, epoch: int) -> torch.Tensor:
-    """Return a permutation of the items, `[num_items]` int64.
-
-    It depends on the arguments alone, and differs from epoch to epoch.
-    """
+    """Return a permutation of the items, `[num_items]` int64, which depends on the arguments alone."""
     import torch  # here, because it takes seconds, and readers of files and tasks do without it
 
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()  # nearby seeds must give unrelated orders
@@ -32,24 +26,20 @@ class ShuffledEpochs:
         self._orders: dict[int, list[int]] = {}
 
     def items(self, start: int, count: int) -> list[int]:
-        """Return the indices of `count` items from place `start` ≥ 0 on."""
-        return [self._item(place) for place in range(start, start + count)]
+        """Return the indices of `count` items from position `start` ≥ 0 on."""
+        return [self._item(position) for position in range(start, start + count)]
 
     def _item(self, position: int) -> int:
-        epoch, place = divmod(position, self.num_items)
+        epoch, offset = divmod(position, self.num_items)
         if epoch not in self._orders:
             # Neighbouring items span at most two epochs, so that older orders are not needed again.
-            self._orders = {kept: order for kept, order in self._orders.items() if kept == epoch - 1}
+            self._orders = {number: order for number, order in self._orders.items() if number == epoch - 1}
             self._orders[epoch] = epoch_order(self.num_items, self.seed, epoch).tolist()
-        return self._orders[epoch][place]
+        return self._orders[epoch][offset]
 
 
 def check_batch_size(num_items: int, batch_size: int) -> None:
-    """Check that a batch can have different items.
-
-    Raises:
-        ValueError: There are fewer items than `batch_size`.
-    """
+    """Check that a batch can have different items."""
     if batch_size < 1 or num_items < batch_size:
         raise ValueError(
             f"cannot draw batches of {batch_size} different items from {num_items}: lower train.global_batch_size or "

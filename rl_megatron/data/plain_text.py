@@ -18,12 +18,8 @@ PROMPT_FIELDS = ("question", "prompt", "problem", "instruction", "query", "input
 ANSWER_FIELDS = ("answer", "completion", "response", "solution", "output")
 
 
-def template_fields(template: str) -> list[str]:
-    """Return the names of the fields that a template reads: `["question"]` for `"{question}: "`.
-
-    Raises:
-        ValueError: Braces do not match, or a field has no name.
-    """
+def list_fields(template: str) -> list[str]:
+    """Return the names of the fields that a template reads: `["question"]` for `"{question}: "`."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -35,17 +31,8 @@ def template_fields(template: str) -> list[str]:
 
 
 def require_fields(records: Sequence[Record], template: str, key: str = "template") -> None:
-    """Check that every record has all fields of `template`.
-
-    Args:
-        records: The records.
-        template: The template.
-        key: The key that has the template, for the message.
-
-    Raises:
-        ValueError: A field is missing; the message names file:line, the field and the nearest one.
-    """
-    fields = template_fields(template)
+    """Check that every record has all fields of `template`. Messages name the `key` that has the template."""
+    fields = list_fields(template)
     for record in records:
         for field in fields:
             if field not in record.values:
@@ -55,17 +42,8 @@ def require_fields(records: Sequence[Record], template: str, key: str = "templat
                 )
 
 
-def first_field(record: Record, candidates: Iterable[str], key: str) -> str:
-    """Return the first of the candidates that is a field of the record.
-
-    Args:
-        record: The record.
-        candidates: Names of fields.
-        key: The key that names the field instead, for the message.
-
-    Raises:
-        ValueError: The record has none of them.
-    """
+def find_field(record: Record, candidates: Iterable[str], key: str) -> str:
+    """Return the first of the candidates that is a field of the record. The setting `key` can name another field."""
     for field in candidates:
         if field in record.values:
             return field
@@ -81,39 +59,26 @@ Parts = tuple[str, Mapping[str, Any]]
 
 
 class PlainText:
-    """The templates of a data section, or the texts and fields that stand in for them if they are null.
-
-    Args:
-        prompt_template: `data.prompt_template`.
-        answer_template: `data.answer_template`.
-
-    Raises:
-        ValueError: A template is malformed.
-    """
+    """The templates of a data section, or the texts and fields that stand in for them if they are null."""
 
     def __init__(self, prompt_template: str | None = None, answer_template: str | None = None):
         self._prompt_template, self._answer_template = prompt_template, answer_template
-        self._found: dict[str, str] = {}  # templates that follow from the first record's fields
+        self._inferred: dict[str, str] = {}  # templates that follow from the first record's fields
         for template in (prompt_template, answer_template):
             if template is not None:
-                template_fields(template)
+                list_fields(template)
 
-    def prompt(self, record: Record, of_message: bool = False) -> str:
+    def write_prompt(self, record: Record, of_message: bool = False) -> str:
         """Return the text of the record's prompt.
 
-        Args:
-            record: The record.
-            of_message: Whether it is the content of a message. Then the line break that ends a prompt without a
-                template, so that the answer is on a line of its own, is left out.
-
-        Raises:
-            ValueError: The record lacks a field; the message names file:line. So do the other methods.
+        Without a template, a prompt ends with a line break, so that the answer is on a line of its own. The content of
+        a message does not.
         """
         template, values = self.prompt_parts(record)
         text = template.format_map(values)
         return text.removesuffix("\n") if of_message and self._prompt_template is None else text
 
-    def answer(self, record: Record) -> str:
+    def write_answer(self, record: Record) -> str:
         """Return the text of the record's answer."""
         template, values = self.answer_parts(record)
         return template.format_map(values)
@@ -122,22 +87,18 @@ class PlainText:
         """Return the template of the prompt, and the values that fill it."""
         if self._prompt_template is None and isinstance(record, TaskRecord):
             return _WHOLE, {"text": record.prompt}
-        return self._parts("prompt_template", self._prompt_template, PROMPT_FIELDS, record)
+        return self._find_parts("prompt_template", self._prompt_template, PROMPT_FIELDS, record)
 
     def answer_parts(self, record: Record) -> Parts:
         """Return the template of the answer, and the values that fill it."""
         if self._answer_template is None and isinstance(record, TaskRecord):
             return _WHOLE, {"text": record.answer}
-        return self._parts("answer_template", self._answer_template, ANSWER_FIELDS, record)
+        return self._find_parts("answer_template", self._answer_template, ANSWER_FIELDS, record)
 
-    def sides(self, record: Record) -> tuple[Record, Record]:
-        """Return the record twice, with the chosen and with the rejected text as its `answer`.
-
-        Raises:
-            ValueError: The answer template has no `{answer}`.
-        """
+    def split_sides(self, record: Record) -> tuple[Record, Record]:
+        """Return the record twice, with the chosen and with the rejected text as its `answer`."""
         template = self._answer_template
-        if template is not None and "answer" not in template_fields(template):
+        if template is not None and "answer" not in list_fields(template):
             raise ValueError(
                 f"data.answer_template={template!r} has no {{answer}}, the place of the chosen or the rejected text: "
                 "add it."
@@ -145,51 +106,38 @@ class PlainText:
         chosen, rejected = (Record({**record.values, "answer": record.values[side]}, record.location) for side in SIDES)
         return chosen, rejected
 
-    def _parts(self, key: str, template: str | None, candidates: Sequence[str], record: Record) -> Parts:
+    def _find_parts(self, key: str, template: str | None, candidates: Sequence[str], record: Record) -> Parts:
         """Return the template of `data.<key>`, or the one that the first record's fields imply, and its values."""
         if template is None:
-            template = self._from_fields(key, candidates, record)
+            template = self._infer_template(key, candidates, record)
         require_fields([record], template, f"data.{key}")
         return template, record.values
 
-    def _from_fields(self, key: str, candidates: Sequence[str], record: Record) -> str:
+    def _infer_template(self, key: str, candidates: Sequence[str], record: Record) -> str:
         """Return the template that the fields of the first record imply, and log it unless it is the usual {answer}."""
-        if key not in self._found:
-            field = first_field(record, candidates, f"data.{key}")
+        if key not in self._inferred:
+            field = find_field(record, candidates, f"data.{key}")
             ends_line = key == "prompt_template" and field != "prompt"
-            self._found[key] = f"{{{field}}}\n" if ends_line else f"{{{field}}}"
-            if self._found[key] != "{answer}":
-                log.once(f"data.{key} is {self._found[key]!r}, because the records have the field {field!r}")
-        return self._found[key]
+            self._inferred[key] = f"{{{field}}}\n" if ends_line else f"{{{field}}}"
+            if self._inferred[key] != "{answer}":
+                log.once(f"data.{key} is {self._inferred[key]!r}, because the records have the field {field!r}")
+        return self._inferred[key]
 
 
-def plain_texts(records: Iterable[Record], data: DataConfig, pairs: bool = False) -> Iterator[str]:
-    """Yield the texts of records, from which a tokenizer can be trained: prompts and answers, without a tokenizer.
-
-    Args:
-        records: The records.
-        data: Their data section.
-        pairs: Whether they are preference pairs.
-
-    Raises:
-        ConfigError: The records are conversations, whose chat template a tokenizer that is trained here does not have.
-    """
+def write_texts(records: Iterable[Record], data: DataConfig, pairs: bool = False) -> Iterator[str]:
+    """Yield the prompts and answers of records, or of preference pairs, as texts to train a tokenizer on."""
     texts = PlainText(data.prompt_template, data.answer_template)
     for record in records:
         refuse_conversation(record, data)
-        prompt = texts.prompt(record)
+        prompt = texts.write_prompt(record)
         if pairs:
-            yield from (prompt, *(texts.answer(side) for side in texts.sides(record)))
+            yield from (prompt, *(texts.write_answer(side) for side in texts.split_sides(record)))
         else:
-            yield prompt + texts.answer(record)
+            yield prompt + texts.write_answer(record)
 
 
 def refuse_conversation(record: Record, data: DataConfig) -> None:
-    """Refuse to train a tokenizer on records that become conversations.
-
-    Raises:
-        ConfigError: The record does. A tokenizer that is trained here has no chat template.
-    """
+    """Refuse to train a tokenizer, which would have no chat template, on records that become conversations."""
     if data.format == "chat" or (data.format == "auto" and is_conversation(record)):
         raise ConfigError(
             f"data.format={data.format}: {record.location} becomes a conversation, and a tokenizer that is trained on "

@@ -1,7 +1,7 @@
 """Read prompts that are completed outside of training: texts, conversations or token ids, from files.
 
-They go through the readers and the renderer of training data, so that a prompt has the tokens that it would have in a
-run. This module needs no torch.
+The readers and the renderer of training data read them, so that a prompt has the same tokens as in a run. This module
+needs no torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from rl_megatron.config.data_sources import PromptsConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import DataConfig
-from rl_megatron.data.encoding import Limit, within_limit
-from rl_megatron.data.files import find_files, reader_of
+from rl_megatron.data.encoding import Limit, apply_limit, truncate_prompt
+from rl_megatron.data.files import build_reader, find_files
 from rl_megatron.data.readers import Lines
 from rl_megatron.data.records import Joined, Reader, Record, Renamed
 from rl_megatron.data.rendering import Renderer
@@ -23,7 +23,7 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.log import track
 
 IDS = "prompt_ids"  # the field of a record that holds a prompt as token ids
-# The keys of a data section that say how records become prompts.
+# The keys of a data section that decide how records become prompts.
 RENDERING_KEYS = (
     "split", "columns", "format", "prompt_template", "system_prompt", "chat_template", "chat_template_kwargs",
     "too_long",
@@ -44,9 +44,7 @@ class FilePrompt:
 
     Attributes:
         number: The number of its record, counted from 0 over all files.
-        ids: Its token ids.
-        record: The record.
-        num_prefix: How many tokens the tokenizer puts before every text (BOS). Truncation keeps them.
+        num_prefix: The number of tokens that the tokenizer puts before every text (BOS). Truncation keeps them.
     """
 
     number: int
@@ -59,22 +57,15 @@ class FilePrompt:
         """Return the number of tokens."""
         return len(self.ids)
 
-    def truncated(self, limit: int) -> FilePrompt | None:
+    def truncate(self, limit: int) -> FilePrompt | None:
         """Return the last tokens, after those that are before every text; None if no other token remains."""
-        num_last = limit - self.num_prefix
-        if num_last < 1:
-            return None
-        return replace(self, ids=self.ids[: self.num_prefix] + self.ids[-num_last:])
+        ids = truncate_prompt(self.ids, self.num_prefix, limit)
+        return None if ids is None else replace(self, ids=ids)
 
 
 @dataclass(frozen=True)
 class FilePrompts:
-    """The prompts of the files, in order.
-
-    Attributes:
-        prompts: The prompts.
-        end_of_turn_ids: The token with which the chat template ends a completion, or nothing.
-    """
+    """The prompts of the files, in order, and the token with which the chat template ends a completion, if any."""
 
     prompts: list[FilePrompt]
     end_of_turn_ids: tuple[int, ...]
@@ -82,13 +73,13 @@ class FilePrompts:
     @property
     def digest(self) -> str:
         """Return a digest of the tokens of all prompts and of their numbers."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for prompt in self.prompts:
-            found.update(json.dumps([prompt.number, prompt.ids]).encode())
-        return found.hexdigest()[:16]
+            digest.update(json.dumps([prompt.number, prompt.ids]).encode())
+        return digest.hexdigest()[:16]
 
 
-def rendering_of(data: DataConfig, path: str) -> PromptsConfig:
+def build_prompts_config(data: DataConfig, path: str) -> PromptsConfig:
     """Return the data section of the prompts at `path`, which become tokens as the records of `data` do."""
     return PromptsConfig(path=path, **{key: getattr(data, key) for key in RENDERING_KEYS})
 
@@ -96,23 +87,14 @@ def rendering_of(data: DataConfig, path: str) -> PromptsConfig:
 def read_prompts(
     data: PromptsConfig, tokenizer: Tokenizer, max_sequence_length: int, max_new_tokens: int
 ) -> FilePrompts:
-    """Return the prompts at `data.path` as tokens, with space for a completion behind each.
+    """Return the prompts at `data.path` as tokens, with space for a completion after each.
 
     A record is a prompt as text, a conversation, a line of a text file, or token ids in the field `prompt_ids`.
-
-    Args:
-        data: Where the records are, and how they become tokens. `data.too_long` says what happens to a prompt that
-            leaves too little space.
-        tokenizer: The tokenizer.
-        max_sequence_length: The most tokens of prompt and completion.
-        max_new_tokens: The most tokens of a completion.
-
-    Raises:
-        ConfigError: A file or a record cannot be used, or a prompt is too long; the message names file and line.
+    `data.too_long` decides what happens to a prompt that leaves too little space.
     """
     try:
         return _read_prompts(data, tokenizer, max_sequence_length, max_new_tokens)
-    except (ValueError, OSError) as error:  # the readers call the place of the files by its key
+    except (ValueError, OSError) as error:  # the readers' messages name the key of a data section
         raise ConfigError(str(error).replace("data.path", "--prompts")) from error
 
 
@@ -120,36 +102,26 @@ def _read_prompts(
     data: PromptsConfig, tokenizer: Tokenizer, max_sequence_length: int, max_new_tokens: int
 ) -> FilePrompts:
     assert data.path is not None
-    reader: Reader = Joined([reader_of(file, PromptLines) for file in find_files(data.path, data.split).train])
+    reader: Reader = Joined([build_reader(file, PromptLines) for file in find_files(data.path, data.split).train])
     if data.columns:
         reader = Renamed(reader, data.columns)
     records, renderer = reader.all(), Renderer(data, tokenizer)
     prompts = [
-        _prompt(number, record, renderer, tokenizer)
+        _encode_prompt(number, record, renderer, tokenizer)
         for number, record in enumerate(track(records, "tokenized prompts", len(records)))
     ]
-    limit = Limit(
-        max_sequence_length - max_new_tokens,
-        data.too_long,
-        noun="prompt",
-        name=f"model.max_sequence_length={max_sequence_length} without generation.max_new_tokens={max_new_tokens}",
-        remedy="lower generation.max_new_tokens or raise model.max_sequence_length",
-    )
-    return FilePrompts(within_limit(prompts, limit), renderer.end_of_turn_ids)
+    limit = Limit.for_prompts(max_sequence_length, max_new_tokens, data.too_long)
+    return FilePrompts(apply_limit(prompts, limit), renderer.end_of_turn_ids)
 
 
-def _prompt(number: int, record: Record, renderer: Renderer, tokenizer: Tokenizer) -> FilePrompt:
+def _encode_prompt(number: int, record: Record, renderer: Renderer, tokenizer: Tokenizer) -> FilePrompt:
     prefix = tokenizer.prefix_ids
-    ids = _given_ids(record, tokenizer) if IDS in record.values else renderer.prompt_ids(record)
+    ids = _read_ids(record, tokenizer) if IDS in record.values else renderer.encode_prompt(record)
     return FilePrompt(number, ids, record, len(prefix) if ids[: len(prefix)] == prefix else 0)
 
 
-def _given_ids(record: Record, tokenizer: Tokenizer) -> list[int]:
-    """Return the prompt of a record that has it as token ids.
-
-    Raises:
-        ValueError: They are not a list of at least one token of the vocabulary.
-    """
+def _read_ids(record: Record, tokenizer: Tokenizer) -> list[int]:
+    """Return the prompt of a record that has it as token ids: at least one token of the vocabulary."""
     ids = record.values[IDS]
     if not isinstance(ids, Sequence) or isinstance(ids, str) or not ids:
         raise ValueError(f"{record.location}: {IDS}={ids!r:.60} must be a list of at least one token id.")

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.data.records import Position, Reader, Record, without_nulls
+from rl_megatron.data.records import Position, Reader, Record, drop_nulls
 
 
 class TextLine(Record):
@@ -27,7 +27,7 @@ class TextLine(Record):
 
 
 class Lines(Reader):
-    """The lines of a UTF-8 file. A position is the offset in bytes, uncompressed, and the number of lines before.
+    """The lines of a UTF-8 file. A position is the offset in bytes, uncompressed, and the number of lines before it.
 
     A byte order mark at the beginning, which editors on Windows write, is not a part of the text.
     """
@@ -80,11 +80,11 @@ class JsonLines(Lines):
             raise ValueError(f"{self.file}:{number} is a {type(values).__name__}; each line must be a JSON object.")
         if "\\u" in text:
             _check_characters(values, f"{self.file}:{number}")
-        return Record(without_nulls(values), f"{self.file}:{number}")
+        return Record(drop_nulls(values), f"{self.file}:{number}")
 
 
 def _check_characters(values: dict[str, Any], location: str) -> None:
-    """Check that the escapes of a line are characters: half of a surrogate pair is none, and no tokenizer takes it."""
+    """Check that the escapes of a line are characters: no tokenizer takes half of a surrogate pair."""
     for key, value in values.items():
         try:
             json.dumps([key, value], ensure_ascii=False).encode()
@@ -111,11 +111,11 @@ class Parquet(Reader):
 
     def __init__(self, file: Path):
         self.file, self.name = file, str(file)
-        arrow = _library("pyarrow", str(file))
+        arrow = _import_library("pyarrow", str(file))
         try:
             self._metadata = _parquet().read_metadata(file)
         except (OSError, arrow.ArrowException) as error:
-            raise ValueError(f"{file} cannot be read as Parquet: {_line(error)}") from error
+            raise ValueError(f"{file} cannot be read as Parquet: {_first_line(error)}") from error
 
     @property
     def columns(self) -> list[str]:
@@ -125,22 +125,22 @@ class Parquet(Reader):
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
         """Yield each row from `start` on, with the position after it."""
         (skipped,), row = start or (0,), 0
-        arrow = _library("pyarrow", str(self.file))
+        arrow = _import_library("pyarrow", str(self.file))
         try:
             with _parquet().ParquetFile(self.file) as table:
                 for group in range(table.num_row_groups):
-                    rows_of_group = table.metadata.row_group(group).num_rows
-                    if row + rows_of_group <= skipped:
-                        row += rows_of_group
+                    group_rows = table.metadata.row_group(group).num_rows
+                    if row + group_rows <= skipped:
+                        row += group_rows
                         continue
                     for batch in table.iter_batches(batch_size=_ROWS, row_groups=[group]):
-                        wanted = batch.slice(min(max(0, skipped - row), batch.num_rows))
-                        row += batch.num_rows - wanted.num_rows
-                        for values in wanted.to_pylist():
+                        rest = batch.slice(min(max(0, skipped - row), batch.num_rows))
+                        row += batch.num_rows - rest.num_rows
+                        for values in rest.to_pylist():
                             row += 1
-                            yield Record(without_nulls(values), f"{self.file}:{row}"), (row,)
+                            yield Record(drop_nulls(values), f"{self.file}:{row}"), (row,)
         except (OSError, arrow.ArrowException) as error:
-            raise ValueError(f"{self.file} cannot be read behind row {row}: {_line(error)}") from error
+            raise ValueError(f"{self.file} cannot be read after row {row}: {_first_line(error)}") from error
 
 
 class HuggingFaceDirectory(Reader):
@@ -149,9 +149,9 @@ class HuggingFaceDirectory(Reader):
     def __init__(self, directory: Path):
         self.name = str(directory)
         try:
-            self._rows = _library("datasets", str(directory)).load_from_disk(str(directory))
+            self._rows = _import_library("datasets", str(directory)).load_from_disk(str(directory))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{directory} cannot be read as a Hugging Face data set: {_line(error)}") from error
+            raise ValueError(f"{directory} cannot be read as a Hugging Face data set: {_first_line(error)}") from error
 
     @property
     def columns(self) -> list[str]:
@@ -161,7 +161,7 @@ class HuggingFaceDirectory(Reader):
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
         """Yield each row from `start` on, with the position after it."""
         (skipped,) = start or (0,)
-        yield from _rows(_behind(self._rows, skipped), self.name, skipped)
+        yield from _read_rows(_skip_rows(self._rows, skipped), self.name, skipped)
 
 
 class HubDataset(Reader):
@@ -174,19 +174,16 @@ class HubDataset(Reader):
         subset: Its subset, which the Hub calls configuration; None if it has only one.
         split: Its split, such as `train` or `train[:1000]`.
         streaming: Whether rows are read while they are needed, instead of being downloaded first.
-
-    Raises:
-        ConfigError: The data set, the subset or the split cannot be loaded.
     """
 
     def __init__(self, name: str, subset: str | None, split: str, streaming: bool):
         self.name = f"{name} ({split})" if subset is None else f"{name} ({subset}, {split})"
-        library = _hub_library(name)
+        library = _import_hub_library(name)
         try:
-            with _without_retry_messages():
+            with _silence_retries():
                 self._rows = library.load_dataset(name, subset, split=split, streaming=streaming)
         except Exception as error:  # the library raises errors of its own, of the network and of its readers
-            raise ConfigError(f"{_named(name, subset, split)} cannot be loaded: {_line(error)}") from error
+            raise ConfigError(f"{_name_keys(name, subset, split)} cannot be loaded: {_first_line(error)}") from error
         self._streaming = streaming
 
     @property
@@ -197,41 +194,33 @@ class HubDataset(Reader):
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
         """Yield each row from `start` on, with the position after it."""
         (skipped,) = start or (0,)
-        rest = self._rows.skip(skipped) if self._streaming else _behind(self._rows, skipped)
-        yield from _rows(rest, self.name, skipped)
+        rest = self._rows.skip(skipped) if self._streaming else _skip_rows(self._rows, skipped)
+        yield from _read_rows(rest, self.name, skipped)
 
 
-def hub_splits(name: str, subset: str | None) -> list[str]:
-    """Return the names of the splits of a data set.
-
-    Raises:
-        ConfigError: It cannot be found.
-    """
-    library = _hub_library(name)
+def list_hub_splits(name: str, subset: str | None) -> list[str]:
+    """Return the names of the splits of a data set."""
+    library = _import_hub_library(name)
     try:
-        with _without_retry_messages():
+        with _silence_retries():
             return library.get_dataset_split_names(name, subset)
     except Exception as error:  # as above
-        offline = "; without a network, set data.path to local files" if _is_of_network(error) else ""
-        raise ConfigError(f"{_named(name, subset)} cannot be found: {_line(error)}{offline}") from error
+        offline = "; without a network, set data.path to local files" if _is_network_error(error) else ""
+        raise ConfigError(f"{_name_keys(name, subset)} cannot be found: {_first_line(error)}{offline}") from error
 
 
-def _behind(rows: Any, skipped: int) -> Any:
-    """Return the rows of a data set behind the first `skipped` ones."""
+def _skip_rows(rows: Any, skipped: int) -> Any:
+    """Return the rows of a data set after the first `skipped` ones."""
     return rows.select(range(skipped, len(rows))) if skipped < len(rows) else ()
 
 
-def _rows(rows: Any, name: str, skipped: int) -> Iterator[tuple[Record, Position]]:
+def _read_rows(rows: Any, name: str, skipped: int) -> Iterator[tuple[Record, Position]]:
     for row, values in enumerate(rows, skipped + 1):
-        yield Record(without_nulls(values), f"{name}:{row}"), (row,)
+        yield Record(drop_nulls(values), f"{name}:{row}"), (row,)
 
 
-def _library(name: str, needed_by: str) -> ModuleType:
-    """Return the imported library.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+def _import_library(name: str, needed_by: str) -> ModuleType:
+    """Return the imported library, which must be installed."""
     import importlib
 
     try:
@@ -242,15 +231,12 @@ def _library(name: str, needed_by: str) -> ModuleType:
         ) from error
 
 
-def _hub_library(needed_by: str) -> ModuleType:
+def _import_hub_library(needed_by: str) -> ModuleType:
     """Return the library `datasets`, which uses only what it has downloaded before if the Hub does not answer.
 
-    Its own retries would take 23 seconds to say so.
-
-    Raises:
-        ConfigError: It is not installed.
+    Its own retries would take 23 seconds to report that.
     """
-    library = _library("datasets", needed_by)
+    library = _import_library("datasets", needed_by)
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -259,16 +245,16 @@ def _hub_library(needed_by: str) -> ModuleType:
             get_session().head(constants.ENDPOINT, timeout=_SECONDS_FOR_THE_HUB)
         except Exception as error:  # of the library's HTTP client, whose errors have no common class
             log.once(
-                f"the Hugging Face Hub does not answer ({constants.ENDPOINT}: {_line(error)}); only data that was "
-                "downloaded before is used"
+                f"the Hugging Face Hub does not answer ({constants.ENDPOINT}: {_first_line(error)}); only data that "
+                "was downloaded before is used"
             )
             constants.HF_HUB_OFFLINE = library.config.HF_HUB_OFFLINE = True
     return library
 
 
 @contextmanager
-def _without_retry_messages() -> Iterator[None]:
-    """Silence the lines that the Hub's library logs before each retry; the error at the end says the same."""
+def _silence_retries() -> Iterator[None]:
+    """Silence the lines that the Hub's library logs before each retry; the final error has the same message."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -284,12 +270,12 @@ def _parquet() -> Any:
     return pyarrow.parquet
 
 
-def _named(name: str, subset: str | None, split: str | None = None) -> str:
+def _name_keys(name: str, subset: str | None, split: str | None = None) -> str:
     keys = {"dataset_name": name, "subset": subset, "split": split}
     return " ".join(f"data.{key}={value}" for key, value in keys.items() if value is not None)
 
 
-def _is_of_network(error: BaseException | None) -> bool:
+def _is_network_error(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, ConnectionError) or re.search(
             "offline|connect|reach", f"{type(error).__name__} {error}", re.I
@@ -299,8 +285,8 @@ def _is_of_network(error: BaseException | None) -> bool:
     return False
 
 
-def _line(error: BaseException) -> str:
-    """Return the first line of an error of a library, or of the error behind it that names the cause."""
+def _first_line(error: BaseException) -> str:
+    """Return the first line of a library's error, or of the error that caused it."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

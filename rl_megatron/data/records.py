@@ -1,4 +1,4 @@
-"""`Record`, one object of a data file with its place, and `Reader`, the interface of everything that yields records."""
+"""`Record`, one object of a data file with its location, and `Reader`, the interface of all that yields records."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 from rl_megatron.log import track
 
-Position = tuple[int, ...]  # where reading continues; its numbers mean something to its reader only
+Position = tuple[int, ...]  # where reading continues; only its reader knows what the numbers mean
 
 
 class NothingLeft(ValueError):
-    """The records that were read give no item to train on. Of streamed data, such a block is passed over."""
+    """The records that were read give no item to train on. A loader of streamed data passes over such a block."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The fields of one record, and the place where it was read: `file:line`, or `file:row` of a table."""
+    """The fields of one record, and the location where it was read: `file:line`, or `file:row` of a table."""
 
     values: Mapping[str, Any]
     location: str
 
 
-def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+def drop_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a record without those that are null or NaN, and without such keys of messages and tools.
 
     A null means that the record does not have the field: tables have a value in every row, and writers of JSON follow
@@ -34,16 +34,16 @@ def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     `extra_info`, keep their nulls.
     """
     return {
-        key: _without_null_keys(value) if isinstance(value, list) else value
+        key: _drop_null_keys(value) if isinstance(value, list) else value
         for key, value in values.items()
         if not _is_null(value)
     }
 
 
-def _without_null_keys(value: Any) -> Any:
+def _drop_null_keys(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_null_keys(each) for key, each in value.items() if not _is_null(each)}
-    return [_without_null_keys(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_null_keys(inner) for key, inner in value.items() if not _is_null(inner)}
+    return [_drop_null_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _is_null(value: Any) -> bool:
@@ -51,20 +51,15 @@ def _is_null(value: Any) -> bool:
 
 
 class Reader(ABC):
-    """Records in a fixed order, which can be read from any position.
+    """Records in a fixed order, which can be read from any position."""
 
-    Attributes:
-        name: What messages call it: its file, or its name on the Hub.
-    """
-
-    name: str
+    name: str  # in messages: its file, or its name on the Hub
 
     @abstractmethod
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
         """Yield each record from `start` on, with the position after it. `()` is the beginning.
 
-        Raises:
-            ValueError: A record cannot be read; the message names its place.
+        A record that cannot be read is a ValueError, which names its location.
         """
 
     @property
@@ -73,11 +68,7 @@ class Reader(ABC):
         return None
 
     def all(self) -> list[Record]:
-        """Return all records.
-
-        Raises:
-            ValueError: There is no record, or one cannot be read.
-        """
+        """Return all records, at least one."""
         records = [record for record, _ in track(self.read(), f"records read from {self.name}")]
         if not records:
             raise ValueError(self.nothing)
@@ -85,15 +76,14 @@ class Reader(ABC):
 
     @property
     def nothing(self) -> str:
-        """Return the message of an error: there is no record."""
+        """Return the error message for a reader without a record."""
         return f"{self.name} is empty: it has no records; add some, or set data.path to another file."
 
 
 class Joined(Reader):
-    """Several readers, one after the other. The first number of a position is the index of the reader.
+    """Several readers, one after the other, with the same columns if they are tables.
 
-    Raises:
-        ValueError: Two tables have different columns.
+    The first number of a position is the index of the reader.
     """
 
     def __init__(self, readers: Sequence[Reader]):
@@ -136,30 +126,29 @@ class Renamed(Reader):
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
         """Yield each record from `start` on, with the position after it."""
         for record, position in self._reader.read(start):
-            yield Record(self._renamed(record), record.location), position
+            yield Record(self._rename(record), record.location), position
 
-    def _renamed(self, record: Record) -> dict[str, Any]:
-        taken = {name: self._field(record, name, theirs) for name, theirs in self._names.items()}
-        kept = {name: value for name, value in record.values.items() if name not in self._names.values()}
-        return kept | taken
+    def _rename(self, record: Record) -> dict[str, Any]:
+        renamed = {name: self._find_field(record, name, old_name) for name, old_name in self._names.items()}
+        others = {name: value for name, value in record.values.items() if name not in self._names.values()}
+        return others | renamed
 
-    def _field(self, record: Record, name: str, theirs: str) -> Any:
-        if theirs in record.values:
-            return record.values[theirs]
+    def _find_field(self, record: Record, name: str, old_name: str) -> Any:
+        if old_name in record.values:
+            return record.values[old_name]
         value: Any = record.values
-        for part in theirs.split("."):
+        for part in old_name.split("."):
             if not isinstance(value, Mapping) or part not in value:
-                known = ", ".join(record.values)
                 raise ValueError(
-                    f"{record.location}: data.columns.{name}={theirs} names a field that the record does not have; its "
-                    f"fields: {known}."
+                    f"{record.location}: data.columns.{name}={old_name} names a field that the record does not have; "
+                    f"its fields: {', '.join(record.values)}."
                 )
             value = value[part]
         return value
 
 
 class Part(Reader):
-    """The records of a reader behind its first `skipped` ones, which are held out, or only `limit` of them."""
+    """The records of a reader after its first `skipped` ones, which are held out, or only `limit` of them."""
 
     def __init__(self, reader: Reader, *, skipped: int = 0, limit: int | None = None):
         self._reader, self._skipped, self._limit = reader, skipped, limit
@@ -175,7 +164,7 @@ class Part(Reader):
 
     @property
     def nothing(self) -> str:
-        """Return the message of an error: there is no record, or all are held out."""
+        """Return the error message for a reader without a record, or of which all records are held out."""
         if self._skipped == 0:
             return self._reader.nothing
         return (

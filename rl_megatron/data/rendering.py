@@ -17,16 +17,16 @@ from tokenizers import Encoding
 from rl_megatron import log
 from rl_megatron.config.data_sources import check_plain
 from rl_megatron.config.schema import DataConfig
-from rl_megatron.data.chat_template import ChatTemplate, configured_template, last_token, tokens_of
+from rl_megatron.data.chat_template import ChatTemplate, find_last_token, find_tokens, load_template
 from rl_megatron.data.conversations import (
     Conversation,
     is_conversation,
-    preference_conversations,
-    prompt_conversation,
-    whole_conversation,
+    read_conversation,
+    read_preference,
+    read_prompt,
 )
 from rl_megatron.data.encoding import EncodedPair, EncodedPrompt, EncodedSequence
-from rl_megatron.data.plain_text import PlainText, plain_texts
+from rl_megatron.data.plain_text import PlainText, write_texts
 from rl_megatron.data.records import Record
 from rl_megatron.data.tasks.task import Problem, TaskRecord
 from rl_megatron.data.tokenizer import Tokenizer
@@ -41,12 +41,7 @@ class Renderer:
     record decides, and all others must be of its kind. With `format=chat`, conversations and records without messages
     can be mixed.
 
-    Args:
-        data: The data section.
-        tokenizer: The run's tokenizer.
-
-    Raises:
-        ValueError: The chat template's file cannot be read, or `format=chat` and the tokenizer has no chat template.
+    A record that lacks a field or is malformed is a ValueError of each method, which names file:line.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
@@ -54,78 +49,71 @@ class Renderer:
         self.plain = PlainText(data.prompt_template, data.answer_template)
         self._template: ChatTemplate | None = None
         self._first: str | None = None  # the location of the first record
-        self._first_is_conversation = False
+        self._first_has_messages = False
         self.format: str | None = None if data.format == "auto" else data.format
         if self.format == CHAT:
-            self._template = configured_template(data, tokenizer)
+            self._template = load_template(data, tokenizer)
 
-    def prompt_ids(self, record: Record) -> list[int]:
-        """Return the tokens of the prompt that the policy completes, for rollouts and evaluation.
+    def encode_prompt(self, record: Record) -> list[int]:
+        """Return the tokens of the prompt that the policy completes, for rollouts and evaluation."""
+        if self._resolve_format(record) == CHAT:
+            conversation = self._read_prompt(record)
+            return self._encode(self._get_template().prompt(conversation), conversation.record).ids
+        return self._encode_plain_prompt(record)
 
-        Raises:
-            ValueError: The record lacks a field or is malformed; the message names file:line. So do the other methods.
-        """
-        if self._format_of(record) == CHAT:
-            return self._chat_prompt(self._prompt_conversation(record))
-        return self._plain_prompt(record)
-
-    def prompt_text(self, record: Record) -> str:
+    def render_prompt(self, record: Record) -> str:
         """Return the prompt as text, in which special tokens of a chat template are spelled."""
-        if self._format_of(record) == CHAT:
-            return self._chat().prompt(self._prompt_conversation(record))
-        return self.plain.prompt(record)
+        if self._resolve_format(record) == CHAT:
+            return self._get_template().prompt(self._read_prompt(record))
+        return self.plain.write_prompt(record)
 
     def chat(self, record: Record) -> tuple[ChatTemplate, Conversation] | None:
         """Return the chat template and the conversation of the record's prompt, or None for plain text."""
-        if self._format_of(record) != CHAT:
+        if self._resolve_format(record) != CHAT:
             return None
-        return self._chat(), self._prompt_conversation(record)
+        return self._get_template(), self._read_prompt(record)
 
-    def prompt(self, problem: Problem) -> EncodedPrompt:
+    def encode_problem(self, problem: Problem) -> EncodedPrompt:
         """Return the prompt of a problem."""
         record = problem.as_record()
-        return self.with_prompt(problem, record, self.prompt_ids(record))
+        return self.build_prompt(problem, record, self.encode_prompt(record))
 
-    def with_prompt(self, problem: Problem, record: Record, ids: list[int]) -> EncodedPrompt:
+    def build_prompt(self, problem: Problem, record: Record, ids: list[int]) -> EncodedPrompt:
         """Return the prompt of a problem, whose tokens are known."""
         prefix = self.tokenizer.prefix_ids
         starts_with_prefix = ids[: len(prefix)] == prefix
         return EncodedPrompt(ids, problem, record, len(prefix) if starts_with_prefix else 0, self)
 
-    def example(self, record: Record) -> EncodedSequence:
+    def encode_example(self, record: Record) -> EncodedSequence:
         """Return the sequence of prompt and answer, or of a conversation, with the tokens to learn."""
-        if self._format_of(record) == PLAIN:
-            return self._plain_example(record, record)
+        if self._resolve_format(record) == PLAIN:
+            return self._encode_plain_example(record, record)
         if is_conversation(record):
-            return self._chat_example(self._with_system_prompt(whole_conversation(record)))
-        return self._chat_example(self._answered(record, record))
+            return self._encode_chat_example(self._add_system_prompt(read_conversation(record)))
+        return self._encode_chat_example(self._build_conversation(record, record))
 
-    def pair(self, record: Record) -> EncodedPair:
-        """Return the sequences of the chosen and of the rejected answer, which end as rollouts do.
-
-        Raises:
-            ValueError: The two are the same tokens.
-        """
-        if self._format_of(record) == PLAIN:
-            sides = [self._plain_example(record, side) for side in self.plain.sides(record)]
+    def encode_pair(self, record: Record) -> EncodedPair:
+        """Return the sequences of the chosen and of the rejected answer, which end as rollouts do."""
+        if self._resolve_format(record) == PLAIN:
+            sides = [self._encode_plain_example(record, side) for side in self.plain.split_sides(record)]
         elif is_conversation(record):
-            pair = preference_conversations(record)
-            sides = [self._chat_example(self._with_system_prompt(side), is_rollout=True) for side in pair]
+            pair = read_preference(record)
+            sides = [self._encode_chat_example(self._add_system_prompt(side), is_rollout=True) for side in pair]
         else:
-            answered = (self._answered(record, side) for side in self.plain.sides(record))
-            sides = [self._chat_example(side, is_rollout=True) for side in answered]
+            answered = (self._build_conversation(record, side) for side in self.plain.split_sides(record))
+            sides = [self._encode_chat_example(side, is_rollout=True) for side in answered]
         chosen, rejected = sides
         if chosen.ids == rejected.ids:
             raise ValueError(f"{record.location}: 'chosen' and 'rejected' are the same tokens: remove the pair.")
         return EncodedPair(chosen, rejected)
 
     def check(self, record: Record, is_pair: bool) -> None:
-        """Check that the record has the fields and messages that `pair`, or otherwise `example`, reads."""
-        if self._format_of(record) == CHAT and is_conversation(record):
-            preference_conversations(record) if is_pair else whole_conversation(record)
+        """Check that the record has the fields and messages that `encode_pair`, or `encode_example`, reads."""
+        if self._resolve_format(record) == CHAT and is_conversation(record):
+            read_preference(record) if is_pair else read_conversation(record)
             return
         self.plain.prompt_parts(record)
-        for answered in self.plain.sides(record) if is_pair else [record]:
+        for answered in self.plain.split_sides(record) if is_pair else [record]:
             self.plain.answer_parts(answered)
 
     @property
@@ -136,12 +124,12 @@ class Renderer:
         turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
         conversation = Conversation(turns, Record({}, "a conversation of two messages"))
         try:
-            text = self._chat().text(conversation)
-            encoding = self._encoding(text, conversation.record)
+            text = self._get_template().text(conversation)
+            encoding = self._encode(text, conversation.record)
         except ValueError as error:
             log.once(f"no token is known to end the turns of the chat template: {error}")
             return ()
-        last = encoding.ids[last_token(encoding, text)]
+        last = encoding.ids[find_last_token(encoding, text)]
         return (last,) if self.tokenizer.is_added(last) else ()
 
     @cached_property
@@ -151,34 +139,34 @@ class Renderer:
 
     # --- format ---
 
-    def _format_of(self, record: Record) -> str:
-        """Return the format, after checking that the record is of the first one's kind if that chose the format."""
-        conversation = is_conversation(record)
+    def _resolve_format(self, record: Record) -> str:
+        """Return the format. If the first record chose it, check that this record is of the same kind."""
+        has_messages = is_conversation(record)
         if self._first is None:
-            self._first, self._first_is_conversation = record.location, conversation
-            self._choose_format(record, conversation)
-        elif self.data.format == "auto" and conversation != self._first_is_conversation:
+            self._first, self._first_has_messages = record.location, has_messages
+            self._choose_format(record, has_messages)
+        elif self.data.format == "auto" and has_messages != self._first_has_messages:
             kinds = ("has no messages", "is a conversation")
             raise ValueError(
-                f"{record.location}: the record {kinds[conversation]}, and {self._first} "
-                f"{kinds[self._first_is_conversation]}: set data.format=chat, which renders both kinds with the chat "
+                f"{record.location}: the record {kinds[has_messages]}, and {self._first} "
+                f"{kinds[self._first_has_messages]}: set data.format=chat, which renders both kinds with the chat "
                 "template, or keep records of one kind in a data section."
             )
         assert self.format is not None
         return self.format
 
-    def _choose_format(self, record: Record, conversation: bool) -> None:
+    def _choose_format(self, record: Record, has_messages: bool) -> None:
         data = self.data
         if self.format is None:
-            self.format = CHAT if conversation else PLAIN
-            if conversation:
+            self.format = CHAT if has_messages else PLAIN
+            if has_messages:
                 log.once("data.format: the records are conversations, which the chat template renders (format=chat)")
-                self._template = configured_template(data, self.tokenizer)
+                self._template = load_template(data, self.tokenizer)
             else:
                 check_plain(data, "data.format=auto and records without messages")
                 if self.tokenizer.chat_templates:
                     log.once("the tokenizer's chat template is not used; data.format=chat uses it")
-        if self.format == CHAT and conversation:
+        if self.format == CHAT and has_messages:
             for key in ("prompt_template", "answer_template"):
                 if getattr(data, key) is not None:
                     raise ValueError(
@@ -188,7 +176,7 @@ class Renderer:
 
     # --- plain text ---
 
-    def _plain_prompt(self, record: Record) -> list[int]:
+    def _encode_plain_prompt(self, record: Record) -> list[int]:
         """Return the tokens of the prompt, which start with the tokenizer's prefix (BOS) exactly once."""
         template, values = self.plain.prompt_parts(record)
         if isinstance(record, TaskRecord) and self.data.prompt_template is None:
@@ -197,9 +185,9 @@ class Renderer:
         prefix = self.tokenizer.prefix_ids
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
-    def _plain_example(self, record: Record, answered: Record) -> EncodedSequence:
+    def _encode_plain_example(self, record: Record, answered: Record) -> EncodedSequence:
         """Encode prompt and answer separately, so that the prompt has the same tokens as for generation."""
-        prompt = self._plain_prompt(record)
+        prompt = self._encode_plain_prompt(record)
         answer = [*self.tokenizer.encode_template(*self.plain.answer_parts(answered)), self.tokenizer.eos_id]
         trained = bytearray(len(prompt)) + b"\x01" * len(answer)
         trained[0] = 0
@@ -216,27 +204,24 @@ class Renderer:
 
     # --- conversations ---
 
-    def _chat(self) -> ChatTemplate:
-        assert self._template is not None  # _format_of has chosen the format
+    def _get_template(self) -> ChatTemplate:
+        assert self._template is not None  # _resolve_format has chosen the format
         return self._template
 
-    def _chat_prompt(self, conversation: Conversation) -> list[int]:
-        return self._encoding(self._chat().prompt(conversation), conversation.record).ids
-
-    def _prompt_conversation(self, record: Record) -> Conversation:
+    def _read_prompt(self, record: Record) -> Conversation:
         if is_conversation(record):
-            return self._with_system_prompt(prompt_conversation(record))
-        return self._with_system_prompt(Conversation([self._user_message(record)], record))
+            return self._add_system_prompt(read_prompt(record))
+        return self._add_system_prompt(Conversation([self._write_user_message(record)], record))
 
-    def _answered(self, record: Record, answered: Record) -> Conversation:
+    def _build_conversation(self, record: Record, answered: Record) -> Conversation:
         """Return the conversation of a prompt and an answer that the two templates write."""
-        answer = {"role": "assistant", "content": self.plain.answer(answered)}
-        return self._with_system_prompt(Conversation([self._user_message(record), answer], record, num_context=1))
+        answer = {"role": "assistant", "content": self.plain.write_answer(answered)}
+        return self._add_system_prompt(Conversation([self._write_user_message(record), answer], record, num_context=1))
 
-    def _user_message(self, record: Record) -> dict[str, Any]:
-        return {"role": "user", "content": self.plain.prompt(record, of_message=True)}
+    def _write_user_message(self, record: Record) -> dict[str, Any]:
+        return {"role": "user", "content": self.plain.write_prompt(record, of_message=True)}
 
-    def _with_system_prompt(self, conversation: Conversation) -> Conversation:
+    def _add_system_prompt(self, conversation: Conversation) -> Conversation:
         """Return the conversation, which begins with `data.system_prompt` unless it has a system message itself."""
         text = self.data.system_prompt
         if text is None or conversation.messages[0]["role"] == "system":
@@ -245,7 +230,7 @@ class Renderer:
         num_context = conversation.num_context + 1 if conversation.num_context else 0
         return replace(conversation, messages=messages, num_context=num_context)
 
-    def _chat_example(self, conversation: Conversation, is_rollout: bool = False) -> EncodedSequence:
+    def _encode_chat_example(self, conversation: Conversation, is_rollout: bool = False) -> EncodedSequence:
         """Encode the text of a conversation as a whole, and mark the tokens of the turns to learn.
 
         Args:
@@ -254,11 +239,11 @@ class Renderer:
                 the last turn or after it.
         """
         record = conversation.record
-        text, turns = self._chat().text_and_turns(conversation, self.data.trained_turns == "last")
-        encoding = self._encoding(text, record)
+        text, turns = self._get_template().render_with_turns(conversation, self.data.trained_turns == "last")
+        encoding = self._encode(text, record)
         ids, trained = list(encoding.ids), bytearray(len(encoding.ids))
         for begin, end in turns:
-            tokens = tokens_of(encoding, begin, end)
+            tokens = find_tokens(encoding, begin, end)
             if tokens and encoding.offsets[tokens[0]][0] < begin:
                 log.once(
                     f"{record.location}: the first token of an assistant turn begins in the text before it, so that "
@@ -266,7 +251,7 @@ class Renderer:
                 )
             trained[tokens.start : tokens.stop] = b"\x01" * len(tokens)
         if conversation.messages[-1]["role"] == "assistant":
-            num_characters, last = len(text.rstrip()), last_token(encoding, text)
+            num_characters, last = len(text.rstrip()), find_last_token(encoding, text)
             is_added = self.tokenizer.is_added(ids[last])
             if not is_added:
                 log.once("the chat template ends a conversation without a special token, so <eos> is appended to it")
@@ -292,7 +277,7 @@ class Renderer:
             raise ValueError(f"{record.location}: the assistant's turns have no token to learn.")
         return EncodedSequence(ids, bytes(trained), record)
 
-    def _encoding(self, text: str, record: Record) -> Encoding:
+    def _encode(self, text: str, record: Record) -> Encoding:
         try:
             encoding = self.tokenizer.encode_special(text)
         except ValueError as error:
@@ -306,23 +291,16 @@ class Renderer:
 
 
 def check_texts(records: Sequence[Record], data: DataConfig, tokenizer: Tokenizer | None, pairs: bool = False) -> None:
-    """Check that records can be turned into tokens, without doing so for all of them.
+    """Check that the records of one file, or its pairs, can be turned into tokens, and do so for the first of them.
 
-    Args:
-        records: The records of one file.
-        data: Their data section.
-        tokenizer: The run's tokenizer, or None if it has yet to be trained on the records.
-        pairs: Whether they are preference pairs.
-
-    Raises:
-        ValueError: A record lacks a field or is malformed, or the chat template fails.
+    `tokenizer` is None if it has yet to be trained on the records.
     """
     if tokenizer is None:
-        for _ in plain_texts(records, data, pairs):
+        for _ in write_texts(records, data, pairs):
             pass
         return
     renderer = Renderer(data, tokenizer)
     for number, record in enumerate(records):
         renderer.check(record, pairs)
         if number == 0:
-            renderer.pair(record) if pairs else renderer.example(record)
+            renderer.encode_pair(record) if pairs else renderer.encode_example(record)

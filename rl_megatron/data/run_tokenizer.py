@@ -16,7 +16,7 @@ from rl_megatron.config.checkpoint_metadata import has_tokenizer
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.sources import build_source
-from rl_megatron.data.tokenizer import Tokenizer, declared_tokens
+from rl_megatron.data.tokenizer import Tokenizer, read_named_tokens
 
 TOKENIZER = "tokenizer"  # a subdirectory of the run's output directory
 
@@ -36,7 +36,7 @@ def build_tokenizer(stage: StageConfig) -> Tokenizer:
     return train_bpe(build_source(stage).texts(), stage.tokenizer.vocab_size)
 
 
-def run_tokenizer(stage: StageConfig, output_dir: Path) -> Tokenizer:
+def get_run_tokenizer(stage: StageConfig, output_dir: Path) -> Tokenizer:
     """Return the tokenizer that the run in `output_dir` saved or, for a new run, the one that `stage` configures.
 
     It is the same on every rank, because training a BPE is deterministic. Special tokens that the model has no
@@ -49,20 +49,15 @@ def run_tokenizer(stage: StageConfig, output_dir: Path) -> Tokenizer:
     return tokenizer
 
 
-def known_tokenizer(stage: StageConfig, output_dir: Path) -> Tokenizer | None:
-    """Return `run_tokenizer`, or None if it would have to be trained, or converted by transformers, which takes time.
-
-    Raises:
-        FileNotFoundError: There is nothing at `tokenizer.path`.
-        ValueError: There is no tokenizer there, or it cannot be read.
-    """
+def load_known_tokenizer(stage: StageConfig, output_dir: Path) -> Tokenizer | None:
+    """Return the run's tokenizer, or None if it would have to be trained or converted, which takes time."""
     if not (output_dir / TOKENIZER).is_dir():
         if stage.tokenizer.path is None:
             return None
         path = Path(stage.tokenizer.path)
         if path.is_dir() and has_tokenizer(path) and not (path / "tokenizer.json").is_file():
             return None
-    return run_tokenizer(stage, output_dir)
+    return get_run_tokenizer(stage, output_dir)
 
 
 def save_tokenizer(tokenizer: Tokenizer, output_dir: Path) -> None:
@@ -105,7 +100,7 @@ def load_tokenizer(
     }
     config_file = directory / "tokenizer_config.json"
     config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
-    declared = declared_tokens(config, side_files)
+    declared = read_named_tokens(config, side_files)
     eos_token = eos_token or declared.get("eos_token")
     pad_token = pad_token or declared.get("pad_token")
     if eos_token is None:
@@ -113,7 +108,7 @@ def load_tokenizer(
             f"{directory} declares no eos_token, which ends documents and answers: add it to tokenizer_config.json, or "
             "pass eos_token=…."
         )
-    backend = _read_backend(file) if file.is_file() else _converted_backend(directory)
+    backend = _read_backend(file) if file.is_file() else _convert_backend(directory)
     return Tokenizer(backend, eos_token, pad_token, config, side_files)
 
 
@@ -124,7 +119,7 @@ def _read_backend(file: Path) -> Backend:
         raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
 
 
-def _converted_backend(directory: Path) -> Any:
+def _convert_backend(directory: Path) -> Any:
     """Return the fast tokenizer that `transformers` converts files such as `tokenizer.model` or `vocab.json` to."""
     from transformers import AutoTokenizer
 

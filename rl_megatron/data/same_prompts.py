@@ -16,11 +16,11 @@ _KEYS = ("format", "prompt_template", "system_prompt", "chat_template", "chat_te
 _SHOWN = 100
 
 
-def different_prompts(stages: Mapping[str, StageConfig], tokenizer: Tokenizer) -> Iterator[str]:
+def find_different_prompts(stages: Mapping[str, StageConfig], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a message for every two stages that would turn the same record into different prompts.
 
-    A model that was trained on one prompt and is then asked with another is not what is usually wanted. The first
-    record of each stage is compared, if it has the fields that the other stage needs.
+    A model is rarely meant to be trained on one prompt and then asked with another. The first record of each stage is
+    compared, if it has the fields that the other stage needs.
     """
     with_prompts = {name: stage for name, stage in stages.items() if stage.algorithm.learns_from != DOCUMENTS}
     for first, second in combinations(with_prompts, 2):
@@ -30,7 +30,7 @@ def different_prompts(stages: Mapping[str, StageConfig], tokenizer: Tokenizer) -
             record = build_source(with_prompts[name]).first_record()
             if record is None:
                 continue
-            texts = _prompts(with_prompts[first], with_prompts[second], record, tokenizer)
+            texts = _render_prompts(with_prompts[first], with_prompts[second], record, tokenizer)
             if texts and texts[0] != texts[1]:
                 keys = "; ".join(
                     f"stages.{first}.data.{key}={getattr(sections[0], key)!r}, "
@@ -45,10 +45,10 @@ def different_prompts(stages: Mapping[str, StageConfig], tokenizer: Tokenizer) -
                 break
 
 
-def _prompts(first: StageConfig, second: StageConfig, record: Record, tokenizer: Tokenizer) -> list[str]:
+def _render_prompts(first: StageConfig, second: StageConfig, record: Record, tokenizer: Tokenizer) -> list[str]:
     """Return the record's prompt in each stage, or nothing if a stage cannot read the record."""
     try:
-        ids = [build_source(stage).renderer(tokenizer).prompt_ids(record) for stage in (first, second)]
+        ids = [build_source(stage).renderer(tokenizer).encode_prompt(record) for stage in (first, second)]
     except ValueError:
         return []
-    return [tokenizer.decode(each, skip_special_tokens=False) for each in ids]
+    return [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in ids]

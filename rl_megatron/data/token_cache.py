@@ -23,7 +23,7 @@ import numpy as np
 import tokenizers
 
 from rl_megatron import __version__, disk, log
-from rl_megatron.data.chat_template import template_text
+from rl_megatron.data.chat_template import read_template
 from rl_megatron.data.encoding import EncodedPair, EncodedSequence
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
@@ -39,31 +39,32 @@ _RENDERING = (
 _ARRAYS = ("ids", "trained", "ends")
 
 
-def encoded_examples(renderer: Renderer, records: Sequence[Record]) -> list[EncodedSequence]:
-    """Return the sequence of every record, as `renderer.example` makes it."""
-    return _encoded(renderer, records, "examples", lambda record: [renderer.example(record)])
+def encode_examples(renderer: Renderer, records: Sequence[Record]) -> list[EncodedSequence]:
+    """Return the sequence of every record, as `renderer.encode_example` makes it."""
+    return _encode_records(renderer, records, "examples", lambda record: [renderer.encode_example(record)])
 
 
-def encoded_pairs(renderer: Renderer, records: Sequence[Record]) -> list[EncodedPair]:
-    """Return the pair of every record, as `renderer.pair` makes it."""
+def encode_pairs(renderer: Renderer, records: Sequence[Record]) -> list[EncodedPair]:
+    """Return the pair of every record, as `renderer.encode_pair` makes it."""
 
     def sides(record: Record) -> list[EncodedSequence]:
-        pair = renderer.pair(record)
+        pair = renderer.encode_pair(record)
         return [pair.chosen, pair.rejected]
 
-    sequences = _encoded(renderer, records, "pairs", sides)
+    sequences = _encode_records(renderer, records, "pairs", sides)
     return [EncodedPair(*sequences[index : index + 2]) for index in range(0, len(sequences), 2)]
 
 
-def encoded_prompts(renderer: Renderer, records: Sequence[Record]) -> list[list[int]]:
-    """Return the tokens of the prompt of every record, as `renderer.prompt_ids` makes them."""
-    kept = _encoded(
-        renderer, records, "rollout prompts", lambda record: [EncodedSequence(renderer.prompt_ids(record), b"", record)]
-    )
-    return [one.ids for one in kept]
+def encode_prompts(renderer: Renderer, records: Sequence[Record]) -> list[list[int]]:
+    """Return the tokens of the prompt of every record, as `renderer.encode_prompt` makes them."""
+
+    def prompt(record: Record) -> list[EncodedSequence]:
+        return [EncodedSequence(renderer.encode_prompt(record), b"", record)]
+
+    return [sequence.ids for sequence in _encode_records(renderer, records, "rollout prompts", prompt)]
 
 
-def encoded_documents(documents: Sequence[str], tokenizer: Tokenizer, cache_dir: str | None) -> np.ndarray:
+def encode_documents(documents: Sequence[str], tokenizer: Tokenizer, cache_dir: str | None) -> np.ndarray:
     """Return the tokens `<eos> doc <eos> doc …` of documents, [N] int32."""
 
     def encode() -> _Tokens:
@@ -74,13 +75,13 @@ def encoded_documents(documents: Sequence[str], tokenizer: Tokenizer, cache_dir:
         ids = np.concatenate(parts)
         return _Tokens(ids, np.zeros(0, np.uint8), np.cumsum([len(part) for part in parts]))
 
-    key = _digest([["documents", *_of_tokenizer(tokenizer)], *documents])
+    key = _digest([["documents", *_describe_tokenizer(tokenizer)], *documents])
     return CACHE.get(key, sum(map(len, documents)), cache_dir, len(documents), encode).ids
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Sequences one after the other: `ids` [N] int32, `trained` [N] uint8 or empty, and where each `ends` [B] int64."""
+    """Sequences one after the other: `ids` [N] int32, `trained` [N] uint8 or empty, and their `ends` [B] int64."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -88,13 +89,13 @@ class _Tokens:
 
 
 class TokenCache:
-    """Where tokens are kept: those of little text in memory, until others displace them, and all others on disk."""
+    """The tokens of little text in memory, until others displace them, and those of more text on disk."""
 
     def __init__(self, smallest: int = 4 * 2**20, most_in_memory: int = 16):
         """Keep nothing yet.
 
         Args:
-            smallest: The size of the text from which on tokens are kept on disk.
+            smallest: The size of the smallest text whose tokens are kept on disk.
             most_in_memory: The most data sets in memory, of a few MiB each at most.
         """
         self._smallest, self._most_in_memory = smallest, most_in_memory
@@ -106,12 +107,12 @@ class TokenCache:
         Args:
             key: The key.
             size: The size of the text, which decides whether they are kept in memory or on disk.
-            cache_dir: Where they are kept on disk, as `data.cache_dir`.
+            cache_dir: The directory on disk, as `data.cache_dir`.
             count: The number of sequences.
             make: Makes the tokens.
         """
         if size >= self._smallest:
-            return _kept_on_disk(_directory(cache_dir, key), count, make)
+            return _keep_on_disk(_find_directory(cache_dir, key), count, make)
         if key not in self._in_memory:
             self._in_memory[key] = make()
             if len(self._in_memory) > self._most_in_memory:
@@ -149,52 +150,54 @@ class _Mapped(EncodedSequence):
         """Return the number of tokens."""
         return self.stop - self.start
 
-    def truncated(self, limit: int) -> EncodedSequence | None:
+    def truncate(self, limit: int) -> EncodedSequence | None:
         """Return the first `limit` tokens, or None if none of them is learned."""
-        return EncodedSequence(self.ids, self.trained, self.record).truncated(limit)
+        return EncodedSequence(self.ids, self.trained, self.record).truncate(limit)
 
 
-def _encoded(
+def _encode_records(
     renderer: Renderer, records: Sequence[Record], kind: str, encode: Callable[[Record], list[EncodedSequence]]
 ) -> list[EncodedSequence]:
     """Return the sequences of all records, equally many of each."""
     if not records:
         return []
-    texts = [content_of(record) for record in records]
-    per_record = len(encode(records[0]))  # it also chooses the format of the records, and says so in the log
-    key = _digest([[kind, *_of_tokenizer(renderer.tokenizer), *_of_rendering(renderer)], *texts])
+    texts = [serialize_record(record) for record in records]
+    per_record = len(encode(records[0]))  # it also chooses and logs the format of the records
+    key = _digest([[kind, *_describe_tokenizer(renderer.tokenizer), *_describe_rendering(renderer)], *texts])
 
-    def tokens() -> _Tokens:
-        sequences = [one for record in track(records, "tokenized records", len(records)) for one in encode(record)]
-        ids = np.concatenate([np.asarray(one.ids, np.int32) for one in sequences])
-        trained = np.array(bytearray().join(one.trained for one in sequences), np.uint8)
-        return _Tokens(ids, trained, np.cumsum([one.num_tokens for one in sequences]))
+    def make() -> _Tokens:
+        sequences = [
+            sequence for record in track(records, "tokenized records", len(records)) for sequence in encode(record)
+        ]
+        ids = np.concatenate([np.asarray(sequence.ids, np.int32) for sequence in sequences])
+        trained = np.array(bytearray().join(sequence.trained for sequence in sequences), np.uint8)
+        return _Tokens(ids, trained, np.cumsum([sequence.num_tokens for sequence in sequences]))
 
-    kept = CACHE.get(key, sum(map(len, texts)), renderer.data.cache_dir, len(records) * per_record, tokens)
-    bounds = [0, *kept.ends.tolist()]
+    tokens = CACHE.get(key, sum(map(len, texts)), renderer.data.cache_dir, len(records) * per_record, make)
+    bounds = [0, *tokens.ends.tolist()]
     return [
-        _Mapped(kept, start, stop, records[number // per_record])
+        _Mapped(tokens, start, stop, records[number // per_record])
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
     ]
 
 
-def content_of(record: Record) -> str:
+def serialize_record(record: Record) -> str:
     """Return everything of a record that its tokens may follow from."""
     # A task's own prompt and answer need not be among the fields.
-    own = [record.prompt, record.answer] if isinstance(record, TaskRecord) else []
-    return json.dumps([record.values, *own], ensure_ascii=False, default=str, skipkeys=True)
+    task_texts = [record.prompt, record.answer] if isinstance(record, TaskRecord) else []
+    return json.dumps([record.values, *task_texts], ensure_ascii=False, default=str, skipkeys=True)
 
 
-def _of_tokenizer(tokenizer: Tokenizer) -> list[Any]:
+def _describe_tokenizer(tokenizer: Tokenizer) -> list[Any]:
     return [
         _FORMAT, __version__, tokenizers.__version__, tokenizer.digest, tokenizer.eos_id, tokenizer.prefix_ids,
         tokenizer.vocab_size, tokenizer.chat_templates, tokenizer.named_tokens,
     ]  # fmt: skip
 
 
-def _of_rendering(renderer: Renderer) -> list[Any]:
+def _describe_rendering(renderer: Renderer) -> list[Any]:
     data = renderer.data
-    template = None if data.chat_template is None else template_text(data.chat_template)
+    template = None if data.chat_template is None else read_template(data.chat_template)
     # A template may write the date into a system message.
     today = date.today().isoformat() if "strftime" in f"{template}{renderer.tokenizer.chat_templates}" else None
     return [template, today, {key: getattr(data, key) for key in _RENDERING}]
@@ -209,7 +212,7 @@ def _digest(parts: Sequence[Any]) -> str:
     return digest.hexdigest()
 
 
-def _directory(cache_dir: str | None, key: str) -> Path | None:
+def _find_directory(cache_dir: str | None, key: str) -> Path | None:
     """Return the directory of an entry, or None if nothing is to be kept."""
     if cache_dir == OFF:
         return None
@@ -218,11 +221,11 @@ def _directory(cache_dir: str | None, key: str) -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_megatron" / "tokens" / key
 
 
-def _kept_on_disk(directory: Path | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:
+def _keep_on_disk(directory: Path | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:
     """Return the tokens in the directory, or make them and write them there; None keeps nothing."""
-    found = None if directory is None else _read(directory, count)
-    if found is not None or directory is None:
-        return make() if found is None else found
+    kept = None if directory is None else _read(directory, count)
+    if kept is not None or directory is None:
+        return make() if kept is None else kept
     tokens = make()
     try:
         _write(directory, tokens)
@@ -240,7 +243,7 @@ def _read(directory: Path, count: int) -> _Tokens | None:
     try:
         tokens = _Tokens(*(np.load(directory / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS))
         recorded = (directory / "digest").read_text()
-        if len(tokens.ends) != count or _digest_of(tokens) != recorded:
+        if len(tokens.ends) != count or _digest_tokens(tokens) != recorded:
             raise ValueError("its content has changed")
     except (OSError, ValueError, EOFError) as error:
         log.LOGGER.warning("the tokens in %s cannot be used (%s); they are made again", directory, error)
@@ -257,7 +260,7 @@ def _write(directory: Path, tokens: _Tokens) -> None:
     try:
         for name in _ARRAYS:
             np.save(partial / f"{name}.npy", getattr(tokens, name))
-        (partial / "digest").write_text(_digest_of(tokens))
+        (partial / "digest").write_text(_digest_tokens(tokens))
         partial.rename(directory)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
@@ -265,7 +268,7 @@ def _write(directory: Path, tokens: _Tokens) -> None:
             raise
 
 
-def _digest_of(tokens: _Tokens) -> str:
+def _digest_tokens(tokens: _Tokens) -> str:
     digest = hashlib.blake2b(digest_size=20)
     for name in _ARRAYS:
         digest.update(np.ascontiguousarray(getattr(tokens, name)).data)

@@ -1,4 +1,4 @@
-"""`Tokenizer` converts text to token ids and back; and what its files declare: special tokens and chat templates."""
+"""`Tokenizer` converts text to token ids and back. Its files declare special tokens and chat templates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHER_BYTES = (byte for byte in range(0x100) if byte not in _VISIBLE_BYTES)
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE_BYTES} | {chr(0x100 + n): b for n, b in enumerate(_OTHER_BYTES)}
 _MOST_BYTES = 4  # of a character in UTF-8
 _SHORT = 4096  # characters; while a longer text is encoded, other threads run
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are decoded to
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of bytes that are not a character
 
 
 class Tokenizer:
@@ -45,9 +45,6 @@ class Tokenizer:
     Attributes:
         chat_templates: Name → Jinja text of the chat templates. The name of the usual one is "default".
         longest_token: The most characters with which the vocabulary writes a token.
-
-    Raises:
-        ValueError: A token is not in the vocabulary.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         side_files: Mapping[str, str] | None = None,
     ) -> None:
-        self._config = declared_by(backend) | dict(config or {})
+        self._config = read_declarations(backend) | dict(config or {})
         backend = getattr(backend, "backend_tokenizer", backend)
         self._backend = Backend.from_str(backend.to_str())
         self._backend.no_padding()
@@ -66,8 +63,8 @@ class Tokenizer:
         self._side_files = dict(side_files or {})
         self.eos_token = eos_token
         self.pad_token = eos_token if pad_token is None else pad_token
-        self.eos_id = self._id_of(self.eos_token, "eos_token")
-        self.pad_id = self._id_of(self.pad_token, "pad_token")
+        self.eos_id = self._find_id(self.eos_token, "eos_token")
+        self.pad_id = self._find_id(self.pad_token, "pad_token")
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.longest_token = max(map(len, vocabulary))
@@ -77,8 +74,10 @@ class Tokenizer:
             if token.special
         }
         self._added = frozenset(self._backend.get_added_tokens_decoder())
-        self.prefix_ids = self._prefix_ids()
-        self.chat_templates = chat_templates(self._config, self._side_files)
+        # The ids that the tokenizer puts before every text (such as Llama's BOS), but not an added <eos>.
+        of_no_text = self._backend.encode("").ids
+        self.prefix_ids: list[int] = of_no_text[:-1] if of_no_text[-1:] == [self.eos_id] else of_no_text
+        self.chat_templates = read_chat_templates(self._config, self._side_files)
         self._backend.encode_special_tokens = True  # "<eos>" in a text is five characters
 
     def leave_out_special_tokens_from(self, num_ids: int) -> None:
@@ -111,16 +110,11 @@ class Tokenizer:
         """Return a fingerprint of the tokenizer's definition. Equal definitions give every text the same ids."""
         return hashlib.blake2b(self.definition.encode(), digest_size=16).hexdigest()
 
-    def _id_of(self, token: str, role: str) -> int:
+    def _find_id(self, token: str, role: str) -> int:
         token_id = self._backend.token_to_id(token)
         if token_id is None:
             raise ValueError(f"{role} {token!r} is not in the tokenizer's vocabulary: use a token that is.")
         return token_id
-
-    def _prefix_ids(self) -> list[int]:
-        """Return the ids that the tokenizer puts before every text (such as Llama's BOS), but not an added `<eos>`."""
-        alone = self._backend.encode("").ids
-        return alone[:-1] if alone and alone[-1] == self.eos_id else alone
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without special tokens before, in or after it."""
@@ -131,9 +125,6 @@ class Tokenizer:
 
         Special tokens that are spelled in the template become special tokens. Those that are spelled in the values stay
         text, so that data cannot forge the markers of a chat format.
-
-        Raises:
-            KeyError: A field of the template is missing in `values`.
         """
         if not self.special_tokens:
             return self.encode(template.format_map(values))
@@ -150,9 +141,6 @@ class Tokenizer:
         """Return the encoding of `text`, in which special tokens that the text spells are special.
 
         Nothing is put before or after the text: a BOS token is there only if the text spells it.
-
-        Raises:
-            ValueError: The text spells a special token that the model cannot read.
         """
         encoding = _encode(self._special_backend, text)
         beyond = next((id_ for id_ in encoding.ids if id_ >= self.vocab_size), None)
@@ -164,42 +152,42 @@ class Tokenizer:
         return encoding
 
     def is_added(self, token_id: int) -> bool:
-        """Return whether a token was added to the vocabulary, as special tokens are, and is no result of merges."""
+        """Return whether a token was added to the vocabulary, as special tokens are, and is not a result of merges."""
         return token_id in self._added
 
     @property
     def named_tokens(self) -> dict[str, str]:
         """Return the special tokens that chat templates can name, such as {"bos_token": "<s>"}."""
-        return declared_tokens(self._config, self._side_files) | {"eos_token": self.eos_token}
+        return read_named_tokens(self._config, self._side_files) | {"eos_token": self.eos_token}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`, without special tokens unless `skip_special_tokens` is false."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token, as it reads behind another token."""
-        alone = self.decode([token_id], skip_special_tokens=False)
-        return self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]  # keeps a leading space
+    def decode_token(self, token_id: int) -> str:
+        """Return the text of one token, as it reads after another token."""
+        first = self.decode([token_id], skip_special_tokens=False)
+        return self.decode([token_id, token_id], skip_special_tokens=False)[len(first) :]  # keeps a leading space
 
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
+    def decode_tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token. Together they are the text of `ids`, with special tokens.
 
         If several tokens are one character, the first of them has it, and the others have no text. The bytes of a
         token that belongs to no character are written as in `<0xE2>`.
         """
-        texts = [self.token_text(token_id) for token_id in ids]
+        texts = [self.decode_token(token_id) for token_id in ids]
         first = 0
         while first < len(texts):
             if _REPLACEMENT in texts[first]:
-                last = self._end_of_character(ids, texts, first)
+                last = self._find_character_end(ids, texts, first)
                 whole = self.decode(ids[first:last], skip_special_tokens=False)
                 broken = _REPLACEMENT in whole
-                texts[first:last] = [self._bytes(ids[first])] if broken else [whole] + [""] * (last - first - 1)
+                texts[first:last] = [self._spell_bytes(ids[first])] if broken else [whole] + [""] * (last - first - 1)
             first += 1
         return texts
 
-    def _end_of_character(self, ids: Sequence[int], texts: Sequence[str], first: int) -> int:
-        """Return the index behind the tokens that are a character together; behind `first` if they are none."""
+    def _find_character_end(self, ids: Sequence[int], texts: Sequence[str], first: int) -> int:
+        """Return the index after the tokens that are a character together; after `first` if they are none."""
         for last in range(first + 1, min(first + _MOST_BYTES, len(texts)) + 1):
             if _REPLACEMENT not in texts[last - 1]:
                 break
@@ -207,11 +195,11 @@ class Tokenizer:
                 return last
         return first + 1
 
-    def _bytes(self, token_id: int) -> str:
+    def _spell_bytes(self, token_id: int) -> str:
         """Return the bytes of a token of a byte-level vocabulary, or its name in another vocabulary."""
         name = self._backend.id_to_token(token_id) or ""
-        known = all(character in _BYTE_OF for character in name)
-        return "".join(f"<0x{_BYTE_OF[character]:02X}>" for character in name) if known else name
+        is_byte_level = all(character in _BYTE_OF for character in name)
+        return "".join(f"<0x{_BYTE_OF[character]:02X}>" for character in name) if is_byte_level else name
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write a Hugging Face tokenizer directory, which `load_tokenizer` and `transformers.AutoTokenizer` read."""
@@ -237,28 +225,28 @@ def _encode(backend: Backend, text: str) -> Encoding:
 _NAMED_TOKENS = tuple(f"{role}_token" for role in "bos eos unk sep pad cls mask".split())
 
 
-def declared_tokens(config: Mapping[str, Any], side_files: Mapping[str, str]) -> dict[str, str]:
+def read_named_tokens(config: Mapping[str, Any], side_files: Mapping[str, str]) -> dict[str, str]:
     """Return the named special tokens that a tokenizer's files declare."""
     declared = json.loads(side_files.get("special_tokens_map.json", "{}")) | {
         key: value for key, value in config.items() if value is not None
     }
-    texts = {name: _token_text(declared.get(name)) for name in _NAMED_TOKENS}
+    texts = {name: _get_content(declared.get(name)) for name in _NAMED_TOKENS}
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def declared_by(tokenizer: Any) -> dict[str, Any]:
-    """Return what a Hugging Face tokenizer object declares that its backend does not: named tokens, chat template."""
+def read_declarations(tokenizer: Any) -> dict[str, Any]:
+    """Return what a Hugging Face tokenizer declares and its backend does not: named tokens and a chat template."""
     declared = dict(getattr(tokenizer, "special_tokens_map", {}))
     template = getattr(tokenizer, "chat_template", None)
     return declared if template is None else declared | {"chat_template": template}
 
 
-def _token_text(declared: str | Mapping[str, Any] | None) -> str | None:
+def _get_content(declared: str | Mapping[str, Any] | None) -> str | None:
     """Return the text of a special token, which Hugging Face writes as a string or as `{"content": …}`."""
     return declared["content"] if isinstance(declared, Mapping) else declared
 
 
-def chat_templates(config: Mapping[str, Any], side_files: Mapping[str, str]) -> dict[str, str]:
+def read_chat_templates(config: Mapping[str, Any], side_files: Mapping[str, str]) -> dict[str, str]:
     """Return the chat templates of a tokenizer by name. Like transformers, prefer those in files of their own."""
     from_files = {
         "default" if name == "chat_template.jinja" else Path(name).stem: text

@@ -1,28 +1,40 @@
-"""What a stage trains on: its dataset and the order of its batches, or the problems whose prompts it samples."""
+"""Build what a stage trains on from its data section: datasets, the loader of their batches, and prompts for rollouts.
+
+A stage has one data set or a mixture, in memory or streamed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.schema import StageConfig
+from rl_megatron.config.train import TrainConfig
 from rl_megatron.data import token_cache
+from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import Dataset
-from rl_megatron.data.encoding import EncodedPrompt, Limit, within_limit
-from rl_megatron.data.loader import ItemList
+from rl_megatron.data.encoding import EncodedPrompt, Limit, apply_limit
+from rl_megatron.data.loader import Component, DataLoader, InMemory, ItemList, Items, Streamed
+from rl_megatron.data.mixture import MixtureCounts, load_weights
+from rl_megatron.data.order import check_batch_size
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
-from rl_megatron.data.sources import DataSource, build_source
-from rl_megatron.data.stage_loader import components_of, dataset_loader, loader_of
+from rl_megatron.data.sources import DataSource, RecordSource, build_source
+from rl_megatron.data.sources.mixed import split_mixture
 from rl_megatron.data.tasks import Problem
-from rl_megatron.data.token_cache import content_of
+from rl_megatron.data.token_cache import serialize_record
 from rl_megatron.data.tokenizer import Tokenizer
 
+BatchT = TypeVar("BatchT")
 
-def training_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Dataset:
+
+# --- datasets and loaders ---
+
+
+def build_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Dataset:
     """Return the training data that the stage's algorithm learns from, of a stage with one data set in memory."""
     return build_source(stage).dataset(stage.algorithm.learns_from, tokenizer)
 
@@ -31,62 +43,135 @@ def check_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[in
     """Check that there are enough items for a batch; return for each item the numbers of tokens of its sequences.
 
     Of streamed data, the first block is checked.
-
-    Raises:
-        ConfigError: There are fewer pairs than a batch has.
-        ValueError: There are fewer sequences than a batch has.
     """
-    loader = dataset_loader(stage, tokenizer)
+    loader = build_dataset_loader(stage, tokenizer)
     datasets = [cast(Dataset, component.first) for component in loader.components]
     return [lengths for dataset in datasets for lengths in dataset.item_lengths()]
 
 
+def build_dataset_loader(stage: StageConfig, tokenizer: Tokenizer) -> DataLoader[BatchedDataDict]:
+    """Return the loader of the training data that the stage's algorithm learns from."""
+
+    def build(_: str, component_stage: StageConfig, source: DataSource) -> Dataset:
+        return source.dataset(component_stage.algorithm.learns_from, tokenizer)
+
+    def join(batches: list[BatchedDataDict], order: list[int]) -> BatchedDataDict:
+        whole = BatchedDataDict.from_batches(batches, {"input_ids": tokenizer.pad_id})
+        size = whole.size // len(order)  # sequences of an item
+        return whole.select_indices([item * size + offset for item in order for offset in range(size)])
+
+    components = build_components(stage, build)
+    group_size = getattr(components[0].first, "group_size", 1)
+    items = stage.train.global_batch_size // group_size
+    if len(components) == 1 and group_size == 2 and items > len(components[0].first) and not stage.data.streaming:
+        raise ConfigError(
+            f"train.global_batch_size={stage.train.global_batch_size} is {items} pairs of two sequences, and data.path="
+            f"{stage.data.path} has {len(components[0].first)} pairs to train on; lower it, or provide more data"
+        )
+    return build_loader(stage, components, items, join)
+
+
+def build_in_memory_loader(dataset: Dataset, train: TrainConfig) -> DataLoader[BatchedDataDict]:
+    """Return the loader of a dataset in memory."""
+    items = train.global_batch_size // dataset.group_size
+    check_batch_size(len(dataset), items)
+    counts = MixtureCounts(["data"], items, lambda step: [1.0])
+    return DataLoader([InMemory("data", dataset, train.seed)], counts, train.seed, _refuse_join)
+
+
+def build_loader(
+    stage: StageConfig,
+    components: Sequence[Component[BatchT]],
+    batch_size: int,
+    join: Callable[[list[BatchT], list[int]], BatchT],
+    batches_per_step: int = 1,
+) -> DataLoader[BatchT]:
+    """Return the loader of components, with the weights of the stage's mixture.
+
+    Args:
+        stage: The stage.
+        components: Its data sets.
+        batch_size: The items of a batch.
+        join: Returns one batch of several, with the items in the order of these indices.
+        batches_per_step: The batches that a step may take.
+    """
+    if len(components) == 1 and not stage.data.streaming:
+        check_batch_size(len(components[0].first), batch_size)
+    names = [component.name for component in components]
+    counts = MixtureCounts(names, batch_size, load_weights(stage.data), batches_per_step)
+    if len(components) > 1:
+        counts.at(0)
+    can_fail = stage.data.streaming or stage.data.mix_weights is not None
+    return DataLoader(components, counts, stage.train.seed, join, can_fail)
+
+
+def build_components(
+    stage: StageConfig, build: Callable[[str, StageConfig, DataSource], Items[BatchT]]
+) -> list[Component[BatchT]]:
+    """Return the data sets of a stage.
+
+    Args:
+        stage: The stage.
+        build: Returns the items of a data set from its name, the stage as if it had no other, and its data source.
+    """
+    if not stage.data.mix:
+        name = stage.data.dataset_name or str(stage.data.path)
+        return [_build_component(name, stage, build, stage.train.seed)]
+    return [
+        _build_component(name, component_stage, build, f"{stage.train.seed}/{name}")
+        for name, component_stage in split_mixture(stage)
+    ]
+
+
+def _build_component(
+    name: str, stage: StageConfig, build: Callable[[str, StageConfig, DataSource], Items[BatchT]], seed: int | str
+) -> Component[BatchT]:
+    source = build_source(stage)
+    if not stage.data.streaming:
+        return InMemory(name, build(name, stage, source), seed)
+    assert isinstance(source, RecordSource)  # DataConfig.check refuses streaming for other sources
+    return Streamed(
+        name,
+        source.training_reader(),
+        lambda records: build(name, stage, source.with_block(records)),
+        stage.data.shuffle_block,
+        seed,
+    )
+
+
+def _refuse_join(batches: list[BatchedDataDict], order: list[int]) -> BatchedDataDict:
+    raise AssertionError("a loader of one data set in memory has nothing to join")
+
+
+# --- prompts for rollouts ---
+
+
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts, as a rollout engine gets them for rollouts and for evaluations.
-
-    Attributes:
-        prompts: The prompts.
-        end_of_turn_ids: The token with which the chat template ends a completion, or nothing.
-    """
+    """Prompts, as a rollout engine gets them, and the token with which the chat template ends a completion, if any."""
 
     prompts: list[EncodedPrompt]
     end_of_turn_ids: tuple[int, ...]
 
 
-def encoded_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: Renderer) -> EncodedPrompts:
-    """Return the prompts of problems as tokens, with space for a completion behind each.
+def encode_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: Renderer) -> EncodedPrompts:
+    """Return the prompts of problems as tokens, with space for a completion after each.
 
-    `data.too_long` says what happens to a prompt that leaves too little space.
-
-    Args:
-        stage: The stage.
-        problems: The problems.
-        renderer: The renderer of their data source.
-
-    Raises:
-        ConfigError: A prompt is too long under "error", or none is left.
+    `data.too_long` decides what happens to a prompt that leaves too little space.
     """
-    wanted = stage.generation.max_new_tokens
-    limit = Limit(
-        stage.model.max_sequence_length - wanted,
-        stage.data.too_long,
-        noun="prompt",
-        name=f"model.max_sequence_length={stage.model.max_sequence_length} without generation.max_new_tokens={wanted}",
-        remedy="lower generation.max_new_tokens or raise model.max_sequence_length",
-    )
+    limit = Limit.for_prompts(stage.model.max_sequence_length, stage.generation.max_new_tokens, stage.data.too_long)
     records = [problem.as_record() for problem in problems]
     # Generated problems repeat. The tokens may follow from any field, such as messages.
-    keys = [content_of(record) for record in records]
+    keys = [serialize_record(record) for record in records]
     different: dict[str, Record] = {}
     for key, record in zip(keys, records, strict=True):
         different.setdefault(key, record)
-    ids = dict(zip(different, token_cache.encoded_prompts(renderer, list(different.values())), strict=True))
+    ids = dict(zip(different, token_cache.encode_prompts(renderer, list(different.values())), strict=True))
     prompts = [
-        renderer.with_prompt(problem, record, ids[key])
+        renderer.build_prompt(problem, record, ids[key])
         for problem, record, key in zip(problems, records, keys, strict=True)
     ]
-    return EncodedPrompts(bad_input_named(lambda: within_limit(prompts, limit)), renderer.end_of_turn_ids)
+    return EncodedPrompts(bad_input_named(lambda: apply_limit(prompts, limit)), renderer.end_of_turn_ids)
 
 
 class RolloutPrompts:
@@ -98,29 +183,26 @@ class RolloutPrompts:
     Attributes:
         end_of_turn_ids: The tokens with which chat templates end a completion. A mixture has those of all its data.
         loader: The loader of the prompts.
-
-    Raises:
-        ConfigError: There are fewer prompts than a step has, or one is too long for a completion.
     """
 
     def __init__(self, stage: StageConfig, algorithm: RolloutConfig, tokenizer: Tokenizer):
         self._rounds = algorithm.rounds_per_step
         self.end_of_turn_ids: tuple[int, ...] = ()
-        wanted = algorithm.prompts_of_all_steps(stage.train)
+        number = algorithm.prompts_of_all_steps(stage.train)
 
-        def build(name: str, of_component: StageConfig, source: DataSource[Any]) -> ItemList[EncodedPrompt]:
-            encoded = encoded_prompts(of_component, source.problems(wanted), source.renderer(tokenizer))
+        def build(name: str, component_stage: StageConfig, source: DataSource[Any]) -> ItemList[EncodedPrompt]:
+            encoded = encode_prompts(component_stage, source.problems(number), source.renderer(tokenizer))
             self.end_of_turn_ids = tuple(dict.fromkeys((*self.end_of_turn_ids, *encoded.end_of_turn_ids)))
             return ItemList([replace(prompt, data_set=name) for prompt in encoded.prompts])
 
-        components = components_of(stage, build)
+        components = build_components(stage, build)
         self._first = [prompt for component in components for prompt in cast(ItemList, component.first).items]
         if len(self._first) < algorithm.prompts_per_step:
             raise ConfigError(
                 f"algorithm.prompts_per_step={algorithm.prompts_per_step} exceeds the {len(self._first)} training "
                 "problems; lower it, or provide more data"
             )
-        self.loader = loader_of(stage, components, algorithm.prompts_per_step, _joined, self._rounds)
+        self.loader = build_loader(stage, components, algorithm.prompts_per_step, _join_prompts, self._rounds)
 
     @property
     def longest(self) -> int:
@@ -132,6 +214,6 @@ class RolloutPrompts:
         return self.loader.batch((step - 1) * self._rounds + round_)
 
 
-def _joined(parts: list[list[EncodedPrompt]], order: list[int]) -> list[EncodedPrompt]:
+def _join_prompts(parts: list[list[EncodedPrompt]], order: list[int]) -> list[EncodedPrompt]:
     prompts = [prompt for part in parts for prompt in part]
-    return [prompts[place] for place in order]
+    return [prompts[index] for index in order]

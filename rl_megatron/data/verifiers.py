@@ -63,55 +63,48 @@ def load(name: str, kwargs: Mapping[str, Any]) -> VerifiersEnvironment:
         name: The name of an installed environment, as `verifiers` takes it, or an import string of a function that
             returns one, such as `file.py:load_environment`.
         kwargs: The arguments of the function, or the keys of the environment's configuration.
-
-    Raises:
-        ConfigError: The library is not installed, or the environment cannot be loaded.
     """
-    where = json.dumps([name, dict(kwargs)], sort_keys=True)
-    if where not in _loaded:
+    key = json.dumps([name, dict(kwargs)], sort_keys=True)
+    if key not in _loaded:
         if importlib.util.find_spec("verifiers") is None:
             raise ConfigError(
                 f"{KEY}={name} needs the Python package verifiers, which {sys.executable} does not have; pip install "
                 "'rl_megatron[verifiers]', or name the interpreter of an environment that has it in "
                 "rollout.environment.python"
             )
-        _loaded[where] = _adapted(_made(name, kwargs), name)
-    return _loaded[where]
+        _loaded[key] = _adapt(_build(name, kwargs), name)
+    return _loaded[key]
 
 
-def _made(name: str, kwargs: Mapping[str, Any]) -> Any:
+def _build(name: str, kwargs: Mapping[str, Any]) -> Any:
     if is_import_string(name):
-        found = load_object(name, KEY)
-        return user_code(f"{KEY}={name}", lambda: found(**kwargs))
-    module = _module_of(name)
+        function = load_object(name, KEY)
+        return user_code(f"{KEY}={name}", lambda: function(**kwargs))
+    module = _import_module(name)
     if hasattr(module, "load_environment"):
         return user_code(f"{KEY}={name}", lambda: module.load_environment(**kwargs))
-    return user_code(f"{KEY}={name}", lambda: _made_of_a_taskset(name, kwargs))
+    return user_code(f"{KEY}={name}", lambda: _build_from_taskset(name, kwargs))
 
 
-def _module_of(name: str) -> ModuleType:
-    """Return the module of an environment, which `verifiers` finds by the last part of its name.
-
-    Raises:
-        ConfigError: There is none, or it cannot be imported.
-    """
+def _import_module(name: str) -> ModuleType:
+    """Return the module of an environment, which `verifiers` finds by the last part of its name."""
     module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
-    own = f"verifiers.v1.tasksets.{module}"
+    taskset = f"verifiers.v1.tasksets.{module}"
     try:
-        if importlib.util.find_spec(own) is not None:
-            return importlib.import_module(own)
+        if importlib.util.find_spec(taskset) is not None:
+            return importlib.import_module(taskset)
     except ModuleNotFoundError:  # the library has no such package
         pass
     missing = f"install its package for {sys.executable}, or name a function as in file.py:load_environment"
     return imported(f"{KEY}={name}", module, lambda: importlib.import_module(module), missing)
 
 
-def _adapted(made: Any, name: str) -> VerifiersEnvironment:
-    if callable(getattr(made, "run_rollout", None)):
-        return ClassicEnvironment(made, name)
-    if callable(getattr(made, "run_episode", None)):
-        return TasksetEnvironment(made, name)
-    raise ConfigError(f"{KEY}={name} made a {type(made).__name__}, which is not an environment of verifiers")
+def _adapt(environment: Any, name: str) -> VerifiersEnvironment:
+    if callable(getattr(environment, "run_rollout", None)):
+        return ClassicEnvironment(environment, name)
+    if callable(getattr(environment, "run_episode", None)):
+        return TasksetEnvironment(environment, name)
+    raise ConfigError(f"{KEY}={name} made a {type(environment).__name__}, which is not an environment of verifiers")
 
 
 class RolloutFailed(RuntimeError):
@@ -122,17 +115,13 @@ class ClassicEnvironment:
     """An environment with the method `run_rollout`, in `verifiers` 0.3.1."""
 
     def __init__(self, environment: Any, name: str):
-        """Keep the environment.
-
-        Raises:
-            ConfigError: Its rewards compare the rollouts of a group.
-        """
+        """Keep the environment, whose rewards must not compare the rollouts of a group."""
         if getattr(environment, "requires_group_rollouts", False):
             raise ConfigError(
                 f"rollout.environment.name={name} scores whole groups of rollouts, and a rollout is scored alone here; "
                 "use reward functions that score one"
             )
-        # These imports take seconds, and no rollout's time.
+        # These imports take seconds, which no rollout's time has to include.
         from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
 
         self._environment, self._client_class = environment, OpenAIChatCompletionsClient
@@ -140,26 +129,22 @@ class ClassicEnvironment:
 
     def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, Any]]:
         """Return the examples of the environment's dataset, or of its dataset for evaluation."""
-        own = self._environment
+        environment = self._environment
         source, dataset = ("eval_dataset_source", "eval_dataset") if is_heldout else ("dataset_source", "dataset")
-        if getattr(own, source, None) is None and getattr(own, dataset, None) is None:
+        if getattr(environment, source, None) is None and getattr(environment, dataset, None) is None:
             return []
-        read = own.get_eval_dataset if is_heldout else own.get_dataset
-        return [_without_empty_fields(each) for each in itertools.islice(read(), limit)]
+        read = environment.get_eval_dataset if is_heldout else environment.get_dataset
+        return [_drop_empty_fields(example) for example in itertools.islice(read(), limit)]
 
     async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-        """Run one rollout, and return what the environment says about it.
-
-        Raises:
-            RolloutFailed: It ended with an error, or its reward is not a finite number.
-        """
+        """Run one rollout, and return the environment's results. RolloutFailed is raised if it has no finite reward."""
         client = self._client_class(self._openai.with_options(base_url=base_url, api_key=api_key))
         output = await self._environment.run_rollout(dict(example), client, MODEL, {})
         if output.get("error"):
-            raise RolloutFailed(f"the rollout ended with an error: {_said(output['error'])}")
+            raise RolloutFailed(f"the rollout ended with an error: {_describe_error(output['error'])}")
         metrics = {name: value for name, value in (output.get("metrics") or {}).items() if name not in _OF_THE_LIBRARY}
         return {
-            "reward": _finite_reward(output.get("reward")),
+            "reward": _check_reward(output.get("reward")),
             "metrics": metrics,
             "truncated": bool(output.get("is_truncated")),
             "stop_condition": output.get("stop_condition"),
@@ -181,35 +166,26 @@ def _shared_client() -> Any:
     )
 
 
-def _finite_reward(reward: Any) -> float:
-    """Return a reward as a number.
-
-    Raises:
-        RolloutFailed: It is not a finite number.
-    """
+def _check_reward(reward: Any) -> float:
+    """Return a reward as a float, or raise RolloutFailed if it is not a finite number."""
     if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
         raise RolloutFailed(f"the environment gave the reward {reward!r:.80}; a reward is a finite number")
     return float(reward)
 
 
-def _without_empty_fields(found: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_empty_fields(example: Mapping[str, Any]) -> dict[str, Any]:
     """Return an example of a dataset without its empty fields, which tables add."""
-    return json.loads(json.dumps({name: value for name, value in found.items() if value is not None}, default=str))
+    return json.loads(json.dumps({name: value for name, value in example.items() if value is not None}, default=str))
 
 
-def _said(error: Any) -> str:
+def _describe_error(error: Any) -> str:
     if isinstance(error, Mapping):
         return str(error.get("error_chain_str") or error.get("error_chain_repr") or error.get("error") or dict(error))
     return str(error)
 
 
-def _made_of_a_taskset(name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return the environment of an installed taskset.
-
-    Args:
-        name: The name of the taskset.
-        kwargs: The keys of the environment's configuration, such as `agent` and `taskset`.
-    """
+def _build_from_taskset(name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return the environment of an installed taskset, with keys of its configuration such as `agent` and `taskset`."""
     import verifiers.v1 as library  # pyright: ignore[reportMissingImports]
 
     taskset = {**(kwargs.get("taskset") or {}), "id": name}
@@ -236,17 +212,13 @@ class TasksetEnvironment:
                 f"rollout.environment.name={self._name} has tasks without an end; set data.task.max_examples"
             )
         tasks = enumerate(itertools.islice(taskset, limit))
-        return [_example(number, task.data.model_dump(mode="json")) for number, task in tasks]
+        return [_build_example(number, task.data.model_dump(mode="json")) for number, task in tasks]
 
     async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-        """Run one episode, and return what its task says about it.
-
-        Raises:
-            RolloutFailed: It ended with an error, or has the rewards of several agents, or no finite one.
-        """
+        """Run one episode, and return its task's results; raises RolloutFailed unless one agent has a finite reward."""
         import verifiers.v1 as library  # pyright: ignore[reportMissingImports]
 
-        task = self._task(example)
+        task = self._find_task(example)
         environment = type(self._environment)(self._environment.config)
         variable = f"RL_MEGATRON_SESSION_{next(_numbers)}"  # the library reads keys from variables only
         os.environ[variable] = api_key
@@ -257,14 +229,10 @@ class TasksetEnvironment:
                 episode = await environment.run_episode(task, context)
         finally:
             del os.environ[variable]
-        return _outcome(episode)
+        return _read_episode(episode)
 
-    def _task(self, example: Mapping[str, Any]) -> Any:
-        """Return the task of an example.
-
-        Raises:
-            RolloutFailed: The example is not one of the taskset.
-        """
+    def _find_task(self, example: Mapping[str, Any]) -> Any:
+        """Return the task of an example, which must be one of the taskset."""
         number = example.get("number")
         if not isinstance(number, int) or number < 0:
             raise RolloutFailed("the record is not of the taskset; set data.task.name=verifiers")
@@ -274,7 +242,7 @@ class TasksetEnvironment:
         return self._tasks[number]
 
 
-def _example(number: int, data: Mapping[str, Any]) -> dict[str, Any]:
+def _build_example(number: int, data: Mapping[str, Any]) -> dict[str, Any]:
     prompt = data.get("prompt") or ""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if data.get("system_prompt"):
@@ -282,17 +250,17 @@ def _example(number: int, data: Mapping[str, Any]) -> dict[str, Any]:
     return {"number": number, "prompt": messages, "answer": str(data.get("answer") or "")}
 
 
-def _outcome(episode: Any) -> dict[str, Any]:
+def _read_episode(episode: Any) -> dict[str, Any]:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors or not episode.ok:
-        said = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it is not complete"
-        raise RolloutFailed(f"the rollout ended with an error: {said}")
+        message = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it is not complete"
+        raise RolloutFailed(f"the rollout ended with an error: {message}")
     if len(episode.traces) != 1:
         raise RolloutFailed(f"the episode has the rewards of {len(episode.traces)} agents, and one is wanted")
     (trace,) = episode.traces
     rewards = {name: reward.score for name, reward in trace.rewards.items()}
     return {
-        "reward": _finite_reward(trace.reward),
+        "reward": _check_reward(trace.reward),
         "metrics": {**rewards, **trace.metrics},
         "truncated": bool(trace.is_truncated),
         "stop_condition": trace.stop_condition,
@@ -300,23 +268,23 @@ def _outcome(episode: Any) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    """Write what an environment has to a JSON file: `train` and `heldout`, or `error`.
+    """Write an environment's examples to a JSON file, under `train` and `heldout`, or otherwise its `error`.
 
     Args:
         arguments: The file, and a JSON object with `name`, `kwargs`, `limit` and `paths`, which are directories to
             import modules from.
     """
-    file, asked = Path(arguments[0]), json.loads(arguments[1])
-    sys.path += [path for path in asked["paths"] if path not in sys.path]
+    file, request = Path(arguments[0]), json.loads(arguments[1])
+    sys.path += [path for path in request["paths"] if path not in sys.path]
     try:
-        environment = load(asked["name"], asked["kwargs"])
-        found = {
-            name: environment.examples(is_heldout, asked["limit"])
+        environment = load(request["name"], request["kwargs"])
+        result = {
+            name: environment.examples(is_heldout, request["limit"])
             for name, is_heldout in (("train", False), ("heldout", True))
         }
     except ConfigError as error:
-        found = {"error": str(error)}
-    file.write_text(json.dumps(found), encoding="utf-8")
+        result = {"error": str(error)}
+    file.write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rl_megatron import log
-from rl_megatron.checkpoint.hf_load import open_hugging_face
+from rl_megatron.checkpoint.hf_weights import open_hugging_face
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError, RunFailed

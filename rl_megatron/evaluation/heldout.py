@@ -21,7 +21,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.training_data import encoded_prompts
+from rl_megatron.data.training_data import encode_prompts
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses import NLLLoss
@@ -214,7 +214,7 @@ class HeldoutProblems(Evaluation):
 
     @classmethod
     def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
-        encoded = encoded_prompts(stage, heldout.problems, build_source(stage).renderer(tokenizer))
+        encoded = encode_prompts(stage, heldout.problems, build_source(stage).renderer(tokenizer))
         sampling = stage_sampling(stage, tokenizer, greedy=True, end_of_turn_ids=encoded.end_of_turn_ids)
         (metric,) = cls.metric_names(stage, has_reference=False)
         return cls(encoded.prompts, tokenizer, sampling, metric)

@@ -13,10 +13,10 @@ from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.eval_sets import EvalSetConfig, statistic_names
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.encoding import EncodedPrompt
-from rl_megatron.data.eval_problems import SetProblems, problems_of_set, stage_of_set
+from rl_megatron.data.eval_problems import SetProblems, build_set_stage, read_set_problems
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.training_data import encoded_prompts
+from rl_megatron.data.training_data import encode_prompts
 from rl_megatron.evaluation.results import ProblemResult, read_start_values, results_file, write_results
 from rl_megatron.evaluation.statistics import ProblemSamples, compute_problem_values, compute_set_metrics
 from rl_megatron.generation.completions import request_seed
@@ -69,12 +69,12 @@ class EvalSet:
     ):
         """Read the problems. `ranks` score together, and `models` are the reward models of the stage."""
         self.config, self._tokenizer = config, tokenizer
-        of_set = stage_of_set(stage, config)
-        self._problems: SetProblems = problems_of_set(stage, config)
-        encoded = encoded_prompts(of_set, self._problems.problems, build_source(of_set).renderer(tokenizer))
+        of_set = build_set_stage(stage, config)
+        self._problems: SetProblems = read_set_problems(stage, config)
+        encoded = encode_prompts(of_set, self._problems.problems, build_source(of_set).renderer(tokenizer))
         self._prompts: Sequence[EncodedPrompt] = encoded.prompts
         self._sampling: Sampling = stage_sampling(of_set, tokenizer, end_of_turn_ids=encoded.end_of_turn_ids)
-        of_ranks = None if models is None else models.of(of_set.reward)
+        of_ranks = None if models is None else models.load(of_set.reward)
         self.scorer = Scorer(of_set.reward, lambda: self._problems.task, ranks, models=of_ranks)
         self.digest = _compute_digest(self._prompts, of_set, config)
         names = statistic_names(config.n, self._problems.reads_answers)

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rl_megatron.generation.slot_cache import SlotCache
-from rl_megatron.model.layers.attention import attend, sliding_window
+from rl_megatron.model.layers.attention import attend, get_sliding_window
 from rl_megatron.model.layers.gated_delta import DeltaCore
 
 # Sequence parallelism cannot split a single token. Transformer Engine's fused RoPE has the same positions for all
@@ -74,7 +74,7 @@ class CachedAttention(torch.nn.Module):
         self.sinks = None if sinks is None else sinks.detach()  # it shares the memory of the model's parameter
         # The cache owns this module. With a reference back, its memory would wait for Python's garbage collector.
         self.cache, self.softmax_scale = weakref.proxy(cache), config.softmax_scale
-        self.layer_number, self.window = layer_number, sliding_window(config, layer_number)
+        self.layer_number, self.window = layer_number, get_sliding_window(config, layer_number)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
         """Return the attention's output [S, B, N·D], and cache the new keys and values."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rl_megatron.model.layers.delta_rule import DeltaStates
-from rl_megatron.model.layers.packed import causal_bias
+from rl_megatron.model.layers.packed import build_causal_bias
 from rl_megatron.model.layers.sinks import attend_once_with_sinks
 
 
@@ -124,10 +124,10 @@ class SlotCache:
 
     def _make_mask(self, num_new: int, window: int | None, like: Tensor) -> Tensor | None:
         if self.positions is not None:
-            return causal_bias(self.positions, self.width, window, like.dtype)[:, None, None]
+            return build_causal_bias(self.positions, self.width, window, like.dtype)[:, None, None]
         if window is None or window >= num_new:
             return None
-        return causal_bias(torch.arange(num_new, device=like.device), num_new, window, like.dtype)
+        return build_causal_bias(torch.arange(num_new, device=like.device), num_new, window, like.dtype)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots to other slots."""

@@ -56,26 +56,18 @@ def choose_backend(model: ModelConfig, topology: Topology, precision: str) -> st
     """Return "transformer_engine" or "portable", as `model.backend` asks.
 
     If it is "auto", Transformer Engine is used if it is installed and supports the model, the layout and the precision.
-
-    Args:
-        model: The model section.
-        topology: The layout and the device.
-        precision: "fp32" or "bf16".
-
-    Raises:
-        ConfigError: `model.backend` asks for Transformer Engine, which cannot run. The message says why.
     """
-    wanted, missing = model.backend, _why_not_transformer_engine(model, topology, precision)
-    if wanted == "transformer_engine" and missing:
-        raise ConfigError(f"model.backend=transformer_engine: {missing}; use model.backend=auto")
+    wanted, obstacle = model.backend, _find_obstacle(model, topology, precision)
+    if wanted == "transformer_engine" and obstacle:
+        raise ConfigError(f"model.backend=transformer_engine: {obstacle}; use model.backend=auto")
     if wanted != "auto":
         return wanted
-    if missing and topology.is_cuda:
-        once(f"{missing[0].upper()}{missing[1:]}: layers use the portable torch modules")
-    return "portable" if missing else "transformer_engine"
+    if obstacle and topology.is_cuda:
+        once(f"{obstacle[0].upper()}{obstacle[1:]}: layers use the portable torch modules")
+    return "portable" if obstacle else "transformer_engine"
 
 
-def _why_not_transformer_engine(model: ModelConfig, topology: Topology, precision: str) -> str | None:
+def _find_obstacle(model: ModelConfig, topology: Topology, precision: str) -> str | None:
     if not topology.is_cuda:
         return "it needs a GPU and this run uses none"
     if importlib.util.find_spec("transformer_engine") is None:
@@ -101,7 +93,7 @@ def _why_not_transformer_engine(model: ModelConfig, topology: Topology, precisio
     return None
 
 
-def block_spec(
+def build_block_spec(
     model: ModelConfig, config: TransformerConfig, backend: str, vp_stage: int | None
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """Return megatron-core's spec of the decoder layers of this pipeline stage, or of its model chunk `vp_stage`."""
@@ -110,35 +102,32 @@ def block_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
         )
         if config.num_moe_experts is not None:
-            mlp: Any = cast(TransformerLayerSubmodules, layer.submodules).mlp  # in either form of `_of_experts`
+            mlp: Any = cast(TransformerLayerSubmodules, layer.submodules).mlp  # in either form of `_build_experts_spec`
             (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).router = BalancedRouter
         return layer
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [
-        _portable_layer(model, config, LayerKind.of(model, layer))
+        _build_portable_layer(model, config, LayerKind.of(model, layer))
         for layer in range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     ]
     norm: Any = PortableRMSNorm  # the annotation asks for an instance, but megatron-core passes classes too
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _of_experts(module: type, submodules: object) -> Any:
+def _build_experts_spec(module: type, submodules: object) -> Any:
     """Return a builder of an experts' module in megatron-core's form: a spec in 0.16, a callable in later versions."""
     if hasattr(moe_layer, "ExpertsBuilder"):
         return partial(module, submodules=submodules)
     return ModuleSpec(module=module, submodules=submodules)
 
 
-def packing_params(padded_lengths: Sequence[int], topology: Topology, backend: str) -> PackedSeqParams:
+def build_packing_params(padded_lengths: Sequence[int], topology: Topology, backend: str) -> PackedSeqParams:
     """Return the packing parameters that the layers need to process a pack. Their tensors are on the host.
 
-    Args:
-        padded_lengths: The length of each sequence in tokens, padding included, over all ranks.
-        topology: The layout.
-        backend: The backend of the layers, as `choose_backend` returns it.
+    `padded_lengths` has the length of each sequence in tokens, padding included, over all ranks.
     """
     if backend == "portable":
-        return PortablePacking(sequences=PackedSequences.of(padded_lengths, topology.groups.cp))
+        return PortablePacking(sequences=PackedSequences.from_padded_lengths(padded_lengths, topology.groups.cp))
     # Padding follows its sequence and attention is causal, so padding may count as part of the sequence. If max_seqlen
     # is the length of the pack, megatron-core wrongly counts RoPE positions over the whole pack. It must therefore be
     # the longest padded length.
@@ -148,21 +137,22 @@ def packing_params(padded_lengths: Sequence[int], topology: Topology, backend: s
     )
 
 
-def _portable_layer(model: ModelConfig, config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
+def _build_portable_layer(model: ModelConfig, config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
     # Checkpoints have Transformer Engine's names, in which a norm is part of the linear that follows it.
     if kind.has_delta_rule:
         attention = ModuleSpec(module=GatedDelta, params={"model": model})
         names = {"input_layernorm.": "self_attention.linear_in_proj.layer_norm_"}
     else:
-        attention, names = _latent_attention(model) if model.kv_lora_rank is not None else _self_attention(config)
+        has_latent = model.kv_lora_rank is not None
+        attention, names = _specify_latent_attention(model) if has_latent else _specify_self_attention(config)
     parts = MLPSubmodules(
         linear_fc1=ColumnParallelLinear,
         activation_func=ModuleSpec(module=GatedActivation, params={"activation": model.activation}),
         linear_fc2=RowParallelLinear,
     )
     if kind.has_experts:
-        experts, shared = _of_experts(SequentialMLP, parts), _of_experts(SharedExpertMLP, parts)
-        mlp = _of_experts(MoELayer, MoESubmodules(experts, shared, BalancedRouter))
+        experts, shared = _build_experts_spec(SequentialMLP, parts), _build_experts_spec(SharedExpertMLP, parts)
+        mlp = _build_experts_spec(MoELayer, MoESubmodules(experts, shared, BalancedRouter))
     else:
         mlp = ModuleSpec(module=MLP, submodules=parts)
         names |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
@@ -184,7 +174,7 @@ def _portable_layer(model: ModelConfig, config: TransformerConfig, kind: LayerKi
     )
 
 
-def _self_attention(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
+def _specify_self_attention(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
     """Return the spec of self-attention, and the names of its norms in checkpoints."""
     qk_norm = PortableRMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
@@ -201,7 +191,7 @@ def _self_attention(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, st
     return attention, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 
 
-def _latent_attention(model: ModelConfig) -> tuple[ModuleSpec, dict[str, str]]:
+def _specify_latent_attention(model: ModelConfig) -> tuple[ModuleSpec, dict[str, str]]:
     names = {
         f"self_attention.{part}_layernorm.": f"self_attention.linear_{part}_up_proj.layer_norm_" for part in ("q", "kv")
     }

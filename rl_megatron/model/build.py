@@ -19,19 +19,18 @@ from rl_megatron.config.model import ModelConfig, YarnRope
 from rl_megatron.config.model_shape import query_size, rotary_size
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.config.rules import check_vocabulary
-from rl_megatron.model.backend import block_spec, choose_backend
+from rl_megatron.model.backend import build_block_spec, choose_backend
 from rl_megatron.model.heads.score import ScoreHead
 from rl_megatron.model.layers.attention import PortableRotaryEmbedding
-from rl_megatron.model.layers.expert_gather import gather_unequal_numbers
-from rl_megatron.model.layers.expert_permutation import permute_without_waiting
+from rl_megatron.model.layers.expert_dispatch import gather_unequal_numbers, permute_without_waiting
 from rl_megatron.model.layers.gated_activation import ACTIVATIONS
-from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
+from rl_megatron.model.layers.rope import compute_frequencies, compute_rotary_scale, compute_yarn_mscale
 from rl_megatron.model.layers.router import SCOPES
 from rl_megatron.model.layers.weight_gradient import fuse_weight_gradients
-from rl_megatron.model.lora.attach import attach_adapters, attach_frozen, dora_adapters_of
-from rl_megatron.model.lora.modules import whole_tensors
+from rl_megatron.model.lora.attach import attach_adapters, attach_frozen, find_dora_adapters
+from rl_megatron.model.lora.modules import find_whole_tensors
 from rl_megatron.model.lora.originals import train_whole
-from rl_megatron.model.lora.targets import adapted_linears, is_of_expert, refuse_fused_parts
+from rl_megatron.model.lora.targets import find_adapted_linears, is_expert, refuse_fused_parts
 from rl_megatron.model.shards import initialise_parameters, zero_parameters
 from rl_megatron.topology.degrees import padded_vocab_size, validate_model
 from rl_megatron.topology.topology import Topology
@@ -39,7 +38,7 @@ from rl_megatron.topology.topology import Topology
 Head = Literal["lm", "score"]
 
 
-def transformer_config(model: ModelConfig, topology: Topology, precision: str, backend: str) -> TransformerConfig:
+def build_transformer_config(model: ModelConfig, topology: Topology, precision: str, backend: str) -> TransformerConfig:
     """Return megatron-core's config for `model`. Fusions that need a GPU or a compiler are off for portable layers."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     return TransformerConfig(
@@ -61,10 +60,10 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str, b
         attention_output_gate=model.attention_output_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method=_leave,  # `build_model` fills all weights, from numbers that do not depend on the layout
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
-        softmax_scale=_softmax_scale(model),
+        init_method=_draw_nothing,  # `build_model` fills all weights, from numbers that do not depend on the layout
+        output_layer_init_method=_draw_nothing,
+        embedding_init_method=_draw_nothing,
+        softmax_scale=_choose_softmax_scale(model),
         softmax_type="learnable" if model.attention_sinks else "vanilla",
         window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
         window_attn_skip_freq=model.global_attention_every,
@@ -91,16 +90,16 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str, b
         apply_rope_fusion=backend == "transformer_engine",
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=False,  # gloo does not guarantee the order of batched sends
-        **_experts(model),
-        **_recompute(model.recompute),
+        **_list_expert_keys(model),
+        **_list_recompute_keys(model.recompute),
     )
 
 
-def _leave(weight: Tensor) -> None:
+def _draw_nothing(weight: Tensor) -> None:
     """Draw nothing for a new weight."""
 
 
-def _softmax_scale(model: ModelConfig) -> float | None:
+def _choose_softmax_scale(model: ModelConfig) -> float | None:
     """Return the factor of attention scores, or None for megatron-core's own, 1/√head_dim.
 
     If RoPE rotates whole heads, YaRN's factor on queries and keys is a factor of every score. If it rotates a part of
@@ -108,15 +107,15 @@ def _softmax_scale(model: ModelConfig) -> float | None:
     """
     growth, scaling = 1.0, model.rope_scaling
     if model.kv_lora_rank is None:
-        growth = rotary_scale(scaling) if model.partial_rotary_factor == 1.0 else 1.0
+        growth = compute_rotary_scale(scaling) if model.partial_rotary_factor == 1.0 else 1.0
     elif isinstance(scaling, YarnRope) and scaling.mscale_all_dim is not None:
-        growth = yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+        growth = compute_yarn_mscale(scaling.factor, scaling.mscale_all_dim)
     if growth == 1.0 and model.query_pre_attn_scalar is None and model.kv_lora_rank is None:
         return None
     return growth**2 / math.sqrt(model.query_pre_attn_scalar or query_size(model))
 
 
-def _experts(model: ModelConfig) -> dict:
+def _list_expert_keys(model: ModelConfig) -> dict:
     if model.num_experts is None:
         return {}
     return {
@@ -140,7 +139,7 @@ def _experts(model: ModelConfig) -> dict:
     }
 
 
-def _recompute(recompute: str) -> dict:
+def _list_recompute_keys(recompute: str) -> dict:
     if recompute == "none":
         return {}
     if recompute == "selective":
@@ -173,15 +172,11 @@ def build_model(
             `ScoreHead`).
         initialise: Draw the initial weights. False leaves all weights 0, for a caller that loads them next.
         lora: The adapters to train instead of the weights, or None.
-
-    Raises:
-        ConfigError: A degree does not divide the model's shape, the tokenizer has more tokens than the embedding has
-            rows, or the adapters do not fit the model.
     """
     validate_model(model, topology)
     check_vocabulary(model, vocab_size)
-    linears = {} if lora is None else adapted_linears(lora, model, model.vocab_size or vocab_size)
-    if lora is not None and lora.lora_dropout and topology.expert_tensor > 1 and any(map(is_of_expert, linears)):
+    linears = {} if lora is None else find_adapted_linears(lora, model, model.vocab_size or vocab_size)
+    if lora is not None and lora.lora_dropout and topology.expert_tensor > 1 and any(map(is_expert, linears)):
         raise ConfigError(
             f"peft.lora_dropout={lora.lora_dropout} is not supported for adapters of experts with parallel."
             f"expert_tensor={topology.expert_tensor}, whose ranks would drop different numbers of the same tokens; set "
@@ -190,7 +185,7 @@ def build_model(
     if topology.tensor > 1:
         refuse_fused_parts(linears, topology.tensor)
     backend = choose_backend(model, topology, precision)
-    config = transformer_config(model, topology, precision, backend)
+    config = build_transformer_config(model, topology, precision, backend)
     setattr(config, "cudnn_attention", model.cudnn_attention)  # noqa: B010  # for `PortableAttention`
     config.deterministic_mode = torch.are_deterministic_algorithms_enabled()
     config.gradient_accumulation_fusion = fuse_weight_gradients(topology)
@@ -215,11 +210,11 @@ def build_model(
     if lora is not None:
         for model_chunk in model_chunks:
             attach_adapters(model_chunk, lora, linears, config, topology, seed)
-            train_whole(unwrap(model_chunk), whole_tensors(lora, model, model.vocab_size or vocab_size, head))
+            train_whole(unwrap(model_chunk), find_whole_tensors(lora, model, model.vocab_size or vocab_size, head))
     if precision == "bf16":
         model_chunks = [_Bf16Module(config, model_chunk) for model_chunk in model_chunks]
     if initialise:  # otherwise the magnitudes start when the weights are loaded
-        for adapter in dora_adapters_of(model_chunks):
+        for adapter in find_dora_adapters(model_chunks):
             adapter.start()
     return model_chunks
 
@@ -229,17 +224,9 @@ def attach_frozen_adapters(
 ) -> None:
     """Give a model that trains adapters others of another name, which are frozen. Their numbers are loaded next.
 
-    Args:
-        model_chunks: The model chunks, with or without wrappers.
-        model: The model section.
-        topology: The layout.
-        vocab_size: The tokenizer's vocabulary size.
-        lora: The section `peft` with which the frozen adapters were trained.
-
-    Raises:
-        ConfigError: The adapters do not fit the model.
+    `lora` is the section `peft` with which the frozen adapters were trained. The model chunks may have wrappers.
     """
-    linears = adapted_linears(lora, model, model.vocab_size or vocab_size)
+    linears = find_adapted_linears(lora, model, model.vocab_size or vocab_size)
     if topology.tensor > 1:
         refuse_fused_parts(linears, topology.tensor)
     for model_chunk in map(unwrap, model_chunks):
@@ -259,7 +246,7 @@ def _build_model_chunk(
     module = GPTModel(
         config=config,
         # The annotation omits a block's submodules, which the decoder accepts.
-        transformer_layer_spec=block_spec(model, config, backend, vp_stage),  # pyright: ignore[reportArgumentType]
+        transformer_layer_spec=build_block_spec(model, config, backend, vp_stage),  # pyright: ignore[reportArgumentType]
         vocab_size=padded_vocab_size(model.vocab_size or vocab_size, topology.tensor),
         max_sequence_length=model.max_sequence_length,
         pre_process=topology.pipeline_rank == 0 and model_chunk == 0,
@@ -273,7 +260,7 @@ def _build_model_chunk(
     )
     _set_rope(module, model, topology, backend)
     if model.scale_embeddings and module.pre_process:
-        module.embedding.register_forward_hook(partial(_multiplied, factor=math.sqrt(model.hidden_size)))
+        module.embedding.register_forward_hook(partial(_multiply, factor=math.sqrt(model.hidden_size)))
     for name, parameter in module.named_parameters():
         if ".experts." in name:
             # The gradient is summed over the ranks that hold the same experts. megatron-core 0.16 sets this mark only
@@ -294,9 +281,9 @@ def _add_expert_biases_in_place(module: GPTModel) -> None:
 
     Otherwise the output passes through a function that returns it as it is, and torch refuses to change that in place.
     """
-    for each in module.modules():
-        if isinstance(each, RowParallelLinear) and each.is_expert:
-            each.explicit_expert_comm = True
+    for linear in module.modules():
+        if isinstance(linear, RowParallelLinear) and linear.is_expert:
+            linear.explicit_expert_comm = True
 
 
 def _set_rope(module: GPTModel, model: ModelConfig, topology: Topology, backend: str) -> None:
@@ -309,13 +296,13 @@ def _set_rope(module: GPTModel, model: ModelConfig, topology: Topology, backend:
             cp_group=topology.groups.cp,
         )
         if model.partial_rotary_factor < 1.0:
-            module.rotary_pos_emb.scale = rotary_scale(model.rope_scaling)
+            module.rotary_pos_emb.scale = compute_rotary_scale(model.rope_scaling)
         if model.local_rope_base is not None:
-            module.rotary_pos_emb.local_frequencies = frequencies(size, model.local_rope_base, None).to(device)
-    module.rotary_pos_emb.inv_freq = frequencies(size, model.rope_base, model.rope_scaling).to(device)
+            module.rotary_pos_emb.local_frequencies = compute_frequencies(size, model.local_rope_base, None).to(device)
+    module.rotary_pos_emb.inv_freq = compute_frequencies(size, model.rope_base, model.rope_scaling).to(device)
 
 
-def _multiplied(module: torch.nn.Module, args: tuple, output: Tensor, *, factor: float) -> Tensor:
+def _multiply(module: torch.nn.Module, args: tuple, output: Tensor, *, factor: float) -> Tensor:
     """Return `output` times `factor`. The factor is rounded to the model's dtype first, as when Gemma was trained."""
     return output * output.new_tensor(factor)
 

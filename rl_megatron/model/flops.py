@@ -16,8 +16,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import DeltaShape, LatentShape, LayerKind, head_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.logprobs.linear import default_block_tokens
-from rl_megatron.model.delta_flops import NO_DELTA, delta_rule_flops
-from rl_megatron.model.microbatch_shape import MicrobatchShape
+from rl_megatron.model.microbatch_shape import NO_DELTA, MicrobatchShape, count_delta_flops
 from rl_megatron.model.sharded_shape import Head, ShardedShape
 
 
@@ -51,8 +50,7 @@ class ForwardFlops:
     def with_backward(self, recompute: str) -> int:
         """Return the operations of a forward and a backward pass, with those that are computed again.
 
-        Args:
-            recompute: The value of `model.recompute`.
+        `recompute` is the value of `model.recompute`.
         """
         again = {"none": 0, "selective": self.attention, "full": self.linear + self.attention}[recompute]
         return self.total + 2 * (self.linear + self.head) + self.attention_backward + again + self.head_again
@@ -77,7 +75,7 @@ class ForwardFlops:
 
 
 @lru_cache(maxsize=64)  # closed forms and the estimate of a layout ask for the same
-def forward_flops(
+def count_forward_flops(
     shape: ShardedShape,
     stage: int,
     microbatch: MicrobatchShape,
@@ -100,24 +98,25 @@ def forward_flops(
     """
     model, parallel = shape.model, shape.parallel
     counts = shape.layer_counts(stage).items()
-    linear = sum(count * layer_matmul_flops(shape, kind, microbatch.tokens) for kind, count in counts)
-    of_keys, of_values = _head_sizes(model)
+    linear = sum(count * count_layer_flops(shape, kind, microbatch.tokens) for kind, count in counts)
+    key_size, value_size = _get_head_sizes(model)
     windows, context = shape.windows(stage).items(), parallel.context
     pairs = sum(count * microbatch.pairs(context, window) for window, count in windows)
     computed = sum(count * microbatch.computed_pairs(context, window) for window, count in windows)
     needed = sum(count * microbatch.needed_pairs(context, window) for window, count in windows)
-    per_pair = 2 * model.num_attention_heads // parallel.tensor * (of_keys + of_values)
+    per_pair = 2 * model.num_attention_heads // parallel.tensor * (key_size + value_size)
     delta_layers = sum(count for kind, count in counts if kind.has_delta_rule)
     delta = microbatch.delta_rule(model, parallel.tensor * context).times(delta_layers) if delta_layers else NO_DELTA
     attention = per_pair * pairs + delta.forward
     head = again = 0
     if stage == parallel.pipeline - 1:
-        read = _read_tokens(shape, microbatch, all_tokens, _head_shards(shape), context_rank) if fused_head else None
-        head, again = _head_flops(shape, microbatch.tokens, read, block_tokens)
+        shards = parallel.tensor if parallel.sequence else 1  # the ranks that split the tokens between layers
+        read = _count_read_tokens(shape, microbatch, all_tokens, shards, context_rank) if fused_head else None
+        head, again = _count_head_flops(shape, microbatch.tokens, read, block_tokens)
     return ForwardFlops(
         linear,
         attention,
-        per_pair // (of_keys + of_values) * pairs * (3 * of_keys + 2 * of_values) + delta.backward,
+        per_pair // (key_size + value_size) * pairs * (3 * key_size + 2 * value_size) + delta.backward,
         head,
         again,
         computed_share=(per_pair * computed + delta.forward) / attention if attention else 1.0,
@@ -125,64 +124,51 @@ def forward_flops(
     )
 
 
-def model_flops(model: ModelConfig, vocab_size: int, head: Head, lengths: Sequence[int]) -> float:
+def count_model_flops(model: ModelConfig, vocab_size: int, head: Head, lengths: Sequence[int]) -> float:
     """Return the operations of a forward and a backward pass over whole sequences that the result depends on, for MFU.
 
     Padding does not count, nor what is computed again, nor attention to later tokens. The head counts at every token.
-
-    Args:
-        model: The model section.
-        vocab_size: The tokens of the vocabulary, if `model.vocab_size` is null.
-        head: "lm" or "score".
-        lengths: The tokens of each sequence.
+    `vocab_size` is the tokens of the vocabulary, if `model.vocab_size` is null, and `lengths` has those of each
+    sequence.
     """
     shape = ShardedShape(model, ParallelConfig(), 1, vocab_size, head)
     sequences = MicrobatchShape(tuple(lengths), tuple(lengths), max(lengths), prompt_tokens=0, is_packed=True)
-    return forward_flops(shape, 0, sequences, fused_head=False).of_model
+    return count_forward_flops(shape, 0, sequences, fused_head=False).of_model
 
 
-def layer_matmul_flops(shape: ShardedShape, kind: LayerKind, tokens: int) -> int:
+def count_layer_flops(shape: ShardedShape, kind: LayerKind, tokens: int) -> int:
     """Return the operations of a layer's matrix products in the forward pass, on one rank.
 
-    Args:
-        shape: The model in its layout.
-        kind: The kind of the layer.
-        tokens: The tokens of the microbatch, over all ranks that share it.
+    `tokens` are those of the microbatch, over all ranks that share it.
     """
     model, parallel = shape.model, shape.parallel
     local = tokens // parallel.context
     between = local // parallel.tensor if parallel.sequence else local  # the tokens of a rank between matrix products
-    split, whole = _layer_weights(model, kind)
+    split, whole = _count_layer_weights(model, kind)
     return 2 * (local * split // parallel.tensor + between * whole)
 
 
-def decoding_flops(shape: ShardedShape, stage: int, *, columns: float) -> float:
-    """Return the operations of one token's forward pass that attends to cached tokens, on a rank of a stage.
+def count_decoding_flops(shape: ShardedShape, stage: int, *, columns: float) -> float:
+    """Return the operations of one token's forward pass that attends to `columns` cached tokens, on a rank of a stage.
 
     Decoding splits neither tokens over context-parallel ranks nor hidden states over tensor-parallel ranks.
-
-    Args:
-        shape: The model in its layout.
-        stage: The pipeline stage.
-        columns: The tokens that it attends to.
     """
     model, tensor = shape.model, shape.parallel.tensor
-    of_attention = 2 * model.num_attention_heads // tensor * columns * sum(_head_sizes(model))
+    attention = 2 * model.num_attention_heads // tensor * columns * sum(_get_head_sizes(model))
     total = 0.0
     for kind, count in shape.layer_counts(stage).items():
-        split, whole = _layer_weights(model, kind)
-        of_token = delta_rule_flops(DeltaShape.of(model), 1).forward / tensor if kind.has_delta_rule else of_attention
-        total += count * (of_token + 2 * (split / tensor + whole))
+        split, whole = _count_layer_weights(model, kind)
+        mixing = count_delta_flops(DeltaShape.of(model), 1).forward / tensor if kind.has_delta_rule else attention
+        total += count * (mixing + 2 * (split / tensor + whole))
     return total + (2 * model.hidden_size * shape.vocab_shard if stage == shape.parallel.pipeline - 1 else 0)
 
 
-def _layer_weights(model: ModelConfig, kind: LayerKind) -> tuple[int, int]:
+def _count_layer_weights(model: ModelConfig, kind: LayerKind) -> tuple[int, int]:
     """Return the elements of a layer's matrices that a token passes through.
 
-    Returns:
-        Those that tensor parallelism splits, and those that it does not.
+    Those that tensor parallelism splits come first, and then those that it does not split.
     """
-    split, whole = _delta_rule_weights(model) if kind.has_delta_rule else _attention_weights(model)
+    split, whole = _count_delta_rule_weights(model) if kind.has_delta_rule else _count_attention_weights(model)
     if not kind.has_experts:
         return split + 3 * model.hidden_size * model.ffn_hidden_size, whole
     width = model.expert_ffn_hidden_size or model.ffn_hidden_size
@@ -191,12 +177,12 @@ def _layer_weights(model: ModelConfig, kind: LayerKind) -> tuple[int, int]:
     return split, whole + model.experts_per_token * 3 * model.hidden_size * width
 
 
-def _attention_weights(model: ModelConfig) -> tuple[int, int]:
+def _count_attention_weights(model: ModelConfig) -> tuple[int, int]:
     """Return the elements of attention's matrices that tensor parallelism splits, and of those that it does not."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.kv_lora_rank is None:
-        of_heads = (2 + model.attention_output_gate) * heads
-        return hidden * head_size(model) * (of_heads + 2 * model.num_query_groups), 0
+        query_heads = (2 + model.attention_output_gate) * heads
+        return hidden * head_size(model) * (query_heads + 2 * model.num_query_groups), 0
     shape = LatentShape.of(model)
     split = heads * (shape.latent * shape.key_and_value + shape.value * hidden)
     whole = hidden * (shape.latent + shape.rope)
@@ -205,13 +191,13 @@ def _attention_weights(model: ModelConfig) -> tuple[int, int]:
     return split + model.q_lora_rank * heads * shape.query, whole + hidden * model.q_lora_rank
 
 
-def _delta_rule_weights(model: ModelConfig) -> tuple[int, int]:
+def _count_delta_rule_weights(model: ModelConfig) -> tuple[int, int]:
     """Return the elements of the delta rule's matrices, all of which tensor parallelism splits, and 0."""
     shape = DeltaShape.of(model)
     return model.hidden_size * shape.groups * (shape.projected + shape.values * shape.value), 0
 
 
-def _head_sizes(model: ModelConfig) -> tuple[int, int]:
+def _get_head_sizes(model: ModelConfig) -> tuple[int, int]:
     """Return the dimensions of a head's queries and keys, and of its values."""
     if model.kv_lora_rank is None:
         return head_size(model), head_size(model)
@@ -219,26 +205,19 @@ def _head_sizes(model: ModelConfig) -> tuple[int, int]:
     return shape.query, shape.value
 
 
-def _head_shards(shape: ShardedShape) -> int:
-    """Return the ranks that split the tokens between layers."""
-    return shape.parallel.tensor if shape.parallel.sequence else 1
-
-
-def _head_flops(shape: ShardedShape, tokens: int, read: list[int] | None, block_tokens: int | None) -> tuple[int, int]:
+def _count_head_flops(
+    shape: ShardedShape, tokens: int, read: list[int] | None, block_tokens: int | None
+) -> tuple[int, int]:
     """Return the operations of the head in the forward pass, and those that the backward pass repeats.
 
-    Args:
-        shape: The model in its layout.
-        tokens: The tokens of the microbatch.
-        read: The tokens of each sequence-parallel rank that the fused head reads, or None without a fused head.
-        block_tokens: The tokens of a token block, or None for what a GPU chooses.
+    `read` has the tokens of each sequence-parallel rank that the fused head reads. It is None without a fused head.
     """
     hidden, local = shape.model.hidden_size, tokens // shape.parallel.context
     if shape.head == "score":
         return 2 * local * hidden, 0
-    of_token = 2 * hidden * shape.vocab_shard
+    per_token = 2 * hidden * shape.vocab_shard
     if read is None:
-        return local * of_token, 0
+        return local * per_token, 0
     places, shards = max(read), len(read)  # all ranks have as many places as the one with the most
     if not places:
         return 0, 0
@@ -246,16 +225,16 @@ def _head_flops(shape: ShardedShape, tokens: int, read: list[int] | None, block_
     blocks = -(-places * shards // max(shards, block))
     longest = -(-places // blocks)
     last = max(0, places - longest * (blocks - 1))  # the backward pass begins with the last block, which is kept
-    return places * shards * of_token, (places - last) * shards * of_token
+    return places * shards * per_token, (places - last) * shards * per_token
 
 
-def _read_tokens(
+def _count_read_tokens(
     shape: ShardedShape, microbatch: MicrobatchShape, all_tokens: bool, shards: int, context_rank: int
 ) -> list[int]:
     """Return how many tokens of each sequence-parallel rank predict a token that is read."""
     context = shape.parallel.context
     sequences = [
-        [(part, first, end) for part in _positions(length, context, context_rank)]
+        [(part, first, end) for part in _list_positions(length, context, context_rank)]
         for length, (first, end) in zip(
             microbatch.padded_lengths, microbatch.predicting(all_tokens=all_tokens), strict=True
         )
@@ -266,22 +245,22 @@ def _read_tokens(
         side_by_side = sequences
     width = microbatch.tokens // context // len(side_by_side) // shards
     return [
-        sum(_overlap(parts, (rank + 1) * width) - _overlap(parts, rank * width) for parts in side_by_side)
+        sum(_count_overlap(parts, (rank + 1) * width) - _count_overlap(parts, rank * width) for parts in side_by_side)
         for rank in range(shards)
     ]
 
 
-def _overlap(parts: list[tuple[range, int, int]], limit: int) -> int:
+def _count_overlap(parts: list[tuple[range, int, int]], limit: int) -> int:
     """Return how many of the first `limit` positions are between the bounds that each part of them has."""
     total = 0
     for part, first, end in parts:
-        taken = min(len(part), limit)
-        total += max(0, min(end, part.start + taken) - max(first, part.start))
-        limit -= taken
+        within = min(len(part), limit)
+        total += max(0, min(end, part.start + within) - max(first, part.start))
+        limit -= within
     return total
 
 
-def _positions(length: int, context: int, context_rank: int) -> list[range]:
+def _list_positions(length: int, context: int, context_rank: int) -> list[range]:
     """Return the positions of a sequence on a context-parallel rank: all, or two slices in zigzag order."""
     if context == 1:
         return [range(length)]

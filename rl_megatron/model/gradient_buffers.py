@@ -13,7 +13,7 @@ from rl_megatron.model.sharded_shape import Parameter, ShardedShape
 # megatron-core aligns each parameter, and the end of each bucket, to these numbers of elements.
 _PARAMETER_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
-# Elements of a bucket if gradients are reduced during backward: at least so many, and so many per data-parallel rank.
+# The least elements of a bucket if gradients are reduced during backward, in all and per data-parallel rank.
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
 
 
@@ -36,7 +36,7 @@ class GradientBuffer:
     of_experts: bool
 
     @classmethod
-    def of(
+    def from_parameters(
         cls, parameters: list[Parameter], shards: int, *, distributed: bool, bucket_elements: int | None
     ) -> GradientBuffer:
         """Return the buffer of some parameters, of which the last comes first.
@@ -55,12 +55,12 @@ class GradientBuffer:
 
         def close(end: int) -> int:
             nonlocal bucket_start, in_bucket
-            buckets.append((bucket_start, _aligned(end, bucket_alignment)))
+            buckets.append((bucket_start, _align(end, bucket_alignment)))
             bucket_start, in_bucket = buckets[-1][1], 0
             return bucket_start
 
         for parameter in reversed(parameters):
-            start, alone = _aligned(end, alignment), parameter.is_shared and distributed
+            start, alone = _align(end, alignment), parameter.is_shared and distributed
             if alone and in_bucket:  # both pipeline stages must split a shared embedding alike
                 start = close(start)
             end = start + parameter.elements
@@ -82,14 +82,10 @@ class GradientBuffer:
         return total
 
 
-def gradient_buffers(shape: ShardedShape, stage: int, *, distributed: bool, overlap: bool) -> list[GradientBuffer]:
+def plan_gradient_buffers(shape: ShardedShape, stage: int, *, distributed: bool, overlap: bool) -> list[GradientBuffer]:
     """Return the buffers of a rank of a stage: one for the dense parameters of each model chunk, and one for experts'.
 
-    Args:
-        shape: The model in its layout.
-        stage: The pipeline stage.
-        distributed: `optimizer.distributed`.
-        overlap: `optimizer.overlap`.
+    `distributed` and `overlap` are the keys of the section `optimizer`.
     """
     distributed = distributed and shape.has_replicas
     limit = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * shape.data) if overlap else None
@@ -100,10 +96,12 @@ def gradient_buffers(shape: ShardedShape, stage: int, *, distributed: bool, over
             chosen = [parameter for parameter in parameters if parameter.of_expert == of_expert]
             if chosen:
                 buffers.append(
-                    GradientBuffer.of(chosen, shards, distributed=distributed, bucket_elements=bucket_elements)
+                    GradientBuffer.from_parameters(
+                        chosen, shards, distributed=distributed, bucket_elements=bucket_elements
+                    )
                 )
     return buffers
 
 
-def _aligned(number: int, divisor: int) -> int:
+def _align(number: int, divisor: int) -> int:
     return -(-number // divisor) * divisor

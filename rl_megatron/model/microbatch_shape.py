@@ -1,18 +1,54 @@
-"""The shape of a microbatch, on which the operations of its passes depend, and the pairs of tokens that attend."""
+"""The shape of a microbatch, and what its lengths determine: the pairs of tokens that attend, and the gated delta rule.
+
+All counts are closed forms.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from rl_megatron.batching.microbatch import padded_lengths
 from rl_megatron.batching.packing import round_up
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import DeltaShape
-from rl_megatron.model.delta_flops import DeltaFlops, delta_rule_flops
+from rl_megatron.model.layers.delta_rule import BLOCK
 from rl_megatron.topology.degrees import SequenceLayout
+
+
+class DeltaFlops(NamedTuple):
+    """The operations of the gated delta rule: of the forward pass, of the backward pass, and those that are needed.
+
+    Those that are needed are the ones of a forward pass that handles one token after the other, without blocks.
+    """
+
+    forward: int
+    backward: int
+    needed: int
+
+    def times(self, layers: int) -> DeltaFlops:
+        return DeltaFlops(*(layers * operations for operations in self))
+
+
+NO_DELTA = DeltaFlops(0, 0, 0)
+
+
+def count_delta_flops(shape: DeltaShape, length: int) -> DeltaFlops:
+    """Return the operations of the gated delta rule on a sequence, in blocks (`model/layers/delta_rule.py`)."""
+    block = min(BLOCK, length)
+    blocks, key, value = -(-length // block), shape.key, shape.value
+    scores = 4 * block**2 * key + shape.values * 2 * block**2 * value  # of keys and queries with keys, and with values
+    solve = shape.values * block**2 * (key + value)
+    with_memory = shape.values * 2 * block * key * value  # of each: correcting for it, writing to it, reading from it
+    # The backward pass needs no gradient of the first memory, and none of what is written to the last one.
+    backward = (6 * blocks - 3 if blocks > 1 else 2) * with_memory
+    return DeltaFlops(
+        shape.groups * blocks * (scores + solve + 3 * with_memory),
+        shape.groups * (blocks * (2 * scores + 3 * solve) + backward),
+        shape.groups * length * shape.values * 6 * key * value,
+    )
 
 
 @dataclass(frozen=True)
@@ -35,7 +71,7 @@ class MicrobatchShape:
     is_packed: bool
 
     @classmethod
-    def of(
+    def from_lengths(
         cls,
         lengths: Sequence[int],
         layout: SequenceLayout,
@@ -69,7 +105,7 @@ class MicrobatchShape:
             window: The tokens that a token attends to, or None for all before it.
         """
         total, slices = 0, 2 * context
-        for lengths, longest, has_mask in self._attending_together(window):
+        for lengths, longest, has_mask in self._group_attending(window):
             if context == 1 or has_mask:
                 total += len(lengths) * longest**2 // context
             else:
@@ -79,54 +115,48 @@ class MicrobatchShape:
     def computed_pairs(self, context: int, window: int | None) -> float:
         """Return how many of these pairs kernels compute: all under a mask, and otherwise those of causal attention."""
         return sum(
-            len(lengths) * (longest**2 if has_mask else causal_pairs(longest, window)) / context
-            for lengths, longest, has_mask in self._attending_together(window)
+            len(lengths) * (longest**2 if has_mask else count_causal_pairs(longest, window)) / context
+            for lengths, longest, has_mask in self._group_attending(window)
         )
 
     def needed_pairs(self, context: int, window: int | None) -> float:
         """Return the mean number of pairs on a rank whose scores the result depends on."""
-        return sum(causal_pairs(length, window) for length in self.padded_lengths) / context
+        return sum(count_causal_pairs(length, window) for length in self.padded_lengths) / context
 
-    def _attending_together(self, window: int | None) -> list[tuple[list[int], int, bool]]:
+    def _group_attending(self, window: int | None) -> list[tuple[list[int], int, bool]]:
         """Return the lengths of sequences that attend together, the longest of them, and whether they need a mask."""
         together: dict[int, list[int]] = defaultdict(list)
         for length in self.padded_lengths:
             together[length.bit_length() if self.is_packed else 0].append(length)
-        found = []
+        batches = []
         for lengths in together.values():
             longest = max(lengths)
-            found.append((lengths, longest, len(set(lengths)) > 1 or (window is not None and window < longest)))
-        return found
+            batches.append((lengths, longest, len(set(lengths)) > 1 or (window is not None and window < longest)))
+        return batches
 
     def delta_rule(self, model: ModelConfig, shards: int) -> DeltaFlops:
-        """Return the operations of a layer's gated delta rule on a rank.
-
-        Args:
-            model: The model section.
-            shards: The ranks that split its groups.
-        """
+        """Return the operations of a layer's gated delta rule on a rank, if `shards` ranks split its groups."""
         shape = DeltaShape.of(model)
         forward = backward = needed = 0
-        for lengths, longest, _ in self._attending_together(None):
-            of_sequence = delta_rule_flops(shape, longest)
-            forward += len(lengths) * of_sequence.forward
-            backward += len(lengths) * of_sequence.backward
-            needed += sum(delta_rule_flops(shape, length).needed for length in lengths)
+        for lengths, longest, _ in self._group_attending(None):
+            padded = count_delta_flops(shape, longest)
+            forward += len(lengths) * padded.forward
+            backward += len(lengths) * padded.backward
+            needed += sum(count_delta_flops(shape, length).needed for length in lengths)
         return DeltaFlops(forward // shards, backward // shards, needed // shards)
 
     def predicting(self, *, all_tokens: bool) -> list[tuple[int, int]]:
         """Return the tokens of each sequence that predict a token which is read, as (first, last + 1).
 
-        Args:
-            all_tokens: Whether all tokens are read, and not only those that are learned from. The padding after a
-                shorter sequence is then read too.
+        With `all_tokens`, not only those that are learned from are read. The padding after a shorter sequence is then
+        read too.
         """
         if all_tokens:
             return [(0, min(length, self.width - 1) if self.is_packed else self.width - 1) for length in self.lengths]
         return [(max(0, self.prompt_tokens - 1), length - 1) for length in self.lengths]
 
 
-def causal_pairs(length: int, window: int | None) -> float:
+def count_causal_pairs(length: int, window: int | None) -> float:
     """Return the pairs of a token and one that it attends to, in a sequence; the diagonal counts half."""
     if window is None or window >= length:
         return length**2 / 2

@@ -13,8 +13,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig, check_together
 from rl_megatron.model.build import Head, attach_frozen_adapters, build_model, unwrap
-from rl_megatron.model.lora.attach import dora_adapters_of, switched_off
-from rl_megatron.model.lora.originals import originals_in_place
+from rl_megatron.model.lora.attach import find_dora_adapters, switch_off
+from rl_megatron.model.lora.originals import use_originals
 from rl_megatron.topology.topology import Topology
 
 
@@ -61,10 +61,6 @@ class ShardedModel:
         """Build the model chunks. Every layout starts from the same weights, which depend only on `seed`.
 
         With `initialise=False` all weights are 0, for a caller that loads them next. Adapters are always initialised.
-
-        Raises:
-            ConfigError: A parallel degree does not divide the model's shape, or the vocabulary or the adapters do not
-                fit.
         """
         if lora is not None:
             config = _with_portable_layers(config)
@@ -107,13 +103,13 @@ class ShardedModel:
                 if model_chunk.ddp_config.overlap_param_gather:
                     model_chunk.start_param_sync(force_sync=True)
             self.is_scattered = False
-        for adapter in dora_adapters_of(self.model_chunks):
+        for adapter in find_dora_adapters(self.model_chunks):
             adapter.lengths()
 
     def mark_changed(self) -> None:
         """Record that weights have changed."""
         self.version += 1
-        for adapter in dora_adapters_of(self.model_chunks):
+        for adapter in find_dora_adapters(self.model_chunks):
             adapter.forget_lengths()
 
     def mark_updated(self, changed: bool) -> None:
@@ -130,11 +126,7 @@ class ShardedModel:
         self.is_scattered = False
 
     def require_head(self, head: Head, call: str) -> None:
-        """Refuse `call` if the model's head is not `head`.
-
-        Raises:
-            RuntimeError: The heads differ. The message names `call`.
-        """
+        """Refuse `call` if the model's head is not `head`."""
         if self.head != head:
             raise RuntimeError(f"{call} needs a model with head={head!r}; this model has head={self.head!r}")
 
@@ -156,17 +148,13 @@ class ShardedModel:
             lora=self.lora,
         )
         copy.add_frozen_adapters(self.frozen_adapters)
-        for own, copied in zip(self.model_chunks, copy.model_chunks, strict=True):
-            unwrap(copied).load_state_dict(unwrap(own).state_dict())
+        for original, copied in zip(self.model_chunks, copy.model_chunks, strict=True):
+            unwrap(copied).load_state_dict(unwrap(original).state_dict())
             copied.eval().requires_grad_(False)
         return copy
 
     def add_frozen_adapters(self, adapters: Sequence[LoraConfig]) -> None:
-        """Give a model that trains adapters others, which are frozen. Their numbers are loaded next.
-
-        Raises:
-            ConfigError: They do not fit the model, or do not go together.
-        """
+        """Give a model that trains adapters others, which are frozen. Their numbers are loaded next."""
         assert not adapters or self.lora is not None, "only a model that trains adapters has frozen ones"
         check_together([lora for lora in (self.lora, *self.frozen_adapters, *adapters) if lora is not None])
         for lora in adapters:
@@ -179,7 +167,7 @@ class ShardedModel:
 
         With `trained_only`, frozen adapters still take part.
         """
-        with switched_off(self.model_chunks, trained_only), originals_in_place(self.model_chunks):
+        with switch_off(self.model_chunks, trained_only), use_originals(self.model_chunks):
             yield
 
     def release(self) -> bool:
@@ -193,11 +181,7 @@ class ShardedModel:
 
 
 def _with_portable_layers(config: ModelConfig) -> ModelConfig:
-    """Return the model section with the layers that take adapters.
-
-    Raises:
-        ConfigError: `model.backend` asks for Transformer Engine.
-    """
+    """Return the model section with the layers that take adapters."""
     if config.backend == "transformer_engine":
         raise ConfigError(
             "model.backend=transformer_engine: its layers take no adapters (peft); set model.backend=auto"

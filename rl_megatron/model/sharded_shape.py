@@ -6,7 +6,7 @@ All counts are exact. tests/unit/model/test_sharded_shape.py compares them with 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -15,14 +15,14 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import DeltaShape, LatentShape, LayerKind, head_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
-from rl_megatron.model.lora.modules import whole_elements, whole_tensors
+from rl_megatron.model.lora.modules import count_whole_elements, find_whole_tensors
 from rl_megatron.model.lora.targets import (
     Part,
-    adapted_linears,
-    is_of_expert,
-    layer_of,
-    local_elements,
-    local_magnitudes,
+    count_local_elements,
+    count_local_magnitudes,
+    find_adapted_linears,
+    is_expert,
+    parse_layer,
 )
 from rl_megatron.topology.degrees import padded_vocab_size, validate
 
@@ -40,12 +40,9 @@ def optimizer_bytes_per_element(precision: str) -> int:
 
 
 class Parameter(NamedTuple):
-    """A parameter of one rank.
+    """A parameter of one rank: the number of its elements there, and whether it belongs to a routed expert.
 
-    Attributes:
-        elements: The number of its elements on this rank.
-        of_expert: Whether it belongs to a routed expert.
-        is_shared: Whether it is an embedding that the first and the last pipeline stage share.
+    It is shared if it is an embedding that the first and the last pipeline stage share.
     """
 
     elements: int
@@ -127,8 +124,8 @@ class ShardedShape:
     def place(self, rank: int) -> Place:
         """Return where a rank is."""
         stage, within = divmod(rank, self.stage_ranks)
-        of_experts = within // (self.parallel.expert * self.parallel.expert_tensor)
-        return Place(stage, within // self.parallel.tensor, of_experts)
+        expert_data = within // (self.parallel.expert * self.parallel.expert_tensor)
+        return Place(stage, within // self.parallel.tensor, expert_data)
 
     def layers(self, stage: int) -> list[range]:
         """Return the layers of each model chunk of a stage, counted from 0 over the whole model."""
@@ -148,14 +145,16 @@ class ShardedShape:
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def layer_counts(self, stage: int) -> Counter[LayerKind]:
         """Return the number of layers of each kind that a stage has."""
-        return Counter(
-            LayerKind.of(self.model, layer) for of_model_chunk in self.layers(stage) for layer in of_model_chunk
-        )
+        return Counter(LayerKind.of(self.model, layer) for layers in self.layers(stage) for layer in layers)
 
     def parameters(self, stage: int) -> list[list[Parameter]]:
         """Return the parameters of each model chunk of a stage, in the order of `named_parameters`."""
         return [
-            list(self._of_model_chunk(stage, model_chunk, layers))
+            [
+                *self._list_before_layers(stage, model_chunk),
+                *(parameter for layer in layers for parameter in self._list_layer(LayerKind.of(self.model, layer))),
+                *self._list_after_layers(stage, model_chunk),
+            ]
             for model_chunk, layers in enumerate(self.layers(stage))
         ]
 
@@ -163,11 +162,11 @@ class ShardedShape:
         """Return the elements of dense parameters and of experts' parameters on a rank of a stage."""
         dense = experts = 0
         for kind, count in self.layer_counts(stage).items():
-            of_layer = self._of_layer(kind)
-            experts += count * sum(p.elements for p in of_layer if p.of_expert)
-            dense += count * sum(p.elements for p in of_layer if not p.of_expert)
+            parameters = self._list_layer(kind)
+            experts += count * sum(p.elements for p in parameters if p.of_expert)
+            dense += count * sum(p.elements for p in parameters if not p.of_expert)
         last = self.parallel.virtual_pipeline - 1
-        dense += sum(p.elements for p in (*self._before(stage, 0), *self._after(stage, last)))
+        dense += sum(p.elements for p in (*self._list_before_layers(stage, 0), *self._list_after_layers(stage, last)))
         return dense, experts
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
@@ -176,8 +175,8 @@ class ShardedShape:
         if self.lora is None:
             return 0, 0
         counted = [0, 0]
-        for linear, parts in self._adapted(self.lora, stage):
-            counted[is_of_expert(linear)] += local_elements(linear, parts, self.lora.r, self.parallel)
+        for linear, parts in self._list_adapted(self.lora, stage):
+            counted[is_expert(linear)] += count_local_elements(linear, parts, self.lora.r, self.parallel)
         return counted[0], counted[1]
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
@@ -185,13 +184,14 @@ class ShardedShape:
         """Return the magnitudes of adapters on a rank of a stage, which have fp32 in any precision; 0 without DoRA."""
         if self.lora is None or not self.lora.use_dora:
             return 0
-        return sum(local_magnitudes(linear, parts, self.parallel) for linear, parts in self._adapted(self.lora, stage))
+        linears = self._list_adapted(self.lora, stage)
+        return sum(count_local_magnitudes(linear, parts, self.parallel) for linear, parts in linears)
 
-    def _adapted(self, lora: LoraConfig, stage: int) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    def _list_adapted(self, lora: LoraConfig, stage: int) -> Iterator[tuple[str, tuple[Part, ...]]]:
         """Yield the linears of a stage that get adapters, with their parts."""
-        layers = {layer for of_model_chunk in self.layers(stage) for layer in of_model_chunk}
-        for linear, parts in adapted_linears(lora, self.model, self.model.vocab_size or self.vocab_size).items():
-            if layer_of(linear) in layers:
+        layers = {layer for layers in self.layers(stage) for layer in layers}
+        for linear, parts in find_adapted_linears(lora, self.model, self.model.vocab_size or self.vocab_size).items():
+            if parse_layer(linear) in layers:
                 yield linear, parts
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
@@ -199,10 +199,10 @@ class ShardedShape:
         """Return the elements of modules that are trained whole beside adapters on a rank of a stage."""
         if self.lora is None:
             return 0
-        layers = {layer for of_model_chunk in self.layers(stage) for layer in of_model_chunk}
-        tensors = whole_tensors(self.lora, self.model, self.model.vocab_size or self.vocab_size, self.head)
+        layers = {layer for layers in self.layers(stage) for layer in layers}
+        tensors = find_whole_tensors(self.lora, self.model, self.model.vocab_size or self.vocab_size, self.head)
         ends = stage == 0, stage == self.parallel.pipeline - 1
-        return whole_elements(tensors, layers, *ends, self.vocab_shard, self.model.hidden_size)
+        return count_whole_elements(tensors, layers, *ends, self.vocab_shard, self.model.hidden_size)
 
     def trained_elements(self, stage: int) -> tuple[int, int]:
         """Return the elements of dense parameters and of experts' parameters that a rank of a stage trains."""
@@ -225,14 +225,8 @@ class ShardedShape:
             )
         return tuple(sorted({0, *firsts.values(), last}))
 
-    def _of_model_chunk(self, stage: int, model_chunk: int, layers: Iterable[int]) -> Iterator[Parameter]:
-        yield from self._before(stage, model_chunk)
-        for layer in layers:
-            yield from self._of_layer(LayerKind.of(self.model, layer))
-        yield from self._after(stage, model_chunk)
-
     def windows(self, stage: int) -> Counter[int | None]:
-        """Return how many layers of a stage attend to so many tokens, and how many to all (None).
+        """Return how many layers of a stage attend to a number of tokens (the key), and how many to all (None).
 
         Layers with the gated delta rule do not count.
         """
@@ -242,22 +236,22 @@ class ShardedShape:
             return Counter({None: sum(count for kind, count in counts if not kind.has_delta_rule)})
         return Counter(
             None if every is not None and (layer + 1) % every == 0 else window
-            for of_model_chunk in self.layers(stage)
-            for layer in of_model_chunk
+            for layers in self.layers(stage)
+            for layer in layers
         )
 
-    def _of_layer(self, kind: LayerKind) -> tuple[Parameter, ...]:
+    def _list_layer(self, kind: LayerKind) -> tuple[Parameter, ...]:
         parallel = self.parallel
-        return layer_parameters(self.model, parallel.tensor, parallel.expert, parallel.expert_tensor, kind)
+        return list_layer_parameters(self.model, parallel.tensor, parallel.expert, parallel.expert_tensor, kind)
 
-    def _before(self, stage: int, model_chunk: int) -> list[Parameter]:
+    def _list_before_layers(self, stage: int, model_chunk: int) -> list[Parameter]:
         """Return the embedding, on the first model chunk."""
         if stage > 0 or model_chunk > 0:
             return []
         is_shared = self.ties_embeddings and self.parallel.pipeline > 1
         return [Parameter(self.vocab_shard * self.model.hidden_size, is_shared=is_shared)]
 
-    def _after(self, stage: int, model_chunk: int) -> list[Parameter]:
+    def _list_after_layers(self, stage: int, model_chunk: int) -> list[Parameter]:
         """Return the final norm and the head, on the last model chunk."""
         if stage < self.parallel.pipeline - 1 or model_chunk < self.parallel.virtual_pipeline - 1:
             return []
@@ -270,24 +264,25 @@ class ShardedShape:
 
 
 @lru_cache(maxsize=4096)
-def layer_parameters(
+def list_layer_parameters(
     model: ModelConfig, tensor: int, expert: int, expert_tensor: int, kind: LayerKind
 ) -> tuple[Parameter, ...]:
     """Return the parameters of a layer on one rank, in the order of `named_parameters`."""
     hidden = model.hidden_size
     norm, after = [Parameter(hidden)], [Parameter(hidden)] * model.sandwich_norms
     if kind.has_delta_rule:
-        attention = _delta_rule(model, tensor)
+        attention = _list_delta_rule(model, tensor)
     else:
-        attention = _latent_attention(model, tensor) if model.kv_lora_rank is not None else _attention(model, tensor)
+        has_latent = model.kv_lora_rank is not None
+        attention = _list_latent_attention(model, tensor) if has_latent else _list_attention(model, tensor)
     if kind.has_experts:
-        mlp = _experts(model, tensor, expert, expert_tensor)
+        mlp = _list_experts(model, tensor, expert, expert_tensor)
     else:
-        mlp = _mlp(model, model.ffn_hidden_size // tensor)
+        mlp = _list_mlp(model, model.ffn_hidden_size // tensor)
     return (*norm, *attention, *after, *norm, *mlp, *after)
 
 
-def _attention(model: ModelConfig, tensor: int) -> list[Parameter]:
+def _list_attention(model: ModelConfig, tensor: int) -> list[Parameter]:
     size, hidden = head_size(model), model.hidden_size
     queries = size * model.num_attention_heads // tensor
     mixed = (1 + model.attention_output_gate) * queries + 2 * size * model.num_query_groups // tensor
@@ -301,7 +296,7 @@ def _attention(model: ModelConfig, tensor: int) -> list[Parameter]:
     ]
 
 
-def _delta_rule(model: ModelConfig, tensor: int) -> list[Parameter]:
+def _list_delta_rule(model: ModelConfig, tensor: int) -> list[Parameter]:
     shape, hidden = DeltaShape.of(model), model.hidden_size
     groups = shape.groups // tensor
     heads = groups * shape.values
@@ -312,7 +307,7 @@ def _delta_rule(model: ModelConfig, tensor: int) -> list[Parameter]:
     ]
 
 
-def _latent_attention(model: ModelConfig, tensor: int) -> list[Parameter]:
+def _list_latent_attention(model: ModelConfig, tensor: int) -> list[Parameter]:
     shape, hidden, heads = LatentShape.of(model), model.hidden_size, model.num_attention_heads // tensor
     if model.q_lora_rank is None:
         queries = [hidden * heads * shape.query]
@@ -322,7 +317,7 @@ def _latent_attention(model: ModelConfig, tensor: int) -> list[Parameter]:
     return [Parameter(elements) for elements in (*queries, *keys, heads * shape.value * hidden)]
 
 
-def _mlp(model: ModelConfig, width: int, of_expert: bool = False) -> list[Parameter]:
+def _list_mlp(model: ModelConfig, width: int, of_expert: bool = False) -> list[Parameter]:
     hidden = model.hidden_size
     return [
         Parameter(2 * width * hidden, of_expert),
@@ -332,12 +327,12 @@ def _mlp(model: ModelConfig, width: int, of_expert: bool = False) -> list[Parame
     ]
 
 
-def _experts(model: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> list[Parameter]:
+def _list_experts(model: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> list[Parameter]:
     hidden, experts = model.hidden_size, model.num_experts or 0
     width, shared = model.expert_ffn_hidden_size or model.ffn_hidden_size, model.shared_expert_ffn_hidden_size
     router = [Parameter(experts * hidden), *[Parameter(experts)] * model.linear_bias]
-    of_expert = _mlp(model, width // expert_tensor, of_expert=True)
-    routed = [*router, *of_expert * (experts // expert)]
+    expert_mlp = _list_mlp(model, width // expert_tensor, of_expert=True)
+    routed = [*router, *expert_mlp * (experts // expert)]
     if shared is None:
         return routed
-    return [*routed, *[Parameter(hidden)] * model.shared_expert_gate, *_mlp(model, shared // tensor)]
+    return [*routed, *[Parameter(hidden)] * model.shared_expert_gate, *_list_mlp(model, shared // tensor)]

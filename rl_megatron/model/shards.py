@@ -61,16 +61,14 @@ def pieces(
 ) -> Iterator[Piece]:
     """Yield the pieces of all weights, including the biases of routers, which are buffers.
 
-    Args:
-        model_chunks: This rank's model chunks, with or without wrappers.
-        value: Returns a tensor to use in the place of each parameter, for example `lambda p: p.main_grad` for the
-            gradients. Buffers and frozen parameters are then left out. By default the parameters themselves are used.
+    `value` returns a tensor to use in the place of each parameter, for example `lambda p: p.main_grad` for the
+    gradients. Buffers and frozen parameters are then left out. By default the parameters themselves are used.
     """
     for model_chunk in model_chunks:
-        for entry in _innermost(model_chunk).sharded_state_dict(metadata=dict(SHARDING_METADATA)).values():
+        for entry in _unwrap(model_chunk).sharded_state_dict(metadata=dict(SHARDING_METADATA)).values():
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
                 continue  # the "extra state" of a module is not a tensor of the model
-            tensor = _tensor_of(entry)
+            tensor = _require_tensor(entry)
             if value is None:
                 held = tensor.data
             elif isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
@@ -78,18 +76,18 @@ def pieces(
             else:
                 continue
             is_trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-            for shard in _flatten(_holding(entry, held)):
+            for shard in _flatten(_replace_data(entry, held)):
                 yield _piece(shard, is_trained)
 
 
-def _innermost(model_chunk: torch.nn.Module) -> MegatronModule:
+def _unwrap(model_chunk: torch.nn.Module) -> MegatronModule:
     """Return the model inside DDP and precision wrappers."""
     while not isinstance(model_chunk, MegatronModule) or hasattr(model_chunk, "module"):
         model_chunk = model_chunk.get_submodule("module")
     return model_chunk
 
 
-def _tensor_of(entry: ShardedTensor | ShardedTensorFactory) -> Tensor:
+def _require_tensor(entry: ShardedTensor | ShardedTensorFactory) -> Tensor:
     if entry.data is None:
         raise RuntimeError(f"{entry.key} has metadata, but no tensor")
     return entry.data
@@ -107,50 +105,44 @@ def _piece(shard: ShardedTensor, is_trained: bool) -> Piece:
         name = name.replace(".experts.experts.", f".experts.{expert}.")
         if stacked > 1 or name == shard.key:
             raise RuntimeError(f"{shard.key} is stacked along {stacked} axes; only experts may be stacked, along one")
+    replica = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
     return Piece(
         name,
-        _tensor_of(shard),
+        _require_tensor(shard),
         tuple(shard.global_shape[stacked:]),
         tuple(shard.global_offset[stacked:]),
-        all(index == 0 for index in _as_tuple(shard.replica_id)),
+        all(index == 0 for index in replica),
         is_trained,
     )
 
 
-def blocks_of(piece: Piece, table: WeightTable) -> Iterator[tuple[Rows, tuple[int, ...], Tensor]]:
-    """Yield the blocks of rows of a piece that belong to one Hugging Face tensor each.
-
-    Args:
-        piece: The piece. An adapter's belongs to none.
-        table: The model's weight table.
+def split_piece(piece: Piece, table: WeightTable) -> Iterator[tuple[Rows, tuple[int, ...], Tensor]]:
+    """Yield the blocks of rows of a piece that belong to one Hugging Face tensor each. An adapter's belongs to none.
 
     Yields:
         The rows of the table to which the block belongs, the index of its first element in the Hugging Face tensor or
-        its slab, and the view of the piece.
+            its
+        slab, and the view of the piece.
     """
-    yield from blocks_of_part(piece.name, piece.offset, piece.tensor, table)
+    yield from split_part(piece.name, piece.offset, piece.tensor, table)
 
 
-def blocks_of_part(
+def split_part(
     name: str, offset: tuple[int, ...], part: Tensor, table: WeightTable
 ) -> Iterator[tuple[Rows, tuple[int, ...], Tensor]]:
-    """Yield the blocks of rows of a part of a Megatron tensor, as `blocks_of` does.
+    """Yield the blocks of rows of a part of a Megatron tensor, as `split_piece` does.
 
-    Args:
-        name: The name of the Megatron tensor.
-        offset: The index of the part's first element in it.
-        part: The part.
-        table: The model's weight table.
+    `offset` is the index of the part's first element in the tensor.
     """
     first, last = offset[0], offset[0] + part.size(0)
-    for rows in table.of_megatron.get(name, ()):
+    for rows in table.by_name.get(name, ()):
         low, high = max(first, rows.row), min(last, rows.row + rows.count)
         if low < high:
             yield rows, (rows.hf_row + low - rows.row, *offset[1:]), part[low - first : high - first]
 
 
-def stored_name(name: str) -> tuple[str, int | None]:
-    """Return a checkpoint's key of the tensor that `pieces` calls `name`, and the number of its expert or None.
+def split_name(name: str) -> tuple[str, int | None]:
+    """Return the checkpoint's key of the tensor that `pieces` calls `name`, and the expert's number, if it is of one.
 
     Checkpoints stack the experts of a layer under one key.
     """
@@ -160,7 +152,7 @@ def stored_name(name: str) -> tuple[str, int | None]:
     return f"{name[: expert.start()]}.experts.experts.{name[expert.end() :]}", int(expert[1])
 
 
-def _holding(entry: ShardedTensor | ShardedTensorFactory, data: Tensor) -> ShardedTensor | ShardedTensorFactory:
+def _replace_data(entry: ShardedTensor | ShardedTensorFactory, data: Tensor) -> ShardedTensor | ShardedTensorFactory:
     """Return `entry` with other data, which may have another dtype (fp32 gradients of bf16 weights)."""
     dtype = {"dtype": data.dtype} if isinstance(entry, ShardedTensor) else {}
     return dataclasses.replace(entry, data=data, **dtype)
@@ -174,28 +166,17 @@ def _flatten(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTen
     yield from built.values() if isinstance(built, dict) else built
 
 
-def _as_tuple(replica_id: int | tuple) -> tuple:
-    return replica_id if isinstance(replica_id, tuple) else (replica_id,)
-
-
 def gather_full(
     model_chunks: Iterable[torch.nn.Module], value: Callable[[torch.nn.Parameter], Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Return every whole global tensor in fp32 on the CPU of rank 0, and nothing on other ranks. Collective.
 
-    This is for comparisons and small models, because rank 0 holds the whole model in memory.
-
-    Args:
-        model_chunks: This rank's model chunks.
-        value: Returns a tensor to use in the place of each parameter, as in `pieces`.
-
-    Raises:
-        RuntimeError: The ranks together do not hold every element of a tensor.
+    This is for comparisons and small models, because rank 0 holds the whole model in memory. `value` is as in `pieces`.
     """
-    own_pieces = [(p.name, p.global_shape, p.offset, p.tensor.float().cpu()) for p in pieces(model_chunks, value)]
+    local_pieces = [(p.name, p.global_shape, p.offset, p.tensor.float().cpu()) for p in pieces(model_chunks, value)]
     ranks = Ranks.detect()
     gathered: list = [None] * ranks.size
-    dist.gather_object(own_pieces, gathered if ranks.leads else None)
+    dist.gather_object(local_pieces, gathered if ranks.leads else None)
     if not ranks.leads:
         return {}
     whole: dict[str, Tensor] = {}
@@ -221,9 +202,6 @@ def initialise_parameters(
     in GPT-2. Norms are `norm_weight`, and biases are 0. Of the gated delta rule, the norm of outputs and the bias of
     steps are 1, and the rates of decay are drawn from U(0.01, 16), as in transformers. Numbers are drawn on the CPU, so
     that a GPU run starts from the same weights.
-
-    Raises:
-        RuntimeError: A parameter is missing from the sharding metadata.
     """
     filled, drawn = 0, []
     for piece in pieces(model_chunks):
@@ -231,7 +209,7 @@ def initialise_parameters(
         if piece.name.endswith((".out_norm.weight", ".dt_bias")):
             piece.tensor.fill_(1.0)
         elif piece.name.endswith(".A_log"):
-            drawn += blocks_to_draw(
+            drawn += plan_drawing(
                 piece, seed, lambda rows, generator: rows.uniform_(0.01, 16, generator=generator).log_()
             )
         elif piece.name.endswith(("norm.weight", "norm_weight")):
@@ -240,14 +218,14 @@ def initialise_parameters(
             piece.tensor.zero_()
         else:
             writes_residual = piece.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-            own_std = std / math.sqrt(2 * num_layers) if writes_residual else std
-            drawn += blocks_to_draw(piece, seed, partial(_draw_normal, std=own_std))
+            piece_std = std / math.sqrt(2 * num_layers) if writes_residual else std
+            drawn += plan_drawing(piece, seed, partial(_draw_normal, std=piece_std))
     # In a fork, torch renews its pool of threads at the first call that asks for it. Several calls at once would fail.
     torch.set_num_threads(torch.get_num_threads())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with ThreadPoolExecutor(max(1, min(_INIT_THREADS, len(os.sched_getaffinity(0)) // ranks))) as threads:
         deque(threads.map(lambda fill: fill(), drawn), maxlen=0)
-    built = sum(tensor.numel() for tensor in _saved_tensors(model_chunks))
+    built = sum(tensor.numel() for tensor in _list_saved_tensors(model_chunks))
     if filled != built:
         raise RuntimeError(f"initialised {filled} of {built} parameters: the sharding metadata lacks a module")
 
@@ -255,11 +233,11 @@ def initialise_parameters(
 @torch.no_grad()
 def zero_parameters(model_chunks: Sequence[torch.nn.Module]) -> None:
     """Fill every parameter with 0. Loading leaves rows of a padded vocabulary that a checkpoint lacks as they are."""
-    for tensor in _saved_tensors(model_chunks):
+    for tensor in _list_saved_tensors(model_chunks):
         tensor.zero_()
 
 
-def _saved_tensors(model_chunks: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
+def _list_saved_tensors(model_chunks: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
     """Yield parameters, and the buffers that are saved."""
     for model_chunk in model_chunks:
         saved = model_chunk.state_dict().keys()
@@ -271,10 +249,13 @@ def _draw_normal(rows: Tensor, generator: torch.Generator, std: float) -> Tensor
     return rows.normal_(0.0, std, generator=generator)
 
 
-def blocks_to_draw(
+def plan_drawing(
     piece: Piece, seed: int, draw: Callable[[Tensor, torch.Generator], Tensor]
 ) -> Iterator[Callable[[], None]]:
-    """Yield what fills a piece, by blocks of rows, with its part of what `draw` writes into the whole tensor's rows."""
+    """Yield functions that fill a piece, by blocks of rows, with its part of a whole tensor.
+
+    Of that, `draw` writes each block of rows.
+    """
     start, stop = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
     for block in range(start // _INIT_ROWS, -(-stop // _INIT_ROWS)):
         yield partial(_fill, piece, seed, draw, block)

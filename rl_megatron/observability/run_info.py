@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from rl_megatron import disk
-from rl_megatron.checkpoint.save import versions
+from rl_megatron.checkpoint.save import collect_versions
 from rl_megatron.config.loading.load import to_yaml
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.observability.run_files import RUN_INFO
@@ -41,7 +41,7 @@ class RunInfo:
     @classmethod
     def from_config(cls, config: RunConfig, layout: str, device: str) -> RunInfo:
         """Return the information about the run of `config` in this process."""
-        return cls(yaml.safe_load(to_yaml(config)), _find_git_revision(Path.cwd()), versions(), layout, device)
+        return cls(yaml.safe_load(to_yaml(config)), _find_git_revision(Path.cwd()), collect_versions(), layout, device)
 
     def write(self, output_dir: Path) -> None:
         """Write run_info.json. Users' own sinks, which get only `output_dir`, read it there."""

@@ -20,9 +20,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.sources import HeldoutBatch, build_source
-from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.training_data import EncodedPrompts, RolloutPrompts, encoded_prompts
+from rl_megatron.data.training_data import EncodedPrompts, RolloutPrompts, build_dataset_loader, encode_prompts
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.observability.batch_view import BatchView, ShownGroup, ShownSequence, Token
 from rl_megatron.topology.degrees import ConfiguredLayout
@@ -47,7 +46,7 @@ def view_step(name: str, stage: StageConfig, tokenizer: Tokenizer, step: int, ra
             f"algorithm={stage.algorithm.name} chooses its prompts itself, because its settings are not a "
             "RolloutConfig; --heldout shows its held-out problems"
         )
-    loader = dataset_loader(stage, tokenizer)
+    loader = build_dataset_loader(stage, tokenizer)
     locations, batch = loader.locations(step - 1), loader.batch(step - 1)
     return _view_batch(title, stage, tokenizer, batch, locations, loader.group_size, ranks)
 
@@ -58,9 +57,9 @@ def view_heldout(name: str, stage: StageConfig, tokenizer: Tokenizer, ranks: int
     source = build_source(stage)
     heldout = source.heldout(tokenizer)
     if isinstance(heldout, HeldoutBatch):
-        size = dataset_loader(stage, tokenizer).group_size
+        size = build_dataset_loader(stage, tokenizer).group_size
         return _view_batch(title, stage, tokenizer, heldout.batch, heldout.locations, size, ranks)
-    prompts = encoded_prompts(stage, heldout.problems, source.renderer(tokenizer))
+    prompts = encode_prompts(stage, heldout.problems, source.renderer(tokenizer))
     return _view_prompts(title, stage, tokenizer, prompts, greedy=True)
 
 
@@ -175,7 +174,7 @@ def _view_prompts(
     answers = f"{_format_count(samples, 'completion')} each, {samples * len(prompts)} in all"
     settings = [f"temperature {sampling.temperature:g}" if sampling.temperature else "greedy"]
     settings += [f"top_k {sampling.top_k}"] * (sampling.top_k > 0) + [f"top_p {sampling.top_p}"] * (sampling.top_p < 1)
-    stops = ", ".join(f"{tokenizer.token_text(id_)!r} ({id_})" for id_ in dict.fromkeys(sampling.stop_ids))
+    stops = ", ".join(f"{tokenizer.decode_token(id_)!r} ({id_})" for id_ in dict.fromkeys(sampling.stop_ids))
     facts = [
         ("data", _describe_data(stage)),
         ("prompts", f"{len(prompts)}, {num_tokens:,} tokens; {'answered greedily' if greedy else answers}"),
@@ -203,7 +202,7 @@ class _TokenReader:
 
     def read(self, ids: Sequence[int], trained: Sequence[bool] | None = None) -> list[Token]:
         """Return the tokens of a sequence, of which those in `trained` count in the loss; None means none."""
-        texts = self._tokenizer.token_texts(ids)
+        texts = self._tokenizer.decode_tokens(ids)
         values = zip(ids, texts, trained or [False] * len(ids), strict=True)
         return [Token(token_id, text, flag, token_id in self._special) for token_id, text, flag in values]
 

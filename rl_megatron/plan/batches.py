@@ -85,7 +85,7 @@ class Batches:
             return BatchShape(
                 tuple(
                     (
-                        MicrobatchShape.of(
+                        MicrobatchShape.from_lengths(
                             [workload.sequence_tokens] * size, layout, is_packed=kind == "packed",
                             prompt_tokens=workload.prompt_tokens,
                         ),

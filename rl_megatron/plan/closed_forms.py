@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import DeltaShape, LatentShape, LayerKind, head_size
 from rl_megatron.logprobs.linear import default_block_tokens
-from rl_megatron.model.gradient_buffers import gradient_buffers
+from rl_megatron.model.gradient_buffers import plan_gradient_buffers
 from rl_megatron.model.layers.delta_rule import BLOCK
 from rl_megatron.model.sharded_shape import ShardedShape, element_bytes, optimizer_bytes_per_element
 
@@ -46,7 +46,7 @@ def training_bytes(
         overlap: `optimizer.overlap`, which splits the buffers of the first stage into buckets.
     """
     place = shape.place(rank)
-    buffers = gradient_buffers(shape, place.stage, distributed=distributed, overlap=overlap)
+    buffers = plan_gradient_buffers(shape, place.stage, distributed=distributed, overlap=overlap)
     elements = sum(buffer.elements for buffer in buffers)
     if distributed and shape.has_replicas:
         of_rank = sum(

@@ -15,8 +15,8 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import DeltaShape
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation.decoder import PROMPT_TOKENS
-from rl_megatron.model.flops import ForwardFlops, decoding_flops, forward_flops
-from rl_megatron.model.lora.targets import table_of
+from rl_megatron.model.flops import ForwardFlops, count_decoding_flops, count_forward_flops
+from rl_megatron.model.lora.targets import build_weight_table
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import closed_forms
 from rl_megatron.plan.batches import BatchShape
@@ -162,8 +162,8 @@ class _Phases:
         )
         new = settings.mean_response_tokens
         passes, width = new * settings.completions / together, prompt + new / 2
-        of_prompt = prompt * decoding_flops(shape, self._stage, columns=prompt)
-        of_token = decoding_flops(shape, self._stage, columns=width)
+        of_prompt = prompt * count_decoding_flops(shape, self._stage, columns=prompt)
+        of_token = count_decoding_flops(shape, self._stage, columns=width)
         logits = 4 * together * shape.vocab_shard * 2 if self._is_last else 0  # fp32, and a copy to sample from
         texts = min(settings.prompts, together, max(1, PROMPT_TOKENS["cuda"] // max(1, prompt)))
         reading = closed_forms.reading_bytes(
@@ -305,7 +305,7 @@ class _Phases:
         return sum(
             count
             * of_microbatch(
-                forward_flops(
+                count_forward_flops(
                     shape, self._stage, microbatch, fused_head=self._settings.fused_head, all_tokens=all_tokens
                 )
             )
@@ -316,4 +316,4 @@ class _Phases:
 @lru_cache(maxsize=256)
 def _largest_tensor(model: ModelConfig, vocab_size: int) -> int:
     """Return the elements of the largest Hugging Face tensor: an embedding, or the stacked experts of gpt-oss."""
-    return max(math.prod(shape) for shape in table_of(model, vocab_size).hf_shapes.values())
+    return max(math.prod(shape) for shape in build_weight_table(model, vocab_size).hf_shapes.values())

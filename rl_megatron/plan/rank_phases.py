@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.batching.config import Batching
-from rl_megatron.checkpoint.optimizer_state import parts
+from rl_megatron.checkpoint.optimizer_state import list_parts
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.engines import releases_memory
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -115,7 +115,7 @@ class RankPhases:
         label(parameters, "parameters")
         label((getattr(parameter, "main_grad", None) for parameter in parameters), "gradients")
         weights = {parameter.untyped_storage()._cdata for parameter in parameters}
-        for part in parts(policy.optimizer) if policy.optimizer is not None else ():
+        for part in list_parts(policy.optimizer) if policy.optimizer is not None else ():
             updated = [x for group in part.optimizer.param_groups for x in group["params"]]
             states = [
                 # The counts of steps, one number for each parameter, are left out.
@@ -294,7 +294,7 @@ class RankPhases:
                 model.memory.restore_optimizer()
                 model.finish_training()
                 selection = "all" if model.model.lora is None else "adapters"
-                state = TrainingState(model.model, model.optimizer, model.scheduler, selection).sharded()
+                state = TrainingState(model.model, model.optimizer, model.scheduler, selection).build_sharded()
                 copies += [tensor.detach().cpu() for tensor in _written_tensors(state)]
             del copies
         return result[0]

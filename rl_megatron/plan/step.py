@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rl_megatron.model.flops import forward_flops
+from rl_megatron.model.flops import count_forward_flops
 from rl_megatron.plan.devices import Cluster
 from rl_megatron.plan.estimate import PhaseSeconds, phase_seconds
 from rl_megatron.plan.phases import PhaseName, PhaseUse, RankUse
@@ -70,7 +70,7 @@ def _model_flops(settings: Settings) -> float:
     stages = settings.shape.parallel.pipeline
     whole = settings.microbatch
     real = replace(whole, padded_lengths=whole.lengths)
-    total = sum(forward_flops(settings.shape, stage, real, fused_head=True).of_model for stage in range(stages))
+    total = sum(count_forward_flops(settings.shape, stage, real, fused_head=True).of_model for stage in range(stages))
     of_rank = settings.batches.learned_sequences / settings.shape.data
     return settings.useful_share * of_rank / len(whole.lengths) * total / stages
 
@@ -88,7 +88,7 @@ def _computed_share(settings: Settings, name: PhaseName, stage: int) -> float:
         return 1.0
     head = "score" if name in ("train_critic", "values") else settings.shape.head
     shape = replace(settings.shape, head=head)
-    flops = forward_flops(shape, stage, settings.microbatch, fused_head=settings.fused_head, all_tokens=reads)
+    flops = count_forward_flops(shape, stage, settings.microbatch, fused_head=settings.fused_head, all_tokens=reads)
     if reads:
         return flops.computed.total / flops.total
     recompute = shape.model.recompute

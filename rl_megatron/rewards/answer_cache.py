@@ -24,13 +24,9 @@ class AnswerCache:
     """
 
     def __init__(self, directory: str | None):
-        """Keep the place; nothing is read.
-
-        Args:
-            directory: The directory. None: rl_megatron/judge in $XDG_CACHE_HOME or ~/.cache. "off": nothing is kept.
-        """
-        usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_megatron" / "judge"
-        self._directory = None if directory == OFF else Path(directory).expanduser() if directory else usual
+        """Use a directory; None is rl_megatron/judge in $XDG_CACHE_HOME or ~/.cache. With "off", nothing is kept."""
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_megatron" / "judge"
+        self._directory = None if directory == OFF else Path(directory).expanduser() if directory else default
 
     @staticmethod
     def key(request: Mapping[str, Any]) -> str:
@@ -38,7 +34,7 @@ class AnswerCache:
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def get(self, key: str) -> str | None:
-        """Return the answer, or None if there is none. A file that someone has damaged counts as none."""
+        """Return the answer, or None if there is none or its file is damaged."""
         if self._directory is None:
             return None
         try:
@@ -48,7 +44,7 @@ class AnswerCache:
         return answer if isinstance(answer, str) else None
 
     def put(self, key: str, answer: str) -> str:
-        """Keep an answer; return the one that is kept, which is another process's if that was first."""
+        """Keep an answer; return the one that is kept, which is another process's if that came first."""
         if self._directory is None:
             return answer
         file = self._file(key)
@@ -67,9 +63,9 @@ class AnswerCache:
         except OSError as error:
             log.once(f"answers of a judge cannot be kept in {self._directory} ({error}); set cache_dir, or to {OFF}")
             return answer
-        kept = self.get(key)
-        return answer if kept is None else kept
+        kept_answer = self.get(key)
+        return answer if kept_answer is None else kept_answer
 
     def _file(self, key: str) -> Path:
-        assert self._directory is not None  # the callers have looked
+        assert self._directory is not None  # the callers have checked
         return self._directory / key[:2] / f"{key[2:]}.json"

@@ -25,15 +25,14 @@ class EndpointFailed(RuntimeError):
 
 
 class BadReply(ValueError):
-    """An answer does not have the form that the protocol says; the message completes "its answer …"."""
+    """An answer does not have the protocol's form; the message completes "its answer …"."""
 
 
 @dataclass(frozen=True)
-class _Missed:
+class _FailedAttempt:
     """An attempt that failed, while another one may succeed.
 
     Attributes:
-        message: What happened.
         is_late: Whether there was no answer in time.
         wait_seconds: How long the server asks to wait, or 0.
     """
@@ -65,11 +64,7 @@ class Endpoint:
     longest_wait_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        """Check the settings; nothing is sent.
-
-        Raises:
-            ValueError: One is wrong, or the environment variable is not set.
-        """
+        """Check the settings, and that the environment variable is set; nothing is sent."""
         try:
             parts = httpx2.URL(self.url)
         except (httpx2.InvalidURL, TypeError) as error:
@@ -91,36 +86,38 @@ class Endpoint:
 
         Args:
             body: The request.
-            read: Takes the decoded JSON, and raises BadReply if it has another form than it should.
+            read: A function of the decoded JSON, which raises BadReply if that has another form than it should.
 
         Raises:
             EndpointFailed: The endpoint refused the request, or no attempt gave a usable answer.
             TimeoutError: The last attempt had no answer in time.
         """
-        missed = None
+        failed = None
         for attempt in range(self.retries + 1):
-            if missed is not None:
+            if failed is not None:
                 wait = self.backoff_seconds * 2 ** (attempt - 1) * random.uniform(0.5, 1.0)
-                await asyncio.sleep(min(max(wait, missed.wait_seconds), self.longest_wait_seconds))
+                await asyncio.sleep(min(max(wait, failed.wait_seconds), self.longest_wait_seconds))
             answer = await self._attempt(body, read)
-            if not isinstance(answer, _Missed):
+            if not isinstance(answer, _FailedAttempt):
                 return answer, attempt + 1
-            missed = answer
-        assert missed is not None  # there is at least one attempt
-        kind = TimeoutError if missed.is_late else EndpointFailed
-        raise kind(f"{missed.message}, in the last of {self.retries + 1} attempts")
+            failed = answer
+        assert failed is not None  # there is at least one attempt
+        error_class = TimeoutError if failed.is_late else EndpointFailed
+        raise error_class(f"{failed.message}, in the last of {self.retries + 1} attempts")
 
-    async def _attempt(self, body: dict[str, Any], read: Callable[[Any], T]) -> T | _Missed:
+    async def _attempt(self, body: dict[str, Any], read: Callable[[Any], T]) -> T | _FailedAttempt:
         try:
             async with asyncio.timeout(self.request_seconds):
                 response = await self._client.post(self.url, json=body)
         except (TimeoutError, httpx2.TimeoutException):
-            return _Missed(f"{self._address} did not answer within {self.request_seconds:g} seconds", is_late=True)
+            return _FailedAttempt(
+                f"{self._address} did not answer within {self.request_seconds:g} seconds", is_late=True
+            )
         except httpx2.RequestError as error:
-            return _Missed(f"{self._address} cannot be reached: {str(error) or type(error).__name__}")
+            return _FailedAttempt(f"{self._address} cannot be reached: {str(error) or type(error).__name__}")
         status = f"{self._address} answered with status {response.status_code}: {self._excerpt(response)}"
         if response.status_code in _MAY_PASS:
-            return _Missed(status, wait_seconds=_retry_after(response.headers.get("retry-after")))
+            return _FailedAttempt(status, wait_seconds=_read_retry_after(response.headers.get("retry-after")))
         if response.status_code in _REFUSES_KEY:
             raise EndpointFailed(f"{status}; name the variable that has its key in api_key_env")
         if response.status_code != 200:
@@ -128,16 +125,16 @@ class Endpoint:
         try:
             return read(response.json())
         except BadReply as error:
-            return _Missed(f"{self._address}: its answer {self._without_key(str(error))}")
+            return _FailedAttempt(f"{self._address}: its answer {self._hide_key(str(error))}")
         except ValueError:  # invalid JSON or invalid UTF-8
-            return _Missed(f"{self._address}: its answer is not JSON: {self._excerpt(response)}")
+            return _FailedAttempt(f"{self._address}: its answer is not JSON: {self._excerpt(response)}")
 
     def _excerpt(self, response: httpx2.Response) -> str:
         """Return the beginning of an answer, without the key, which some servers repeat."""
-        text = " ".join(self._without_key(response.text).split())
+        text = " ".join(self._hide_key(response.text).split())
         return repr(text if len(text) <= _LONGEST_EXCERPT else text[:_LONGEST_EXCERPT] + "…")
 
-    def _without_key(self, text: str) -> str:
+    def _hide_key(self, text: str) -> str:
         return log.redact(text.replace(self._key, log.REDACTED) if self._key else text)
 
     @cached_property
@@ -164,7 +161,7 @@ class Endpoint:
         return httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)  # `_attempt` limits the whole answer
 
 
-def _retry_after(header: str | None) -> float:
+def _read_retry_after(header: str | None) -> float:
     """Return the seconds that a header `Retry-After` asks for, or 0: a date in it is left to the usual wait."""
     try:
         return max(float(header or 0), 0.0)

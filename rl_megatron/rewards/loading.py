@@ -1,4 +1,4 @@
-"""Make the list of a stage's reward functions, and check it before the first step. This module does without torch."""
+"""Make the list of a stage's reward functions, and check it before the first step, without torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from rl_megatron.config.loading.import_strings import is_import_string
 from rl_megatron.config.reward_models import on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.data.eval_problems import problems_of_set
+from rl_megatron.data.eval_problems import read_set_problems
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.rewards import functions
 from rl_megatron.rewards.registry import REWARDS
-from rl_megatron.rewards.samples import Description, FunctionSpec, pickled
+from rl_megatron.rewards.samples import Description, FunctionSpec, pickle_for_worker
 from rl_megatron.rewards.workers import RewardWorkers
 
 assert functions  # its import registers the functions of this package
 
 
-def configured_functions(settings: RewardConfig) -> list[FunctionSpec]:
-    """Return the functions of `reward.functions`, as workers load them, without those that run on ranks.
-
-    Raises:
-        ConfigError: There is no function of a name.
-    """
+def build_specs(settings: RewardConfig) -> list[FunctionSpec]:
+    """Return the functions of `reward.functions`, as workers load them, without those that run on ranks."""
     specs, runs_on_ranks = [], on_ranks(settings)
     for index, function in enumerate(settings.functions):
         if index in runs_on_ranks:
@@ -43,25 +39,22 @@ def configured_functions(settings: RewardConfig) -> list[FunctionSpec]:
                 f"file.py:name{nearest(function.name, REWARDS)}"
             )
         else:
-            specs.append(FunctionSpec(pickled=pickled(REWARDS[function.name], where), **common))
+            specs.append(FunctionSpec(pickled=pickle_for_worker(REWARDS[function.name], where), **common))
     return specs
 
 
-def task_function(task: Task) -> FunctionSpec:
-    """Return the reward of a task, as workers load it."""
+def build_task_spec(task: Task) -> FunctionSpec:
+    """Return the reward of a task, as workers load it: with the task's options, without the data that it has read."""
     where = f"the task {task.name!r}"
-    return FunctionSpec(task.name, where, pickled=pickled(_without_data(task), where), is_task=True)
+    if is_dataclass(task) and all(field.init for field in fields(task)):
+        task = replace(task)
+    return FunctionSpec(task.name, where, pickled=pickle_for_worker(task, where), is_task=True)
 
 
 def check_rewards(stage: StageConfig, loads: bool) -> None:
-    """Check the reward functions of a stage that scores completions.
+    """Check the reward functions of a stage that scores completions, and that there is one if problems have no reward.
 
-    Args:
-        stage: The stage.
-        loads: Whether to load the functions, in a worker process. Otherwise only their names are checked.
-
-    Raises:
-        ConfigError: There is none, and the problems come without a reward; or see `check_functions`.
+    Only the functions' names are checked, unless a worker process `loads` the functions.
     """
     has_rewards = stage.reward.functions or stage.data.has_rewards or stage.rollout.environment.name is not None
     if stage.scores_completions and not has_rewards:
@@ -71,28 +64,19 @@ def check_rewards(stage: StageConfig, loads: bool) -> None:
         )
     if not stage.scores_completions:
         return
-    configured_functions(stage.reward)
+    build_specs(stage.reward)
     if not (loads and stage.reward.functions):
         return
     if PROBLEMS in (stage.algorithm.learns_from, stage.data.heldout_kind):
         check_functions(stage.reward, build_source(stage).problems(1))
-    for each in stage.eval.sets:
-        if each.task is None:
-            check_functions(stage.reward, problems_of_set(stage, each).problems[:1])
+    for eval_set in stage.eval.sets:
+        if eval_set.task is None:
+            check_functions(stage.reward, read_set_problems(stage, eval_set).problems[:1])
 
 
 def check_functions(settings: RewardConfig, problems: Iterable[Problem]) -> None:
-    """Load the functions of `reward.functions` in a worker process, and check that the problems have what they need.
-
-    Args:
-        settings: The section `reward`.
-        problems: The problems of the stage.
-
-    Raises:
-        ConfigError: A function does not exist, its file cannot be imported, its arguments are wrong, or it needs a
-            field that a record does not have. The message names the key.
-    """
-    specs = configured_functions(settings)
+    """Load the functions of `reward.functions` in a worker process, and check that the problems have what they need."""
+    specs = build_specs(settings)
     if not specs:
         return
     workers = RewardWorkers(specs, replace(settings, num_workers=1))
@@ -106,27 +90,16 @@ def check_functions(settings: RewardConfig, problems: Iterable[Problem]) -> None
 def check_fields(
     specs: Sequence[FunctionSpec], descriptions: Sequence[Description], problems: Iterable[Problem]
 ) -> None:
-    """Check that every record has the fields that functions need.
-
-    Raises:
-        ConfigError: A record lacks one; the message names the function, the field and the fields that there are.
-    """
-    needed = {name: spec for spec, each in zip(specs, descriptions, strict=True) for name in each.needed}
+    """Check that every record has the fields that functions need."""
+    needed = {name: spec for spec, function in zip(specs, descriptions, strict=True) for name in function.needed}
     if not needed:
         return
     for problem in problems:
         for name, spec in needed.items():
             if name not in problem.record:
-                fields_there = ", ".join(sorted(map(str, problem.record))) or "none"
+                field_names = ", ".join(sorted(map(str, problem.record))) or "none"
                 raise ConfigError(
                     f"{spec.where}: {spec.label} needs the parameter {name!r}, and a record has no such field "
-                    f"({problem.as_record().location}; its fields: {fields_there}); give the parameter a default, or "
+                    f"({problem.as_record().location}; its fields: {field_names}); give the parameter a default, or "
                     "set it in kwargs"
                 )
-
-
-def _without_data(task: Task) -> Task:
-    """Return a copy of the task with the same options, without the data that it may have read."""
-    if not is_dataclass(task) or not all(field.init for field in fields(task)):
-        return task
-    return replace(task)

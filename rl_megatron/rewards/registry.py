@@ -15,8 +15,8 @@ REWARDS: Registry[Callable[..., Any]] = Registry("reward function")
 def register_reward(name: str) -> Callable[[FunctionT], FunctionT]:
     """Return a decorator that registers a reward function as `name`, or a class whose instances are such functions.
 
-    `docs/rewards.md` describes the forms that a function may have. A class is made once in each worker process, with
-    the `kwargs` of the configuration.
+    `docs/rewards.md` describes the forms that a function may have. A class is instantiated once in each worker process,
+    with the `kwargs` of the configuration.
 
     Raises:
         ValueError: Another reward function has this name already.

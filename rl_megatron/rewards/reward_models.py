@@ -16,30 +16,70 @@ from typing import Any
 from rl_megatron import log
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
-from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_manifest, saved_model
-from rl_megatron.checkpoint.hf_load import open_hugging_face
+from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_manifest, read_model_section
+from rl_megatron.checkpoint.hf_weights import open_hugging_face
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.reward_models import OF_STAGES, RewardModelArguments, ScoringModel, on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.data.collate import Padding
+from rl_megatron.data.batch import Padding
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.rewards.running_statistics import RunningStatistics
 from rl_megatron.topology import degrees
 from rl_megatron.topology.topology import Topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.reference import HostWeights
 
-CheckpointOf = Callable[[str], Path]
+FindCheckpoint = Callable[[str], Path]
 """Returns the last checkpoint of a stage, by its name."""
+_SMALLEST_STD = 1e-6  # scores that are all equal become 0
+
+
+@dataclass
+class RunningStatistics:
+    """The mean and the standard deviation of all numbers so far, in double precision.
+
+    `squares` is the sum of squared deviations.
+
+    Source: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, values: Sequence[float]) -> None:
+        """Count further numbers."""
+        number = len(values)
+        if not number:
+            return
+        mean = math.fsum(values) / number
+        squares = math.fsum((value - mean) ** 2 for value in values)
+        total, apart = self.count + number, mean - self.mean
+        self.squares += squares + apart**2 * self.count * number / total
+        self.mean += apart * number / total
+        self.count = total
+
+    def normalize(self, value: float) -> float:
+        """Return a number without the mean, in standard deviations."""
+        if not self.count:
+            return value
+        return (value - self.mean) / max(math.sqrt(self.squares / self.count), _SMALLEST_STD)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the three numbers."""
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.count, self.mean, self.squares = int(state["count"]), float(state["mean"]), float(state["squares"])
 
 
 class SequenceScorer:
     """One model with a score head. It owns the weights and their placement."""
 
     def __init__(self, policy: MegatronPolicy, tokenizer: Tokenizer, placement: str):
-        """Keep the model, whose weights are loaded."""
+        """Keep the model, whose weights are loaded, without gradients."""
         for model_chunk in policy.model.model_chunks:
             model_chunk.eval().requires_grad_(False)
         self._policy, self._padding = policy, Padding(tokenizer.pad_id, 1)
@@ -49,19 +89,15 @@ class SequenceScorer:
         if placement == "offload" and not offloads:
             log.once("placement=offload of a reward model has no effect on a CPU, where host memory is the device's")
 
-    def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Return the score of each sequence on every rank, read after its last token. Collective.
-
-        Args:
-            sequences: The tokens of each, on rank 0; other ranks' are not used.
-        """
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """Return on every rank the score of each of rank 0's sequences, read after its last token. Collective."""
         topology = self._policy.topology
         ranks = topology.ranks
         if not ranks.share(lambda: len(sequences)):
             return []
-        own = self._padding.collate([list(each) for each in sequences]) if ranks.leads else None
+        padded = self._padding.collate([list(sequence) for sequence in sequences]) if ranks.leads else None
         with self._host.on_device() if self._host is not None else nullcontext():
-            batch = self._policy.distribute(Batch.gather_facts(own, topology))
+            batch = self._policy.distribute(Batch.gather_facts(padded, topology))
             batch["scores"] = self._policy.score(batch)["scores"].cpu()
         at_home = batch.gather_at_homes(["scores"])
         return ranks.share(at_home["scores"].tolist)
@@ -73,11 +109,9 @@ class SequenceScorer:
 
 @dataclass
 class RewardModel:
-    """The reward function `reward_model` on the policy's ranks: models, and what becomes of their scores.
+    """The reward function `reward_model` on the policy's ranks: models, and how their scores become one.
 
     Attributes:
-        arguments: Its arguments.
-        scorers: Its models.
         statistics: The scores of training so far, for `normalize=running`.
         is_frozen: Whether scores do not change the statistics, as those of an evaluation.
     """
@@ -87,16 +121,17 @@ class RewardModel:
     statistics: RunningStatistics = field(default_factory=RunningStatistics)
     is_frozen: bool = False
 
-    def results(self, sequences: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[dict[str, float]]:
         """Return for each sequence the `score` and the metrics `raw` and, of an ensemble, `spread`. Collective."""
-        of_models = [scorer.scores(sequences) for scorer in self.scorers]
-        combined = [self._combined(scores) for scores in zip(*of_models, strict=True)]
+        scores_by_model = [scorer.score(sequences) for scorer in self.scorers]
+        scores_by_sequence = list(zip(*scores_by_model, strict=True))
+        combined = [self._combine(scores) for scores in scores_by_sequence]
         running = self.arguments.normalize == "running"
         if running and not self.is_frozen:
             self.statistics.add([value for value in combined if math.isfinite(value)])
         results = []
-        for value, scores in zip(combined, zip(*of_models, strict=True), strict=True):
-            score = self.statistics.normalized(value) if running else value
+        for value, scores in zip(combined, scores_by_sequence, strict=True):
+            score = self.statistics.normalize(value) if running else value
             clip = self.arguments.clip
             metrics = {"raw": sum(scores) / len(scores)}
             if len(scores) > 1:
@@ -104,46 +139,46 @@ class RewardModel:
             results.append({"score": score if clip is None else min(max(score, -clip), clip), **metrics})
         return results
 
-    def _combined(self, scores: Sequence[float]) -> float:
+    def _combine(self, scores: Sequence[float]) -> float:
         """Return the score of the models together, or NaN if a score is not finite: min and clip would hide that."""
         if not all(map(math.isfinite, scores)):
             return math.nan
         members = self.arguments.members
-        shifted = [(score - each.mean) / each.std for score, each in zip(scores, members, strict=True)]
+        shifted = [(score - model.mean) / model.std for score, model in zip(scores, members, strict=True)]
         if self.arguments.combine == "min":
             return min(shifted)
-        total = sum(each.weight for each in members)
-        return sum(value * each.weight for value, each in zip(shifted, members, strict=True)) / total
+        total = sum(model.weight for model in members)
+        return sum(value * model.weight for value, model in zip(shifted, members, strict=True)) / total
 
 
 class RewardModels:
     """The reward models of one stage. A model that several functions name is loaded once."""
 
-    def __init__(self, config: StageConfig, layout: Topology, tokenizer: Tokenizer, checkpoint_of: CheckpointOf):
+    def __init__(self, config: StageConfig, layout: Topology, tokenizer: Tokenizer, find_checkpoint: FindCheckpoint):
         """Load nothing yet."""
-        self._config, self._layout, self._tokenizer, self._checkpoint_of = config, layout, tokenizer, checkpoint_of
+        self._config, self._layout, self._tokenizer, self._find_checkpoint = config, layout, tokenizer, find_checkpoint
         self._scorers: dict[tuple[str | None, str | None, str], SequenceScorer] = {}
         self._functions: dict[str, RewardModel] = {}
 
-    def of(self, settings: RewardConfig) -> dict[int, RewardModel]:
-        """Return the reward models of some functions by their places in the list, with their weights. Collective."""
-        found = {}
+    def load(self, settings: RewardConfig) -> dict[int, RewardModel]:
+        """Load the reward models among `reward.functions`; return them by their indices. Collective."""
+        loaded = {}
         for index, arguments in on_ranks(settings).items():
             key = repr(arguments)
             if key not in self._functions:
                 scorers = [self._scorer(model, arguments.placement) for model in arguments.members]
                 self._functions[key] = RewardModel(arguments, scorers)
-            found[index] = self._functions[key]
-        return found
+            loaded[index] = self._functions[key]
+        return loaded
 
     @property
     def keeps_statistics(self) -> bool:
         """Return whether a function normalizes by running statistics, which checkpoints have to keep."""
-        return any(each.arguments.normalize == "running" for each in self._functions.values())
+        return any(function.arguments.normalize == "running" for function in self._functions.values())
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Let scores leave the running statistics as they are, within the block of a `with` statement."""
+    def freeze_statistics(self) -> Iterator[None]:
+        """Keep scores out of the running statistics, within the block of a `with` statement."""
         for function in self._functions.values():
             function.is_frozen = True
         try:
@@ -154,14 +189,10 @@ class RewardModels:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running statistics, in the order of the functions."""
-        return {"statistics": [each.statistics.state_dict() for each in self._functions.values()]}
+        return {"statistics": [function.statistics.state_dict() for function in self._functions.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from running statistics.
-
-        Raises:
-            ConfigError: They are those of other functions.
-        """
+        """Continue from running statistics, or raise ConfigError if they are those of other functions."""
         if len(state["statistics"]) != len(self._functions):
             raise ConfigError(f"it has {len(state['statistics'])} reward models, and the stage {len(self._functions)}")
         for function, values in zip(self._functions.values(), state["statistics"], strict=True):
@@ -175,24 +206,26 @@ class RewardModels:
     def _scorer(self, source: ScoringModel, placement: str) -> SequenceScorer:
         key = source.init_from, source.hf, placement
         if key not in self._scorers:
-            self._scorers[key] = SequenceScorer(self._loaded(source), self._tokenizer, placement)
+            self._scorers[key] = SequenceScorer(self._load_model(source), self._tokenizer, placement)
         return self._scorers[key]
 
-    def _loaded(self, source: ScoringModel) -> MegatronPolicy:
+    def _load_model(self, source: ScoringModel) -> MegatronPolicy:
         if source.hf is not None:
             weights = open_hugging_face(Path(source.hf), "score")
-            policy = self._built(weights.model, weights.vocab_size)
+            policy = self._build_policy(weights.model, weights.vocab_size)
             weights.load_into(policy.model)
             return policy
         assert source.init_from is not None  # one of the two is set
         name = source.init_from.removeprefix(OF_STAGES)
-        path = Path(source.init_from) if name == source.init_from else self._checkpoint_of(name)
+        path = Path(source.init_from) if name == source.init_from else self._find_checkpoint(name)
         manifest = read_manifest(path)
-        policy = self._built(saved_model(path, manifest), manifest.get("vocab_size", self._tokenizer.vocab_size))
+        policy = self._build_policy(
+            read_model_section(path, manifest), manifest.get("vocab_size", self._tokenizer.vocab_size)
+        )
         policy.load_checkpoint(path, weights_only=True, verify=name == source.init_from)
         return policy
 
-    def _built(self, model: ModelConfig, vocab_size: int) -> MegatronPolicy:
+    def _build_policy(self, model: ModelConfig, vocab_size: int) -> MegatronPolicy:
         config = self._config
         longest = max(model.max_sequence_length, config.model.max_sequence_length)
         return MegatronPolicy(
@@ -205,9 +238,7 @@ class RewardModels:
 def check_reward_models(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check the reward models of a stage before anything is built, apart from those that another stage makes.
 
-    Raises:
-        ConfigError: There is no such model, it has no score head, its tokens are others than the policy's, or it does
-            not fit the layout. The message names the key.
+    A model must exist, have a score head and the policy's tokens, and fit the layout.
     """
     for index, arguments in on_ranks(stage.reward).items():
         if stage.rollout.is_asynchronous:
@@ -218,14 +249,14 @@ def check_reward_models(stage: StageConfig, tokenizer: Tokenizer) -> None:
         for model in arguments.members:
             where = f"reward.functions[{index}].kwargs.{'hf' if model.init_from is None else 'init_from'}"
             try:
-                shape = _checked(model, tokenizer)
+                shape = _check_model(model, tokenizer)
                 if shape is not None:
                     degrees.validate_model(shape, stage.parallel)
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from error
 
 
-def _checked(source: ScoringModel, tokenizer: Tokenizer) -> ModelConfig | None:
+def _check_model(source: ScoringModel, tokenizer: Tokenizer) -> ModelConfig | None:
     """Return the shape of a model whose head and tokens are right, or None if a stage will make it."""
     if source.hf is not None:
         weights = open_hugging_face(Path(source.hf), "score")
@@ -236,7 +267,7 @@ def _checked(source: ScoringModel, tokenizer: Tokenizer) -> ModelConfig | None:
         return None
     path = Path(source.init_from)
     manifest = read_manifest(path)
-    shape = saved_model(path, manifest)
+    shape = read_model_section(path, manifest)
     check_head(path, manifest, "score", weights_only=False)
     check_checkpoint(path, shape, tokenizer.digest)
     if manifest.get("vocab_size", tokenizer.vocab_size) < tokenizer.vocab_size:

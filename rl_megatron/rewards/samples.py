@@ -1,4 +1,4 @@
-"""What is sent between a rank and its reward workers: samples, functions, and what the workers say about them."""
+"""What a rank and its reward workers send each other: samples, functions, their descriptions and their outcomes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ class Sample:
     """One completion with its problem.
 
     Attributes:
-        problem: The problem, whose prompt was completed.
-        completion: The sampled text.
-        completion_ids: Its tokens, with the stop token.
+        completion_ids: The completion's tokens, with the stop token.
         truncated: Whether the completion ended without a stop token.
         messages: The whole conversation. Without a chat format it is the prompt and the completion.
         turns: The texts of the policy's turns. The completion is the last one.
-        metadata: What an environment says about the trajectory.
+        metadata: What an environment reports about the trajectory.
         environment_reward: The reward that the environment gave; the reward functions' is added to it.
         sequence_ids: All tokens up to the end of the completion, if a reward model reads them.
         sequence_text: Their text with special tokens, but without those that the tokenizer puts before every text.
@@ -46,7 +44,7 @@ class Sample:
 
     def describe(self) -> str:
         """Return the prompt and the completion, both shortened, for a message."""
-        return f"prompt {shortened(self.problem.prompt)} and completion {shortened(self.completion)}"
+        return f"prompt {_shorten(self.problem.prompt)} and completion {_shorten(self.completion)}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,6 @@ class FunctionSpec:
         where: The configuration key, for messages.
         target: Its import string, or None if `pickled` has the function itself.
         pickled: A pickled function, class or task, or None.
-        kwargs: Further arguments by name.
         is_task: Whether `pickled` is a task, whose method `reward` is the function.
     """
 
@@ -71,12 +68,10 @@ class FunctionSpec:
 
 
 class Description(NamedTuple):
-    """What a worker found out about a function.
+    """A function as the worker that has loaded it describes it.
 
     Attributes:
-        label: The function's name.
         form: How it is called: for one sample, for a whole list, as verl does, or for a problem, as a task is.
-        is_async: Whether its calls are awaited.
         needed: The record fields without which it cannot be called.
     """
 
@@ -91,7 +86,7 @@ class Failure(NamedTuple):
 
     Attributes:
         kind: "timeout" if it took too long, "error" for everything else.
-        message: What happened; it completes "the function …".
+        message: It completes "the function …".
     """
 
     kind: Literal["error", "timeout"]
@@ -99,25 +94,19 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one call said about one sample. Without a failure, `score` None means that the function does not apply."""
+    """The result of one call for one sample. Without a failure, `score` None means that the function does not apply."""
 
     score: float | None
     metrics: dict[str, float]
     failure: Failure | None = None
 
 
-def pickled(value: Callable[..., Any] | object, where: str) -> bytes:
+def pickle_for_worker(value: Callable[..., Any] | object, where: str) -> bytes:
     """Return a function, or an instance of a user's class, so that another process can load it.
 
     What a fresh process can import is sent by name. Everything else, such as a function of `__main__` or of a cell of a
-    notebook, is sent with its code.
-
-    Args:
-        value: The function or the instance.
-        where: What it is, for the message.
-
-    Raises:
-        ConfigError: It refers to something that cannot be sent, such as an open file.
+    notebook, is sent with its code. If it refers to something that cannot be sent, such as an open file, a ConfigError
+    names it as `where`.
     """
     import cloudpickle
 
@@ -136,14 +125,14 @@ def pickled(value: Callable[..., Any] | object, where: str) -> bytes:
 
 def dumps(message: object) -> bytes:
     """Return a message for another process; samples of users' own classes are sent with their classes' code."""
-    if all(type(each.problem) is Problem for each in _samples_of(message)):
+    if all(type(sample.problem) is Problem for sample in _find_samples(message)):
         return frames.dumps(message)
     import cloudpickle
 
     return cloudpickle.dumps(message)
 
 
-def shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     """Return the text in quotation marks, with the middle of a long one left out."""
     if len(text) > _LENGTH_SHOWN:
         half = _LENGTH_SHOWN // 2
@@ -151,10 +140,10 @@ def shortened(text: str) -> str:
     return repr(text)
 
 
-def _samples_of(message: object) -> list[Sample]:
+def _find_samples(message: object) -> list[Sample]:
     parts = message if isinstance(message, tuple) else ()
-    found = [part for part in parts if isinstance(part, Sample)]
-    return found + [each for part in parts if isinstance(part, list) for each in part if isinstance(each, Sample)]
+    entries = [entry for part in parts for entry in (part if isinstance(part, list) else [part])]
+    return [entry for entry in entries if isinstance(entry, Sample)]
 
 
 def _can_be_imported(module: ModuleType) -> bool:

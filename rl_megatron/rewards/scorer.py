@@ -16,9 +16,9 @@ from rl_megatron.config.errors import ConfigError, RunFailed, describe_error
 from rl_megatron.config.reward_models import REWARD_MODEL, on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.tasks.task import Problem, Task
-from rl_megatron.rewards.loading import configured_functions, task_function
-from rl_megatron.rewards.results import ERRORS, SCORE, TIMEOUTS, BadResult, is_finite_reward, read_result
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.loading import build_specs, build_task_spec
+from rl_megatron.rewards.metrics import RewardMetrics
+from rl_megatron.rewards.reward_function import ERRORS, SCORE, TIMEOUTS, BadResult, is_finite_reward, read_result
 from rl_megatron.rewards.reward_models import RewardModel
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
 from rl_megatron.rewards.workers import RewardWorkers
@@ -27,21 +27,21 @@ from rl_megatron.topology.ranks import Ranks
 # How long a rank scores before all ranks meet. It is less than any timeout of a collective, so that a rank which waits
 # for the rewards of others does not give up.
 _SECONDS_BETWEEN_MEETINGS = 5.0
-_SECONDS_ALONE = 0.5  # how long a scorer that is alone scores before it looks whether it is closed
+_SECONDS_ALONE = 0.5  # how often a scorer that is alone checks whether it is closed
 _MOST_WARNINGS = 5  # of one function
 _T = TypeVar("_T")
 
 
 class RewardFailed(RunFailed):
-    """A reward function failed, and the configuration says that the run ends then."""
+    """A reward function failed, and the configuration lets that end the run."""
 
 
 class _Report(NamedTuple):
-    """What one rank says when all ranks meet.
+    """The report of one rank when all ranks meet.
 
     Attributes:
         is_done: Whether it has nothing left to score.
-        error: An error outside of the functions, such as that of a function that a new worker cannot load.
+        error: An error outside of the functions, such as that of a new worker that cannot load them.
         failed: The failure that ends the run, with its function and sample.
     """
 
@@ -71,21 +71,21 @@ class Scorer:
             task: Returns the task whose reward is used if `reward.functions` is empty.
             ranks: The ranks that score together. With `Ranks()`, this rank scores all samples by itself, and no method
                 is collective.
-            models: The functions whose models run on the ranks, by their places in the list.
+            models: The functions whose models run on the ranks, by their indices in `reward.functions`.
         """
         self._settings, self._task, self._ranks = settings, task, ranks
         self._is_closed = False
         self._models = dict(models or {})
         # The functions in the order of all indices here: those of workers, and then those that run on ranks.
-        places = [place for place in range(len(settings.functions)) if place not in self._models]
-        self._functions = [settings.functions[place] for place in (*places, *self._models)]
+        on_workers = [index for index in range(len(settings.functions)) if index not in self._models]
+        self._functions = [settings.functions[index] for index in (*on_workers, *self._models)]
         self._specs: list[FunctionSpec] = []
         self._workers: RewardWorkers | None = None
         self._scoring_ranks: list[int] = []
         self._warnings: dict[str, int] = {}
 
     def start(self) -> None:
-        """Start a worker on every node, which loads the functions while this process goes on. Collective."""
+        """Start a worker on every node, which loads the functions while this process continues. Collective."""
         if self._specs:
             return
         if on_ranks(self._settings).keys() != self._models.keys():
@@ -93,19 +93,19 @@ class Scorer:
                 "reward.functions: reward_model with init_from or hf runs on the ranks of a stage that trains and "
                 "waits for its rollouts; serve the model elsewhere, and set url"
             )
-        of_workers = configured_functions(self._settings)
+        worker_specs = build_specs(self._settings)
         if not self._functions:
-            of_workers = [task_function(self._task())]
-        self._specs = of_workers + [
-            FunctionSpec(self._settings.functions[place].shown_name, f"reward.functions[{place}]")
-            for place in self._models
+            worker_specs = [build_task_spec(self._task())]
+        self._specs = worker_specs + [
+            FunctionSpec(self._settings.functions[index].shown_name, f"reward.functions[{index}]")
+            for index in self._models
         ]
-        if not of_workers:
+        if not worker_specs:
             return
-        first_of_node = self._ranks.gather(int(os.environ.get("LOCAL_RANK", self._ranks.rank)) == 0)
-        self._scoring_ranks = [rank for rank, is_first in enumerate(first_of_node) if is_first] or [0]
+        are_first = self._ranks.gather(int(os.environ.get("LOCAL_RANK", self._ranks.rank)) == 0)  # of their nodes
+        self._scoring_ranks = [rank for rank, is_first in enumerate(are_first) if is_first] or [0]
         if self._ranks.rank in self._scoring_ranks:
-            self._workers = RewardWorkers(of_workers, self._settings)
+            self._workers = RewardWorkers(worker_specs, self._settings)
             with suppress(OSError):  # `score` tries again, and tells all ranks if that fails as well
                 self._workers.start()
 
@@ -118,13 +118,8 @@ class Scorer:
     ) -> tuple[Tensor, RewardMetrics]:
         """Return the reward of each completion, [B] fp32, and the metrics of the functions, on rank 0. Collective.
 
-        Ranks other than 0 may give any samples, which are not used, and get no rewards and metrics.
-
-        Args:
-            problems: One problem for each completion.
-            completions: The sampled texts.
-            completion_ids: Their tokens.
-            truncated: Whether each ended without a stop token.
+        Ranks other than 0 may give any samples, which are not used, and get no rewards and metrics. An entry of
+        `truncated` is true if its completion ended without a stop token.
 
         Raises:
             RewardFailed: A function gave no score, and `reward.on_error` or `on_timeout` is "error". The message names
@@ -137,11 +132,12 @@ class Scorer:
     def score_samples(self, samples: Sequence[Sample]) -> tuple[Tensor, RewardMetrics]:
         """Return what `score` returns, for samples that may have several turns. Collective."""
         self.start()
-        of_models = self._results_of_models(samples)
-        outcomes = self._outcomes(self._shared_out(samples))
+        # A rank without samples gets no results.
+        sequences = [sample.sequence_ids for sample in samples]
+        results = [model.score(sequences)[: len(samples)] for model in self._models.values()]
+        outcomes = self._run_workers(self._distribute(samples))
         combined = self._ranks.run_on_rank0(
-            lambda: self._combined(samples, {**outcomes, **self._outcomes_of_models(samples, of_models)}),
-            (RewardFailed,),
+            lambda: self._combine(samples, {**outcomes, **self._read_model_results(samples, results)}), (RewardFailed,)
         )
         return combined or (torch.zeros(0), RewardMetrics())
 
@@ -150,26 +146,17 @@ class Scorer:
         """Return whether samples must have their `sequence_ids` and `sequence_text`: a function is a reward model."""
         return any(function.name == REWARD_MODEL and function.path is None for function in self._settings.functions)
 
-    def _results_of_models(self, samples: Sequence[Sample]) -> list[list[dict[str, float]]]:
-        """Return what each model says of each sequence; a rank without samples gets no results. Collective."""
-        sequences = [sample.sequence_ids for sample in samples]
-        return [model.results(sequences)[: len(samples)] for model in self._models.values()]
-
-    def _outcomes_of_models(
+    def _read_model_results(
         self, samples: Sequence[Sample], results: Sequence[Sequence[dict[str, float]]]
     ) -> dict[tuple[int, int], Outcome]:
-        """Return the outcomes of the models by (function, sample).
-
-        Raises:
-            RewardFailed: A score is not finite, and `reward.on_error` is "error".
-        """
+        """Return the outcomes of the models by (function, sample)."""
         outcomes = {}
-        for function, of_samples in enumerate(results, len(self._specs) - len(self._models)):
-            for index, (sample, result) in enumerate(zip(samples, of_samples, strict=True)):
+        for function, model_results in enumerate(results, len(self._specs) - len(self._models)):
+            for index, (sample, result) in enumerate(zip(samples, model_results, strict=True)):
                 try:
                     outcomes[function, index] = Outcome(*read_result(result))
                 except BadResult as error:
-                    outcomes[function, index] = self._failed(sample, function, str(error))
+                    outcomes[function, index] = self._fail(sample, function, str(error))
         return outcomes
 
     def close(self) -> None:
@@ -178,76 +165,67 @@ class Scorer:
         if self._workers is not None:
             self._workers.close()
 
-    @property
-    def _place(self) -> int | None:
-        """Return the place of this rank among those that score, or None."""
-        rank = self._ranks.rank
-        return self._scoring_ranks.index(rank) if rank in self._scoring_ranks else None
-
-    def _shared_out(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def _distribute(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """Return all samples on rank 0, those that the node scores on the first ranks of other nodes, else none."""
         others = self._scoring_ranks[1:]
         if self._ranks.leads:
-            for place, rank in enumerate(others, 1):
-                dist.send_object_list([samples[place :: len(others) + 1]], rank)
+            for node, rank in enumerate(others, 1):
+                dist.send_object_list([samples[node :: len(others) + 1]], rank)
             return samples
-        return _received_from(0) if self._ranks.rank in others else ()
+        return _receive_from(0) if self._ranks.rank in others else ()
 
-    def _outcomes(self, samples: Sequence[Sample]) -> dict[tuple[int, int], Outcome]:
-        """Return on rank 0 what every function says about every sample, by (function, sample).
-
-        Args:
-            samples: What `_shared_out` returns.
-        """
-        place = self._place
+    def _run_workers(self, samples: Sequence[Sample]) -> dict[tuple[int, int], Outcome]:
+        """Return on rank 0 the outcomes of all workers by (function, sample), after `_distribute`. Collective."""
+        rank = self._ranks.rank
+        node = self._scoring_ranks.index(rank) if rank in self._scoring_ranks else None
         has_begun = has_reported = False
         while True:
             report = _Report()
-            if place is not None and not has_reported:
-                report = self._work(None if has_begun else samples, place)
+            if node is not None and not has_reported:
+                report = self._work(None if has_begun else samples, node)
                 has_begun, has_reported = True, report.is_done
             reports = self._ranks.gather(report)
             self._raise_first(reports, samples)
-            if all(each.is_done for each in reports):
-                return self._collected()
+            if all(report.is_done for report in reports):
+                return self._collect_outcomes()
 
-    def _collected(self) -> dict[tuple[int, int], Outcome]:
+    def _collect_outcomes(self) -> dict[tuple[int, int], Outcome]:
         """Return the outcomes of all nodes on rank 0, and none on other ranks."""
         others = self._scoring_ranks[1:]
         outcomes = {} if self._workers is None else self._workers.outcomes
         if self._ranks.leads:
             outcomes = dict(outcomes)
-            for place, rank in enumerate(others, 1):
-                of_node: dict[tuple[int, int], Outcome] = _received_from(rank)
-                for (function, sample), outcome in of_node.items():
-                    outcomes[function, self._number(sample, place)] = outcome
+            for node, rank in enumerate(others, 1):
+                node_outcomes: dict[tuple[int, int], Outcome] = _receive_from(rank)
+                for (function, sample), outcome in node_outcomes.items():
+                    outcomes[function, self._global_index(sample, node)] = outcome
             return outcomes
         if self._ranks.rank in others:
             dist.send_object_list([outcomes], 0)
         return {}
 
-    def _number(self, sample: int, place: int) -> int:
-        """Return the number among all samples of a sample of the node at a place; rank 0 has all of them."""
-        return sample if place == 0 else place + sample * len(self._scoring_ranks)
+    def _global_index(self, sample: int, node: int) -> int:
+        """Return the index among all samples of a node's sample; rank 0, which is node 0, has all of them."""
+        return sample if node == 0 else node + sample * len(self._scoring_ranks)
 
-    def _work(self, samples: Sequence[Sample] | None, place: int) -> _Report:
-        """Begin to score samples, or go on with it, until all ranks meet."""
+    def _work(self, samples: Sequence[Sample] | None, node: int) -> _Report:
+        """Begin to score samples, or continue without them, until all ranks meet."""
         assert self._workers is not None  # this is a scoring rank
         try:
             if self._is_closed:
                 raise RuntimeError("the run ends")
             if samples is not None:
-                mine = range(0, len(samples), len(self._scoring_ranks) if place == 0 else 1)
-                self._workers.submit(samples, mine, with_lists=place == 0)
+                mine = range(0, len(samples), len(self._scoring_ranks) if node == 0 else 1)
+                self._workers.submit(samples, mine, with_lists=node == 0)
             is_done = self._workers.advance(_SECONDS_ALONE if self._ranks.size == 1 else _SECONDS_BETWEEN_MEETINGS)
         except ConfigError as error:
             return _Report(error=error)
         except Exception as error:  # any failure, such as that of a new process: the other ranks wait for this one
-            return _Report(error=RewardFailed(f"the reward workers cannot go on: {describe_error(error)}"))
+            return _Report(error=RewardFailed(f"the reward workers cannot continue: {describe_error(error)}"))
         failed = self._workers.failed
         if failed is not None:
             function, sample, failure = failed
-            failed = function, self._number(sample, place), failure
+            failed = function, self._global_index(sample, node), failure
         return _Report(is_done, None, failed)
 
     def _raise_first(self, reports: Sequence[_Report], samples: Sequence[Sample]) -> None:
@@ -262,10 +240,10 @@ class Scorer:
             if report.failed is not None:
                 function, sample, failure = report.failed
                 raise RewardFailed(
-                    self._ranks.share(lambda f=function, s=sample, e=failure: self._described(f, e, samples[s]))
+                    self._ranks.share(lambda f=function, s=sample, e=failure: self._describe_failure(f, e, samples[s]))
                 )
 
-    def _described(self, function: int, failure: Failure, sample: Sample) -> str:
+    def _describe_failure(self, function: int, failure: Failure, sample: Sample) -> str:
         """Return a message about a failure, with the remedy."""
         spec = self._specs[function]
         name = f"the reward of task {spec.label!r}" if spec.is_task else f"the reward function {spec.label!r}"
@@ -276,48 +254,43 @@ class Scorer:
             f"reward.on_{key}=zero"
         )
 
-    def _combined(
+    def _combine(
         self, samples: Sequence[Sample], outcomes: Mapping[tuple[int, int], Outcome]
     ) -> tuple[Tensor, RewardMetrics]:
         """Return the weighted sums of the scores, and the metrics."""
         weights = [function.weight for function in self._functions] or [1.0]
         metrics, rewards = RewardMetrics(), []
-        self._count_failures(metrics, len(samples))
+        for spec in self._specs:  # failures that do not end the run are reported if there are none, too
+            for policy, name in ((self._settings.on_error, ERRORS), (self._settings.on_timeout, TIMEOUTS)):
+                if policy == "zero":
+                    metrics.count(f"reward_{spec.label}_{name}", 0)
         for index, sample in enumerate(samples):
-            of_sample = [outcomes[function, index] for function in range(len(weights))]
-            if all(outcome.failure is None and outcome.score is None for outcome in of_sample):
+            sample_outcomes = [outcomes[function, index] for function in range(len(weights))]
+            if all(outcome.failure is None and outcome.score is None for outcome in sample_outcomes):
                 message = "does not apply to the sample, and no other function does"
-                of_sample = [self._failed(sample, function, message) for function in range(len(weights))]
-            reward = _weighted(weights, of_sample)
+                sample_outcomes = [self._fail(sample, function, message) for function in range(len(weights))]
+            reward = _sum_weighted(weights, sample_outcomes)
             while not is_finite_reward(reward):
-                parts = [abs(w * (each.score or 0.0)) for w, each in zip(weights, of_sample, strict=True)]
+                parts = [
+                    abs(weight * (outcome.score or 0.0))
+                    for weight, outcome in zip(weights, sample_outcomes, strict=True)
+                ]
                 largest = parts.index(max(parts))
-                score = of_sample[largest].score
+                score = sample_outcomes[largest].score
                 message = f"scored {score:g}, and with the weight {weights[largest]:g} the reward is not finite"
-                of_sample[largest] = self._failed(sample, largest, message)
-                reward = _weighted(weights, of_sample)
-            for function, outcome in enumerate(of_sample):
+                sample_outcomes[largest] = self._fail(sample, largest, message)
+                reward = _sum_weighted(weights, sample_outcomes)
+            for function, outcome in enumerate(sample_outcomes):
                 self._observe(metrics, function, outcome, sample)
                 metrics.scores.setdefault(self._specs[function].label, []).append(outcome.score)
             rewards.append(reward)
         return torch.tensor(rewards, dtype=torch.float32), metrics
 
-    def _count_failures(self, metrics: RewardMetrics, num_samples: int) -> None:
-        """Report counts of 0 as well, for failures that do not end the run."""
-        for spec in self._specs:
-            for policy, name in ((self._settings.on_error, ERRORS), (self._settings.on_timeout, TIMEOUTS)):
-                if policy == "zero":
-                    metrics.count(f"reward_{spec.label}_{name}", 0)
-
-    def _failed(self, sample: Sample, function: int, message: str) -> Outcome:
-        """Return the outcome of a function whose score cannot be used.
-
-        Raises:
-            RewardFailed: `reward.on_error` is "error".
-        """
+    def _fail(self, sample: Sample, function: int, message: str) -> Outcome:
+        """Return the outcome of a function whose score cannot be used; raise it if `reward.on_error` is "error"."""
         failure = Failure("error", message)
         if self._settings.on_error == "error":
-            raise RewardFailed(self._described(function, failure, sample))
+            raise RewardFailed(self._describe_failure(function, failure, sample))
         return Outcome(None, {}, failure)
 
     def _observe(self, metrics: RewardMetrics, function: int, outcome: Outcome, sample: Sample) -> None:
@@ -326,22 +299,24 @@ class Scorer:
         prefix = f"reward_{spec.label}_"
         if outcome.failure is not None:
             metrics.count(prefix + (TIMEOUTS if outcome.failure.kind == "timeout" else ERRORS), 1)
-            said = self._warnings[spec.label] = self._warnings.get(spec.label, 0) + 1
-            if said <= _MOST_WARNINGS:
-                more = "; further ones are only counted" if said == _MOST_WARNINGS else ""
-                log.LOGGER.warning("%s (it scores 0)%s", self._described(function, outcome.failure, sample), more)
+            num_warnings = self._warnings[spec.label] = self._warnings.get(spec.label, 0) + 1
+            if num_warnings <= _MOST_WARNINGS:
+                more = "; further ones are only counted" if num_warnings == _MOST_WARNINGS else ""
+                log.LOGGER.warning(
+                    "%s (it scores 0)%s", self._describe_failure(function, outcome.failure, sample), more
+                )
         elif outcome.score is not None and not spec.is_task:  # the score of a task is the reward itself
             metrics.observe(prefix + SCORE, outcome.score)
         for name, value in outcome.metrics.items():
             metrics.observe(prefix + name, value)
 
 
-def _weighted(weights: Sequence[float], outcomes: Sequence[Outcome]) -> float:
+def _sum_weighted(weights: Sequence[float], outcomes: Sequence[Outcome]) -> float:
     scored = zip(weights, outcomes, strict=True)
     return sum(weight * outcome.score for weight, outcome in scored if outcome.score is not None)
 
 
-def _received_from(rank: int) -> Any:
+def _receive_from(rank: int) -> Any:
     """Return the object that a rank sends."""
     box: list[Any] = [None]
     dist.recv_object_list(box, rank)

@@ -1,4 +1,4 @@
-"""Run reward functions in a process of their own. `workers` starts it and sends samples over a socket.
+"""The process in which reward functions run. `RewardWorkers` starts it and sends samples over a socket.
 
 A function may do anything: raise, print, fork, close files, or end the process. Every call is marked in shared memory
 before it begins, so that the process which waits for the result knows which call was the last.
@@ -15,8 +15,16 @@ from typing import Any
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.import_strings import load_object
-from rl_megatron.rewards.calling import BadFunction, RewardFunction, TaskReward, run_async
-from rl_megatron.rewards.results import BadResult, describe_with_place, read_result, read_results
+from rl_megatron.rewards.reward_function import (
+    BadFunction,
+    BadResult,
+    RewardFunction,
+    TaskReward,
+    describe_with_place,
+    read_result,
+    read_results,
+    run_async,
+)
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
 from rl_megatron.workers.calls import BusyTime, CallMark, TimedCall, finished_within
 from rl_megatron.workers.child import serve_user_code
@@ -54,10 +62,10 @@ class Worker:
         try:
             for spec in specs:
                 where = spec.where
-                self._functions.append(_loaded(spec))
+                self._functions.append(_load_function(spec))
         except (ConfigError, BadFunction) as error:
-            named = str(error).startswith(where.partition("=")[0])
-            self._send("refused", str(error) if named else f"{where}: {error}")
+            names_key = str(error).startswith(where.partition("=")[0])
+            self._send("refused", str(error) if names_key else f"{where}: {error}")
             return
         except Exception as error:  # unpickling runs the user's imports
             self._send("refused", f"{where}: {describe_with_place(error)}")
@@ -72,28 +80,27 @@ class Worker:
                     result = run_async(self._functions[index].call(sample), self._loop)
                     outcome = Outcome(*read_result(result))
                 except BaseException as error:  # also SystemExit, with which a function would end this process
-                    outcome = _failed(error)
+                    outcome = _build_failure(error)
                 self._send("outcomes", job, index, [outcome])
 
     def _call_list(self, job: int, index: int, samples: list[Sample]) -> None:
         """Call a function for all samples at once, and send the outcomes."""
-        function, logged = self._functions[index], {}
+        function, metrics = self._functions[index], {}
         assert isinstance(function, RewardFunction)  # the reward of a task has another form
         with self._mark.of(job, index):
             try:
-                result = run_async(function.call_list(samples, logged.__setitem__), self._loop)
+                result = run_async(function.call_list(samples, metrics.__setitem__), self._loop)
                 outcomes = [Outcome(*score) for score in read_results(result, len(samples))]
-                of_list = read_result({"score": 0.0, **logged}).metrics
-                outcomes[0] = outcomes[0]._replace(metrics=outcomes[0].metrics | of_list)
+                list_metrics = read_result({"score": 0.0, **metrics}).metrics
+                outcomes[0] = outcomes[0]._replace(metrics=outcomes[0].metrics | list_metrics)
             except BaseException as error:  # as above
-                outcomes = [_failed(error)] * len(samples)
+                outcomes = [_build_failure(error)] * len(samples)
             self._send("outcomes", job, index, outcomes)
 
     async def _await_all(self, first: list[Any]) -> list[tuple[Any, ...]]:
         """Run the calls of an async function at the same time, with those that arrive before all are done.
 
-        Returns:
-            Messages of another kind, which arrived meanwhile.
+        Return the messages of other kinds that arrived meanwhile.
         """
         running = {self._loop.create_task(self._await_one(*first))}
         others: list[tuple[Any, ...]] = []
@@ -119,14 +126,14 @@ class Worker:
         return others
 
     async def _touch(self) -> None:
-        """Mark again and again that the loop goes round."""
+        """Mark the time again and again, as long as nothing blocks the loop."""
         while True:
             self._mark.touch()
             await asyncio.sleep(_SECONDS_BETWEEN_TOUCHES)
 
     async def _await_one(self, job: int, index: int, sample: Sample) -> None:
         """Call an async function for one sample, and send the outcome."""
-        timed = TimedCall(self._mark, self._busy, (job, index), self._outcome(index, sample))
+        timed = TimedCall(self._mark, self._busy, (job, index), self._call_async(index, sample))
         call = await finished_within(timed, self._timeout)
         if call is not None:
             outcome = call.result()
@@ -134,13 +141,13 @@ class Worker:
             outcome = Outcome(None, {}, Failure("timeout", f"took longer than {self._timeout:g} seconds"))
         self._send("outcomes", job, index, [outcome])
 
-    async def _outcome(self, index: int, sample: Sample) -> Outcome:
+    async def _call_async(self, index: int, sample: Sample) -> Outcome:
         try:
             return Outcome(*read_result(await self._functions[index].call(sample)))
         except GeneratorExit:  # this coroutine is closed
             raise
         except BaseException as error:  # also SystemExit and asyncio.CancelledError, which would end the loop
-            return _failed(error)
+            return _build_failure(error)
 
     def _send(self, *message: Any) -> None:
         self._mark.end_forked_child()
@@ -150,7 +157,7 @@ class Worker:
             os._exit(1)
 
 
-def _loaded(spec: FunctionSpec) -> RewardFunction | TaskReward:
+def _load_function(spec: FunctionSpec) -> RewardFunction | TaskReward:
     if spec.pickled is None:
         assert spec.target is not None  # one of the two is set
         return RewardFunction(load_object(spec.target, spec.where.partition("=")[0]), spec.label, spec.kwargs)
@@ -158,7 +165,7 @@ def _loaded(spec: FunctionSpec) -> RewardFunction | TaskReward:
     return TaskReward(value, spec.label) if spec.is_task else RewardFunction(value, spec.label, spec.kwargs)
 
 
-def _failed(error: BaseException) -> Outcome:
+def _build_failure(error: BaseException) -> Outcome:
     if isinstance(error, BadResult):
         return Outcome(None, {}, Failure("error", str(error)))
     kind = "timeout" if isinstance(error, TimeoutError) else "error"

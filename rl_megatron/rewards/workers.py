@@ -7,12 +7,12 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import RewardConfig
-from rl_megatron.rewards.jobs import Job, WorkerHandle
 from rl_megatron.rewards.samples import Description, Failure, FunctionSpec, Outcome, Sample, dumps
 from rl_megatron.workers.child_process import ChildProcess
 
@@ -20,6 +20,7 @@ WORKER_MODULE = "rl_megatron.rewards.worker"
 _MOST_WORKERS = 32  # of reward.num_workers=null
 _SECONDS_TO_LOAD = 120.0
 _SECONDS_BETWEEN_LOOKS = 0.1  # at processes whose socket is silent
+_GRACE_SECONDS = 1.0  # an event loop that has not gone round for this time beyond the limit is taken to be blocked
 _AHEAD = 2  # calls that a worker has before it ends the first, so that it never waits for the next
 _AHEAD_IF_SHORT = 16
 _SHORT_SECONDS = 0.002  # of a call
@@ -27,12 +28,79 @@ _WORTH_A_WORKER_SECONDS = 0.3  # of work that waits: a worker starts in about th
 _MOST_ATTEMPTS = 2  # of a call whose worker ended; the second one is made alone
 
 
+@dataclass
+class Job:
+    """Functions to call for one sample, or one function to call for all samples.
+
+    Attributes:
+        kind: "call" (functions in order, for one sample), "await" (an async function) or "list" (all samples).
+        functions: The indices of the functions that have not answered.
+        samples: The indices of the samples.
+        since: The `time.monotonic` at which it was sent. For the worker's oldest job: when the last answer came.
+        attempts: The number of workers that ended for an unknown reason while they had this job.
+    """
+
+    number: int
+    kind: str
+    functions: list[int]
+    samples: list[int]
+    since: float = 0.0
+    attempts: int = 0
+
+
+@dataclass
+class WorkerHandle:
+    """A worker process and its jobs by their numbers, in the order in which they were sent."""
+
+    process: ChildProcess
+    started: float
+    is_ready: bool = False
+    jobs: dict[int, Job] = field(default_factory=dict)
+
+    @property
+    def oldest(self) -> Job | None:
+        """Return the job that the worker got first."""
+        return next(iter(self.jobs.values()), None)
+
+    def can_take(self, kind: str, most: int) -> bool:
+        """Return whether the worker takes another job of a kind, of which it may have `most`."""
+        are_alike = all(job.kind == kind and not job.attempts for job in self.jobs.values())
+        return self.is_ready and len(self.jobs) < most and are_alike
+
+    def send(self, job: Job, samples: Sequence[Sample]) -> None:
+        """Send a job to the worker, with its samples out of those of all ranks."""
+        job.since = time.monotonic()
+        self.jobs[job.number] = job
+        if job.kind == "list":
+            self.process.send("list", job.number, job.functions[0], [samples[index] for index in job.samples])
+        else:
+            functions = job.functions[0] if job.kind == "await" else job.functions
+            self.process.send(job.kind, job.number, functions, samples[job.samples[0]])
+
+    def is_late(self, limit: float) -> bool:
+        """Return whether the call that runs takes longer than a limit in seconds; queued ones have not begun.
+
+        A worker ends late calls of async functions itself, unless one of them blocks its event loop.
+        """
+        oldest = self.oldest
+        if oldest is None:
+            return False
+        start = max(oldest.since, self.process.mark.touched)
+        return time.monotonic() - start > limit + (_GRACE_SECONDS if oldest.kind == "await" else 0.0)
+
+    def find_call(self) -> tuple[Job, int] | None:
+        """Return the job and the function that the worker calls, or called when it ended; None if that is unknown."""
+        number, function = self.process.mark.read() or (-1, -1)
+        job = self.jobs.get(number)
+        return None if job is None or function not in job.functions else (job, function)
+
+
 class RewardWorkers:
     """The worker processes beside one rank. They are started when there is work for them, and live until `close`.
 
     Attributes:
-        descriptions: What the first worker found out about each function; None until it has loaded them.
-        outcomes: What was said so far about (function, sample), both by index.
+        descriptions: The first worker's descriptions of the functions; None until it has loaded them.
+        outcomes: The outcomes so far, by the indices (function, sample).
         failed: The first failure that ends the run, with its function and sample; None if there is none.
     """
 
@@ -43,8 +111,8 @@ class RewardWorkers:
         self._workers: list[WorkerHandle] = []
         self._waiting: dict[str, deque[Job]] = {kind: deque() for kind in ("list", "await", "call")}
         self._samples: list[Sample] = []
-        self._num_jobs = self._num_wanted = self._num_calls = 0
-        self._seconds_of_calls = self._looked = 0.0
+        self._num_jobs = self._num_expected = self._num_calls = 0
+        self._seconds_of_calls = self._last_look = 0.0
         self.descriptions: list[Description] | None = None
         self.outcomes: dict[tuple[int, int], Outcome] = {}
         self.failed: tuple[int, int, Failure] | None = None
@@ -55,19 +123,19 @@ class RewardWorkers:
             self._start_worker()
 
     def load(self) -> list[Description]:
-        """Return what a worker found out about each function, after loading them.
+        """Let a worker load the functions, and return its descriptions of them.
 
         Raises:
             ConfigError: A function cannot be loaded or called.
         """
         self.start()
         while self.descriptions is None:
-            self._hear(_SECONDS_BETWEEN_LOOKS)
+            self._receive(_SECONDS_BETWEEN_LOOKS)
             self._check_deadlines()
         return self.descriptions
 
     def submit(self, samples: Sequence[Sample], mine: Sequence[int], with_lists: bool) -> None:
-        """Begin to score samples; `advance` goes on with it.
+        """Begin to score samples; `advance` continues.
 
         Args:
             samples: The samples of all ranks.
@@ -77,34 +145,34 @@ class RewardWorkers:
         Raises:
             ConfigError: A function cannot be loaded or called.
         """
-        described = list(enumerate(self.load()))
+        functions = list(enumerate(self.load()))
         self._samples, self.outcomes, self.failed = list(samples), {}, None
-        plain = [index for index, each in described if each.form != "list" and not each.is_async]
-        awaited = [index for index, each in described if each.form != "list" and each.is_async]
-        lists = [index for index, each in described if each.form == "list" and with_lists and samples]
+        plain = [index for index, function in functions if function.form != "list" and not function.is_async]
+        awaited = [index for index, function in functions if function.form != "list" and function.is_async]
+        lists = [index for index, function in functions if function.form == "list" and with_lists and samples]
         for index in lists:
-            self._wait("list", [index], list(range(len(samples))))
+            self._enqueue("list", [index], list(range(len(samples))))
         for sample in mine:
             for index in awaited:
-                self._wait("await", [index], [sample])
+                self._enqueue("await", [index], [sample])
             if plain:
-                self._wait("call", list(plain), [sample])
-        self._num_wanted = len(lists) * len(samples) + (len(plain) + len(awaited)) * len(mine)
+                self._enqueue("call", list(plain), [sample])
+        self._num_expected = len(lists) * len(samples) + (len(plain) + len(awaited)) * len(mine)
 
     def advance(self, seconds: float) -> bool:
-        """Run calls for at most so many seconds; return whether all are done, or a failure ends the run.
+        """Run calls for at most that many seconds; return whether all are done, or a failure ends the run.
 
         Raises:
             ConfigError: A new worker cannot load a function.
         """
         until = time.monotonic() + seconds
-        while self.failed is None and len(self.outcomes) < self._num_wanted:
+        while self.failed is None and len(self.outcomes) < self._num_expected:
             self._send_jobs()
             self._start_more()
             left = until - time.monotonic()
             if left <= 0:
                 return False
-            self._hear(min(left, _SECONDS_BETWEEN_LOOKS))
+            self._receive(min(left, _SECONDS_BETWEEN_LOOKS))
             self._check_deadlines()
         if self.failed is not None:
             self.abandon()
@@ -124,7 +192,7 @@ class RewardWorkers:
             worker.process.leave()
         self._workers = []
 
-    def _wait(self, kind: str, functions: list[int], samples: list[int]) -> None:
+    def _enqueue(self, kind: str, functions: list[int], samples: list[int]) -> None:
         self._num_jobs += 1
         self._waiting[kind].append(Job(self._num_jobs, kind, functions, samples))
 
@@ -136,15 +204,15 @@ class RewardWorkers:
 
     def _start_more(self) -> None:
         """Start the workers for which there is work."""
-        waiting = sum(map(len, self._waiting.values()))
-        free = min(self._most - len(self._workers), waiting)
-        if free <= 0:
+        num_waiting = sum(map(len, self._waiting.values()))
+        num_free = min(self._most - len(self._workers), num_waiting)
+        if num_free <= 0:
             return
         ready = [worker for worker in self._workers if worker.is_ready]
         if not self._workers or self._waiting["list"] and len(ready) == len(self._workers):
             self._start_worker()
-        elif ready and waiting * self._seconds_per_call(ready) / len(self._workers) > _WORTH_A_WORKER_SECONDS:
-            for _ in range(free):
+        elif ready and num_waiting * self._seconds_per_call(ready) / len(self._workers) > _WORTH_A_WORKER_SECONDS:
+            for _ in range(num_free):
                 self._start_worker()
 
     def _seconds_per_call(self, ready: Sequence[WorkerHandle]) -> float:
@@ -156,31 +224,31 @@ class RewardWorkers:
         are_short = self._num_calls > 0 and self._seconds_of_calls / self._num_calls < _SHORT_SECONDS
         most = {"list": 1, "await": self._settings.concurrency, "call": _AHEAD_IF_SHORT if are_short else _AHEAD}
         for worker in sorted(self._workers, key=lambda worker: len(worker.jobs)):
-            for kind, waiting in self._waiting.items():
-                while waiting and worker.takes(kind, 1 if waiting[0].attempts else most[kind]):
-                    worker.send(waiting.popleft(), self._samples)
+            for kind, jobs in self._waiting.items():
+                while jobs and worker.can_take(kind, 1 if jobs[0].attempts else most[kind]):
+                    worker.send(jobs.popleft(), self._samples)
 
-    def _hear(self, seconds: float) -> None:
-        """Wait for messages for at most so many seconds, and take those that arrived."""
+    def _receive(self, seconds: float) -> None:
+        """Wait for messages for at most that many seconds, and handle those that arrived."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 events = selectors.EVENT_WRITE if worker.process.wants_to_write else 0
                 selector.register(worker.process.socket, selectors.EVENT_READ | events, worker)
-            heard: list[WorkerHandle] = [key.data for key, _ in selector.select(seconds)]
-        for worker in heard:
+            active: list[WorkerHandle] = [key.data for key, _ in selector.select(seconds)]
+        for worker in active:
             worker.process.flush()
             for message in worker.process.receive():
-                self._take(worker, *message)
-        if time.monotonic() - self._looked >= _SECONDS_BETWEEN_LOOKS:
-            self._looked = time.monotonic()
+                self._handle_message(worker, *message)
+        if time.monotonic() - self._last_look >= _SECONDS_BETWEEN_LOOKS:
+            self._last_look = time.monotonic()
             for worker in self._workers:
                 worker.process.look()
         for worker in [worker for worker in self._workers if worker.process.has_ended]:
-            self._take_end(worker)
-        if heard and self._num_wanted:
-            log.report_progress(len(self.outcomes), self._num_wanted, "rewards")
+            self._handle_end(worker)
+        if active and self._num_expected:
+            log.report_progress(len(self.outcomes), self._num_expected, "rewards")
 
-    def _take(self, worker: WorkerHandle, kind: str, *parts: Any) -> None:
+    def _handle_message(self, worker: WorkerHandle, kind: str, *parts: Any) -> None:
         if kind == "refused":
             self.abandon()
             raise ConfigError(parts[0])
@@ -194,20 +262,22 @@ class RewardWorkers:
         if job.kind == "call":
             self._seconds_of_calls += now - job.since
             self._num_calls += 1
-        self._note(job, function, outcomes)
+        self._record(job, function, outcomes)
         job.functions.remove(function)
         if not job.functions:
             del worker.jobs[number]
         if job.kind == "call" and (following := worker.oldest) is not None:
             following.since = now
 
-    def _note(self, job: Job, function: int, outcomes: Sequence[Outcome]) -> None:
-        """Keep the outcomes of a function, and the failure if it ends the run."""
+    def _record(self, job: Job, function: int, outcomes: Sequence[Outcome]) -> None:
+        """Record the outcomes of a function, and the first failure that ends the run."""
         for sample, outcome in zip(job.samples, outcomes, strict=True):
             self.outcomes[function, sample] = outcome
             failure = outcome.failure
-            if failure is not None and self.failed is None and _policy(self._settings, failure) == "error":
-                self.failed = function, sample, failure
+            if failure is not None and self.failed is None:
+                settings = self._settings
+                if (settings.on_timeout if failure.kind == "timeout" else settings.on_error) == "error":
+                    self.failed = function, sample, failure
 
     def _check_deadlines(self) -> None:
         """End the workers whose calls take too long."""
@@ -223,49 +293,45 @@ class RewardWorkers:
                 continue
             if worker.is_late(limit):
                 oldest = worker.oldest
-                call = worker.call()
+                call = worker.find_call()
                 if call is None and oldest is not None and oldest.kind != "await":
                     call = oldest, oldest.functions[0]
                 self._end(worker, call, Failure("timeout", f"took longer than {limit:g} seconds"))
 
-    def _take_end(self, worker: WorkerHandle) -> None:
-        """Take down which call ended a worker, and send its other calls again.
+    def _handle_end(self, worker: WorkerHandle) -> None:
+        """Record the failure of the call that ended a worker, and repeat its other calls.
 
         If a coroutine closed the socket, another one may run by now.
         """
         is_async = (oldest := worker.oldest) is not None and oldest.kind == "await"
-        marked = worker.call() if not is_async or worker.process.has_exited() else None
+        call = worker.find_call() if not is_async or worker.process.has_exited() else None
         if not worker.is_ready:
             how = worker.process.end()
             self._workers.remove(worker)
             self.abandon()
             raise ConfigError(f"reward.functions: a worker process {how} while it loaded them; see its output above")
-        self._end(worker, marked, None)
+        self._end(worker, call, None)
 
     def _end(self, worker: WorkerHandle, call: tuple[Job, int] | None, failure: Failure | None) -> None:
-        """Kill a worker.
+        """Kill a worker, record the failure of one call, and repeat its other calls.
 
         Args:
             worker: The worker.
-            call: The job and the function of the call that fails; all other calls are made again. None: it is not
-                known which of them it is, so that each is made again alone.
+            call: The job and the function of the call that fails. None: it is not known which of them it is, so that
+                each is repeated alone.
             failure: Why the call fails. None: it ended its worker process.
         """
-        calls = [] if call is None else [call]
+        failed = [] if call is None else [call]
         if call is None:
             for job in worker.jobs.values():
                 job.attempts += 1
                 if job.attempts >= _MOST_ATTEMPTS:
-                    calls.append((job, job.functions[0]))
+                    failed.append((job, job.functions[0]))
         how = worker.process.end()
         self._workers.remove(worker)
-        for job, function in calls:
+        for job, function in failed:
             job.functions.remove(function)
             outcome = Outcome(None, {}, failure or Failure("error", f"ended its worker process, which {how}"))
-            self._note(job, function, [outcome] * len(job.samples))
+            self._record(job, function, [outcome] * len(job.samples))
         for job in reversed([job for job in worker.jobs.values() if job.functions]):
             self._waiting[job.kind].appendleft(job)
-
-
-def _policy(settings: RewardConfig, failure: Failure) -> str:
-    return settings.on_timeout if failure.kind == "timeout" else settings.on_error

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from rl_megatron.data.conversations import Message, message_text
+from rl_megatron.data.conversations import Message, get_message_text
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.completions import request_seed
@@ -169,7 +169,7 @@ class RolloutClient:
                 )
             if messages is None:
                 return TextHistory(self, self.tokenizer, self.prompt.ids, most_characters)
-            texts = "".join(message_text(message) for message in messages)
+            texts = "".join(get_message_text(message) for message in messages)
             check_length(texts, most_characters)
             ids = [*self.tokenizer.prefix_ids, *self.tokenizer.encode(texts)]
             return TextHistory(self, self.tokenizer, ids, most_characters)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
 from rl_megatron.data.chat_template import ChatTemplate
-from rl_megatron.data.conversations import Conversation, Message, message_text
+from rl_megatron.data.conversations import Conversation, Message, get_message_text
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import Completion, Sampling
 from rl_megatron.rollouts.tools.turns import ToolTurns
@@ -230,7 +230,7 @@ class TextHistory(History):
         self._tokenizer = tokenizer
 
     def extend(self, messages: Sequence[Message]) -> None:
-        text = "".join(message_text(message) for message in messages)
+        text = "".join(get_message_text(message) for message in messages)
         check_length(text, self._most_characters)
         self.messages += messages
         self._ids += self._tokenizer.encode(text)
@@ -318,7 +318,7 @@ class ChatHistory(History):
         ids = completion.ids
         has_stop_token = completion.reason == "stop" and ids[-1] in sampling.stop_ids
         content = self._tokenizer.decode(ids[:-1] if has_stop_token else ids, skip_special_tokens=False)
-        self._end_of_turn = self._tokenizer.token_text(ids[-1]) if has_stop_token else ""
+        self._end_of_turn = self._tokenizer.decode_token(ids[-1]) if has_stop_token else ""
         self.messages.append({"role": "assistant", "content": content})
         # After another token, the first one may have a space that it does not have alone.
         previous = self._ids[-len(ids) - 1]

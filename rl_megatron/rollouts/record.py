@@ -28,7 +28,7 @@ from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rollouts.batch import COMPONENT, index_data_sets
 from rl_megatron.rollouts.files import KEPT, Draw, build_rows, read_rows, rollout_file, rows_to_batch, write_rows
 from rl_megatron.topology.ranks import Ranks

@@ -17,7 +17,7 @@ from rl_megatron.data.sources import build_source
 from rl_megatron.data.training_data import RolloutPrompts
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.generation.synced_engine import SyncedEngine
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts, Group
 from rl_megatron.rollouts.batch import index_data_sets

@@ -16,7 +16,7 @@ from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rewards.samples import Sample
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.batch import build_component_keys, build_trajectory_batch

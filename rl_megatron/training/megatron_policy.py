@@ -15,9 +15,9 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching, require_count
 from rl_megatron.batching.rank_plan import RankPlan, require_key
 from rl_megatron.batching.routing import ROUTED_EXPERTS
-from rl_megatron.checkpoint.adapters import adapter_entries, holds_adapter, saved_base
-from rl_megatron.checkpoint.directory import check_head, read_manifest, saved_model
-from rl_megatron.checkpoint.hf_load import open_hugging_face
+from rl_megatron.checkpoint.adapters import describe_model_adapters, find_base, holds_adapter
+from rl_megatron.checkpoint.directory import check_head, read_manifest, read_model_section
+from rl_megatron.checkpoint.hf_weights import open_hugging_face
 from rl_megatron.checkpoint.load import load_checkpoint, start_from_weights
 from rl_megatron.checkpoint.save import Save, begin_checkpoint
 from rl_megatron.checkpoint.training_state import TrainingState
@@ -156,11 +156,11 @@ class MegatronPolicy(ColocatablePolicyInterface):
         path = Path(path)
         manifest = read_manifest(path)
         if holds_adapter(manifest):
-            saved_base(path, manifest)  # an adapter alone does not make a policy
+            find_base(path, manifest)  # an adapter alone does not make a policy
         topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
         options = {key: manifest[key] for key in ("vocab_size", "head", "precision") if key in manifest} | options
         initialise = check_head(path, manifest, options.get("head", "lm"), weights_only)
-        policy = cls(saved_model(path, manifest), topology, initialise=initialise, **options)
+        policy = cls(read_model_section(path, manifest), topology, initialise=initialise, **options)
         policy.load_checkpoint(path, weights_only=weights_only)
         return policy
 
@@ -445,7 +445,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     def begin_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: Any) -> Save:
         """Start to write a checkpoint while training continues. Call `finish` on the result to complete it."""
-        state, entries = self._state(), adapter_entries(self.model)
+        state, entries = self._state(), describe_model_adapters(self.model)
         return begin_checkpoint(Path(directory), step, state, config=config, **entries, **extra)
 
     def load_checkpoint(self, path: str | Path, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:

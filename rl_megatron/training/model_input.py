@@ -15,7 +15,7 @@ from rl_megatron.batching.microbatch import Microbatch, padded_lengths
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.logprobs import Sharding
-from rl_megatron.model.backend import packing_params
+from rl_megatron.model.backend import build_packing_params
 from rl_megatron.model.build import unwrap
 from rl_megatron.model.layers.router_replay import number_tokens
 from rl_megatron.topology.token_layout import TokenLayout
@@ -67,7 +67,7 @@ class ModelInput:
             starts, padded_starts = boundaries = tuple(
                 torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (microbatch.lengths, padded)
             )
-            packing = packing_params(padded, topology, backend)
+            packing = build_packing_params(padded, topology, backend)
             layout = TokenLayout.from_pack(starts, padded_starts, ids.size(1), local_length, groups.cp)
         most_counted = _most_counted(batch, layout, topology.tensor if topology.sequence else 1)
         sharding = Sharding(groups.tp, groups.cp, vocab_size, *boundaries, most_counted=most_counted)

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from rl_megatron.checkpoint.optimizer_state import allocate_moments, parts
+from rl_megatron.checkpoint.optimizer_state import allocate_moments, list_parts
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.timing import MEGATRON_TIMERS
@@ -118,7 +118,7 @@ def _count_once(optimizer: MegatronOptimizer, topology: Topology) -> None:
 
     megatron-core counts whole weights on the first tensor-parallel rank. Experts are split over other ranks.
     """
-    for part in parts(optimizer):
+    for part in list_parts(optimizer):
         if any(group["is_expert_parallel"] for group in part.optimizer.param_groups):
             setattr(part, "tp_group", topology.groups.expt_tp)  # noqa: B010  # megatron-core sets it in this way, too
 
@@ -129,7 +129,7 @@ def fuse(optimizer: MegatronOptimizer) -> None:
     torch's default is a loop of many operations per parameter on a CPU. On a GPU it handles all parameters at once, but
     allocates as much memory as they take.
     """
-    for part in parts(optimizer):
+    for part in list_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True

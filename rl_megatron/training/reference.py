@@ -22,8 +22,8 @@ from rl_megatron import disk, log
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.model.lora.attach import dora_adapters_of, trained_adapters_of
-from rl_megatron.model.lora.originals import whole_parameters
+from rl_megatron.model.lora.attach import find_dora_adapters, find_trained_adapters
+from rl_megatron.model.lora.originals import find_whole_parameters
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.inference import Inference, build_runner
@@ -86,8 +86,8 @@ class AdapterReference:
 
     def _weights(self) -> list[torch.nn.Parameter]:
         model_chunks = self._model.model_chunks
-        whole = [weight for weight, _ in whole_parameters(model_chunks)]
-        return [weight for adapter in trained_adapters_of(model_chunks) for weight in adapter.parameters()] + whole
+        whole = [weight for weight, _ in find_whole_parameters(model_chunks)]
+        return [weight for adapter in find_trained_adapters(model_chunks) for weight in adapter.parameters()] + whole
 
     @contextmanager
     def _use_weights(self, start: list[Tensor]) -> Iterator[None]:
@@ -100,7 +100,7 @@ class AdapterReference:
 
     def _set(self, values: list[Tensor]) -> None:
         _copy(values, self._weights())
-        for adapter in dora_adapters_of(self._model.model_chunks):
+        for adapter in find_dora_adapters(self._model.model_chunks):
             adapter.forget_lengths()
 
 

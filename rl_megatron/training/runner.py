@@ -28,15 +28,15 @@ from rl_megatron.model.heads.deferred import DeferredHead, UncopiedHead
 from rl_megatron.model.layers.attention import BIASES
 from rl_megatron.model.layers.router import (
     balances_globally,
-    balancing_loss,
-    balancing_routers,
     begin_step,
+    compute_expert_load,
+    compute_replaced_share,
     counting,
-    expert_load,
+    find_balancing_routers,
     forget_graphs,
-    replaced_share,
+    sum_balancing_loss,
 )
-from rl_megatron.model.layers.router_replay import expert_layers, replaying
+from rl_megatron.model.layers.router_replay import find_expert_layers, replaying
 from rl_megatron.model.lora.dropout import seed_microbatch
 from rl_megatron.timing import MEGATRON_TIMERS
 from rl_megatron.topology.topology import Topology, keep_generators
@@ -138,7 +138,7 @@ class Runner:
             torch.no_grad(),
         ):
             # Nothing reads the logits, so this head does not compute them.
-            head = DeferredHead.of(self.model_chunks, None)
+            head = DeferredHead.find(self.model_chunks, None)
             self._run_schedule(prepared, lambda *output: None, forward_only=True, head=head, collect=True, seeds=seeds)
 
     def _reduce_router_metrics(self, replays: bool) -> dict[str, Tensor]:
@@ -148,11 +148,11 @@ class Runner:
         metrics, device = {}, self.topology.device
         config = get_model_config(self.model_chunks[0])
         if self._has_experts and config.moe_router_load_balancing_type != "none":  # a stage may have no router
-            metrics["router_aux_loss"] = balancing_loss(balancing_routers(self.model_chunks), world, device)
+            metrics["router_aux_loss"] = sum_balancing_loss(find_balancing_routers(self.model_chunks), world, device)
         if self._has_experts:
-            metrics |= expert_load(self.model_chunks, self.topology.groups.tp_dp_cp, world, device)
+            metrics |= compute_expert_load(self.model_chunks, self.topology.groups.tp_dp_cp, world, device)
         if replays:
-            metrics["mismatch_routing"] = replaced_share(self.model_chunks, world, device)
+            metrics["mismatch_routing"] = compute_replaced_share(self.model_chunks, world, device)
         return metrics
 
     @torch.no_grad()
@@ -195,7 +195,7 @@ class Runner:
             pairs = torch.stack([values.view(torch.int32), ids.int()], dim=-1)
             return sharding.layout(pairs, tuple(batch["input_ids"].shape)).gather(pairs)
 
-        return self._collect(microbatches, read, head=UncopiedHead.of(self.model_chunks))
+        return self._collect(microbatches, read, head=UncopiedHead.find(self.model_chunks))
 
     @torch.no_grad()
     def deferred_logits(self, microbatches: list[Microbatch]) -> list[DeferredLogits]:
@@ -208,7 +208,7 @@ class Runner:
         def read(batch: BatchedDataDict, output: DeferredLogits, sharding: Sharding) -> None:
             logits.append(output)
 
-        self._collect(microbatches, read, DeferredHead.of(self.model_chunks, None))
+        self._collect(microbatches, read, DeferredHead.find(self.model_chunks, None))
         return logits[: len(microbatches)]
 
     def _collect(
@@ -220,8 +220,8 @@ class Runner:
     def _choose_head(self) -> DeferredHead | UncopiedHead | None:
         """Return how logits reach losses that can read them in any memory layout, or block by block."""
         if self.fused_head is None:
-            return UncopiedHead.of(self.model_chunks)
-        return DeferredHead.of(self.model_chunks, self.fused_head.block_tokens)
+            return UncopiedHead.find(self.model_chunks)
+        return DeferredHead.find(self.model_chunks, self.fused_head.block_tokens)
 
     def _run_schedule(
         self, prepared: PreparedStep, read: Callable, forward_only: bool,
@@ -288,7 +288,7 @@ class Runner:
     def _prepare(self, microbatches: list[Microbatch], forward_only: bool) -> PreparedStep:
         """Return the model's input for the microbatches, on the host."""
         counts_experts = not forward_only and self._has_experts
-        replayed = expert_layers(self.model_chunks) if ROUTED_EXPERTS in microbatches[0].batch else []
+        replayed = find_expert_layers(self.model_chunks) if ROUTED_EXPERTS in microbatches[0].batch else []
         microbatches, topology = self._fill_up(microbatches), self.topology
         model_input = [
             ModelInput.build(microbatch, topology, self.vocab_size, self.backend, counts_experts, replayed)

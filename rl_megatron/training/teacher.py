@@ -12,8 +12,8 @@ from torch import Tensor
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.rank_plan import RankPlan
-from rl_megatron.checkpoint.directory import MANIFEST, check_head, read_manifest, saved_model
-from rl_megatron.checkpoint.hf_load import HuggingFaceWeights, open_hugging_face
+from rl_megatron.checkpoint.directory import MANIFEST, check_head, read_manifest, read_model_section
+from rl_megatron.checkpoint.hf_weights import HuggingFaceWeights, open_hugging_face
 from rl_megatron.checkpoint.load import load_checkpoint
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.errors import ConfigError
@@ -144,7 +144,7 @@ def open_teacher(path: Path) -> tuple[ModelConfig, HuggingFaceWeights | None]:
         return weights.model, weights
     manifest = read_manifest(path)
     check_head(path, manifest, "lm", weights_only=True)
-    return saved_model(path, manifest), None
+    return read_model_section(path, manifest), None
 
 
 def check_vocabulary(path: Path, tokenizer: Tokenizer) -> None:

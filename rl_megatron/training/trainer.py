@@ -16,10 +16,10 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from rl_megatron import log
-from rl_megatron.checkpoint.optimizer_state import main_parameters, parts
+from rl_megatron.checkpoint.optimizer_state import list_main_parameters, list_parts
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.losses.base import Loss
-from rl_megatron.model.layers.router import move_biases, moving_routers
+from rl_megatron.model.layers.router import find_moving_routers, move_biases
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.timing import phase
 from rl_megatron.training.metrics import NonFiniteLoss, combine_steps
@@ -120,13 +120,13 @@ class Trainer:
         if not math.isfinite(grad_norm):  # clipping with it would make every weight NaN
             raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {loss:.4g}")
         if self._clip_grad > 0:
-            for part in parts(self.optimizer):
+            for part in list_parts(self.optimizer):
                 clip_grads.clip_grad_by_total_norm_fp32([*part.get_parameters()], self._clip_grad, grad_norm)
             clipped *= min(1.0, self._clip_grad / (grad_norm + 1e-6))  # as megatron-core has scaled it
         updated = bool(self.optimizer.step_with_ready_grads())
         self._model.mark_updated(updated)
         if updated and self._model.lora is None:  # the routers beside adapters are frozen
-            move_biases(moving_routers(self._model.model_chunks), self._model.topology.groups.tp_dp_cp)
+            move_biases(find_moving_routers(self._model.model_chunks), self._model.topology.groups.tp_dp_cp)
         self.scheduler.step(increment=1)
         return norms | {"grad_norm_clipped": clipped}, updated
 
@@ -166,11 +166,11 @@ class GradientNorms:
         }
         self._device = next(model_chunks[0].parameters()).device
         self._counted: dict[dist.ProcessGroup, list[list[Tensor]]] = {}  # weights by group of layers
-        for part in parts(optimizer):
+        for part in list_parts(optimizer):
             ranks = part.get_grad_stats_parallel_group()
             counted = self._counted.setdefault(ranks, [[] for _ in groups])
             tp_group = getattr(part, "tp_group", None)
-            for parameter, main in main_parameters(part):
+            for parameter, main in list_main_parameters(part):
                 if param_is_not_shared(main) and param_is_not_tensor_parallel_duplicate(main, tp_group):
                     counted[group_indices[id(parameter)]].append(main)
 

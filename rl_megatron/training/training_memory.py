@@ -10,7 +10,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from rl_megatron.checkpoint.optimizer_state import parts
+from rl_megatron.checkpoint.optimizer_state import list_parts
 from rl_megatron.model.sharded_model import ShardedModel
 
 
@@ -88,7 +88,7 @@ def offloadable_states(optimizer: MegatronOptimizer, model_chunks: list[torch.nn
     weights. A moved view would become a copy, and the optimizer would train the copy. Here these views stay in place.
     """
     model_storages = {p.untyped_storage().data_ptr() for model_chunk in model_chunks for p in model_chunk.parameters()}
-    for part in parts(optimizer):
+    for part in list_parts(optimizer):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.untyped_storage().data_ptr() not in model_storages:

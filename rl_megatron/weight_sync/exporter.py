@@ -14,23 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, peft_config
+from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, build_peft_config
 from rl_megatron.config.engines import refuse_several
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import Shape, Slab, WeightTable
-from rl_megatron.model.lora.attach import adapters_of
+from rl_megatron.model.lora.attach import find_adapters
 from rl_megatron.model.lora.layers import LinearAdapter
-from rl_megatron.model.lora.modules import whole_tensors
+from rl_megatron.model.lora.modules import find_whole_tensors
 from rl_megatron.model.lora.targets import (
     Part,
-    adapted_linears,
-    adapter_of,
-    adapter_shapes,
-    name_in_peft,
-    table_of,
+    build_weight_table,
+    find_adapted_linears,
+    list_adapter_shapes,
+    parse_adapter,
+    parse_peft_name,
 )
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.model.shards import PADDED, Piece, blocks_of, pieces
+from rl_megatron.model.shards import PADDED, Piece, pieces, split_piece
 from rl_megatron.weight_sync.buckets import (
     Bucket,
     RefitPlan,
@@ -68,7 +68,7 @@ class _Block:
         """Return the rows as engines get them, with all adapters merged."""
         rows = self.source
         for adapter, part in self.adapters:
-            rows = adapter.merged(part, self.offset, rows)
+            rows = adapter.merge_block(part, self.offset, rows)
         return rows.to(dtype)
 
     def within(self, whole: Tensor) -> Tensor:
@@ -257,21 +257,21 @@ class AdapterExporter(WeightExporter):
         assert model.lora is not None, "only a model with adapters has an exporter of them"
         refuse_several([model.lora, *model.frozen_adapters])
         rows = model.config.vocab_size or model.vocab_size
-        linears = adapted_linears(model.lora, model.config, rows)
-        whole = whole_tensors(model.lora, model.config, rows, model.head)
+        linears = find_adapted_linears(model.lora, model.config, rows)
+        whole = find_whole_tensors(model.lora, model.config, rows, model.head)
         dtype = "bfloat16" if model.precision == "bf16" else "float32"
-        shapes = adapter_shapes(linears, model.lora) | {tensor.hf_name: tensor.shape for tensor in whole.values()}
+        shapes = list_adapter_shapes(linears, model.lora) | {tensor.hf_name: tensor.shape for tensor in whole.values()}
         specs = [TensorSpec(f"{PEFT_PREFIX}{name}", shape, dtype) for name, shape in shapes.items()]
         blocks: dict[str, list[_Block]] = {}
         for piece in pieces(model.model_chunks):
-            if adapter_of(piece.name) is not None and piece.is_first_replica:
-                name = f"{PEFT_PREFIX}{name_in_peft(piece.name)}"
+            if parse_adapter(piece.name) is not None and piece.is_first_replica:
+                name = f"{PEFT_PREFIX}{parse_peft_name(piece.name)}"
                 blocks.setdefault(name, []).append(_Block(piece.tensor, piece.offset, None))
             elif piece.name in whole and piece.is_first_replica:
-                for of_hf, offset, view in blocks_of(piece, table_of(model.config, rows)):
+                for of_hf, offset, view in split_piece(piece, build_weight_table(model.config, rows)):
                     name = f"{PEFT_PREFIX}{of_hf.hf_name}"
                     blocks.setdefault(name, []).append(_Block(view, offset, None))
-        plan = RefitPlan(peft_config(model.lora, linears, None), model.vocab_size, plan_buckets(specs, max_bytes))
+        plan = RefitPlan(build_peft_config(model.lora, linears, None), model.vocab_size, plan_buckets(specs, max_bytes))
         unknown = [name for name in blocks if name.removeprefix(PEFT_PREFIX) not in shapes]
         self._prepare(model, plan, {spec.name: spec.shape for spec in specs}, blocks, unknown)
 
@@ -304,17 +304,17 @@ def _blocks(
     unknown: list[str] = []
     blocks: dict[str, list[_Block]] = {}
     adapters: dict[str, list[tuple[LinearAdapter, Part]]] = {}
-    for adapter in adapters_of(model_chunks) if with_adapters else ():
+    for adapter in find_adapters(model_chunks) if with_adapters else ():
         for part in adapter.parts:
             if part.has_adapter:
                 adapters.setdefault(f"{part.name}.weight", []).append((adapter, part))
     for piece in pieces(model_chunks):
-        if adapter_of(piece.name) is not None:
+        if parse_adapter(piece.name) is not None:
             continue  # it is merged into the rows, or left out
         if not _is_known(piece, table):
             unknown.append(f"{piece.name} {list(piece.global_shape)}")
         elif piece.is_first_replica:
-            for rows, offset, view in blocks_of(piece, table):
+            for rows, offset, view in split_piece(piece, table):
                 block = _Block(view, offset, rows.slab, adapters.get(rows.hf_name, ()))
                 blocks.setdefault(rows.hf_name, []).append(block)
     return unknown, blocks

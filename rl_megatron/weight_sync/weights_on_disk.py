@@ -129,7 +129,7 @@ class WeightDirectory:
             writer.finish()
         finally:
             writer.close()
-        with WeightReader(writer.places) as reader:
+        with WeightReader(writer.locations) as reader:
             for tensor, spec in specs.items():
                 found = torch.empty(spec.shape, dtype=spec.torch_dtype)
                 reader.read_rows(tensor, 0, found)

@@ -22,8 +22,7 @@ from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch_plan import plan_dynamic_batching, plan_padded, plan_sequence_packing
 from rl_megatron.compat.nemo_rl.batched_data_dict import BatchedDataDict as NemoBatch
 from rl_megatron.compat.nemo_rl.errors import RangeError, RuleError
-from rl_megatron.data.batch import BatchedDataDict, common_size, score_positions
-from rl_megatron.data.collate import Padding, span_mask
+from rl_megatron.data.batch import BatchedDataDict, Padding, common_size, score_positions, span_mask
 from rl_megatron.evaluation import statistics as E
 from rl_megatron.generation.completion_batch import check_requests, sequence_batch
 from rl_megatron.generation.interfaces import Request, Sampling

@@ -20,7 +20,6 @@ from rl_megatron.algorithms.advantages import group_relative
 from rl_megatron.batching import microbatch_plan, packing, rank_plan
 from rl_megatron.batching.packing import pack_sequences
 from rl_megatron.data import batch as core_batch
-from rl_megatron.data import collate
 from rl_megatron.evaluation import statistics as eval_statistics
 from rl_megatron.generation import sampling as generation_sampling
 from rl_megatron.generation.interfaces import Sampling
@@ -32,7 +31,7 @@ from tests.contract.test_losses import valid_counts
 
 # Every public function and class of these modules has a row, by its name.
 MODULES = (
-    advantages, eval_statistics, functional, packing, microbatch_plan, rank_plan, logprobs, core_batch, collate,
+    advantages, eval_statistics, functional, packing, microbatch_plan, rank_plan, logprobs, core_batch,
     generation_sampling,
 )  # fmt: skip
 # Name → why it has no row.

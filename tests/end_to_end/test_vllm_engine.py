@@ -15,7 +15,7 @@ from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.interfaces import Request, Sampling
 from rl_megatron.generation.vllm.engine import build_vllm_engine
 from rl_megatron.losses import build_loss
-from rl_megatron.model.lora.attach import switched_off
+from rl_megatron.model.lora.attach import switch_off
 from tests.end_to_end.listening import reached_from_outside, watched
 from tests.parallel.layouts import build_policy
 from tests.vllm_servers import NUM_TOKENS, PYTHON, STEP_TOKENS, model_of_runs, needs_vllm, ready
@@ -154,7 +154,7 @@ def use_a_server_with_adapters(directory: str) -> list[tuple[float, float]]:
         for _ in range(2):
             engine.sync()
             batch = generate(engine, prompts(), SAMPLINGS["temperature 1"], seed=3)
-            with switched_off(policy.model.model_chunks):
+            with switch_off(policy.model.model_chunks):
                 of_base = largest_difference(policy, batch)
             found.append((largest_difference(policy, batch), of_base))
             train_a_step(policy, batch)

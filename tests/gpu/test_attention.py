@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from rl_megatron.model.layers.attention import attend
-from rl_megatron.model.layers.last_queries import (
+from rl_megatron.model.layers.attention_kernels import (
     attend_by_cudnn,
     attend_last,
     attend_within_pack,
     flash_attends_last,
 )
-from rl_megatron.model.layers.packed import causal_bias
+from rl_megatron.model.layers.packed import build_causal_bias
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -38,7 +38,7 @@ def test_the_last_queries_attend_to_all_keys_before_them(num_queries, num_keys, 
     inputs = case(num_queries, num_keys, heads, groups, dim, torch.bfloat16)
     if biased:
         positions = torch.arange(num_keys - num_queries, num_keys, device="cuda")
-        found = attend(*inputs, causal_bias(positions, num_keys, None, torch.bfloat16), None)
+        found = attend(*inputs, build_causal_bias(positions, num_keys, None, torch.bfloat16), None)
     else:
         assert flash_attends_last(inputs[0], inputs[2])
         found = attend_last(*inputs, None)
@@ -56,7 +56,7 @@ def test_the_last_queries_attend_to_all_keys_before_them(num_queries, num_keys, 
 @pytest.mark.parametrize("length", [2048, 2040])  # torch copies a bias unless its rows begin at multiples of 16 numbers
 def test_layers_share_the_memory_of_a_bias(length):
     query, key, value = case(length, length, 8, 8, 64, torch.bfloat16)
-    bias = causal_bias(torch.arange(length, device="cuda"), length, 100, torch.bfloat16)
+    bias = build_causal_bias(torch.arange(length, device="cuda"), length, 100, torch.bfloat16)
     kept = attend(query, key, value, bias, None)
     before = torch.cuda.memory_allocated()
     outputs = [attend(query, key, value, bias, None) for _ in range(4)]

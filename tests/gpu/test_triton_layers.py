@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rl_megatron.model.layers import gated_activation, rotation
+from rl_megatron.model.layers import gated_activation, rope
 from rl_megatron.model.layers.gated_activation import GatedActivation
-from rl_megatron.model.layers.rotation import rotate, split_and_rotate, turns_of
+from rl_megatron.model.layers.rope import compute_turns, rotate, split_and_rotate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -16,8 +16,8 @@ def results(monkeypatch, function, *inputs):
     for use_triton in (True, False):
         with monkeypatch.context() as patched:
             if not use_triton:
-                for module in (rotation, gated_activation):
-                    patched.setattr(module, "layer_kernels", lambda device: None)
+                for module in (rope, gated_activation):
+                    patched.setattr(module, "find_layer_kernels", lambda device: None)
             outputs = function(*inputs)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             generator = torch.Generator(device="cuda").manual_seed(1)
@@ -31,7 +31,7 @@ def results(monkeypatch, function, *inputs):
 @pytest.mark.parametrize(("groups", "per_group", "dim", "rotated"), [(2, 7, 64, 64), (8, 4, 128, 128), (1, 3, 80, 40)])
 def test_rotation_has_the_same_bits(monkeypatch, dtype, interleaved, groups, per_group, dim, rotated):
     generator = torch.Generator(device="cuda").manual_seed(0)
-    turns = turns_of(3 * torch.randn(33, 1, 1, rotated // 2, generator=generator, device="cuda"))
+    turns = compute_turns(3 * torch.randn(33, 1, 1, rotated // 2, generator=generator, device="cuda"))
     mixed = torch.randn(33, 2, groups, (per_group + 2) * dim, generator=generator, device="cuda").to(dtype)
     heads = torch.randn(33, 2, groups * per_group, dim, generator=generator, device="cuda").to(dtype)
     for function, x in (

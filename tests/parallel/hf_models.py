@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from rl_megatron.model.families import family_of_config
+from rl_megatron.model.families import find_family_of_config
 from rl_megatron.model.families.table import WeightTable
 from rl_megatron.model.shards import pieces
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -40,7 +40,7 @@ def policy_of(directory: Path, parallel: dict, model_keys: dict | None = None, *
         policy_keys: More arguments of `build_policy`.
     """
     hf = json.loads((directory / "config.json").read_text())
-    family = family_of_config(hf, str(directory))
+    family = find_family_of_config(hf, str(directory))
     model = family.read_config(hf)
     table = family.table(model, hf["vocab_size"])
     tensors = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -59,7 +59,7 @@ def fill(policy: MegatronPolicy, table: WeightTable, tensors: dict[str, Tensor])
         whole = torch.zeros(piece.global_shape)  # the padding of the vocabulary stays 0
         wanted = table.shapes[piece.name]
         assert piece.global_shape[1:] == wanted[1:] and piece.global_shape[0] >= wanted[0], piece.name
-        for rows in table.of_megatron[piece.name]:
+        for rows in table.by_name[piece.name]:
             source = tensors[rows.hf_name]
             if rows.slab is not None:
                 source = rows.slab.rows(source[rows.slab.expert])

@@ -28,8 +28,8 @@ from rl_megatron.data.tasks import Problem
 from rl_megatron.evaluation.heldout import HeldoutPairs
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import PreferenceLoss
-from rl_megatron.rewards.calling import RewardFunction
 from rl_megatron.rewards.functions import RewardModelServer
+from rl_megatron.rewards.reward_function import RewardFunction
 from rl_megatron.rewards.reward_models import RewardModels
 from tests.http_server import HttpServer
 from tests.parallel.layouts import MODEL, build_policy
@@ -68,12 +68,12 @@ def answers(directory: Path) -> dict[str, tuple[Any, list[Any]]]:
         prompts, written, pairs = [], [], records(100 + number, 32)
         for record in pairs:
             asked = record.values["prompt"]
-            prompt = rendered.prompt_ids(record)
+            prompt = rendered.encode_prompt(record)
             for side in ("chosen", "rejected"):
                 messages = [*asked, assistant(record.values[side])]
                 whole = theirs.apply_chat_template(messages, chat_template=template, return_dict=False)
                 written.append([*whole[len(prompt) :], tokenizer.eos_id])
-                prompts.append(rendered.with_prompt(Problem("", ""), record, prompt))
+                prompts.append(rendered.build_prompt(Problem("", ""), record, prompt))
         sampling = Sampling(100, stop_ids=(tokenizer.eos_id, *rendered.end_of_turn_ids))
         if kind == "cut":
             longest = max(len(prompt.ids) for prompt in prompts) + 16
@@ -107,14 +107,14 @@ def train_and_score(home: Path) -> dict[str, dict[str, Any]]:
     stage = load_config(["data=arithmetic", "algorithm=grpo"]).first
     models = RewardModels(stage, policy.topology, tokenizer, Path)  # pyright: ignore[reportArgumentType]
     function: Any = {"name": "reward_model", "kwargs": {"init_from": str(checkpoint)}}
-    (model,) = models.of(RewardConfig(functions=(function,))).values()
+    (model,) = models.load(RewardConfig(functions=(function,))).values()
     found = {}
     for kind, (heldout, samples) in answers(home / "tokenizer").items():
         found[kind] = {
             "margin": HeldoutPairs(heldout).evaluate(policy)[0]["preference_margin"],
             "scores": policy.score(heldout)["scores"].tolist(),
             "trained": policy.train(heldout, PreferenceLoss(), gbs=heldout.size, eval_mode=True),
-            "rewards": [each["score"] for each in model.results([sample.sequence_ids for sample in samples])],
+            "rewards": [each["score"] for each in model.score([sample.sequence_ids for sample in samples])],
         }
     models.close()
     return found

@@ -41,7 +41,7 @@ def run(window, padded_lengths):
     upstream = torch.randn(*shape, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[tokens]
     packing = None
     if padded_lengths is not None:
-        packing = PortablePacking(sequences=PackedSequences.of(padded_lengths, dist.group.WORLD))
+        packing = PortablePacking(sequences=PackedSequences.from_padded_lengths(padded_lengths, dist.group.WORLD))
     layer: PortableAttention = attention(window)
     layer.cp_group = dist.group.WORLD
     lengths, attend = [], layers.scaled_dot_product_attention

@@ -13,8 +13,8 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.lora import layers
-from rl_megatron.model.lora.attach import adapters_of
-from rl_megatron.model.lora.dora import factors_of
+from rl_megatron.model.lora.attach import find_adapters
+from rl_megatron.model.lora.dora import compute_factors
 from rl_megatron.model.lora.layers import LinearAdapter
 from rl_megatron.model.lora.targets import MAGNITUDE, Part
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -79,7 +79,7 @@ def steps_in_bf16(parallel: dict, directory: str) -> dict[str, list]:
 
 
 def parts_of(policy: MegatronPolicy) -> list[tuple[LinearAdapter, Part]]:
-    adapters = adapters_of(policy.model.model_chunks)
+    adapters = find_adapters(policy.model.model_chunks)
     return [(adapter, part) for adapter in adapters for part in adapter.parts if part.has_adapter]
 
 
@@ -94,7 +94,7 @@ def test_magnitudes_learn_in_bf16_and_resume(ranks, tmp_path, layout):
 
 def test_a_row_of_zeros_keeps_its_factor():
     magnitudes = torch.tensor([0.0, 3.0], requires_grad=True)
-    factors = factors_of(magnitudes, torch.tensor([0.0, 2.0]))
+    factors = compute_factors(magnitudes, torch.tensor([0.0, 2.0]))
     factors.sum().backward()
     assert factors.tolist() == [1.0, 1.5] and magnitudes.grad.tolist() == [0.0, 0.5]
 

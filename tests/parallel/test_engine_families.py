@@ -18,7 +18,7 @@ from rl_megatron.generation.logprob_check import LIMITS
 from rl_megatron.generation.ongoing import Ongoing
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
 from rl_megatron.generation.transformers.replica import TransformersReplica
-from rl_megatron.model.families import family_of_config, family_of_model
+from rl_megatron.model.families import family_of_model, find_family_of_config
 from tests.parallel.family_cases import architecture, hf_model
 from tests.parallel.layouts import EXPERTS, VOCAB_SIZE, build_policy
 from tests.parallel.test_generation import prompts
@@ -98,7 +98,7 @@ def has_a_family(model: ModelConfig) -> bool:
 
 def model_of(case: str) -> ModelConfig:
     hf = hf_model(case).config.to_dict() | {"architectures": [architecture(case)]}
-    return dataclasses.replace(family_of_config(hf, case).read_config(hf), init_std=0.1)
+    return dataclasses.replace(find_family_of_config(hf, case).read_config(hf), init_std=0.1)
 
 
 def both(model: ModelConfig) -> tuple[dict, dict]:

@@ -10,7 +10,7 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.data.run_tokenizer import build_tokenizer
-from rl_megatron.data.training_data import training_dataset
+from rl_megatron.data.training_data import build_dataset
 from rl_megatron.losses import NLLLoss, build_loss
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
@@ -116,7 +116,7 @@ def quickstart_steps(parallel: dict, rollouts: BatchedDataDict | None) -> list[t
     tokenizer = build_tokenizer(config.first)
     policy = build_policy(parallel, model=sft.model, optimizer=OptimizerConfig(lr=1e-3, distributed=False),
                           vocab_size=tokenizer.vocab_size, micro_batch_size=8)  # fmt: skip
-    dataset = training_dataset(sft, tokenizer)
+    dataset = build_dataset(sft, tokenizer)
     order, size = ShuffledEpochs(len(dataset), sft.train.seed), sft.train.global_batch_size
     batches = [(dataset.batch(order.items(step * size, size)), NLLLoss()) for step in range(3)]
     keys = {key: value for key, value in grpo.loss.items() if key != "name"}

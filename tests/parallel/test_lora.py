@@ -23,7 +23,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss, PreferenceLoss
 from rl_megatron.model.lora import layers
 from rl_megatron.model.lora.dropout import dropout
-from rl_megatron.model.lora.targets import adapted_linears
+from rl_megatron.model.lora.targets import find_adapted_linears
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.closed_forms import mean_training_bytes
 from rl_megatron.topology import topology
@@ -397,7 +397,7 @@ def refusals(directory: str) -> dict[str, str]:
 def test_adapters_of_the_gated_delta_rule_in_a_model_of_no_family():
     """Each layer has linears of its own kind, of which the one with rows in another order takes no adapter."""
     model = replace(DELTA, attention_output_gate=False)
-    linears = adapted_linears(LORA, model, 7)
+    linears = find_adapted_linears(LORA, model, 7)
     of_delta_rule, of_attention = (
         linears[f"decoder.layers.{layer}.self_attention.linear_proj"][0].in_features for layer in (0, 1)
     )
@@ -405,7 +405,7 @@ def test_adapters_of_the_gated_delta_rule_in_a_model_of_no_family():
     assert of_attention == model.num_attention_heads * head_size(model)
     assert "decoder.layers.0.self_attention.linear_in_proj" in linears
     with pytest.raises(ConfigError, match="in_proj_qkv takes no adapter, because"):
-        adapted_linears(replace(LORA, target_modules=("in_proj_qkv", "q_proj")), model, 7)
+        find_adapted_linears(replace(LORA, target_modules=("in_proj_qkv", "q_proj")), model, 7)
 
 
 def test_adapters_that_do_not_fit_are_refused(ranks, tmp_path):

@@ -15,7 +15,7 @@ from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, impor
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.losses import NLLLoss
-from rl_megatron.model.lora.originals import whole_parameters
+from rl_megatron.model.lora.originals import find_whole_parameters
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.closed_forms import mean_training_bytes
 from rl_megatron.topology import topology
@@ -113,7 +113,7 @@ def resumed(parallel: dict, directory: str, precision: str) -> dict[str, torch.T
     found = {"start": straight.get_logprobs(batches[0])["logprobs"]}
     straight.freeze_reference()
     straight.train(batches[0], NLLLoss(), gbs=4)
-    whole = whole_parameters(straight.model.model_chunks)
+    whole = find_whole_parameters(straight.model.model_chunks)
     found["moved"] = torch.stack([(now.detach().float() - original.float()).abs().max() for now, original in whole])
     other.load_checkpoint(straight.save_checkpoint(Path(directory) / "run", 1))
     for batch in batches[1:]:

@@ -47,7 +47,7 @@ class GradientsOfRank1:
 def state(policy) -> list[bytes]:
     """Return the bytes of this rank's weights, main weights and moments, and the schedule's step."""
     policy.finish_training()
-    trained = TrainingState(policy.model, policy.optimizer, policy.scheduler).trained_tensors()
+    trained = TrainingState(policy.model, policy.optimizer, policy.scheduler).list_trained_tensors()
     tensors = [tensor.detach().float().cpu() for tensor in trained]
     return [tensor.numpy().tobytes() for tensor in tensors] + [str(policy.scheduler.num_steps).encode()]
 

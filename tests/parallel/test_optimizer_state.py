@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import load_plain_tensors
 
-from rl_megatron.checkpoint.optimizer_state import parts, requested_optimizer_state, step_count
-from rl_megatron.checkpoint.training_state import TrainingState, tensors_of_model
+from rl_megatron.checkpoint.optimizer_state import get_step_count, list_parts, request_optimizer_state
+from rl_megatron.checkpoint.training_state import TrainingState, collect_model_state
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.build import unwrap
@@ -90,7 +90,7 @@ def policy_with(fused: bool, optimizer: OptimizerConfig, **options: Any) -> Mega
     finally:
         use_fused_adam(False)
     assert policy.optimizer is not None
-    assert isinstance(parts(policy.optimizer)[0].optimizer, FusedAdam if fused else torch.optim.AdamW)
+    assert isinstance(list_parts(policy.optimizer)[0].optimizer, FusedAdam if fused else torch.optim.AdamW)
     return policy
 
 
@@ -113,7 +113,7 @@ def change_adam(directory: str, distributed: bool, saved_by_fused: bool, steps: 
     for policy in (saver, loader):
         train(policy, range(steps, steps + 2))
         assert policy.optimizer is not None
-        found.append((step_count(policy.optimizer), weights(policy)))
+        found.append((get_step_count(policy.optimizer), weights(policy)))
     return found[0], found[1]
 
 
@@ -175,7 +175,7 @@ def load_old(parallel: dict, options: dict, path: str, again: str) -> tuple[int,
     policy.load_checkpoint(path)
     optimizer = policy.optimizer
     assert optimizer is not None
-    step, resaved = step_count(optimizer), policy.save_checkpoint(again, 2)
+    step, resaved = get_step_count(optimizer), policy.save_checkpoint(again, 2)
     return (
         step,
         read_tensors(str(resaved)),
@@ -226,10 +226,10 @@ def held_numbers(parallel: dict, options: dict) -> tuple[int, int, int]:
     policy = build_policy(parallel, **options)
     optimizer, model = policy.optimizer, unwrap(policy.model.model_chunks[0])
     assert optimizer is not None
-    saved = TrainingState(policy.model, optimizer, policy.scheduler).sharded()["optimizer"]["tensors"]
-    models = [tensors_of_model(model)]
+    saved = TrainingState(policy.model, optimizer, policy.scheduler).build_sharded()["optimizer"]["tensors"]
+    models = [collect_model_state(model)]
     names = {f"optimizer.{state}.{entry.key}" for state in STATES for entry in models[0].values()}
-    requested = requested_optimizer_state(optimizer, models, names)["tensors"]
+    requested = request_optimizer_state(optimizer, models, names)["tensors"]
     held = [sum(e.data.numel() for states in tree.values() for e in states.values()) for tree in (saved, requested)]
     assert dist.is_initialized()
     return held[0], held[1], sum(math.prod(p.shape) for p in model.parameters())
@@ -250,7 +250,7 @@ def update(split: bool, precision: str) -> tuple[bool, list[float], dict]:
     with patch("rl_megatron.training.optimizer.has_replicas", return_value=split):
         policy = build_policy({}, precision=precision, optimizer=replace(OPTIMIZER, distributed=True, clip_grad=0.0))
     assert policy.optimizer is not None
-    kinds = {isinstance(p, megatron_distrib_optimizer.DistributedOptimizer) for p in parts(policy.optimizer)}
+    kinds = {isinstance(p, megatron_distrib_optimizer.DistributedOptimizer) for p in list_parts(policy.optimizer)}
     return kinds == {True}, train(policy, range(3)), weights(policy)
 
 

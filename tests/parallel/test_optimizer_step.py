@@ -11,7 +11,7 @@ import torch
 from megatron.core.optimizer import clip_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_megatron.checkpoint.optimizer_state import parts
+from rl_megatron.checkpoint.optimizer_state import list_parts
 from rl_megatron.losses import NLLLoss
 from rl_megatron.topology.torch_optimizers import use_torch_optimizers
 from rl_megatron.training import optimizer as policy_optimizer
@@ -56,7 +56,7 @@ def step(parallel: dict, has_experts: bool) -> tuple[int, int, float, dict[str, 
 
     with patch.object(Trainer, "update", observe):
         policy.train(random_batch(8, 16, 0), NLLLoss(), gbs=8)
-    parameters = sum(len(list(part.get_parameters())) for part in parts(policy.optimizer))
+    parameters = sum(len(list(part.get_parameters())) for part in list_parts(policy.optimizer))
     return parameters, *observed[0]
 
 

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.collate import Padding, span_mask
-from rl_megatron.data.stage_loader import in_memory_loader
+from rl_megatron.data.batch import BatchedDataDict, Padding, span_mask
+from rl_megatron.data.training_data import build_in_memory_loader
 from rl_megatron.losses import build_loss
 from rl_megatron.runs.stage import Stage
 from tests.parallel.layouts import VOCAB_SIZE, build_policy, weights, worst_relative_error
@@ -55,7 +54,7 @@ def learned(parallel: dict, loss: str) -> tuple[dict[str, torch.Tensor], list[in
         batch_number=lambda step: step, steps=lambda: range(1, NUM_STEPS + 1),
     )  # fmt: skip
     built, numbers = [], []
-    for _, batch in Stage.batches(stage, in_memory_loader(items, train)):
+    for _, batch in Stage.batches(stage, build_in_memory_loader(items, train)):
         policy.train(batch, loss_fn, gbs=GLOBAL_BATCH_SIZE)
         built.append(items.num_built - sum(built))
         numbers.append(batch.numbers.tolist())

@@ -12,7 +12,7 @@ from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Completion, Sampling
 from rl_megatron.generation.transformers.engine import TransformersEngine
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rewards.samples import Sample
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.scored import ScoredRollouts

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.losses import NLLLoss
-from rl_megatron.model.families import family_of_config
+from rl_megatron.model.families import find_family_of_config
 from rl_megatron.weight_sync.buckets import WeightsRefused
 from rl_megatron.weight_sync.exporter import WeightExporter
 from rl_megatron.weight_sync.process_group import StandaloneGroup
@@ -101,7 +101,7 @@ def test_a_sharded_export_equals_that_of_one_process_bitwise(ranks, whole, layou
 
 def model_of(case: str) -> ModelConfig:
     hf = hf_model(case).config.to_dict() | {"architectures": [architecture(case)]}
-    return family_of_config(hf, case).read_config(hf)
+    return find_family_of_config(hf, case).read_config(hf)
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])

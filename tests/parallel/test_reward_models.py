@@ -75,8 +75,8 @@ def results(parallel: dict, all_kwargs: list[dict], calls: int = 1) -> list[list
     given = SEQUENCES if dist.get_rank() == 0 else []
     found = []
     for kwargs in all_kwargs:
-        (model,) = models.of(RewardConfig(functions=({"name": "reward_model", "kwargs": kwargs},))).values()  # pyright: ignore[reportArgumentType]
-        found.append([model.results(given) for _ in range(calls)])
+        (model,) = models.load(RewardConfig(functions=({"name": "reward_model", "kwargs": kwargs},))).values()  # pyright: ignore[reportArgumentType]
+        found.append([model.score(given) for _ in range(calls)])
     assert models.keeps_statistics == any("normalize" in kwargs for kwargs in all_kwargs)
     models.close()
     return found
@@ -132,9 +132,9 @@ def test_ensembles_normalisation_and_clipping(ranks, models):
 def test_a_score_that_is_not_finite_is_not_hidden_by_min_or_clip(broken, combine, place):
     of_models = [[1.0, 2.0], [1.0, 2.0]]
     of_models[place][0] = broken
-    scorers = [SimpleNamespace(scores=lambda sequences, found=found: found) for found in of_models]
+    scorers = [SimpleNamespace(score=lambda sequences, found=found: found) for found in of_models]
     arguments = RewardModelArguments(models=(ScoringModel(hf="a"), ScoringModel(hf="b")), combine=combine, clip=5.0)
-    first, second = RewardModel(arguments, scorers).results([[1], [2]])  # pyright: ignore[reportArgumentType]
+    first, second = RewardModel(arguments, scorers).score([[1], [2]])  # pyright: ignore[reportArgumentType]
     assert math.isnan(first["score"]) and second["score"] == 2.0
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rl_megatron.checkpoint import save as saving
-from rl_megatron.checkpoint.directory import Damaged, complete_checkpoints
+from rl_megatron.checkpoint.directory import Damaged, find_checkpoints
 from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import MANIFEST
@@ -52,7 +52,7 @@ def save_while_training(directory: str, distributed: bool, precision: str) -> No
     with patch.object(threading, "Thread", Waiting):
         save = policy.begin_checkpoint(Path(directory) / "background", 1)
     assert not save.is_written()
-    assert not complete_checkpoints(Path(directory) / "background")
+    assert not find_checkpoints(Path(directory) / "background")
     train(policy, 1), train(policy, 2)
     training_continued.set()
     background = save.finish()

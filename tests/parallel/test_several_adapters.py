@@ -13,7 +13,7 @@ from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, impor
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.losses import NLLLoss, PreferenceLoss
-from rl_megatron.model.lora.targets import name_in_peft
+from rl_megatron.model.lora.targets import parse_peft_name
 from rl_megatron.model.shards import pieces
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.exporter import weights_digest
@@ -264,7 +264,7 @@ def starts() -> list[dict[str, torch.Tensor]]:
     for name in ("default", "style"):
         policy = build_policy({}, peft=replace(LORA, init_lora_weights=True, adapter_name=name))
         of_adapter = {key: tensor for key, tensor in numbers(policy).items() if key.endswith("lora_A.weight")}
-        found.append({name_in_peft(key): tensor for key, tensor in of_adapter.items()})
+        found.append({parse_peft_name(key): tensor for key, tensor in of_adapter.items()})
     return found
 
 

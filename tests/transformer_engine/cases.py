@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from rl_megatron.checkpoint.optimizer_state import parts, set_step_count
+from rl_megatron.checkpoint.optimizer_state import list_parts, set_step_count
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.model.build import unwrap
@@ -109,16 +109,16 @@ def described(family: str, layout: str, rank: int) -> dict[str, Any]:
             "parameters": {name: [*parameter.shape] for name, parameter in chunk.named_parameters()},
             "extra_states": sorted(name for name in chunk.state_dict() if name.endswith("_extra_state")),
             "pieces": held,
-            "checkpoint": set(_keys(TrainingState(policy.model, optimizer, policy.scheduler).sharded())),
+            "checkpoint": set(_keys(TrainingState(policy.model, optimizer, policy.scheduler).build_sharded())),
             "export": {
                 spec.name: [[*spec.shape], spec.dtype]
                 for bucket in policy.weights.exporter().plan.buckets
                 for spec in bucket.tensors
             },
-            "adam": [_adam(part) for part in parts(optimizer)],
+            "adam": [_adam(part) for part in list_parts(optimizer)],
         }
         set_step_count(optimizer, 5)
-        result["adam at step 5"] = [_adam(part) for part in parts(optimizer)]
+        result["adam at step 5"] = [_adam(part) for part in list_parts(optimizer)]
         policy.shutdown()
         leave()
     return result

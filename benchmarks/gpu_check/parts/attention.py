@@ -20,8 +20,8 @@ from benchmarks.gpu_check.profiling import profile_of
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.setting import Setting
 from rl_megatron.model.layers.attention import attend, attend_by_cudnn
-from rl_megatron.model.layers.last_queries import attend_within_pack
-from rl_megatron.model.layers.packed import causal_bias
+from rl_megatron.model.layers.attention_kernels import attend_within_pack
+from rl_megatron.model.layers.packed import build_causal_bias
 from rl_megatron.topology.device import start_device
 
 HEADS, GROUPS, WIDTH = 14, 2, 64  # of Qwen2.5-0.5B
@@ -122,7 +122,7 @@ def _calls(kind: str, side: str, tiny: bool, device: torch.device) -> Iterator[t
             queries = _random(count, GROUPS, HEADS // GROUPS, WIDTH, device=device)
             keys, values = (_random(count, GROUPS, width, WIDTH, device=device) for _ in range(2))
             positions = torch.arange(count, device=device) % width
-            mask = causal_bias(positions, width, None, queries.dtype)[:, None, None]
+            mask = build_causal_bias(positions, width, None, queries.dtype)[:, None, None]
             ours = _decoding(OURS, queries, keys, values, mask)
             yield f"{width} columns", ours, _decoding(side, queries, keys, values, mask)
         return

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.data_sources import LabelledConfig, PreferenceConfig, PromptAnswerConfig
-from rl_megatron.data.answers import SINGLE_FILES, check_labels, pairs_of, split_by_prompt
-from rl_megatron.data.plain_text import plain_texts
+from rl_megatron.data.answers import SINGLE_FILES, build_pairs, check_labels, split_by_prompt
+from rl_megatron.data.plain_text import write_texts
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import check_texts
 from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source
-from rl_megatron.data.sources.source import ConfigT, HeldoutBatch, heldout_part, num_evaluated
+from rl_megatron.data.sources.source import ConfigT, HeldoutBatch, count_evaluated, require_heldout
 from rl_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -31,19 +31,19 @@ class AnswerSource(RecordSource[ConfigT]):
 
     def texts(self) -> Iterator[str]:
         """Yield the prompt with its answer of every training record."""
-        yield from plain_texts(self.parts()[0], self.data)
+        yield from write_texts(self.parts()[0], self.data)
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the training records."""
-        return self._dataset(self.parts()[0], tokenizer)
+        return self._build_dataset(self.parts()[0], tokenizer)
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first held-out records."""
-        answers = self._dataset(heldout_part(self.parts(), self.data), tokenizer)
-        chosen = range(num_evaluated(self.data, len(answers)))
-        return HeldoutBatch(answers.batch(chosen), locations=tuple(map(answers.location, chosen)))
+        answers = self._build_dataset(require_heldout(self.parts(), self.data), tokenizer)
+        indices = range(count_evaluated(self.data, len(answers)))
+        return HeldoutBatch(answers.batch(indices), locations=tuple(map(answers.location, indices)))
 
-    def _dataset(self, records: list[Record], tokenizer: Tokenizer) -> PromptAnswerDataset:
+    def _build_dataset(self, records: list[Record], tokenizer: Tokenizer) -> PromptAnswerDataset:
         return self._dataset_class()(
             records,
             self.renderer(tokenizer),
@@ -91,39 +91,39 @@ class PreferenceSource(RecordSource[PreferenceConfig]):
 
     def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
         """Check the pairs of records, and that they can be turned into tokens."""
-        check_texts(pairs_of(records), self.data, tokenizer, pairs=True)
+        check_texts(build_pairs(records), self.data, tokenizer, pairs=True)
 
     def texts(self) -> Iterator[str]:
         """Yield the prompt and both answers of every training pair."""
-        yield from plain_texts(self.parts()[0], self.data, pairs=True)
+        yield from write_texts(self.parts()[0], self.data, pairs=True)
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the training pairs."""
-        return self._dataset(self.parts()[0], tokenizer)
+        return self._build_dataset(self.parts()[0], tokenizer)
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first held-out pairs in the order of the data, two sequences each."""
-        pairs = self._dataset(heldout_part(self.parts(), self.data), tokenizer)
-        chosen = range(num_evaluated(self.data, 2 * len(pairs)) // 2)
-        return HeldoutBatch(pairs.batch(chosen), locations=tuple(map(pairs.location, chosen)))
+        pairs = self._build_dataset(require_heldout(self.parts(), self.data), tokenizer)
+        indices = range(count_evaluated(self.data, 2 * len(pairs)) // 2)
+        return HeldoutBatch(pairs.batch(indices), locations=tuple(map(pairs.location, indices)))
 
-    def prepared(self, records: list[Record]) -> list[Record]:
+    def prepare(self, records: list[Record]) -> list[Record]:
         """Return the pairs of the records."""
-        return pairs_of(records)
+        return build_pairs(records)
 
     def split(self, train: list[Record], heldout: list[Record] | None) -> tuple[list[Record], list[Record]]:
         """Return the (training, held-out) pairs. All pairs of a prompt are on the same side."""
         if heldout is not None:
-            return pairs_of(train), pairs_of(heldout)
-        pairs = pairs_of(train)
+            return build_pairs(train), build_pairs(heldout)
+        pairs = build_pairs(train)
         return split_by_prompt(pairs, self.data.heldout_fraction, self.data.prompt_template, self.num_asked_for)
 
     @property
     def num_asked_for(self) -> int:
-        """Return how many pairs evaluation asks for; a pair is two sequences."""
+        """Return the number of pairs that evaluation asks for; a pair is two sequences."""
         return -(-super().num_asked_for // 2)
 
-    def _dataset(self, records: list[Record], tokenizer: Tokenizer) -> PreferenceDataset:
+    def _build_dataset(self, records: list[Record], tokenizer: Tokenizer) -> PreferenceDataset:
         from rl_megatron.data.datasets import PreferenceDataset
 
         return PreferenceDataset(

@@ -10,31 +10,31 @@ from typing import Any
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import USUAL_EVAL_EXAMPLES, DataConfig, StageConfig
 from rl_megatron.data.conversations import is_conversation
-from rl_megatron.data.mixture import MixtureCounts, configured_weights
+from rl_megatron.data.mixture import MixtureCounts, load_weights
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources.source import DataSource, HeldoutBatch, HeldoutProblemSet
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
 
 
-def mixed_stages(stage: StageConfig) -> list[tuple[str, StageConfig]]:
+def split_mixture(stage: StageConfig) -> list[tuple[str, StageConfig]]:
     """Return for each data set of a mixture its name and the stage as if it had this data set alone."""
     data = stage.data
     whole = dataclasses.replace(data, mix=(), mix_weights=None)
     sections = []
-    for each, share in zip(data.mix, _eval_examples(data), strict=True):
-        place = {key: getattr(each, key) for key in ("path", "dataset_name", "subset", "split")}
-        columns = data.columns if each.columns is None else each.columns
-        # The held-out data of `eval_path` is no data set's own.
-        wanted = None if data.num_eval_examples is None else share
-        section = dataclasses.replace(whole, **place, columns=columns, eval_path=None, num_eval_examples=wanted)
-        sections.append((each.shown_name, dataclasses.replace(stage, data=section)))
+    for data_set, share in zip(data.mix, _share_eval_examples(data), strict=True):
+        location = {key: getattr(data_set, key) for key in ("path", "dataset_name", "subset", "split")}
+        columns = data.columns if data_set.columns is None else data_set.columns
+        # The held-out data of `eval_path` belongs to no data set.
+        number = None if data.num_eval_examples is None else share
+        section = dataclasses.replace(whole, **location, columns=columns, eval_path=None, num_eval_examples=number)
+        sections.append((data_set.shown_name, dataclasses.replace(stage, data=section)))
     return sections
 
 
-def _eval_examples(data: DataConfig) -> list[int]:
+def _share_eval_examples(data: DataConfig) -> list[int]:
     """Return how many held-out examples each data set gives: shares by weight, in whole pairs, at least one."""
-    names, weights = [each.shown_name for each in data.mix], [each.weight for each in data.mix]
+    names, weights = [data_set.shown_name for data_set in data.mix], [data_set.weight for data_set in data.mix]
     pairs = max(1, (data.num_eval_examples or USUAL_EVAL_EXAMPLES) // 2)
     counts = MixtureCounts(names, pairs, lambda step: weights)
     return [max(2, 2 * count) for count in counts.at(0)[1]]
@@ -68,9 +68,9 @@ class MixedSource(DataSource[DataConfig]):
         """Check the files of every data set, and the weights of the first step."""
         for source in self.sources:
             source.check_files(tokenizer)
-        names = [each.shown_name for each in self.data.mix]
+        names = [data_set.shown_name for data_set in self.data.mix]
         self._check_kinds(names)
-        MixtureCounts(names, 1, configured_weights(self.data)).at(0)
+        MixtureCounts(names, 1, load_weights(self.data)).at(0)
 
     def _check_kinds(self, names: Sequence[str]) -> None:
         """Refuse a mixture in which `format=auto` would render one data set as plain text and another as a chat."""
@@ -99,22 +99,25 @@ class MixedSource(DataSource[DataConfig]):
         if self.data.eval_path is not None:
             section = dataclasses.replace(self.data, path=self.data.eval_path, mix=(), mix_weights=None)
             return type(self.sources[0])(dataclasses.replace(self.stage, data=section), section).heldout(tokenizer)
-        shares = zip(self.data.mix, self.sources, _eval_examples(self.data), strict=True)
-        parts = [_first(_heldout(source, each.shown_name, tokenizer), share) for each, source, share in shares]
-        problems = [part for part in parts if isinstance(part, HeldoutProblemSet)]
-        if problems:
-            return HeldoutProblemSet(problems[0].task, [each for part in problems for each in part.problems])
-        return _joined([part for part in parts if isinstance(part, HeldoutBatch)], tokenizer)
+        shares = zip(self.data.mix, self.sources, _share_eval_examples(self.data), strict=True)
+        parts = [
+            _take_first(_read_heldout(source, data_set.shown_name, tokenizer), share)
+            for data_set, source, share in shares
+        ]
+        sets = [part for part in parts if isinstance(part, HeldoutProblemSet)]
+        if sets:
+            return HeldoutProblemSet(sets[0].task, [problem for part in sets for problem in part.problems])
+        return _join([part for part in parts if isinstance(part, HeldoutBatch)], tokenizer)
 
 
-def _heldout(source: DataSource[Any], name: str, tokenizer: Tokenizer) -> HeldoutBatch | HeldoutProblemSet:
+def _read_heldout(source: DataSource[Any], name: str, tokenizer: Tokenizer) -> HeldoutBatch | HeldoutProblemSet:
     try:
         return source.heldout(tokenizer)
     except ConfigError as error:
         raise ConfigError(f"data.mix, the share of {name}: {error}") from error
 
 
-def _first(heldout: HeldoutBatch | HeldoutProblemSet, count: int) -> HeldoutBatch | HeldoutProblemSet:
+def _take_first(heldout: HeldoutBatch | HeldoutProblemSet, count: int) -> HeldoutBatch | HeldoutProblemSet:
     """Return the first `count` held-out sequences or problems of a data set."""
     if isinstance(heldout, HeldoutProblemSet):
         return dataclasses.replace(heldout, problems=heldout.problems[:count])
@@ -123,13 +126,13 @@ def _first(heldout: HeldoutBatch | HeldoutProblemSet, count: int) -> HeldoutBatc
     return dataclasses.replace(heldout, batch=heldout.batch.slice(0, size), locations=heldout.locations[:num_items])
 
 
-def _joined(parts: list[HeldoutBatch], tokenizer: Tokenizer) -> HeldoutBatch:
+def _join(parts: list[HeldoutBatch], tokenizer: Tokenizer) -> HeldoutBatch:
     from rl_megatron.data.batch import BatchedDataDict
 
     batch = BatchedDataDict.from_batches([part.batch for part in parts], {"input_ids": tokenizer.pad_id})
     factors = [part.tokens_per_character for part in parts if part.tokens_per_character is not None]
     if len(factors) < len(parts):
-        return HeldoutBatch(batch, locations=tuple(place for part in parts for place in part.locations))
+        return HeldoutBatch(batch, locations=tuple(location for part in parts for location in part.locations))
     tokens = [float(part.batch["token_mask"].sum()) for part in parts]
     characters = sum(number / factor for number, factor in zip(tokens, factors, strict=True))
     return HeldoutBatch(batch, sum(tokens) / characters)

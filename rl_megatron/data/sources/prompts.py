@@ -7,18 +7,18 @@ from typing import Any, ClassVar
 
 from rl_megatron.config.data_sources import PromptsConfig
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.data.conversations import is_conversation, last_answer, message_text, prompt_conversation
+from rl_megatron.data.conversations import find_last_answer, get_message_text, is_conversation, read_prompt
 from rl_megatron.data.plain_text import PlainText, refuse_conversation
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source
-from rl_megatron.data.sources.source import HeldoutProblemSet, heldout_part, num_evaluated
+from rl_megatron.data.sources.source import HeldoutProblemSet, count_evaluated, require_heldout
 from rl_megatron.data.tasks.task import Demonstration, Problem
 from rl_megatron.data.tokenizer import Tokenizer
 
 
 class PromptsTask:
-    """The task of problems without a reward of their own: `reward.functions` or an environment reward them."""
+    """The task of problems without a reward of their own, which `reward.functions` or an environment reward."""
 
     name: ClassVar[str] = "prompts"
 
@@ -56,54 +56,53 @@ class PromptsSource(RecordSource[PromptsConfig]):
 
     def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
         """Check that every record has a prompt, and that the first one can be turned into tokens."""
-        for number, problem in enumerate(map(self.problem, records)):
+        for number, problem in enumerate(map(self.build_problem, records)):
             if tokenizer is not None and number == 0:
-                self.renderer(tokenizer).prompt(problem)
+                self.renderer(tokenizer).encode_problem(problem)
 
     def texts(self) -> Iterator[str]:
         """Yield the prompt with its answer of every training record."""
         for record in self.parts()[0]:
             refuse_conversation(record, self.data)
-            problem = self.problem(record)
+            problem = self.build_problem(record)
             yield problem.prompt + problem.answer
 
     def task(self) -> PromptsTask:
         """Return the problems as a task."""
         train, heldout = self.parts()
-        return PromptsTask(*([self.problem(record) for record in part] for part in (train, heldout)))
+        return PromptsTask(*([self.build_problem(record) for record in part] for part in (train, heldout)))
 
     def problems(self, wanted: int) -> list[Problem]:
         """Return all training problems."""
-        return [self.problem(record) for record in self.parts()[0]]
+        return [self.build_problem(record) for record in self.parts()[0]]
 
     def heldout(self, tokenizer: Any) -> HeldoutProblemSet:
         """Return the first held-out problems."""
-        records = heldout_part(self.parts(), self.data)
-        problems = [self.problem(record) for record in records[: num_evaluated(self.data, len(records), "prompts")]]
+        records = require_heldout(self.parts(), self.data)
+        problems = [
+            self.build_problem(record) for record in records[: count_evaluated(self.data, len(records), "prompts")]
+        ]
         return HeldoutProblemSet(PromptsTask([], problems), problems)
 
-    def problem(self, record: Record) -> Problem:
-        """Return the problem of a record.
+    def build_problem(self, record: Record) -> Problem:
+        """Return the problem of a record, which must have a prompt."""
+        return Problem(self._write_prompt(record), find_reference_answer(record), record.values, record.location)
 
-        Raises:
-            ValueError: The record has no prompt; the message names its place.
-        """
-        return Problem(self._prompt(record), reference_answer(record), record.values, record.location)
-
-    def _prompt(self, record: Record) -> str:
-        """Return the prompt as text: what the template makes of the record, or the last message of a conversation."""
+    def _write_prompt(self, record: Record) -> str:
+        """Return the prompt as text: the filled template, or the last message of a conversation."""
         if self.data.format != "plain" and is_conversation(record):
-            return message_text(prompt_conversation(record).messages[-1])
-        return self._texts.prompt(record)
+            return get_message_text(read_prompt(record).messages[-1])
+        return self._texts.write_prompt(record)
 
 
-def reference_answer(record: Record) -> str:
+def find_reference_answer(record: Record) -> str:
     """Return the answer of a record as text: `answer`, or `reward_model.ground_truth`, or the assistant's last message.
 
     It is empty if the record has none of them.
     """
-    graded = record.values.get("reward_model")
-    answer = record.values.get("answer", graded.get("ground_truth") if isinstance(graded, Mapping) else None)
+    reward_model = record.values.get("reward_model")
+    ground_truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    answer = record.values.get("answer", ground_truth)
     if answer is None:
-        answer = last_answer(record)
+        answer = find_last_answer(record)
     return "" if answer is None else str(answer)

@@ -21,7 +21,7 @@ class RecordSource(DataSource[ConfigT]):
     """A data source whose training and held-out records come from the package's readers.
 
     Attributes:
-        plain: The reader of files whose names do not say what they are.
+        plain: The reader of files whose format does not follow from their names.
         alone: Names of files that are read instead of all others if a directory has one.
     """
 
@@ -33,7 +33,7 @@ class RecordSource(DataSource[ConfigT]):
         self._block: list[Record] | None = None
         self._renderers: list[Renderer] = []  # the renderer of all blocks
 
-    def of_block(self, records: list[Record]) -> Self:
+    def with_block(self, records: list[Record]) -> Self:
         """Return a source whose training data are these records, and whose blocks have one renderer."""
         source = copy.copy(self)
         source._block = records
@@ -48,7 +48,7 @@ class RecordSource(DataSource[ConfigT]):
         return self._renderers[0]
 
     def training_reader(self) -> Reader:
-        """Return the reader of streamed training records. If there is no held-out data, it leaves out the first."""
+        """Return the reader of streamed training records. It leaves out the first ones if they are held out."""
         return Part(find_parts(self.data, self.plain, self.alone).train, skipped=self.num_left_out)
 
     @property
@@ -67,40 +67,32 @@ class RecordSource(DataSource[ConfigT]):
 
     def check_files(self, tokenizer: Tokenizer | None) -> None:
         """Check the files, and the first records of each part."""
-        found = find_parts(self.data, self.plain, self.alone)
-        for part in (found.train, found.heldout):
-            if part is not None:
-                self.check_records(Part(part, limit=_CHECKED_EARLY).all(), tokenizer)
+        readers = find_parts(self.data, self.plain, self.alone)
+        for reader in (readers.train, readers.heldout):
+            if reader is not None:
+                self.check_records(Part(reader, limit=_CHECKED_EARLY).all(), tokenizer)
 
     def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
         """Check that the templates and the source find what they need in records, without torch.
 
-        Args:
-            records: The records.
-            tokenizer: The run's tokenizer, or None if it has yet to be trained.
-
-        Raises:
-            ValueError: A record lacks it; the message names its place.
+        `tokenizer` is None if it has yet to be trained.
         """
 
-    def prepared(self, records: list[Record]) -> list[Record]:
-        """Return what datasets are made of, if that is not the records of the files themselves."""
+    def prepare(self, records: list[Record]) -> list[Record]:
+        """Return the records that datasets are made of, if they are not the records of the files themselves."""
         return records
 
     def parts(self) -> tuple[list[Record], list[Record]]:
-        """Return the (training, held-out) records. Of streamed data, the training records are those of the first block.
-
-        Raises:
-            ValueError: There is nothing to read, or a record cannot be read; the message names the place.
-        """
+        """Return the (training, held-out) records. Training records of streamed data are those of the first block."""
         if self._block is not None:
-            return self.prepared(self._block), []
-        found = find_parts(self.data, self.plain, self.alone)
+            return self.prepare(self._block), []
+        readers = find_parts(self.data, self.plain, self.alone)
         if not self.data.streaming:
-            return self.split(found.train.all(), None if found.heldout is None else found.heldout.all())
+            return self.split(readers.train.all(), None if readers.heldout is None else readers.heldout.all())
         train = Part(self.training_reader(), limit=self.data.shuffle_block).all()
-        heldout = [] if self._num_heldout == 0 else Part(found.heldout or found.train, limit=self._num_heldout).all()
-        return self.prepared(train), self.prepared(heldout) if heldout else []
+        heldout_reader = Part(readers.heldout or readers.train, limit=self._num_heldout)
+        heldout = [] if self._num_heldout == 0 else heldout_reader.all()
+        return self.prepare(train), self.prepare(heldout) if heldout else []
 
     def first_record(self) -> Record:
         """Return the first record of the data."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from rl_megatron.config.data_sources import register_source_config
 from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.schema import DataConfig, StageConfig
-from rl_megatron.data.sources.mixed import MixedSource, mixed_stages
+from rl_megatron.data.sources.mixed import MixedSource, split_mixture
 from rl_megatron.data.sources.source import DataSource
 
 SourceT = TypeVar("SourceT", bound=type[DataSource[Any]])
@@ -39,5 +39,5 @@ def register_source(config: type[DataConfig]) -> Callable[[SourceT], SourceT]:
 def build_source(stage: StageConfig) -> DataSource[Any]:
     """Return the data source of a stage."""
     if stage.data.mix:
-        return MixedSource(stage, [build_source(of_component) for _, of_component in mixed_stages(stage)])
+        return MixedSource(stage, [build_source(component_stage) for _, component_stage in split_mixture(stage)])
     return SOURCES[stage.data.source](stage, stage.data)

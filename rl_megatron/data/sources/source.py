@@ -32,7 +32,7 @@ class HeldoutBatch:
     Attributes:
         batch: The sequences. The two of a pair are adjacent, the chosen one first.
         tokens_per_character: The factor from nats per token to nats per character. It is set only for plain text.
-        locations: The place of the record of each sequence, or of each pair, as file:line; empty if there is none.
+        locations: Where the record of each sequence, or of each pair, was read, as file:line; empty if there is none.
     """
 
     batch: BatchedDataDict
@@ -139,12 +139,8 @@ class DataSource(Generic[ConfigT]):
         raise ConfigError(f"data.source={self.data.source} has no held-out data: {type(self).__name__} lacks heldout()")
 
 
-def heldout_part(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
-    """Return the held-out one of the parts (training, held-out).
-
-    Raises:
-        ConfigError: It is empty.
-    """
+def require_heldout(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
+    """Return the held-out one of the parts (training, held-out), which must not be empty."""
     if not parts[1]:
         raise ConfigError(
             f"data.heldout_fraction={data.heldout_fraction} leaves nothing of data.path={data.path} to evaluate on; "
@@ -153,23 +149,14 @@ def heldout_part(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
     return parts[1]
 
 
-def num_evaluated(data: DataConfig, num_heldout: int, noun: str = "sequences") -> int:
-    """Return how many of the held-out sequences, or problems, an evaluation uses.
-
-    Args:
-        data: The data section.
-        num_heldout: How many are held out.
-        noun: What they are, in the plural.
-
-    Raises:
-        ConfigError: `data.num_eval_examples` asks for more.
-    """
-    wanted = data.num_eval_examples
-    if wanted is None:
+def count_evaluated(data: DataConfig, num_heldout: int, noun: str = "sequences") -> int:
+    """Return how many of the held-out sequences, or problems, an evaluation uses. Messages call them by `noun`."""
+    number = data.num_eval_examples
+    if number is None:
         return min(num_heldout, USUAL_EVAL_EXAMPLES)
-    if wanted > num_heldout:
+    if number > num_heldout:
         raise ConfigError(
-            f"data.num_eval_examples={wanted} exceeds the number of held-out {noun}, {num_heldout}; lower it, leave it "
+            f"data.num_eval_examples={number} exceeds the number of held-out {noun}, {num_heldout}; lower it, leave it "
             "out to use all of them, or hold out more with data.heldout_fraction or data.eval_path"
         )
-    return wanted
+    return number

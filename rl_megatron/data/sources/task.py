@@ -9,11 +9,11 @@ from rl_megatron.config.data import ANSWERS, DOCUMENTS
 from rl_megatron.config.data_sources import TaskConfig, sources_providing
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import USUAL_EVAL_EXAMPLES
-from rl_megatron.data.plain_text import plain_texts
+from rl_megatron.data.plain_text import write_texts
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources.registry import register_source
 from rl_megatron.data.sources.source import DataSource, HeldoutProblemSet
-from rl_megatron.data.tasks.registry import build_task, called, check_task_files, reads_path
+from rl_megatron.data.tasks.registry import build_task, call_task, check_task_files, reads_path
 from rl_megatron.data.tasks.task import Demonstration, GeneratedTask, Problem, Task, TooFewProblems
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -30,35 +30,31 @@ class TaskSource(DataSource[TaskConfig]):
     def check_files(self, tokenizer: Tokenizer | None) -> None:
         """Check the task's options and files."""
         task = self.task()
-        self._called(lambda: check_task_files(task))
+        self._call(lambda: check_task_files(task))
 
     def texts(self) -> Iterator[str]:
         """Yield the documents of a task that generates its data, or the demonstrations of another task."""
         task = self.task()
         if isinstance(task, GeneratedTask):
-            yield from self._generated_documents(task)
+            yield from self._generate_documents(task)
         else:
-            shown = self._called(task.demonstrations)
-            yield from plain_texts([example.as_record() for example in shown], self.data)
+            demonstrations = self._call(task.demonstrations)
+            yield from write_texts([example.as_record() for example in demonstrations], self.data)
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the task's documents or demonstrations."""
         if kind == DOCUMENTS:
-            return self._documents(tokenizer)
+            return self._build_documents(tokenizer)
         if kind == ANSWERS:
-            return self._demonstrations(tokenizer)
+            return self._build_demonstrations(tokenizer)
         return super().dataset(kind, tokenizer)
 
     def first_record(self) -> Record:
         """Return the first demonstration of the task."""
-        return self._shown(1)[0].as_record()
+        return self._draw_demonstrations(1)[0].as_record()
 
     def task(self) -> Task:
-        """Return the task with its options.
-
-        Raises:
-            ConfigError: `data.path` is set, and the task reads no files.
-        """
+        """Return the task with its options."""
         options = dict(self.data.task)
         if self.data.path is not None:
             if not reads_path(options["name"]):
@@ -73,7 +69,7 @@ class TaskSource(DataSource[TaskConfig]):
         """Return `wanted` training problems of a task that generates them, or all problems of another task."""
         task = self.task()
         count = wanted if isinstance(task, GeneratedTask) else None
-        return self._called(lambda: task.train_problems(count, seed=self.stage.train.seed))
+        return self._call(lambda: task.train_problems(count, seed=self.stage.train.seed))
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutProblemSet:
         """Return held-out problems."""
@@ -87,9 +83,9 @@ class TaskSource(DataSource[TaskConfig]):
             except TooFewProblems:
                 return task.heldout_problems()
 
-        return HeldoutProblemSet(task, self._called(problems, f"data.num_eval_examples={count}"))
+        return HeldoutProblemSet(task, self._call(problems, f"data.num_eval_examples={count}"))
 
-    def _documents(self, tokenizer: Tokenizer) -> TextDataset:
+    def _build_documents(self, tokenizer: Tokenizer) -> TextDataset:
         task, data = self.task(), self.data
         if not isinstance(task, GeneratedTask):
             others = [name for name in sources_providing(DOCUMENTS) if name != data.source]
@@ -98,33 +94,33 @@ class TaskSource(DataSource[TaskConfig]):
             )
         from rl_megatron.data.datasets import TextDataset
 
-        return TextDataset(self._generated_documents(task), tokenizer, data.sequence_length)
+        return TextDataset(self._generate_documents(task), tokenizer, data.sequence_length)
 
-    def _demonstrations(self, tokenizer: Tokenizer) -> PromptAnswerDataset:
+    def _build_demonstrations(self, tokenizer: Tokenizer) -> PromptAnswerDataset:
         from rl_megatron.data.datasets import PromptAnswerDataset
 
         return PromptAnswerDataset(
-            [demonstration.as_record() for demonstration in self._shown(self.data.num_demonstrations)],
+            [demonstration.as_record() for demonstration in self._draw_demonstrations(self.data.num_demonstrations)],
             self.renderer(tokenizer),
             self.stage.model.max_sequence_length,
             too_long=self.data.too_long,
         )
 
-    def _shown(self, count: int) -> list[Demonstration]:
+    def _draw_demonstrations(self, count: int) -> list[Demonstration]:
         task = self.task()
         asked = f"data.num_demonstrations={count}"
-        return self._called(lambda: task.demonstrations(count, seed=self.stage.train.seed), asked)
+        return self._call(lambda: task.demonstrations(count, seed=self.stage.train.seed), asked)
 
-    def _generated_documents(self, task: GeneratedTask) -> list[str]:
+    def _generate_documents(self, task: GeneratedTask) -> list[str]:
         count, seed = self.data.num_documents, self.stage.train.seed
-        return self._called(lambda: task.pretraining_documents(count, seed=seed))
+        return self._call(lambda: task.pretraining_documents(count, seed=seed))
 
-    def _called(self, call: Callable[[], _T], asked: str = "data.task") -> _T:
+    def _call(self, call: Callable[[], _T], asked: str = "data.task") -> _T:
         """Return `call()`, a call of a method of the task; an error that it raises names the task.
 
         If the task has too few problems, the error begins with `asked`, the key that asks for them and its value.
         """
         try:
-            return called(self.data.task["name"], call)
+            return call_task(self.data.task["name"], call)
         except TooFewProblems as error:
             raise ValueError(f"{asked}: {error}") from error

@@ -52,8 +52,8 @@ class Arithmetic:
         object.__setattr__(self, "operators", tuple(self.operators))  # YAML gives a list
         if self.max_operand < 1:
             raise ValueError(f"arithmetic: max_operand = {self.max_operand} must be at least 1.")
-        chosen = set(self.operators)
-        if not chosen or chosen - OPERATORS.keys() or len(chosen) < len(self.operators):
+        operators = set(self.operators)
+        if not operators or operators - OPERATORS.keys() or len(operators) < len(self.operators):
             raise ValueError(f"arithmetic: operators = {self.operators} must be some of {tuple(OPERATORS)}, each once.")
         if not 0 < self.heldout_fraction < 1:
             raise ValueError(f"arithmetic: heldout_fraction = {self.heldout_fraction} must lie between 0 and 1.")
@@ -64,27 +64,19 @@ class Arithmetic:
         num_pairs = (self.max_operand + 1) * (self.max_operand + 2) // 2
         num_heldout = min(max(1, round(num_pairs * self.heldout_fraction)), MAX_HELDOUT_PAIRS, num_pairs - 1)
         numbers = random.Random(self.split_seed).sample(range(num_pairs), num_heldout)
-        return frozenset(_pair(number) for number in numbers)
+        return frozenset(_find_pair(number) for number in numbers)
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """Return `count` problems, drawn with replacement from all that are not held out.
-
-        Raises:
-            ValueError: `count` is None.
-        """
+        """Return `count` problems, drawn with replacement from all that are not held out. `count` must not be None."""
         if count is None:
             raise ValueError("arithmetic generates its training problems: count must be a number.")
         draws = self._draw_training(f"train/{seed}")
         return [next(draws) for _ in range(count)]
 
     def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """Return `count` different held-out problems, or all of them for None.
-
-        Raises:
-            ValueError: There are fewer than `count`.
-        """
+        """Return `count` different held-out problems, or all of them for None."""
         problems = [
-            self._problem(first, operator, second)
+            self._build_problem(first, operator, second)
             for low, high in sorted(self.heldout_pairs)
             for first, second in dict.fromkeys([(low, high), (high, low)])
             for operator in self.operators
@@ -100,7 +92,7 @@ class Arithmetic:
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
         """Return the training problems for this `count` and `seed` with their answers."""
         problems = self.train_problems(count, seed)
-        return [Demonstration(each.prompt, each.answer, each.record) for each in problems]
+        return [Demonstration(problem.prompt, problem.answer, problem.record) for problem in problems]
 
     def pretraining_documents(self, count: int, seed: int = 0) -> list[str]:
         """Return `count` equations such as `12+7=19`, one per document, so that a model learns to stop after them."""
@@ -121,9 +113,9 @@ class Arithmetic:
             first, second = source.randint(0, self.max_operand), source.randint(0, self.max_operand)
             operator = source.choice(self.operators)
             if (min(first, second), max(first, second)) not in self.heldout_pairs:
-                yield self._problem(first, operator, second)
+                yield self._build_problem(first, operator, second)
 
-    def _problem(self, first: int, operator: str, second: int) -> Problem:
+    def _build_problem(self, first: int, operator: str, second: int) -> Problem:
         record = {"first": first, "operator": operator, "second": second}
         width = len(str(self.max_operand)) if self.zero_pad else 1
         result_width = len(str(2 * self.max_operand)) if self.zero_pad else 1
@@ -131,7 +123,7 @@ class Arithmetic:
         return Problem(f"{first:0{width}d}{operator}{second:0{width}d}=", answer, record)
 
 
-def _pair(number: int) -> tuple[int, int]:
+def _find_pair(number: int) -> tuple[int, int]:
     """Return the pair at index `number` of (0, 0), (0, 1), (1, 1), (0, 2), (1, 2), …, without listing the pairs."""
     high = (math.isqrt(8 * number + 1) - 1) // 2
     return number - high * (high + 1) // 2, high

@@ -1,17 +1,16 @@
-"""`FileTask`: what tasks have in common whose problems are the records of local files."""
+"""`FileTask`: the base of tasks whose problems are the records of local files."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 from rl_megatron.data.files import load_records
-from rl_megatron.data.order import epoch_order
 from rl_megatron.data.records import Record
-from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
+from rl_megatron.data.tasks.task import Demonstration, Problem, choose_items
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class FileTask(ABC):
     heldout_fraction: float = 0.05
 
     @abstractmethod
-    def checked(self, record: Record) -> Record:
-        """Return a record that `problem` can use.
+    def normalize(self, record: Record) -> Record:
+        """Return a record with the fields that `problem` reads.
 
         Raises:
             ValueError: It cannot be used; the message names file:line, the field and the remedy.
@@ -38,7 +37,7 @@ class FileTask(ABC):
 
     @abstractmethod
     def problem(self, record: Record) -> Problem:
-        """Return the problem of a checked record."""
+        """Return the problem of a normalized record."""
 
     @abstractmethod
     def reward(self, problem: Problem, completion: str) -> float:
@@ -47,27 +46,23 @@ class FileTask(ABC):
     def check_files(self) -> None:
         """Read the files and check every record, without torch, which the split into two parts needs."""
         for records in load_records(self.path, heldout_fraction=0.0):
-            self._all_checked(records)
+            self._normalize_all(records)
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return all training problems in the file's order, or `count` of them chosen by `seed`."""
-        return [self.problem(record) for record in self._chosen(self._splits[0], count, seed)]
+        return [self.problem(record) for record in choose_items(self._splits[0], count, seed, self.name)]
 
     def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return all held-out problems in the file's order, or `count` of them chosen by `seed`."""
-        return [self.problem(record) for record in self._chosen(self._splits[1], count, seed)]
+        return [self.problem(record) for record in choose_items(self._splits[1], count, seed, self.name)]
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
         """Return the training problems for this `count` and `seed` with their answers."""
         problems = self.train_problems(count, seed)
-        return [Demonstration(each.prompt, each.answer, each.record, each.location) for each in problems]
+        return [Demonstration(p.prompt, p.answer, p.record, p.location) for p in problems]
 
     def require(self, record: Record, fields: Iterable[tuple[str, str]]) -> None:
-        """Check that a record has fields, each given with the option that names it.
-
-        Raises:
-            ValueError: A field is missing.
-        """
+        """Check that a record has fields, which are pairs of the option that names a field and its name."""
         for option, name in fields:
             if name not in record.values:
                 raise ValueError(
@@ -78,16 +73,7 @@ class FileTask(ABC):
     @cached_property
     def _splits(self) -> tuple[list[Record], list[Record]]:
         train, heldout = load_records(self.path, self.heldout_fraction)
-        return self._all_checked(train), self._all_checked(heldout)
+        return self._normalize_all(train), self._normalize_all(heldout)
 
-    def _all_checked(self, records: Iterable[Record]) -> list[Record]:
-        return [self.checked(record) for record in records]
-
-    def _chosen(self, records: Sequence[Record], count: int | None, seed: int) -> list[Record]:
-        if count is None:
-            return list(records)
-        if count > len(records):
-            raise TooFewProblems(
-                f"{self.name} has {len(records)} of these problems, and {count} were asked for: ask for fewer"
-            )
-        return [records[index] for index in epoch_order(len(records), seed, epoch=0)[:count].tolist()]
+    def _normalize_all(self, records: Iterable[Record]) -> list[Record]:
+        return [self.normalize(record) for record in records]

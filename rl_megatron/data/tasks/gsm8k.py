@@ -26,8 +26,8 @@ def extract_answer(text: str) -> Decimal | None:
     `#### 1,234`, `#### $18.50`, `#### -3.`, `#### -$4`, `#### 18 dollars` and `#### 40%` are read. `#### 1/2` and
     `#### 5k` are not, because their digits alone would be another number.
     """
-    _, marker, behind = text.rpartition("####")
-    match = _FINAL_NUMBER.match(behind.replace("\N{MINUS SIGN}", "-")) if marker else None
+    _, marker, rest = text.rpartition("####")
+    match = _FINAL_NUMBER.match(rest.replace("\N{MINUS SIGN}", "-")) if marker else None
     if match is None:
         return None
     number = Decimal(match["number"].replace(",", ""))
@@ -60,7 +60,7 @@ class GSM8K(FileTask):
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
         """Return the training problems for this `count` and `seed` with their whole solutions."""
         problems = self.train_problems(count, seed)
-        return [Demonstration(each.prompt, each.record["answer"], each.record, each.location) for each in problems]
+        return [Demonstration(p.prompt, p.record["answer"], p.record, p.location) for p in problems]
 
     def reward(self, problem: Problem, completion: str) -> float:
         """Return 1.0 if the completion's final number equals the problem's (18 = 18.0 = 18.00), otherwise 0.0."""
@@ -72,12 +72,8 @@ class GSM8K(FileTask):
         answer = extract_answer(completion)
         return None if answer is None else f"{answer.normalize():f}"
 
-    def checked(self, record: Record) -> Record:
-        """Return the record with its question and answer under our names.
-
-        Raises:
-            ValueError: A field is missing, or the answer has no `#### N`.
-        """
+    def normalize(self, record: Record) -> Record:
+        """Return the record with its question and answer under our names."""
         names = {"question": self.question_field, "answer": self.answer_field}
         self.require(record, [(f"{name}_field", field) for name, field in names.items()])
         values = {**record.values, **{name: record.values[field] for name, field in names.items()}}

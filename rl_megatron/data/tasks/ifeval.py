@@ -28,45 +28,41 @@ _WORD = re.compile(r"\w+(?:['’-]\w+)*")
 
 
 def follows(name: str, answer: str, options: Mapping[str, Any]) -> bool:
-    """Return whether an answer follows the instruction with this name.
-
-    Raises:
-        KeyError: There is no such instruction.
-    """
+    """Return whether an answer follows the instruction with this name."""
     return bool(answer.strip()) and INSTRUCTIONS[name](answer, options)
 
 
-def _compared(count: int, number: int, relation: str) -> bool:
+def _satisfies(count: int, number: int, relation: str) -> bool:
     """Return whether a count is "at least" or "less than" a number."""
     return count < number if relation == "less than" else count >= number
 
 
-def _occurrences(text: str, word: str) -> int:
+def _count_occurrences(text: str, word: str) -> int:
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
 
 
-def _sentences(text: str) -> int:
+def _count_sentences(text: str) -> int:
     return len(_SENTENCE_END.findall(_ABBREVIATIONS.sub("", text)))
 
 
-def _keywords(answer: str, options: Mapping[str, Any]) -> bool:
-    return all(_occurrences(answer, word) for word in options["keywords"])
+def _has_keywords(answer: str, options: Mapping[str, Any]) -> bool:
+    return all(_count_occurrences(answer, word) for word in options["keywords"])
 
 
-def _keyword_frequency(answer: str, options: Mapping[str, Any]) -> bool:
-    return _compared(_occurrences(answer, options["keyword"]), options["frequency"], options["relation"])
+def _has_keyword_frequency(answer: str, options: Mapping[str, Any]) -> bool:
+    return _satisfies(_count_occurrences(answer, options["keyword"]), options["frequency"], options["relation"])
 
 
-def _no_forbidden_words(answer: str, options: Mapping[str, Any]) -> bool:
-    return not any(_occurrences(answer, word) for word in options["forbidden_words"])
+def _has_no_forbidden_words(answer: str, options: Mapping[str, Any]) -> bool:
+    return not any(_count_occurrences(answer, word) for word in options["forbidden_words"])
 
 
-def _letter_frequency(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_letter_frequency(answer: str, options: Mapping[str, Any]) -> bool:
     count = Counter(answer.lower())[options["letter"].lower()]
-    return _compared(count, options["let_frequency"], options["let_relation"])
+    return _satisfies(count, options["let_frequency"], options["let_relation"])
 
 
-def _language(answer: str, options: Mapping[str, Any]) -> bool:
+def _is_in_language(answer: str, options: Mapping[str, Any]) -> bool:
     from langdetect import DetectorFactory, LangDetectException, detect
 
     DetectorFactory.seed = 0  # it draws samples of the text
@@ -76,22 +72,22 @@ def _language(answer: str, options: Mapping[str, Any]) -> bool:
         return True
 
 
-def _number_of_sentences(answer: str, options: Mapping[str, Any]) -> bool:
-    return _compared(_sentences(answer), options["num_sentences"], options["relation"])
+def _has_number_of_sentences(answer: str, options: Mapping[str, Any]) -> bool:
+    return _satisfies(_count_sentences(answer), options["num_sentences"], options["relation"])
 
 
-def _number_of_words(answer: str, options: Mapping[str, Any]) -> bool:
-    return _compared(len(_WORD.findall(answer)), options["num_words"], options["relation"])
+def _has_number_of_words(answer: str, options: Mapping[str, Any]) -> bool:
+    return _satisfies(len(_WORD.findall(answer)), options["num_words"], options["relation"])
 
 
-def _number_of_paragraphs(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_number_of_paragraphs(answer: str, options: Mapping[str, Any]) -> bool:
     # Three asterisks divide paragraphs.
     parts = re.split(r"\s?\*\*\*\s?", answer)
     inner = parts[1:-1] if len(parts) > 1 else []
     return all(part.strip() for part in inner) and sum(map(bool, map(str.strip, parts))) == options["num_paragraphs"]
 
 
-def _first_word_of_paragraph(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_first_word_of_paragraph(answer: str, options: Mapping[str, Any]) -> bool:
     # An empty line divides paragraphs.
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", answer) if part.strip()]
     number = options["nth_paragraph"]
@@ -101,24 +97,24 @@ def _first_word_of_paragraph(answer: str, options: Mapping[str, Any]) -> bool:
     return first.lower() == options["first_word"].lower()
 
 
-def _placeholders(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_placeholders(answer: str, options: Mapping[str, Any]) -> bool:
     return len(re.findall(r"\[.*?\]", answer)) >= options["num_placeholders"]
 
 
-def _postscript(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_postscript(answer: str, options: Mapping[str, Any]) -> bool:
     marker = re.escape(options["postscript_marker"].strip()).replace(r"\.", r"\.\s?")
     return re.search(rf"^\s*{marker}.*\S|\s{marker}.*\S", answer, re.IGNORECASE | re.MULTILINE) is not None
 
 
-def _bullets(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_bullets(answer: str, options: Mapping[str, Any]) -> bool:
     return len(re.findall(r"^\s*(?:\*[^*]|-\s).*$", answer, re.MULTILINE)) == options["num_bullets"]
 
 
-def _one_of_three_responses(answer: str, options: Mapping[str, Any]) -> bool:
+def _is_one_of_three_responses(answer: str, options: Mapping[str, Any]) -> bool:
     return any(response in answer.lower() for response in _RESPONSES)
 
 
-def _highlights(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_highlights(answer: str, options: Mapping[str, Any]) -> bool:
     # One or two asterisks on each side highlight a section.
     double = [text for text in re.findall(r"\*\*([^\n*]+)\*\*", answer) if text.strip()]
     without = re.sub(r"\*\*[^\n*]+\*\*", "", answer)
@@ -126,12 +122,12 @@ def _highlights(answer: str, options: Mapping[str, Any]) -> bool:
     return len(double) + len(single) >= options["num_highlights"]
 
 
-def _sections(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_sections(answer: str, options: Mapping[str, Any]) -> bool:
     marker = re.escape(options["section_spliter"].strip())
     return len(re.findall(rf"{marker}\s?\d+", answer)) >= options["num_sections"]
 
 
-def _json(answer: str, options: Mapping[str, Any]) -> bool:
+def _is_json(answer: str, options: Mapping[str, Any]) -> bool:
     text = re.sub(r"^```(?:json)?|```$", "", answer.strip(), flags=re.IGNORECASE)
     try:
         json.loads(text.strip())
@@ -140,17 +136,17 @@ def _json(answer: str, options: Mapping[str, Any]) -> bool:
     return True
 
 
-def _title(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_title(answer: str, options: Mapping[str, Any]) -> bool:
     return any(text.strip("<> ") for text in re.findall(r"<<[^\n]+>>", answer))
 
 
-def _two_responses(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_two_responses(answer: str, options: Mapping[str, Any]) -> bool:
     # Six asterisks divide the two, which differ.
     parts = [part.strip() for part in answer.split("******")]
     if any(not part for part in parts[1:-1]):
         return False
-    given = [part for part in parts if part]
-    return len(given) == 2 and given[0] != given[1]
+    responses = [part for part in parts if part]
+    return len(responses) == 2 and responses[0] != responses[1]
 
 
 def _repeats_prompt(answer: str, options: Mapping[str, Any]) -> bool:
@@ -161,54 +157,54 @@ def _ends_with(answer: str, options: Mapping[str, Any]) -> bool:
     return answer.strip().strip('"').lower().endswith(options["end_phrase"].strip().lower())
 
 
-def _in_quotation_marks(answer: str, options: Mapping[str, Any]) -> bool:
+def _is_in_quotation_marks(answer: str, options: Mapping[str, Any]) -> bool:
     text = answer.strip()
     return len(text) > 1 and text.startswith('"') and text.endswith('"')
 
 
-def _capital_words(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_capital_words(answer: str, options: Mapping[str, Any]) -> bool:
     words = [word for word in _WORD.findall(answer) if word.isupper()]
-    return _compared(len(words), options["capital_frequency"], options["capital_relation"])
+    return _satisfies(len(words), options["capital_frequency"], options["capital_relation"])
 
 
-def _all_capital(answer: str, options: Mapping[str, Any]) -> bool:
-    return answer.isupper() and _language(answer.lower(), {"language": "en"})
+def _is_all_capital(answer: str, options: Mapping[str, Any]) -> bool:
+    return answer.isupper() and _is_in_language(answer.lower(), {"language": "en"})
 
 
-def _all_lowercase(answer: str, options: Mapping[str, Any]) -> bool:
-    return answer.islower() and _language(answer, {"language": "en"})
+def _is_all_lowercase(answer: str, options: Mapping[str, Any]) -> bool:
+    return answer.islower() and _is_in_language(answer, {"language": "en"})
 
 
-def _no_comma(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_no_comma(answer: str, options: Mapping[str, Any]) -> bool:
     return "," not in answer
 
 
 INSTRUCTIONS: dict[str, Check] = {
-    "keywords:existence": _keywords,
-    "keywords:frequency": _keyword_frequency,
-    "keywords:forbidden_words": _no_forbidden_words,
-    "keywords:letter_frequency": _letter_frequency,
-    "language:response_language": _language,
-    "length_constraints:number_sentences": _number_of_sentences,
-    "length_constraints:number_words": _number_of_words,
-    "length_constraints:number_paragraphs": _number_of_paragraphs,
-    "length_constraints:nth_paragraph_first_word": _first_word_of_paragraph,
-    "detectable_content:number_placeholders": _placeholders,
-    "detectable_content:postscript": _postscript,
-    "detectable_format:number_bullet_lists": _bullets,
-    "detectable_format:constrained_response": _one_of_three_responses,
-    "detectable_format:number_highlighted_sections": _highlights,
-    "detectable_format:multiple_sections": _sections,
-    "detectable_format:json_format": _json,
-    "detectable_format:title": _title,
-    "combination:two_responses": _two_responses,
+    "keywords:existence": _has_keywords,
+    "keywords:frequency": _has_keyword_frequency,
+    "keywords:forbidden_words": _has_no_forbidden_words,
+    "keywords:letter_frequency": _has_letter_frequency,
+    "language:response_language": _is_in_language,
+    "length_constraints:number_sentences": _has_number_of_sentences,
+    "length_constraints:number_words": _has_number_of_words,
+    "length_constraints:number_paragraphs": _has_number_of_paragraphs,
+    "length_constraints:nth_paragraph_first_word": _has_first_word_of_paragraph,
+    "detectable_content:number_placeholders": _has_placeholders,
+    "detectable_content:postscript": _has_postscript,
+    "detectable_format:number_bullet_lists": _has_bullets,
+    "detectable_format:constrained_response": _is_one_of_three_responses,
+    "detectable_format:number_highlighted_sections": _has_highlights,
+    "detectable_format:multiple_sections": _has_sections,
+    "detectable_format:json_format": _is_json,
+    "detectable_format:title": _has_title,
+    "combination:two_responses": _has_two_responses,
     "combination:repeat_prompt": _repeats_prompt,
     "startend:end_checker": _ends_with,
-    "startend:quotation": _in_quotation_marks,
-    "change_case:capital_word_frequency": _capital_words,
-    "change_case:english_capital": _all_capital,
-    "change_case:english_lowercase": _all_lowercase,
-    "punctuation:no_comma": _no_comma,
+    "startend:quotation": _is_in_quotation_marks,
+    "change_case:capital_word_frequency": _has_capital_words,
+    "change_case:english_capital": _is_all_capital,
+    "change_case:english_lowercase": _is_all_lowercase,
+    "punctuation:no_comma": _has_no_comma,
 }
 NEED_LANGDETECT = ("language:response_language", "change_case:english_capital", "change_case:english_lowercase")
 
@@ -231,7 +227,7 @@ class IFEval(FileTask):
 
     partial: bool = False
 
-    def checked(self, record: Record) -> Record:
+    def normalize(self, record: Record) -> Record:
         """Return the record, whose instructions are known."""
         fields = ("prompt", "instruction_id_list", "kwargs")
         if missing := [name for name in fields if name not in record.values]:
@@ -241,7 +237,7 @@ class IFEval(FileTask):
             raise ValueError(f"{record.location}: there are {len(names)} instructions, and options for {len(options)}.")
         for name in names:
             if name not in INSTRUCTIONS:
-                raise ValueError(f"{record.location}: the instruction {name!r} is none of IFEval's.")
+                raise ValueError(f"{record.location}: the instruction {name!r} is not one of IFEval's.")
             if name in NEED_LANGDETECT and importlib.util.find_spec("langdetect") is None:
                 raise ValueError(
                     f"{record.location}: the instruction {name!r} needs langdetect: pip install 'rl_megatron[rewards]'."
@@ -256,7 +252,7 @@ class IFEval(FileTask):
         """Return 1.0 if the completion follows all instructions, otherwise 0.0; with `partial`, the share of them."""
         names, options = problem.record["instruction_id_list"], problem.record["kwargs"]
         followed = [
-            follows(name, completion, {key: value for key, value in each.items() if value is not None})
-            for name, each in zip(names, options, strict=True)
+            follows(name, completion, {key: value for key, value in of_name.items() if value is not None})
+            for name, of_name in zip(names, options, strict=True)
         ]
         return sum(followed) / len(followed) if self.partial and followed else float(all(followed))

@@ -1,10 +1,15 @@
-"""The task `math`: problems with a mathematical answer, such as those of MATH-500 and AIME."""
+"""The task `math`: problems with a mathematical answer, such as those of MATH-500 and AIME.
+
+The library math-verify reads and compares answers. It parses LaTeX, and limits its own time by a signal, which only the
+main thread of a process can receive. Rewards are computed there.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from rl_megatron.data.math_answers import are_equal, read_answer, read_reference, require_math_verify
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.records import Record
 from rl_megatron.data.tasks.file_task import FileTask
 from rl_megatron.data.tasks.registry import register_task
@@ -39,7 +44,7 @@ class Mathematics(FileTask):
     def __post_init__(self) -> None:
         require_math_verify("data.task.name=math")
 
-    def checked(self, record: Record) -> Record:
+    def normalize(self, record: Record) -> Record:
         """Return the record with its question and answer under our names."""
         self.require(record, [("question_field", self.question_field), ("answer_field", self.answer_field)])
         question, answer = record.values[self.question_field], record.values[self.answer_field]
@@ -51,12 +56,7 @@ class Mathematics(FileTask):
         return Problem(prompt, record.values["answer"], record.values, record.location)
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """Return 1.0 if math-verify says that the completion's answer equals the problem's, otherwise 0.0.
-
-        Raises:
-            ValueError: math-verify cannot read the problem's answer.
-            TimeoutError: Reading or comparing took too long.
-        """
+        """Return 1.0 if math-verify says that the completion's answer equals the problem's, otherwise 0.0."""
         reference = read_reference(problem.answer, _SECONDS)
         return float(are_equal(reference, read_answer(completion, _SECONDS), _SECONDS))
 
@@ -66,10 +66,54 @@ class Mathematics(FileTask):
         A completion that takes too long to read has no answer.
         """
         try:
-            found = read_answer(completion, _SECONDS)
+            answers = read_answer(completion, _SECONDS)
         except TimeoutError:
             return None
-        if not found:
+        if not answers:
             return None
-        is_number = getattr(found[0], "is_real", False) and getattr(found[0], "is_number", False)
-        return f"{float(found[0]):.10g}" if is_number else str(found[0])
+        is_number = getattr(answers[0], "is_real", False) and getattr(answers[0], "is_number", False)
+        return f"{float(answers[0]):.10g}" if is_number else str(answers[0])
+
+
+def require_math_verify(user: str) -> None:
+    """Raise ConfigError if math-verify is not installed. `user` is what needs it, for the message."""
+    try:
+        import math_verify  # noqa: F401  # here, because most runs do without it
+    except ImportError as error:
+        raise ConfigError(
+            f"{user} needs the library math-verify ({error}): pip install 'rl_megatron[rewards]'"
+        ) from error
+
+
+def read_answer(text: str, seconds: int) -> list[Any]:
+    """Return the answers that math-verify finds in a text, the likeliest first; TimeoutError if it is too slow."""
+    from math_verify import parse
+    from math_verify.errors import TimeoutException
+
+    try:
+        return parse(text, parsing_timeout=seconds, raise_on_error=True)
+    except TimeoutException as error:
+        raise TimeoutError(f"math-verify read for {seconds} seconds") from error
+    except Exception:  # the library's own default: what it cannot read is no answer
+        return []
+
+
+def read_reference(answer: str, seconds: int) -> list[Any]:
+    r"""Return a reference answer, read within `\boxed{}` if it cannot be read as it is, such as `\frac{1}{2}`."""
+    reference = read_answer(answer, seconds) or read_answer(rf"\boxed{{{answer}}}", seconds)
+    if not reference:
+        raise ValueError(f"math-verify cannot read the reference answer {answer!r}")
+    return reference
+
+
+def are_equal(reference: list[Any], answer: list[Any], seconds: int) -> bool:
+    """Return whether math-verify says that an answer equals the reference; TimeoutError if it is too slow."""
+    from math_verify import verify
+    from math_verify.errors import TimeoutException
+
+    try:
+        return verify(reference, answer, timeout_seconds=seconds, raise_on_error=True)
+    except TimeoutException as error:
+        raise TimeoutError(f"math-verify compared for {seconds} seconds") from error
+    except Exception:  # the library's own default: what it cannot compare is unequal, and other pairs may be equal
+        return verify(reference, answer, timeout_seconds=seconds)

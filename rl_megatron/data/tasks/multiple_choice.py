@@ -25,7 +25,7 @@ _ALONE = re.compile(r"\(?([A-Z])(?:[.):]|$)")  # a completion that begins with a
 
 @dataclass(frozen=True)
 class _Choices(FileTask):
-    """What tasks with checked records `question`, `choices` and `answer`, a letter, have in common."""
+    """The base of tasks whose normalized records have `question`, `choices` and `answer`, a letter."""
 
     def problem(self, record: Record) -> Problem:
         """Return the question with its choices, whose answer is a letter."""
@@ -69,7 +69,7 @@ class MultipleChoice(_Choices):
     choices_field: str = "choices"
     answer_field: str = "answer"
 
-    def checked(self, record: Record) -> Record:
+    def normalize(self, record: Record) -> Record:
         """Return the record with its question, choices and the letter of the answer under our names."""
         self.require(
             record,
@@ -83,8 +83,10 @@ class MultipleChoice(_Choices):
         if isinstance(choices, Mapping):
             choices = choices.get("text")
         if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= 26:
-            raise ValueError(f"{record.location}: {self.choices_field!r} is no list of 2 to 26 choices: {choices!r}.")
-        letter = _letter(record.values[self.answer_field], list(map(str, choices)))
+            raise ValueError(
+                f"{record.location}: {self.choices_field!r} is not a list of 2 to 26 choices: {choices!r}."
+            )
+        letter = _find_letter(record.values[self.answer_field], list(map(str, choices)))
         if letter is None:
             raise ValueError(
                 f"{record.location}: the answer {record.values[self.answer_field]!r} is neither the number, nor the "
@@ -113,7 +115,7 @@ class GPQA(_Choices):
     answer_field: str = "Correct Answer"
     incorrect_fields: tuple[str, ...] = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
-    def checked(self, record: Record) -> Record:
+    def normalize(self, record: Record) -> Record:
         """Return the record with its question, choices and the letter of the answer under our names."""
         fields = [("question_field", self.question_field), ("answer_field", self.answer_field)]
         self.require(record, [*fields, *(("incorrect_fields", name) for name in self.incorrect_fields)])
@@ -127,7 +129,7 @@ class GPQA(_Choices):
         return Record({**record.values, **values}, record.location)
 
 
-def _letter(answer: Any, choices: Sequence[str]) -> str | None:
+def _find_letter(answer: Any, choices: Sequence[str]) -> str | None:
     """Return the letter of the choice that an answer names, or None."""
     letters = ascii_uppercase[: len(choices)]
     if isinstance(answer, int) and not isinstance(answer, bool):

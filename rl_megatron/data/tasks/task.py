@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+from rl_megatron.data.order import epoch_order
 from rl_megatron.data.records import Record
+
+ItemT = TypeVar("ItemT")
 
 
 class TooFewProblems(ValueError):
@@ -16,12 +19,7 @@ class TooFewProblems(ValueError):
 
 @dataclass(frozen=True)
 class TaskRecord(Record):
-    """A record whose prompt and answer a task has written. They are used unless the data section has templates.
-
-    Attributes:
-        prompt: The task's own prompt.
-        answer: The task's own answer.
-    """
+    """A record whose prompt and answer a task has written. They are used unless the data section has templates."""
 
     prompt: str
     answer: str
@@ -38,7 +36,7 @@ class Problem:
         location: Where the problem was read, as file:line, for messages.
 
     Raises:
-        ValueError: The prompt is no text.
+        ValueError: The prompt is not a text.
     """
 
     prompt: str
@@ -55,7 +53,7 @@ class Problem:
 
     def as_record(self) -> TaskRecord:
         """Return the fields that templates can use: those of the record, and `prompt` and `answer`."""
-        return _as_record(self.prompt, self.answer, self.record, self.location or f"problem {self.prompt[:60]!r}")
+        return _build_record(self.prompt, self.answer, self.record, self.location or f"problem {self.prompt[:60]!r}")
 
 
 class Demonstration(NamedTuple):
@@ -68,10 +66,12 @@ class Demonstration(NamedTuple):
 
     def as_record(self) -> TaskRecord:
         """Return the fields that templates can use: those of the record, and `prompt` and `answer`."""
-        return _as_record(self.prompt, self.answer, self.record, self.location or f"demonstration {self.prompt[:60]!r}")
+        return _build_record(
+            self.prompt, self.answer, self.record, self.location or f"demonstration {self.prompt[:60]!r}"
+        )
 
 
-def _as_record(prompt: str, answer: str, fields: Mapping[str, Any], location: str) -> TaskRecord:
+def _build_record(prompt: str, answer: str, fields: Mapping[str, Any], location: str) -> TaskRecord:
     return TaskRecord({"prompt": prompt, "answer": answer, **fields}, location, prompt, answer)
 
 
@@ -118,3 +118,12 @@ class AnsweringTask(Task, Protocol):
     def final_answer(self, completion: str) -> str | None:
         """Return the answer of a completion, the same text for equal answers, or None if it has none."""
         ...
+
+
+def choose_items(items: Sequence[ItemT], count: int | None, seed: int, owner: str) -> list[ItemT]:
+    """Return all items in their order, or `count` of them chosen by `seed`. Messages name their `owner`."""
+    if count is None:
+        return list(items)
+    if count > len(items):
+        raise TooFewProblems(f"{owner} has {len(items)} of these problems, and {count} were asked for: ask for fewer")
+    return [items[index] for index in epoch_order(len(items), seed, epoch=0)[:count].tolist()]

@@ -16,7 +16,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.extras import check_interpreter
 from rl_megatron.data.order import epoch_order
 from rl_megatron.data.tasks.registry import register_task
-from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
+from rl_megatron.data.tasks.task import Demonstration, Problem, choose_items
 from rl_megatron.workers.child_process import module_command, own_import_path
 
 EXAMPLE = "verifiers_example"  # the field of a record that the rollout worker gives back to the environment
@@ -30,9 +30,9 @@ class Verifiers:
     """The problems of an environment's dataset. The rollout worker `verifiers` gives each to the environment.
 
     Args:
-        environment: What `rollout.environment.name` says.
-        kwargs: What `rollout.environment.kwargs` says.
-        python: What `rollout.environment.python` says.
+        environment: The same as `rollout.environment.name`.
+        kwargs: The same as `rollout.environment.kwargs`.
+        python: The same as `rollout.environment.python`.
         heldout_fraction: The share of examples that is held out if the environment has none for evaluation.
         max_examples: The most examples that are read of each dataset; None for all.
 
@@ -55,29 +55,29 @@ class Verifiers:
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return all training problems in their order, or `count` of them chosen by `seed`."""
-        return self._chosen(self._examples()[0], count, seed)
+        return choose_items(self._split_examples()[0], count, seed, self.environment)
 
     def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return all held-out problems in their order, or `count` of them chosen by `seed`."""
-        return self._chosen(self._examples()[1], count, seed)
+        return choose_items(self._split_examples()[1], count, seed, self.environment)
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
         """Return the training problems with the answers of their examples."""
         problems = self.train_problems(count, seed)
-        return [Demonstration(each.prompt, each.answer, each.record, each.location) for each in problems]
+        return [Demonstration(p.prompt, p.answer, p.record, p.location) for p in problems]
 
     def reward(self, problem: Problem, completion: str) -> float:
         """Return 0.0: the environment's own reward is the whole reward."""
         return 0.0
 
-    def _examples(self) -> tuple[Sequence[Problem], Sequence[Problem]]:
+    def _split_examples(self) -> tuple[Sequence[Problem], Sequence[Problem]]:
         """Return the problems to learn from, and those that are held out."""
         train, heldout = self._read()
         if not heldout:
             number = max(1, round(len(train) * self.heldout_fraction))
             held = set(epoch_order(len(train), 0, epoch=0)[:number].tolist())
-            heldout = [problem for place, problem in enumerate(train) if place in held]
-            train = [problem for place, problem in enumerate(train) if place not in held]
+            heldout = [problem for index, problem in enumerate(train) if index in held]
+            train = [problem for index, problem in enumerate(train) if index not in held]
         if not train:
             raise ValueError(f"data.task.environment={self.environment} has no example to learn from")
         return train, heldout
@@ -90,53 +90,40 @@ class Verifiers:
                 "which data=verifiers repeats here"
             )
         check_interpreter(self.python, "rollout.environment.python")
-        given = json.dumps(dict(self.kwargs), sort_keys=True)
-        return _exported(self.environment, given, self.python, self.max_examples)
-
-    def _chosen(self, problems: Sequence[Problem], count: int | None, seed: int) -> list[Problem]:
-        if count is None:
-            return list(problems)
-        if count > len(problems):
-            raise TooFewProblems(
-                f"{self.environment} has {len(problems)} of these problems, and {count} were asked for: ask for fewer"
-            )
-        return [problems[index] for index in epoch_order(len(problems), seed, epoch=0)[:count].tolist()]
+        kwargs = json.dumps(dict(self.kwargs), sort_keys=True)
+        return _export(self.environment, kwargs, self.python, self.max_examples)
 
 
 @cache
-def _exported(name: str, kwargs: str, python: str | None, limit: int | None) -> tuple[list[Problem], list[Problem]]:
-    """Return the problems that a process in the environment's interpreter reads. This process asks once.
-
-    Raises:
-        ConfigError: The environment cannot be loaded.
-    """
-    asked = {"name": name, "kwargs": json.loads(kwargs), "limit": limit, "paths": own_import_path()}
+def _export(name: str, kwargs: str, python: str | None, limit: int | None) -> tuple[list[Problem], list[Problem]]:
+    """Return the problems that a process in the environment's interpreter reads. This process asks once."""
+    request = {"name": name, "kwargs": json.loads(kwargs), "limit": limit, "paths": own_import_path()}
     with tempfile.TemporaryDirectory(prefix=disk.make_temporary_prefix("verifiers")) as scratch:
         file = Path(scratch) / "examples.json"
         command, environment = module_command(_EXPORT, python)
-        done = subprocess.run(
-            [*command, str(file), json.dumps(asked)], env=environment, stdin=subprocess.DEVNULL,
+        completed = subprocess.run(
+            [*command, str(file), json.dumps(request)], env=environment, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         )  # fmt: skip
         if not file.is_file():
-            said = " ".join(done.stdout.split())[-_SHOWN:]
+            output = " ".join(completed.stdout.split())[-_SHOWN:]
             raise ConfigError(
                 f"data.task.environment={name}: the process that reads its examples ended with status "
-                f"{done.returncode}; its output ends: {said}"
+                f"{completed.returncode}; its output ends: {output}"
             )
-        found = json.loads(file.read_text(encoding="utf-8"))
-    if "error" in found:
-        raise ConfigError(found["error"])
+        exported = json.loads(file.read_text(encoding="utf-8"))
+    if "error" in exported:
+        raise ConfigError(exported["error"])
     train, heldout = (
-        [_problem(name, part, number, example) for number, example in enumerate(found[part])]
+        [_build_problem(name, part, number, example) for number, example in enumerate(exported[part])]
         for part in ("train", "heldout")
     )
     return train, heldout
 
 
-def _problem(name: str, part: str, number: int, example: Mapping[str, Any]) -> Problem:
+def _build_problem(name: str, part: str, number: int, example: Mapping[str, Any]) -> Problem:
     prompt = example.get("prompt") or ""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    shown = "\n".join(str(message.get("content", "")) for message in messages)
+    text = "\n".join(str(message.get("content", "")) for message in messages)
     record = {"messages": messages, EXAMPLE: dict(example)}
-    return Problem(shown, str(example.get("answer") or ""), record, f"{name}: {part} example {number}")
+    return Problem(text, str(example.get("answer") or ""), record, f"{name}: {part} example {number}")

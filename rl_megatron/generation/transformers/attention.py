@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import AttentionInterface, PreTrainedModel
 
 from rl_megatron.generation.slot_cache import SlotCache
-from rl_megatron.model.layers.delta_rule import DeltaStates, convolve, delta_rule, log_decays
+from rl_megatron.model.layers.delta_rule import DeltaStates, apply_delta_rule, compute_log_decays, convolve
 from rl_megatron.model.layers.sinks import attend_with_sinks
 
 ATTENTION = "rl_megatron"  # its name in transformers, which makes no masks for an attention that it does not know
@@ -114,9 +114,10 @@ def gated_delta(module: torch.nn.Module, hidden_states: Tensor, **_: Any) -> Ten
         project(hidden_states).unflatten(-1, (groups, values)) for project in (net.in_proj_a, net.in_proj_b)
     )
     log_rate, bias = (x.unflatten(0, (groups, values)) for x in (net.A_log, net.dt_bias))
-    output, memory = delta_rule(
+    output, memory = apply_delta_rule(
         query.unflatten(-1, (groups, -1)), key.unflatten(-1, (groups, -1)), value.unflatten(-1, (groups, values, -1)),
-        log_decays(steps, log_rate, bias), strength.sigmoid(), None if before is None else before.memory, lengths,
+        compute_log_decays(steps, log_rate, bias), strength.sigmoid(), None if before is None else before.memory,
+        lengths,
     )  # fmt: skip
     cache.keep_states(layer, DeltaStates(last, memory))
     gate = net.in_proj_z(hidden_states).unflatten(-1, (groups, values, -1))

@@ -18,7 +18,7 @@ from rl_megatron.model.families.gemma3 import GEMMA3
 from rl_megatron.model.families.glm4 import GLM4
 from rl_megatron.model.families.glm4_moe import GLM4_MOE
 from rl_megatron.model.families.gpt_oss import GPT_OSS
-from rl_megatron.model.families.hf_config import HFConfig, only
+from rl_megatron.model.families.hf_config import HFConfig, require_only
 from rl_megatron.model.families.llama import LLAMA
 from rl_megatron.model.families.mistral import MISTRAL
 from rl_megatron.model.families.mixtral import MIXTRAL
@@ -51,18 +51,10 @@ NOT_OF_THE_WEIGHTS = frozenset(
 
 
 def read_model(hf_config: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig]:
-    """Return the family and the model section of a config.json.
-
-    Args:
-        hf_config: The content of the config.json.
-        where: The file, for messages.
-
-    Raises:
-        ConfigError: The architecture is unknown, a key is missing, or a value is not supported. The message names it.
-    """
-    family = family_of_config(hf_config, where)
+    """Return the family and the model section of a config.json. `where` names the file in messages, here and below."""
+    family = find_family_of_config(hf_config, where)
     strict = HFConfig(text_config(hf_config, where), where)
-    only(strict, is_causal=True)  # encoders made from these decoders have false, which elsewhere means "off"
+    require_only(strict, is_causal=True)  # encoders made from these decoders have false, which elsewhere means "off"
     try:
         model = family.read_config(strict)
     except ValidationError as error:
@@ -76,20 +68,11 @@ def read_model(hf_config: Mapping[str, Any], where: str) -> tuple[Family, ModelC
     return family, model
 
 
-def family_of_config(hf_config: Mapping[str, Any], where: str) -> Family:
-    """Return the family of the architecture that a config.json names.
-
-    Args:
-        hf_config: The content of the config.json.
-        where: The file, for messages.
-
-    Raises:
-        ConfigError: The architecture is unknown. The message lists the known ones.
-    """
+def find_family_of_config(hf_config: Mapping[str, Any], where: str) -> Family:
+    """Return the family of the architecture that a config.json names."""
     named = hf_config.get("architectures") or []
     images = {family.with_images.architecture: family for family in FAMILIES.values() if family.with_images}
-    known = {**FAMILIES, **images}
-    for name, family in known.items():
+    for name, family in {**FAMILIES, **images}.items():
         if name in named:
             return family
     raise ConfigError(
@@ -99,16 +82,8 @@ def family_of_config(hf_config: Mapping[str, Any], where: str) -> Family:
 
 
 def text_config(hf_config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the config.json of the text model alone; it is `hf_config` itself unless that model reads images.
-
-    Args:
-        hf_config: The content of the config.json.
-        where: The file, for messages.
-
-    Raises:
-        ConfigError: The architecture is unknown, or a key may change the text model and is not known.
-    """
-    family = family_of_config(hf_config, where)
+    """Return the config.json of the text model alone; it is `hf_config` itself unless that model reads images."""
+    family = find_family_of_config(hf_config, where)
     if family.architecture in hf_config["architectures"] or family.with_images is None:
         return hf_config
     return family.with_images.text_config(hf_config, family.architecture, where)
@@ -117,20 +92,18 @@ def text_config(hf_config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 def family_of_model(model: ModelConfig, vocab_size: int) -> Family:
     """Return the first family whose config.json can express the shapes and the computation of `model`.
 
-    Args:
-        model: The model section.
-        vocab_size: The number of rows of the embedding if `model.vocab_size` is null.
+    `vocab_size` is the number of rows of the embedding if `model.vocab_size` is null.
 
     Raises:
         ConfigError: No family can express the model.
     """
-    wanted = _meaning(model, vocab_size)
+    wanted = _extract_meaning(model, vocab_size)
     for family in FAMILIES.values():
         try:
             written = family.read_config(family.write_config(model, vocab_size))
         except (ConfigError, ValidationError):
             continue  # the family needs something that the model lacks, such as experts
-        if _meaning(written, vocab_size) == wanted:
+        if _extract_meaning(written, vocab_size) == wanted:
             return family
     raise ConfigError(
         f"model: none of {', '.join(FAMILIES)} can express these keys, so the model cannot be written for Hugging Face"
@@ -139,10 +112,10 @@ def family_of_model(model: ModelConfig, vocab_size: int) -> Family:
 
 def same_weights(one: ModelConfig, other: ModelConfig) -> bool:
     """Return whether both sections describe the same model, so that the same weights give the same output."""
-    return _meaning(one, 0) == _meaning(other, 0)
+    return _extract_meaning(one, 0) == _extract_meaning(other, 0)
 
 
-def _meaning(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+def _extract_meaning(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     sizes = with_derived_sizes(asdict(model))
     meaning = {key: value for key, value in sizes.items() if key not in NOT_OF_THE_WEIGHTS}
     meaning["vocab_size"] = model.vocab_size or vocab_size

@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import num_experts
-from rl_megatron.model.families.table import Layer, TableBuilder, gated_mlp
+from rl_megatron.model.families.table import Layer, TableBuilder, add_gated_mlp
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -55,30 +55,30 @@ def write_experts(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def dense_or_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+def add_dense_or_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     """Add a layer's dense MLP, or its router with the bias, its experts and its shared experts; and the norm before."""
     _, hf, megatron = layer
     hidden = model.hidden_size
     is_dense = model.num_experts is None or layer.number < model.first_dense_layers
     norm = "mlp.linear_fc1.layer_norm_weight" if is_dense else "pre_mlp_layernorm.weight"
-    table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}{norm}", hidden)
+    table.add(f"{hf}post_attention_layernorm.weight", f"{megatron}{norm}", hidden)
     if is_dense:
-        gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", hidden, model.ffn_hidden_size)
+        add_gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", hidden, model.ffn_hidden_size)
     else:
-        _experts(table, model, f"{hf}mlp.", f"{megatron}mlp.")
+        _add_experts(table, model, f"{hf}mlp.", f"{megatron}mlp.")
 
 
-def _experts(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -> None:
+def _add_experts(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -> None:
     hidden, ffn = model.hidden_size, model.expert_ffn_hidden_size or model.ffn_hidden_size
     experts = num_experts(model)
-    table.same(f"{hf}gate.weight", f"{megatron}router.weight", experts, hidden)
+    table.add(f"{hf}gate.weight", f"{megatron}router.weight", experts, hidden)
     if model.router_bias:
-        table.same(f"{hf}gate.e_score_correction_bias", f"{megatron}router.expert_bias", experts, fp32=True)
+        table.add(f"{hf}gate.e_score_correction_bias", f"{megatron}router.expert_bias", experts, fp32=True)
     for expert in range(experts):
-        gated_mlp(table, f"{hf}experts.{expert}.", f"{megatron}experts.{expert}.", hidden, ffn)
+        add_gated_mlp(table, f"{hf}experts.{expert}.", f"{megatron}experts.{expert}.", hidden, ffn)
     if model.shared_expert_ffn_hidden_size is not None:
         shared = model.shared_expert_ffn_hidden_size
-        gated_mlp(table, f"{hf}shared_experts.", f"{megatron}shared_experts.", hidden, shared)
+        add_gated_mlp(table, f"{hf}shared_experts.", f"{megatron}shared_experts.", hidden, shared)
 
 
 def is_dropped(hf_name: str, model: ModelConfig) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import head_size
-from rl_megatron.model.families.hf_config import only
+from rl_megatron.model.families.hf_config import require_only
 from rl_megatron.model.families.rope import read_rope, write_rope
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # the kinds of layers in `layer_types`
@@ -24,14 +24,11 @@ def read_decoder(
 
     Args:
         hf: The content of the config.json.
-        share: The part of each head that RoPE rotates if the file does not say it, or None for whole heads (`rope.py`).
+        share: The default part of each head that RoPE rotates, or None for whole heads (`rope.py`).
         width: The key of the inner width of the MLP.
         ignored_of_rope: Keys of RoPE that do not change what this family computes.
-
-    Raises:
-        ConfigError: The activation is not SwiGLU's, or the kind of RoPE scaling is not supported.
     """
-    only(hf, hidden_act="silu")
+    require_only(hf, hidden_act="silu")
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -71,12 +68,7 @@ def write_decoder(architecture: str, model_type: str, model: ModelConfig, vocab_
 def read_period(kinds: Sequence[str], every: int | None = None) -> int | None:
     """Return the period of layers without a sliding window in `layer_types`, or None if no layer has a window.
 
-    Args:
-        kinds: The value of `layer_types`.
-        every: The period that another key names; several may describe the same layers.
-
-    Raises:
-        ConfigError: The layers without a window are not every n-th.
+    `every` is the period that another key names; several may describe the same layers.
     """
     if LOCAL not in kinds:
         return None
@@ -95,12 +87,9 @@ def layer_types(num_layers: int, every: int | None) -> list[str]:
 
 
 def read_window(hf: Mapping[str, Any]) -> int | None:
-    """Return Qwen's sliding window, or None.
+    """Return Qwen's sliding window, or None. All layers must have it, or none.
 
-    It applies if `use_sliding_window` is true, from layer `max_window_layers` on (or as `layer_types` says).
-
-    Raises:
-        ConfigError: Some layers have a window and others have none.
+    It applies if `use_sliding_window` is true, from layer `max_window_layers` on (or in the layers of `layer_types`).
     """
     window, layers = hf.get("sliding_window"), hf["num_hidden_layers"]
     first = hf.get("max_window_layers", 28)

@@ -8,10 +8,10 @@ from typing import Any
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LatentShape
-from rl_megatron.model.families.biased_experts import dense_or_experts, is_dropped, read_experts, write_experts
+from rl_megatron.model.families.biased_experts import add_dense_or_experts, is_dropped, read_experts, write_experts
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.rope import read_rope, write_rope
-from rl_megatron.model.families.table import Layer, TableBuilder, WeightTable, decoder
+from rl_megatron.model.families.table import Layer, TableBuilder, WeightTable, build_decoder_table
 
 # Keys that must have one of these values, because no other value is supported.
 _ABSENT: dict[str, tuple] = {
@@ -26,11 +26,6 @@ _ABSENT: dict[str, tuple] = {
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes.
-
-    Raises:
-        ConfigError: A key is missing or has a value that is not supported.
-    """
     for key, absent in _ABSENT.items():
         if hf.get(key) not in absent:
             raise ConfigError(f"{key}={hf[key]} is not supported; DeepSeek-V3 needs {key}={absent[-1]} here")
@@ -55,7 +50,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return {
         "architectures": [DEEPSEEK_V3.architecture],
         "model_type": "deepseek_v3",
@@ -81,29 +75,28 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def weight_table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
-    return decoder(model, vocab_size, _latent_attention, dense_or_experts)
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    return build_decoder_table(model, vocab_size, _add_latent_attention, add_dense_or_experts)
 
 
-def _latent_attention(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+def _add_latent_attention(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     _, hf, megatron = layer
     hidden, heads, shape = model.hidden_size, model.num_attention_heads, LatentShape.of(model)
-    table.same(f"{hf}input_layernorm.weight", f"{megatron}input_layernorm.weight", hidden)
+    table.add(f"{hf}input_layernorm.weight", f"{megatron}input_layernorm.weight", hidden)
     hf, megatron = f"{hf}self_attn.", f"{megatron}self_attention."
     queries = heads * shape.query
     if model.q_lora_rank is None:
-        table.same(f"{hf}q_proj.weight", f"{megatron}linear_q_proj.weight", queries, hidden)
+        table.add(f"{hf}q_proj.weight", f"{megatron}linear_q_proj.weight", queries, hidden)
     else:
         rank = model.q_lora_rank
-        table.same(f"{hf}q_a_proj.weight", f"{megatron}linear_q_down_proj.weight", rank, hidden)
-        table.same(f"{hf}q_a_layernorm.weight", f"{megatron}linear_q_up_proj.layer_norm_weight", rank)
-        table.same(f"{hf}q_b_proj.weight", f"{megatron}linear_q_up_proj.weight", queries, rank)
+        table.add(f"{hf}q_a_proj.weight", f"{megatron}linear_q_down_proj.weight", rank, hidden)
+        table.add(f"{hf}q_a_layernorm.weight", f"{megatron}linear_q_up_proj.layer_norm_weight", rank)
+        table.add(f"{hf}q_b_proj.weight", f"{megatron}linear_q_up_proj.weight", queries, rank)
     down, up = shape.latent + shape.rope, heads * shape.key_and_value
-    table.same(f"{hf}kv_a_proj_with_mqa.weight", f"{megatron}linear_kv_down_proj.weight", down, hidden)
-    table.same(f"{hf}kv_a_layernorm.weight", f"{megatron}linear_kv_up_proj.layer_norm_weight", shape.latent)
-    table.same(f"{hf}kv_b_proj.weight", f"{megatron}linear_kv_up_proj.weight", up, shape.latent)
-    table.same(f"{hf}o_proj.weight", f"{megatron}linear_proj.weight", hidden, heads * shape.value)
+    table.add(f"{hf}kv_a_proj_with_mqa.weight", f"{megatron}linear_kv_down_proj.weight", down, hidden)
+    table.add(f"{hf}kv_a_layernorm.weight", f"{megatron}linear_kv_up_proj.layer_norm_weight", shape.latent)
+    table.add(f"{hf}kv_b_proj.weight", f"{megatron}linear_kv_up_proj.weight", up, shape.latent)
+    table.add(f"{hf}o_proj.weight", f"{megatron}linear_proj.weight", hidden, heads * shape.value)
 
 
 # Keys about training or other software, and keys that repeat others.
@@ -113,4 +106,4 @@ _IGNORED = frozenset(
         "qk_head_dim", "seq_aux",
     }
 )  # fmt: skip
-DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", read_config, write_config, weight_table, is_dropped, _IGNORED)
+DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", read_config, write_config, build_table, is_dropped, _IGNORED)

@@ -15,7 +15,14 @@ from rl_megatron.config.model_shape import head_size
 from rl_megatron.model.families.decoder import GLOBAL, LOCAL, layer_types, read_period
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.rope import DEFAULT_BASE, read_scaling, write_scaling
-from rl_megatron.model.families.table import Layer, TableBuilder, WeightTable, decoder, gated_mlp, normed_attention
+from rl_megatron.model.families.table import (
+    Layer,
+    TableBuilder,
+    WeightTable,
+    add_gated_mlp,
+    add_normed_attention,
+    build_decoder_table,
+)
 from rl_megatron.model.families.with_images import WithImages
 
 _GLOBAL_BASE = 1_000_000.0  # the RoPE base of layers without a window if config.json has none
@@ -31,11 +38,6 @@ _ABSENT: dict[str, tuple] = {
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes.
-
-    Raises:
-        ConfigError: A key is missing or has a value that is not supported.
-    """
     for key, absent in _ABSENT.items():
         if hf.get(key) not in absent:
             raise ConfigError(f"{key}={hf[key]} is not supported; Gemma 3 needs {key}={absent[-1]} here")
@@ -99,7 +101,6 @@ def _read_ropes(hf: Mapping[str, Any], with_local: bool) -> dict[str, Any]:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     scaling, every = write_scaling(model.rope_scaling), model.global_attention_every
     local_base = DEFAULT_BASE if model.local_rope_base is None else model.local_rope_base
     return {
@@ -131,18 +132,17 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def weight_table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
-    return decoder(model, vocab_size, normed_attention, _sandwiched_mlp)
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    return build_decoder_table(model, vocab_size, add_normed_attention, _add_sandwiched_mlp)
 
 
-def _sandwiched_mlp(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+def _add_sandwiched_mlp(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     _, hf, megatron = layer
     hidden = model.hidden_size
-    table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}post_self_attn_layernorm.weight", hidden)
-    table.same(f"{hf}pre_feedforward_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)
-    gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", hidden, model.ffn_hidden_size)
-    table.same(f"{hf}post_feedforward_layernorm.weight", f"{megatron}post_mlp_layernorm.weight", hidden)
+    table.add(f"{hf}post_attention_layernorm.weight", f"{megatron}post_self_attn_layernorm.weight", hidden)
+    table.add(f"{hf}pre_feedforward_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)
+    add_gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", hidden, model.ffn_hidden_size)
+    table.add(f"{hf}post_feedforward_layernorm.weight", f"{megatron}post_mlp_layernorm.weight", hidden)
 
 
 # Other names of keys that are read, keys that have no effect beside them, and a generation setting.
@@ -161,6 +161,4 @@ _WITH_IMAGES = WithImages(
         "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
     },
 )  # fmt: skip
-GEMMA3 = Family(
-    "Gemma3ForCausalLM", read_config, write_config, weight_table, ignored=_IGNORED, with_images=_WITH_IMAGES
-)
+GEMMA3 = Family("Gemma3ForCausalLM", read_config, write_config, build_table, ignored=_IGNORED, with_images=_WITH_IMAGES)

@@ -8,13 +8,12 @@ from typing import Any
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.decoder import read_decoder, write_decoder
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.table import Layer, TableBuilder, WeightTable, decoder, normed_attention
+from rl_megatron.model.families.table import Layer, TableBuilder, WeightTable, add_normed_attention, build_decoder_table
 
-ROTATED = 0.5  # the part of each head that RoPE rotates if config.json does not say it, in all GLM-4 models
+ROTATED = 0.5  # the default part of each head that RoPE rotates, in all GLM-4 models
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
     return ModelConfig(
         **read_decoder(hf, ROTATED) | {"head_dim": hf["head_dim"]},  # required: transformers' default is 128
         rope_interleaved=True,
@@ -24,7 +23,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     keys = write_glm(GLM4.architecture, "glm4", model, vocab_size)
     return keys | {"pad_token_id": None}  # the default of transformers is beyond the end of a small vocabulary
 
@@ -36,19 +34,18 @@ def write_glm(architecture: str, model_type: str, model: ModelConfig, vocab_size
     return written | {"partial_rotary_factor": share, "attention_bias": model.qkv_bias}
 
 
-def table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
-    return decoder(model, vocab_size, normed_attention, _sandwiched_mlp)
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    return build_decoder_table(model, vocab_size, add_normed_attention, _add_sandwiched_mlp)
 
 
-def _sandwiched_mlp(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+def _add_sandwiched_mlp(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     _, hf, megatron = layer
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    table.same(f"{hf}post_self_attn_layernorm.weight", f"{megatron}post_self_attn_layernorm.weight", hidden)
-    table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)
-    table.same(f"{hf}mlp.gate_up_proj.weight", f"{megatron}mlp.linear_fc1.weight", 2 * ffn, hidden)
-    table.same(f"{hf}mlp.down_proj.weight", f"{megatron}mlp.linear_fc2.weight", hidden, ffn)
-    table.same(f"{hf}post_mlp_layernorm.weight", f"{megatron}post_mlp_layernorm.weight", hidden)
+    table.add(f"{hf}post_self_attn_layernorm.weight", f"{megatron}post_self_attn_layernorm.weight", hidden)
+    table.add(f"{hf}post_attention_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)
+    table.add(f"{hf}mlp.gate_up_proj.weight", f"{megatron}mlp.linear_fc1.weight", 2 * ffn, hidden)
+    table.add(f"{hf}mlp.down_proj.weight", f"{megatron}mlp.linear_fc2.weight", hidden, ffn)
+    table.add(f"{hf}post_mlp_layernorm.weight", f"{megatron}post_mlp_layernorm.weight", hidden)
 
 
-GLM4 = Family("Glm4ForCausalLM", read_config, write_config, table)
+GLM4 = Family("Glm4ForCausalLM", read_config, write_config, build_table)

@@ -13,26 +13,21 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import num_experts
 from rl_megatron.model.families.decoder import layer_types, read_decoder, read_period, write_decoder
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.hf_config import only
+from rl_megatron.model.families.hf_config import require_only
 from rl_megatron.model.families.table import (
     Layer,
     TableBuilder,
     WeightTable,
-    decoder,
-    norm_of_experts,
-    normed_attention,
+    add_experts_norm,
+    add_normed_attention,
+    build_decoder_table,
 )
 
-_PERIOD = 2  # every second layer has no window if config.json does not say it
+_PERIOD = 2  # every second layer has no window, by default
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes.
-
-    Raises:
-        ConfigError: A key is missing or has a value that is not supported.
-    """
-    only(hf, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0)
+    require_only(hf, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0)
     if hf.get("quantization_config"):  # the published weights are in MXFP4
         raise ConfigError(
             f"config.json: quantization_config={hf['quantization_config']!r} is not supported; load the model with "
@@ -52,7 +47,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return write_decoder(GPT_OSS.architecture, "gpt_oss", model, vocab_size) | {
         "intermediate_size": model.expert_ffn_hidden_size or model.ffn_hidden_size,
         "attention_bias": True,
@@ -66,27 +60,26 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
-    return decoder(model, vocab_size, normed_attention, norm_of_experts, _experts)
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    return build_decoder_table(model, vocab_size, add_normed_attention, add_experts_norm, _add_experts)
 
 
-def _experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+def _add_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     _, hf, megatron = layer
     hidden, ffn = model.hidden_size, model.expert_ffn_hidden_size or model.ffn_hidden_size
     experts = num_experts(model)
     hf, megatron = f"{hf}mlp.", f"{megatron}mlp."
-    table.same(f"{hf}router.weight", f"{megatron}router.weight", experts, hidden)
-    table.same(f"{hf}router.bias", f"{megatron}router.bias", experts)
+    table.add(f"{hf}router.weight", f"{megatron}router.weight", experts, hidden)
+    table.add(f"{hf}router.bias", f"{megatron}router.bias", experts)
     for expert in range(experts):
         theirs, ours = f"{hf}experts.", f"{megatron}experts.{expert}."
         both = 2 * ffn
-        table.of_slabs(f"{theirs}gate_up_proj", f"{ours}linear_fc1.weight", expert, experts, hidden, both, step=2)
-        table.of_slabs(f"{theirs}gate_up_proj_bias", f"{ours}linear_fc1.bias", expert, experts, both, step=2)
-        table.of_slabs(f"{theirs}down_proj", f"{ours}linear_fc2.weight", expert, experts, ffn, hidden)
-        table.of_slabs(f"{theirs}down_proj_bias", f"{ours}linear_fc2.bias", expert, experts, hidden)
+        table.add_slabs(f"{theirs}gate_up_proj", f"{ours}linear_fc1.weight", expert, experts, hidden, both, step=2)
+        table.add_slabs(f"{theirs}gate_up_proj_bias", f"{ours}linear_fc1.bias", expert, experts, both, step=2)
+        table.add_slabs(f"{theirs}down_proj", f"{ours}linear_fc2.weight", expert, experts, ffn, hidden)
+        table.add_slabs(f"{theirs}down_proj_bias", f"{ours}linear_fc2.bias", expert, experts, hidden)
 
 
 # Keys that repeat others: experts_per_token, and the original context length of rope_scaling.
 _IGNORED = frozenset({"experts_per_token", "initial_context_length", "sliding_window"})
-GPT_OSS = Family("GptOssForCausalLM", read_config, write_config, table, ignored=_IGNORED)
+GPT_OSS = Family("GptOssForCausalLM", read_config, write_config, build_table, ignored=_IGNORED)

@@ -23,13 +23,9 @@ _HARMLESS = frozenset(
 
 
 class HFConfig(Mapping[str, Any]):
-    """The keys of a config.json. It records which of them are read.
+    """The keys of a config.json. It records which of them are read, and reading a missing key raises ConfigError.
 
-    Reading a missing key with `config[key]` raises ConfigError.
-
-    Args:
-        values: The content of the file.
-        where: The file, for messages.
+    `where` names the file in messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -58,23 +54,17 @@ class HFConfig(Mapping[str, Any]):
     def refuse_unread(self, ignored: frozenset[str] = frozenset()) -> None:
         """Refuse a key that was not read, unless it is known not to change what the model computes.
 
-        A key may stay unread if it is harmless in every family (`_HARMLESS`) or in this one, if it is off (null, false,
-        0, empty), if it is a generation setting, or if it has the default value of the transformers class, because the
-        family computes what that class does by default.
-
-        Args:
-            ignored: The keys that are harmless in this family.
-
-        Raises:
-            ConfigError: There is another unread key. The message names it.
+        A key may stay unread if it is harmless in every family (`_HARMLESS`) or in this one (`ignored`), if it is off
+        (null, false, 0, empty), if it is a generation setting, or if it has the default value of the transformers
+        class, because the family computes what that class does by default.
         """
         seen = self._read | _HARMLESS | ignored
         unread = {key: value for key, value in self._values.items() if key not in seen and value}
         if not unread:
             return
-        known = _known_to_transformers(str(self._values.get("model_type")))
+        harmless = _find_harmless_values(str(self._values.get("model_type")))
         for key, value in unread.items():
-            if key not in known or (known[key] is not _ANY and known[key] != value):
+            if key not in harmless or (harmless[key] is not _ANY and harmless[key] != value):
                 raise ConfigError(
                     f"{self._where}: {key}={value!r} is not supported, and may change what the model computes; if it "
                     "does not, delete the key from the file"
@@ -84,7 +74,7 @@ class HFConfig(Mapping[str, Any]):
 _ANY = object()
 
 
-def _known_to_transformers(model_type: str) -> dict[str, Any]:
+def _find_harmless_values(model_type: str) -> dict[str, Any]:
     """Return the harmless value of each key: the default of the model's class, or _ANY for generation settings."""
     from transformers import CONFIG_MAPPING, GenerationConfig
 
@@ -92,18 +82,11 @@ def _known_to_transformers(model_type: str) -> dict[str, Any]:
     return defaults | dict.fromkeys(GenerationConfig().to_dict(), _ANY)
 
 
-def only(hf: Mapping[str, Any], **known: Any) -> None:
+def require_only(hf: Mapping[str, Any], **supported: Any) -> None:
     """Refuse a config.json in which a key differs from the only value that is supported.
 
     A key that is missing or null has the supported value.
-
-    Args:
-        hf: The content of the config.json.
-        **known: The supported value of each key.
-
-    Raises:
-        ConfigError: A key has another value.
     """
-    for key, value in known.items():
+    for key, value in supported.items():
         if hf.get(key) not in (None, value):
             raise ConfigError(f"config.json: {key}={hf[key]!r} is not supported; {key}={value!r} is")

@@ -8,18 +8,16 @@ from typing import Any
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.decoder import read_decoder, write_decoder
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.hf_config import only
+from rl_megatron.model.families.hf_config import require_only
 from rl_megatron.model.families.table import dense_decoder
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
-    only(hf, attention_bias=False, mlp_bias=False)
+    require_only(hf, attention_bias=False, mlp_bias=False)
     return ModelConfig(**read_decoder(hf))
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     decoder = write_decoder(LLAMA.architecture, "llama", model, vocab_size)
     return decoder | {"attention_bias": False, "mlp_bias": False}
 

@@ -13,12 +13,10 @@ from rl_megatron.model.families.with_images import WithImages
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
     return ModelConfig(**read_decoder(hf), sliding_window=hf["sliding_window"])  # null means that there is no window
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return write_decoder(MISTRAL.architecture, "mistral", model, vocab_size) | {"sliding_window": model.sliding_window}
 
 

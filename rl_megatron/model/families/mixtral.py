@@ -8,15 +8,14 @@ from typing import Any
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.decoder import read_decoder, write_decoder
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.hf_config import only
-from rl_megatron.model.families.table import ExpertNames, WeightTable, mixture_decoder
+from rl_megatron.model.families.hf_config import require_only
+from rl_megatron.model.families.table import ExpertNames, WeightTable, build_mixture_table
 
 _NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2")
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
-    only(hf, router_jitter_noise=0.0)
+    require_only(hf, router_jitter_noise=0.0)
     return ModelConfig(
         **read_decoder(hf),
         sliding_window=hf.get("sliding_window"),
@@ -26,7 +25,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return write_decoder(MIXTRAL.architecture, "mixtral", model, vocab_size) | {
         "intermediate_size": model.expert_ffn_hidden_size or model.ffn_hidden_size,
         "sliding_window": model.sliding_window,
@@ -36,9 +34,8 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
-    return mixture_decoder(model, vocab_size, _NAMES)
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    return build_mixture_table(model, vocab_size, _NAMES)
 
 
-MIXTRAL = Family("MixtralForCausalLM", read_config, write_config, table)
+MIXTRAL = Family("MixtralForCausalLM", read_config, write_config, build_table)

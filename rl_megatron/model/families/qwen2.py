@@ -12,12 +12,10 @@ from rl_megatron.model.families.table import dense_decoder
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
     return ModelConfig(**read_decoder(hf), qkv_bias=True, sliding_window=read_window(hf))
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return write_decoder(QWEN2.architecture, "qwen2", model, vocab_size) | write_window(model)
 
 

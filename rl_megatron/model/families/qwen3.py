@@ -8,20 +8,18 @@ from typing import Any
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.decoder import read_decoder, read_window, write_decoder, write_window
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.hf_config import only
+from rl_megatron.model.families.hf_config import require_only
 from rl_megatron.model.families.table import dense_decoder
 from rl_megatron.model.families.with_images import WithImages
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes."""
-    only(hf, use_qk_norm=True, attention_bias=False)
+    require_only(hf, use_qk_norm=True, attention_bias=False)
     decoder = read_decoder(hf) | {"head_dim": hf["head_dim"]}  # required: transformers' default is 128, not a quotient
     return ModelConfig(**decoder, qk_norm=True, sliding_window=read_window(hf))
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     decoder = write_decoder(QWEN3.architecture, "qwen3", model, vocab_size)
     return decoder | {"attention_bias": False} | write_window(model)
 

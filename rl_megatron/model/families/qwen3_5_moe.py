@@ -10,7 +10,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.qwen3_5 import (
     IGNORED,
-    attention_or_delta_rule,
+    add_attention_or_delta_rule,
     is_dropped,
     read_hybrid,
     write_hybrid,
@@ -20,10 +20,10 @@ from rl_megatron.model.families.table import (
     Layer,
     TableBuilder,
     WeightTable,
-    decoder,
-    gated_mlp,
-    mixture_of_experts,
-    norm_of_experts,
+    add_experts,
+    add_experts_norm,
+    add_gated_mlp,
+    build_decoder_table,
 )
 from rl_megatron.model.families.with_images import WithImages
 
@@ -31,11 +31,6 @@ _NAMES = ExpertNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", 
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes.
-
-    Raises:
-        ConfigError: A key is missing or has a value that is not supported.
-    """
     if hf.get("mlp_only_layers"):
         raise ConfigError(
             f"config.json: mlp_only_layers={hf['mlp_only_layers']} is not supported: every layer must have experts"
@@ -51,7 +46,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     written = write_hybrid(QWEN3_5_MOE.architecture, "qwen3_5_moe_text", model, vocab_size)
     del written["intermediate_size"]
     return written | {
@@ -63,20 +57,19 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
-    return decoder(model, vocab_size, attention_or_delta_rule, norm_of_experts, _experts)
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    return build_decoder_table(model, vocab_size, add_attention_or_delta_rule, add_experts_norm, _add_all_experts)
 
 
-def _experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
-    mixture_of_experts(table, model, layer, _NAMES)
+def _add_all_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+    add_experts(table, model, layer, _NAMES)
     hf, megatron = f"{layer.hf}mlp.shared_expert", f"{layer.megatron}mlp.shared_experts."
-    gated_mlp(table, f"{hf}.", megatron, model.hidden_size, model.shared_expert_ffn_hidden_size or 0)
-    table.same(f"{hf}_gate.weight", f"{megatron}gate_weight", 1, model.hidden_size)
+    add_gated_mlp(table, f"{hf}.", megatron, model.hidden_size, model.shared_expert_ffn_hidden_size or 0)
+    table.add(f"{hf}_gate.weight", f"{megatron}gate_weight", 1, model.hidden_size)
 
 
 QWEN3_5_MOE = Family(
-    "Qwen3_5MoeForCausalLM", read_config, write_config, table, is_dropped, IGNORED,
+    "Qwen3_5MoeForCausalLM", read_config, write_config, build_table, is_dropped, IGNORED,
     WithImages("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
     {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)},
 )  # fmt: skip

@@ -9,19 +9,14 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.decoder import read_decoder, write_decoder
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.hf_config import only
-from rl_megatron.model.families.table import ExpertNames, WeightTable, mixture_decoder
+from rl_megatron.model.families.hf_config import require_only
+from rl_megatron.model.families.table import ExpertNames, WeightTable, build_mixture_table
 
 _NAMES = ExpertNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the model section that a config.json describes.
-
-    Raises:
-        ConfigError: A key is missing or has a value that is not supported.
-    """
-    only(hf, use_qk_norm=True, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1)
+    require_only(hf, use_qk_norm=True, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1)
     hf.get("sliding_window")  # marked as read: it has no effect without use_sliding_window
     if hf.get("mlp_only_layers"):
         raise ConfigError(
@@ -39,7 +34,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return write_decoder(QWEN3_MOE.architecture, "qwen3_moe", model, vocab_size) | {
         "attention_bias": False,
         "num_experts": model.num_experts,
@@ -54,9 +48,8 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def table(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
-    return mixture_decoder(model, vocab_size, _NAMES)
+def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    return build_mixture_table(model, vocab_size, _NAMES)
 
 
-QWEN3_MOE = Family("Qwen3MoeForCausalLM", read_config, write_config, table)
+QWEN3_MOE = Family("Qwen3MoeForCausalLM", read_config, write_config, build_table)

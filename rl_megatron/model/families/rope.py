@@ -32,7 +32,7 @@ _KINDS: dict[str, tuple[type | None, frozenset[str]]] = {
         ),
     ),
 }  # fmt: skip
-_OF_ALL_KINDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 DEFAULT_BASE = 10_000.0
 
 
@@ -43,13 +43,9 @@ def read_rope(
 
     Args:
         hf: The content of the config.json.
-        share: What `partial_rotary_factor` is if the file does not say it, in a family that may rotate a part of each
-            head. The result then has this key, too. None for a family that rotates whole heads.
+        share: The default of `partial_rotary_factor` in a family that may rotate a part of each head. The result then
+            has this key, too. None for a family that rotates whole heads.
         ignored: Keys of RoPE that do not change what this family computes.
-
-    Raises:
-        ConfigError: The kind of scaling is not supported, it has an unknown key, or only a part of each head is
-            rotated in a family that rotates whole heads. The message names the key.
     """
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     parameters = {name: value for name, value in (hf.get(key) or {}).items() if name not in ignored}
@@ -66,13 +62,8 @@ def read_rope(
 def read_scaling(parameters: Mapping[str, Any], where: str, max_position_embeddings: int) -> RopeScaling | None:
     """Return the scaling that one table of RoPE parameters describes, or None.
 
-    Args:
-        parameters: The table.
-        where: The table's key in config.json, for messages.
-        max_position_embeddings: The model's context length, from which missing parameters are computed.
-
-    Raises:
-        ConfigError: A key or value is missing or not supported. The message names it.
+    `where` is the table's key in config.json, for messages. Missing parameters are computed from the model's context
+    length, `max_position_embeddings`.
     """
     if parameters.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise ConfigError(
@@ -83,20 +74,20 @@ def read_scaling(parameters: Mapping[str, Any], where: str, max_position_embeddi
     if kind not in _KINDS:
         raise ConfigError(f"{where}.rope_type={kind} is not supported; supported types: {', '.join(_KINDS)}")
     section, keys = _KINDS[kind]
-    given = {key: value for key, value in parameters.items() if key not in _OF_ALL_KINDS and value is not None}
-    foreign = sorted(given.keys() - keys)
+    settings = {key: value for key, value in parameters.items() if key not in _COMMON_KEYS and value is not None}
+    foreign = sorted(settings.keys() - keys)
     if foreign:
-        raise ConfigError(f"{where}.{foreign[0]}={given[foreign[0]]}: RoPE scaling of type {kind} has no such key")
+        raise ConfigError(f"{where}.{foreign[0]}={settings[foreign[0]]}: RoPE scaling of type {kind} has no such key")
     if section is None:
         return None
     if "original_max_position_embeddings" in keys:
-        given.setdefault("original_max_position_embeddings", max_position_embeddings)
-    if "factor" not in given and kind == "yarn":
-        given["factor"] = max_position_embeddings / given["original_max_position_embeddings"]
-    if "factor" not in given:
+        settings.setdefault("original_max_position_embeddings", max_position_embeddings)
+    if "factor" not in settings and kind == "yarn":
+        settings["factor"] = max_position_embeddings / settings["original_max_position_embeddings"]
+    if "factor" not in settings:
         raise ConfigError(f"{where}.factor is missing: RoPE scaling of type {kind} needs it")
     try:  # some configs have 0 for a parameter that is absent
-        return section(**{key: value for key, value in given.items() if value != 0 or key == "truncate"})
+        return section(**{key: value for key, value in settings.items() if value != 0 or key == "truncate"})
     except ValidationError as error:
         wrong = error.errors()[0]
         raise ConfigError(f"{where}.{wrong['loc'][-1]}={wrong['input']!r}: {wrong['msg']}") from error

@@ -19,54 +19,43 @@ _OTHER_NAMES = {
 _HF_HEAD, _HEAD = "score.weight", "output_layer.weight"
 # transformers has no sequence classifier of these families.
 _WITHOUT_CLASSIFIER = ("Glm4MoeForCausalLM", "Qwen3_5MoeForCausalLM")
-# What config.json says of a classifier's labels. With one label its output is the score, whatever the problem type is.
-_OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type")
+# Keys about a classifier's labels. With one label its output is the score, whatever the problem type is.
+_LABEL_KEYS = ("id2label", "label2id", "num_labels", "problem_type")
 
 
-def classifier_of(family: Family) -> str:
+def name_classifier(family: Family) -> str:
     """Return the architecture of the family's sequence classifier."""
     return _OTHER_NAMES.get(family.architecture, family.architecture.replace(_LANGUAGE_MODEL, _CLASSIFIER))
 
 
-def without_score_head(hf_config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the config.json of the language model with the decoder of a classifier.
-
-    Args:
-        hf_config: The content of the classifier's config.json.
-        where: The file, for messages.
-
-    Raises:
-        ConfigError: It is another model, or has more labels than one.
-    """
+def describe_decoder(hf_config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the config.json of the language model with the decoder of a classifier, which must have one label."""
     named = hf_config.get("architectures") or []
-    with_one = (family for family in FAMILIES.values() if family.architecture not in _WITHOUT_CLASSIFIER)
-    known = {classifier_of(family): family.architecture for family in with_one}
-    found = next((name for name in named if name in known), None)
-    if found is None:
+    supported = (family for family in FAMILIES.values() if family.architecture not in _WITHOUT_CLASSIFIER)
+    decoders = {name_classifier(family): family.architecture for family in supported}
+    classifier = next((name for name in named if name in decoders), None)
+    if classifier is None:
         raise ConfigError(
             f"{where}: architectures={list(named)} has no score head that can be read; a reward model is one of "
-            f"{', '.join(known)}"
+            f"{', '.join(decoders)}"
         )
     labels = hf_config.get("num_labels", len(hf_config.get("id2label", {0: 0, 1: 1})))  # transformers' default is two
     if labels != 1:
         raise ConfigError(f"{where}: the model has {labels} labels, and a reward model has one score (num_labels=1)")
-    rest = {key: value for key, value in hf_config.items() if key not in _OF_LABELS}
-    return rest | {"architectures": [known[found]]}
+    rest = {key: value for key, value in hf_config.items() if key not in _LABEL_KEYS}
+    return rest | {"architectures": [decoders[classifier]]}
 
 
-def with_score_head(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def describe_classifier(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the config.json of the classifier of one label with the decoder of a language model.
 
-    transformers reads the score at the last token that is not padding. If answers end with the padding token, there is
-    none in the config.json, so that it reads the last token, and refuses several sequences at once.
-
-    Raises:
-        ConfigError: transformers has no such classifier.
+    transformers reads the score at the last token that is not padding. If answers end with the padding token, the
+    config.json has none, so that transformers reads the last token, and refuses several sequences at once.
     """
     if family.architecture in _WITHOUT_CLASSIFIER:
         raise ConfigError(
-            f"transformers has no class {classifier_of(family)}, so a reward model of this family cannot be exported; "
-            "use its checkpoint as it is"
+            f"transformers has no class {name_classifier(family)}, so a reward model of this family cannot be "
+            "exported; use its checkpoint as it is"
         )
     ends = hf_config.get("eos_token_id")
     if hf_config.get("pad_token_id") in (ends if isinstance(ends, list) else [ends]) and ends is not None:
@@ -77,15 +66,15 @@ def with_score_head(hf_config: Mapping[str, Any], family: Family) -> dict[str, A
         )
         hf_config = {**hf_config, "pad_token_id": None}
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return {**hf_config, "architectures": [classifier_of(family)], **labels}
+    return {**hf_config, "architectures": [name_classifier(family)], **labels}
 
 
-def score_table(table: WeightTable, hidden_size: int) -> WeightTable:
+def build_score_table(table: WeightTable, hidden_size: int) -> WeightTable:
     """Return the weight table of the model with a score head, [1, hidden_size], instead of an output layer."""
-    dropped = {rows.hf_name for rows in table.of_megatron.get(_HEAD, ())}
+    dropped = {rows.hf_name for rows in table.by_name.get(_HEAD, ())}
     hf_shapes = {name: shape for name, shape in table.hf_shapes.items() if name not in dropped}
     shapes = {name: shape for name, shape in table.shapes.items() if name != _HEAD}
-    rows = tuple(each for each in table.rows if each.name != _HEAD)
+    rows = tuple(rows for rows in table.rows if rows.name != _HEAD)
     return replace(
         table,
         hf_shapes=hf_shapes | {_HF_HEAD: (1, hidden_size)},

@@ -30,7 +30,6 @@ class Slab:
     An expert's matrix is transposed there, so its rows are columns of the tensor. Gate and up may alternate in them.
 
     Attributes:
-        expert: The expert.
         first: The first column of the part.
         step: The distance of its columns: 2 if gate and up alternate, 1 otherwise.
         count: The number of its columns.
@@ -46,9 +45,9 @@ class Slab:
         """Return the number of the part's first row, if the rows of all parts of the tensor are numbered."""
         return (self.expert * self.step + self.first) * self.count
 
-    def rows(self, of_expert: Tensor) -> Tensor:
+    def rows(self, expert: Tensor) -> Tensor:
         """Return the part's rows [count, in] or [count], as a view of the expert's [in, out] or [out]."""
-        part = of_expert[..., self.first :: self.step]
+        part = expert[..., self.first :: self.step]
         return part.T if part.dim() == 2 else part
 
 
@@ -99,13 +98,13 @@ class WeightTable:
     def numbered_shape(self, hf_name: str) -> Shape:
         """Return the shape of a Hugging Face tensor as rows: [E, in, out] are E·out rows of `in` columns."""
         shape = self.hf_shapes[hf_name]
-        if self.of_hf[hf_name][0].slab is None:
+        if self.by_hf_name[hf_name][0].slab is None:
             return shape
         return (shape[0] * shape[-1], *shape[1:-1])
 
     def with_first_rows(self, names: Iterable[str], count: int) -> WeightTable:
         """Return the table with the first `count` rows of these Megatron tensors, each of which is a tensor alone."""
-        firsts = {name: self.of_megatron[name][0] for name in names}
+        firsts = {name: self.by_name[name][0] for name in names}
         cut = {first.hf_name: name for name, first in firsts.items()}
         return replace(
             self,
@@ -115,17 +114,17 @@ class WeightTable:
         )
 
     @cached_property
-    def of_hf(self) -> dict[str, list[Rows]]:
+    def by_hf_name(self) -> dict[str, list[Rows]]:
         """Return the blocks of rows of each Hugging Face tensor."""
-        return _grouped((rows.hf_name, rows) for rows in self.rows)
+        return _group((rows.hf_name, rows) for rows in self.rows)
 
     @cached_property
-    def of_megatron(self) -> dict[str, list[Rows]]:
+    def by_name(self) -> dict[str, list[Rows]]:
         """Return the blocks of rows of each Megatron tensor."""
-        return _grouped((rows.name, rows) for rows in self.rows)
+        return _group((rows.name, rows) for rows in self.rows)
 
 
-def _grouped(pairs: Iterable[tuple[str, Rows]]) -> dict[str, list[Rows]]:
+def _group(pairs: Iterable[tuple[str, Rows]]) -> dict[str, list[Rows]]:
     grouped = defaultdict(list)
     for name, rows in pairs:
         grouped[name].append(rows)
@@ -141,26 +140,19 @@ class TableBuilder:
     _rows: list[Rows] = field(default_factory=list)
     _fp32: set[str] = field(default_factory=set)
 
-    def same(self, hf_name: str, name: str, *shape: int, fp32: bool = False) -> None:
+    def add(self, hf_name: str, name: str, *shape: int, fp32: bool = False) -> None:
         """Add a tensor that has the same rows in both formats, under two names.
 
-        Args:
-            hf_name: The Hugging Face name.
-            name: The Megatron name.
-            *shape: The shape of the tensor.
-            fp32: True if the Hugging Face tensor stays in fp32, whatever the dtype of the others is.
+        With `fp32`, the Hugging Face tensor stays in fp32, whatever the dtype of the others is.
         """
-        self.stacked(name, {hf_name: shape[0]}, *shape[1:])
+        self.add_stacked(name, {hf_name: shape[0]}, *shape[1:])
         if fp32:
             self._fp32.add(hf_name)
 
-    def stacked(self, name: str, parts: dict[str, int], *columns: int) -> None:
+    def add_stacked(self, name: str, parts: dict[str, int], *columns: int) -> None:
         """Add a Megatron tensor that stacks Hugging Face tensors vertically.
 
-        Args:
-            name: The Megatron tensor.
-            parts: The number of rows of each Hugging Face tensor, from top to bottom.
-            *columns: The sizes of the other dimensions.
+        `parts` has the number of rows of each, from top to bottom, and `columns` the sizes of the other dimensions.
         """
         start = 0
         for hf_name, count in parts.items():
@@ -169,7 +161,7 @@ class TableBuilder:
             start += count
         self._shapes[name] = (start, *columns)
 
-    def interleaved(self, name: str, blocks: Iterable[tuple[str, int]], groups: int, *columns: int) -> None:
+    def add_interleaved(self, name: str, blocks: Iterable[tuple[str, int]], groups: int, *columns: int) -> None:
         """Add a Megatron tensor in which blocks of Hugging Face tensors alternate, group by group.
 
         Args:
@@ -189,7 +181,7 @@ class TableBuilder:
             start += count
         self._hf_shapes |= {hf_name: (rows, *columns) for hf_name, rows in placed.items()}
 
-    def of_slabs(self, hf_name: str, name: str, expert: int, *shape: int, step: int = 1) -> None:
+    def add_slabs(self, hf_name: str, name: str, expert: int, *shape: int, step: int = 1) -> None:
         """Add a Megatron tensor of one expert, whose rows are columns of a tensor that stacks all experts.
 
         Args:
@@ -208,20 +200,16 @@ class TableBuilder:
         ]
 
     def build(self) -> WeightTable:
-        """Return the table, after checking that every row of both sides occurs once.
-
-        Raises:
-            ValueError: A row occurs twice or is missing. The message names the tensor.
-        """
+        """Return the table, after checking that every row of both sides occurs once."""
         table = WeightTable(self._hf_shapes, self._shapes, tuple(self._rows), frozenset(self._fp32))
         numbered = {name: table.numbered_shape(name) for name in table.hf_shapes}
-        for shapes, of, first in (
-            (numbered, table.of_hf, lambda rows: rows.hf_number),
-            (table.shapes, table.of_megatron, lambda rows: rows.row),
+        for shapes, blocks, first in (
+            (numbered, table.by_hf_name, lambda rows: rows.hf_number),
+            (table.shapes, table.by_name, lambda rows: rows.row),
         ):
             for name, shape in shapes.items():
                 end = 0
-                for rows in sorted(of[name], key=first):
+                for rows in sorted(blocks[name], key=first):
                     if first(rows) != end:
                         raise ValueError(f"row {min(end, first(rows))} of {name} occurs twice, or not at all")
                     end += rows.count
@@ -238,7 +226,7 @@ class Layer(NamedTuple):
     megatron: str
 
     @classmethod
-    def of(cls, number: int) -> Layer:
+    def from_number(cls, number: int) -> Layer:
         """Return the layer of this number."""
         return cls(number, f"model.layers.{number}.", f"decoder.layers.{number}.")
 
@@ -250,73 +238,73 @@ AddLayerPart = Callable[[TableBuilder, ModelConfig, Layer], None]
 # --- The parts that decoders share. `hf` and `megatron` are prefixes of names, such as "model.layers.0.". ---
 
 
-def embeddings(table: TableBuilder, model: ModelConfig, vocab_size: int) -> None:
+def add_embeddings(table: TableBuilder, model: ModelConfig, vocab_size: int) -> None:
     """Add the embedding, the final norm and, if it is not tied to the embedding, the head."""
     hidden = model.hidden_size
-    table.same("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocab_size, hidden)
-    table.same("model.norm.weight", "decoder.final_layernorm.weight", hidden)
+    table.add("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocab_size, hidden)
+    table.add("model.norm.weight", "decoder.final_layernorm.weight", hidden)
     if not model.tie_embeddings:
-        table.same("lm_head.weight", "output_layer.weight", vocab_size, hidden)
+        table.add("lm_head.weight", "output_layer.weight", vocab_size, hidden)
 
 
-def attention(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -> None:
+def add_attention(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -> None:
     """Add queries, keys and values, which Megatron interleaves by group, their norms if any, and the output."""
     hidden, head_dim, groups = model.hidden_size, head_size(model), model.num_query_groups
     hf, megatron = f"{hf}self_attn.", f"{megatron}self_attention."
     queries = (1 + model.attention_output_gate) * model.num_attention_heads // groups * head_dim
     sizes = {"q_proj": queries, "k_proj": head_dim, "v_proj": head_dim}
     weights = [(f"{hf}{part}.weight", rows) for part, rows in sizes.items()]
-    table.interleaved(f"{megatron}linear_qkv.weight", weights, groups, hidden)
+    table.add_interleaved(f"{megatron}linear_qkv.weight", weights, groups, hidden)
     if model.qkv_bias:
         biases = [(f"{hf}{part}.bias", rows) for part, rows in sizes.items()]
-        table.interleaved(f"{megatron}linear_qkv.bias", biases, groups)
+        table.add_interleaved(f"{megatron}linear_qkv.bias", biases, groups)
     if model.qk_norm:
-        table.same(f"{hf}q_norm.weight", f"{megatron}q_layernorm.weight", head_dim)
-        table.same(f"{hf}k_norm.weight", f"{megatron}k_layernorm.weight", head_dim)
-    table.same(f"{hf}o_proj.weight", f"{megatron}linear_proj.weight", hidden, model.num_attention_heads * head_dim)
+        table.add(f"{hf}q_norm.weight", f"{megatron}q_layernorm.weight", head_dim)
+        table.add(f"{hf}k_norm.weight", f"{megatron}k_layernorm.weight", head_dim)
+    table.add(f"{hf}o_proj.weight", f"{megatron}linear_proj.weight", hidden, model.num_attention_heads * head_dim)
     if model.linear_bias:
-        table.same(f"{hf}o_proj.bias", f"{megatron}linear_proj.bias", hidden)
+        table.add(f"{hf}o_proj.bias", f"{megatron}linear_proj.bias", hidden)
     if model.attention_sinks:
-        table.same(f"{hf}sinks", f"{megatron}core_attention.softmax_offset", model.num_attention_heads)
+        table.add(f"{hf}sinks", f"{megatron}core_attention.softmax_offset", model.num_attention_heads)
 
 
-def normed_attention(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+def add_normed_attention(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     """Add the norm before the attention, and the attention."""
     _, hf, megatron = layer
     # Megatron's names are those of Transformer Engine, in which a norm belongs to the linear that follows it.
     norm = f"{megatron}self_attention.linear_qkv.layer_norm_weight"
-    table.same(f"{hf}input_layernorm.weight", norm, model.hidden_size)
-    attention(table, model, hf, megatron)
+    table.add(f"{hf}input_layernorm.weight", norm, model.hidden_size)
+    add_attention(table, model, hf, megatron)
 
 
-def gated_mlp(table: TableBuilder, hf: str, megatron: str, hidden: int, ffn: int) -> None:
+def add_gated_mlp(table: TableBuilder, hf: str, megatron: str, hidden: int, ffn: int) -> None:
     """Add the MLP down(act(gate·x) · up·x). Megatron stacks gate above up."""
     gate_and_up = {f"{hf}gate_proj.weight": ffn, f"{hf}up_proj.weight": ffn}
-    table.stacked(f"{megatron}linear_fc1.weight", gate_and_up, hidden)
-    table.same(f"{hf}down_proj.weight", f"{megatron}linear_fc2.weight", hidden, ffn)
+    table.add_stacked(f"{megatron}linear_fc1.weight", gate_and_up, hidden)
+    table.add(f"{hf}down_proj.weight", f"{megatron}linear_fc2.weight", hidden, ffn)
 
 
-def decoder(model: ModelConfig, vocab_size: int, *parts: AddLayerPart) -> WeightTable:
+def build_decoder_table(model: ModelConfig, vocab_size: int, *parts: AddLayerPart) -> WeightTable:
     """Return the table of a decoder: its embeddings, and the parts of each layer in their order."""
     table = TableBuilder()
     for number in range(model.num_layers):
         for add in parts:
-            add(table, model, Layer.of(number))
-    embeddings(table, model, vocab_size)
+            add(table, model, Layer.from_number(number))
+    add_embeddings(table, model, vocab_size)
     return table.build()
 
 
 def dense_decoder(model: ModelConfig, vocab_size: int) -> WeightTable:
     """Return the table of a dense decoder with Llama's names, as Llama, Mistral, Qwen2 and Qwen3 have."""
-    return decoder(model, vocab_size, normed_attention, normed_mlp)
+    return build_decoder_table(model, vocab_size, add_normed_attention, add_normed_mlp)
 
 
-def normed_mlp(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+def add_normed_mlp(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     """Add the norm before the MLP, and the MLP."""
     _, hf, megatron = layer
     hidden = model.hidden_size
-    table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)
-    gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", hidden, model.ffn_hidden_size)
+    table.add(f"{hf}post_attention_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)
+    add_gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", hidden, model.ffn_hidden_size)
 
 
 @dataclass(frozen=True)
@@ -330,25 +318,26 @@ class ExpertNames:
     down: str
 
 
-def norm_of_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+def add_experts_norm(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     """Add the norm before the experts. A router and several linears follow it, so it keeps its own name."""
     _, hf, megatron = layer
-    table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}pre_mlp_layernorm.weight", model.hidden_size)
+    table.add(f"{hf}post_attention_layernorm.weight", f"{megatron}pre_mlp_layernorm.weight", model.hidden_size)
 
 
-def mixture_of_experts(table: TableBuilder, model: ModelConfig, layer: Layer, names: ExpertNames) -> None:
+def add_experts(table: TableBuilder, model: ModelConfig, layer: Layer, names: ExpertNames) -> None:
     """Add the router and each single expert. Megatron names are those of `model.shards.pieces`."""
     _, hf, megatron = layer
     hidden, ffn = model.hidden_size, model.expert_ffn_hidden_size or model.ffn_hidden_size
     experts = num_experts(model)
-    table.same(f"{hf}{names.router}.weight", f"{megatron}mlp.router.weight", experts, hidden)
+    table.add(f"{hf}{names.router}.weight", f"{megatron}mlp.router.weight", experts, hidden)
     for index in range(experts):
         theirs, ours = f"{hf}{names.experts}.{index}.", f"{megatron}mlp.experts.{index}."
         gate_and_up = {f"{theirs}{names.gate}.weight": ffn, f"{theirs}{names.up}.weight": ffn}
-        table.stacked(f"{ours}linear_fc1.weight", gate_and_up, hidden)
-        table.same(f"{theirs}{names.down}.weight", f"{ours}linear_fc2.weight", hidden, ffn)
+        table.add_stacked(f"{ours}linear_fc1.weight", gate_and_up, hidden)
+        table.add(f"{theirs}{names.down}.weight", f"{ours}linear_fc2.weight", hidden, ffn)
 
 
-def mixture_decoder(model: ModelConfig, vocab_size: int, names: ExpertNames) -> WeightTable:
+def build_mixture_table(model: ModelConfig, vocab_size: int, names: ExpertNames) -> WeightTable:
     """Return the table of a decoder with experts in every layer and Llama's other names: Mixtral and Qwen3-MoE."""
-    return decoder(model, vocab_size, normed_attention, norm_of_experts, partial(mixture_of_experts, names=names))
+    experts = partial(add_experts, names=names)
+    return build_decoder_table(model, vocab_size, add_normed_attention, add_experts_norm, experts)

@@ -13,8 +13,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.model.families.hf_config import HFConfig
 
 _TEXT = "text_config"
-# Keys beside text_config that only say how images are read.
-_OF_IMAGES = frozenset(
+# Keys beside text_config that are only about images.
+_IMAGE_KEYS = frozenset(
     {
         "boi_token_index", "eoi_token_index", "image_token_id", "image_token_index", "mm_tokens_per_image",
         "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "video_token_id", "vision_config",
@@ -51,15 +51,9 @@ class WithImages:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def text_config(self, hf_config: Mapping[str, Any], architecture: str, where: str) -> dict[str, Any]:
-        """Return the config.json of the text model alone.
+        """Return the config.json of the text model alone, given that of a model that reads images.
 
-        Args:
-            hf_config: The config.json of a model that reads images.
-            architecture: The text model's architecture.
-            where: The file, for messages.
-
-        Raises:
-            ConfigError: There is no `text_config`, it is of another type, or another key may change the text model.
+        `architecture` is the text model's. Any other key that may change the text model is refused.
         """
         whole = HFConfig(hf_config, where)
         text = whole[_TEXT]
@@ -71,7 +65,7 @@ class WithImages:
                 f"read with {self.text_type!r}"
             )
         tied = {key: whole[key] for key in ("tie_word_embeddings",) if key in whole}  # it decides in transformers, too
-        whole.refuse_unread(_OF_IMAGES)
+        whole.refuse_unread(_IMAGE_KEYS)
         config = {**self.defaults, **text, **tied, "architectures": [architecture]}
         if self.model_type is None:
             return config
@@ -82,9 +76,9 @@ class WithImages:
 
 def text_name(hf_name: str) -> str:
     """Return the name that a tensor has in the text model alone."""
-    for prefix, of_text in _PREFIXES.items():
+    for prefix, text_prefix in _PREFIXES.items():
         if hf_name.startswith(prefix):
-            return of_text + hf_name.removeprefix(prefix)
+            return text_prefix + hf_name.removeprefix(prefix)
     return hf_name
 
 

@@ -36,9 +36,9 @@ class DeferredHead:
     block_tokens: int | None
 
     @classmethod
-    def of(cls, model_chunks: list[torch.nn.Module], block_tokens: int | None) -> DeferredHead | None:
+    def find(cls, model_chunks: list[torch.nn.Module], block_tokens: int | None) -> DeferredHead | None:
         """Return the head of the model chunks, or None if none of them has a language model head."""
-        model = _model_with_head(model_chunks)
+        model = _find_model_with_head(model_chunks)
         if model is None:
             return None
         shards = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
@@ -52,15 +52,11 @@ class DeferredHead:
         def forward(hidden: Tensor, weight: Tensor | None = None, **unused) -> tuple[Tensor, None]:
             return hidden.transpose(0, 1), None  # the model transposes the head's output back, without a copy
 
-        with _forward_of(head, forward):
+        with _replace_forward(head, forward):
             yield
 
     def logits(self, hidden: Tensor) -> DeferredLogits:
-        """Return the logits of `hidden`, which is the model's output within `in_use`. They are computed when read.
-
-        Raises:
-            RuntimeError: The head has neither its own weight nor one that it shares with the embedding.
-        """
+        """Return the logits of `hidden`, which is the model's output within `in_use`. They are computed when read."""
         head, shared = self.model.output_layer, self.model.share_embeddings_and_output_weights
         weight = self.model.shared_embedding_or_output_weight() if shared else head.weight
         if weight is None:
@@ -78,9 +74,9 @@ class UncopiedHead:
     model: GPTModel
 
     @classmethod
-    def of(cls, model_chunks: list[torch.nn.Module]) -> UncopiedHead | None:
+    def find(cls, model_chunks: list[torch.nn.Module]) -> UncopiedHead | None:
         """Return the head of the model chunks, or None if none of them has a language model head."""
-        model = _model_with_head(model_chunks)
+        model = _find_model_with_head(model_chunks)
         return None if model is None else cls(model)
 
     @contextmanager
@@ -93,7 +89,7 @@ class UncopiedHead:
             logits, bias = compute(*args, **kwargs)
             return logits.transpose(0, 1), bias  # the model transposes the head's output back, without a copy
 
-        with _forward_of(head, forward):
+        with _replace_forward(head, forward):
             yield
 
     def logits(self, output: Tensor) -> Tensor:
@@ -101,19 +97,19 @@ class UncopiedHead:
         return output.transpose(0, 1)
 
 
-def _model_with_head(model_chunks: list[torch.nn.Module]) -> GPTModel | None:
+def _find_model_with_head(model_chunks: list[torch.nn.Module]) -> GPTModel | None:
     models = map(unwrap, model_chunks)
     return next((m for m in models if m.post_process and not isinstance(m.output_layer, ScoreHead)), None)
 
 
 @contextmanager
-def _forward_of(head: torch.nn.Module, forward: Callable) -> Iterator[None]:
+def _replace_forward(head: torch.nn.Module, forward: Callable) -> Iterator[None]:
     """Let `head` use `forward` within the block, as an attribute of the instance, and restore it afterwards."""
-    before = vars(head).get("forward")
+    original = vars(head).get("forward")
     head.forward = forward
     try:
         yield
     finally:
         del head.forward
-        if before is not None:
-            head.forward = before
+        if original is not None:
+            head.forward = original

@@ -22,14 +22,14 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rl_megatron.model.layers.last_queries import (
+from rl_megatron.model.layers.attention_kernels import (
     attend_by_cudnn,
     attend_last,
     attend_within_pack,
     flash_attends_last,
 )
-from rl_megatron.model.layers.packed import LastBiases, PackedSequences, causal_bias
-from rl_megatron.model.layers.rotation import rotate, split_and_rotate, turns_of
+from rl_megatron.model.layers.packed import LastBiases, PackedSequences, build_causal_bias
+from rl_megatron.model.layers.rope import compute_turns, rotate, split_and_rotate
 from rl_megatron.model.layers.sinks import attend_with_sinks
 from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gather_and_reduce, zigzag_positions
 
@@ -51,7 +51,7 @@ class PortablePacking(PackedSeqParams):
 class PortableRotaryEmbedding(RotaryEmbedding):
     """megatron-core's RoPE, in which each token of a pack has its position in its own sequence.
 
-    It returns cosines and sines instead of angles (`turns_of`), which are computed once for all layers. One lookup
+    It returns cosines and sines instead of angles (`compute_turns`), which are computed once for all layers. One lookup
     gives those of a whole pack; megatron-core would loop over sequences in every layer.
 
     If layers with a window have their own frequencies (`local_frequencies` [D/2]), the turns of both kinds are side by
@@ -66,11 +66,11 @@ class PortableRotaryEmbedding(RotaryEmbedding):
 
         The shape is [S, 1, 1, D], or [S, 1, 2, D] if layers with a window have their own frequencies.
         """
-        of_kinds = [self.get_freqs_non_repeated(max_seq_len, offset)]
+        angles = [self.get_freqs_non_repeated(max_seq_len, offset)]
         if self.local_frequencies is not None:
             positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.local_frequencies.device) + offset
-            of_kinds.append(torch.outer(positions, self.local_frequencies))
-        turns = turns_of(torch.stack(of_kinds, dim=1))[:, None]
+            angles.append(torch.outer(positions, self.local_frequencies))
+        turns = compute_turns(torch.stack(angles, dim=1))[:, None]
         return turns if self.scale == 1.0 else turns * self.scale
 
     def get_rotary_seq_len(
@@ -99,8 +99,8 @@ class PortableSelfAttention(SelfAttention):
     """megatron-core's self-attention with our rotation of queries and keys.
 
     It selects the layer's RoPE if layers with a window have their own. With `attention_output_gate`, each query head
-    has a gate behind its query among the rows of `linear_qkv`, as in Hugging Face checkpoints; megatron-core would put
-    the gates behind all queries of a group.
+    has a gate after its query among the rows of `linear_qkv`, as in Hugging Face checkpoints; megatron-core would put
+    the gates after all queries of a group.
     """
 
     def forward(
@@ -114,20 +114,17 @@ class PortableSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention's output [S, B, H] and its bias, which is None.
 
-        Args:
-            hidden_states: [S, B, H].
-            attention_mask: Not used: `PortableAttention` is causal.
-            rotary_pos_emb: What `PortableRotaryEmbedding` returns.
-            packed_seq_params: The packing of a pack.
+        `attention_mask` is not used, because `PortableAttention` is causal. `rotary_pos_emb` is what
+        `PortableRotaryEmbedding` returns.
         """
         if rotary_pos_emb.size(2) == 2:
-            own = 0 if sliding_window(self.config, self.layer_number) is None else 1
-            rotary_pos_emb = rotary_pos_emb[:, :, own : own + 1]
+            kind = 0 if get_sliding_window(self.config, self.layer_number) is None else 1
+            rotary_pos_emb = rotary_pos_emb[:, :, kind : kind + 1]
         gate = None
         if self.config.attention_output_gate:
-            query, key, value, gate = self._gated(hidden_states, rotary_pos_emb)
+            query, key, value, gate = self._project_gated(hidden_states, rotary_pos_emb)
         else:
-            query, key, value = self._rotated(hidden_states, rotary_pos_emb)
+            query, key, value = self._project(hidden_states, rotary_pos_emb)
         if self.checkpoint_core_attention and self.training:
             attended = self._checkpointed_attention_forward(
                 query, key, value, attention_mask, packed_seq_params=packed_seq_params
@@ -139,7 +136,7 @@ class PortableSelfAttention(SelfAttention):
             attended = (attended * gate.flatten(2).float().sigmoid()).type_as(attended)
         return self.linear_proj(attended)
 
-    def _gated(self, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project_gated(self, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the rotated query and key, the value, and the gate [S, B, N, D] of each query head."""
         project: Any = self.linear_qkv
         mixed, _ = project(hidden)
@@ -155,7 +152,7 @@ class PortableSelfAttention(SelfAttention):
         ]
         return turned[0], turned[1], value.contiguous(), gate
 
-    def _rotated(self, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rotated query and key, and the value."""
         make: Any = self.get_query_key_value_tensors  # its annotation is the union of what it returns
         groups, has_norms = self.config.num_query_groups, self.config.qk_layernorm
@@ -199,7 +196,7 @@ class PortableAttention(torch.nn.Module):
         if attn_mask_type is not AttnMaskType.causal:
             raise ValueError(f"PortableAttention is causal; got attn_mask_type={attn_mask_type}")
         self.softmax_scale = softmax_scale
-        self.window = sliding_window(config, layer_number)
+        self.window = get_sliding_window(config, layer_number)
         self.by_cudnn = getattr(config, "cudnn_attention", False)
         self.cp_group = pg_collection.cp if pg_collection is not None else None
         self.tp_group = pg_collection.tp if pg_collection is not None else None
@@ -233,18 +230,14 @@ class PortableAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> Tensor:
-        """Return the attention's output [S, B, N·D] for a padded batch or, if `packed_seq_params` is given, for a pack.
-
-        Raises:
-            TypeError: `packed_seq_params` is not a `PortablePacking`.
-        """
+        """Return the output [S, B, N·D] for a padded batch or, if `packed_seq_params` is given, for a pack."""
         if packed_seq_params is None:
-            return self._padded(query, key, value)
+            return self._attend_padded(query, key, value)
         if not isinstance(packed_seq_params, PortablePacking):
             raise TypeError(f"PortableAttention needs a PortablePacking, got {type(packed_seq_params).__name__}")
-        return self._packed(query, key, value, packed_seq_params.sequences)
+        return self._attend_packed(query, key, value, packed_seq_params.sequences)
 
-    def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.cp_group is not None and self.cp_group.size() > 1:
             whole = zigzag_gather_and_reduce(torch.cat([key, value], dim=-1), self.cp_group, dim=0)
             key, value = whole.split([key.size(-1), value.size(-1)], dim=-1)
@@ -259,7 +252,7 @@ class PortableAttention(torch.nn.Module):
                 positions = torch.arange(length, device=query.device)
             else:
                 positions = zigzag_positions(length, cp_rank, cp_size, query.device)
-            return causal_bias(positions, length, self.window, query.dtype)
+            return build_causal_bias(positions, length, self.window, query.dtype)
 
         bias = BIASES.get(sequences, (self.window, query.dtype), make)
         return self._attend(query, key, value, bias)
@@ -277,7 +270,7 @@ class PortableAttention(torch.nn.Module):
             query: Of sequences that are cut zigzag over the ranks.
             key: Of the whole sequences.
             value: Of the whole sequences.
-            sequences: What tells these sequences from others (`LastBiases`).
+            sequences: An object that differs from that of other sequences (`LastBiases`).
         """
         if len(query) == len(key) or self.cp_group is None:
             return self._attend_last(query, key, value, sequences)
@@ -298,11 +291,11 @@ class PortableAttention(torch.nn.Module):
         if num_queries == length or flash:
             return self._attend(query, key, value, None)
         positions = torch.arange(length - num_queries, length, device=query.device)
-        make = partial(causal_bias, positions, length, None, query.dtype)
+        make = partial(build_causal_bias, positions, length, None, query.dtype)
         bias = BIASES.get(sequences, (num_queries, length, query.dtype), make)
         return self._attend(query, key, value, bias)
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         """Return the output for a pack. No scores are computed between tokens of different sequences.
 
         torch's flash kernel takes a pack as it is. For others, sequences of similar length are unpacked into one batch
@@ -314,15 +307,15 @@ class PortableAttention(torch.nn.Module):
         if self.cp_group is None or self.cp_group.size() == 1:
             batches = zip(*(sequences.unpack(x[:, 0]) for x in (query, key, value)), strict=True)
         else:
-            batches = self._gathered(query, key, value, sequences)
+            batches = self._gather_batches(query, key, value, sequences)
         outputs = []
-        for bucket, of_bucket in zip(sequences.buckets, batches, strict=True):
-            queries, keys, values = (x.transpose(0, 1) for x in of_bucket)
+        for bucket, batch in zip(sequences.buckets, batches, strict=True):
+            queries, keys, values = (x.transpose(0, 1) for x in batch)
             length = bucket.key_shape[1]
             if not self._has_window(length) and (bucket.is_even or bucket.query_shape == bucket.key_shape):
                 output = self._attend_to_all(queries, keys, values, sequences)
             else:
-                make = partial(causal_bias, bucket.positions[:, None], length, self.window, query.dtype)
+                make = partial(build_causal_bias, bucket.positions[:, None], length, self.window, query.dtype)
                 bias = BIASES.get(sequences, (bucket.key_shape, self.window, query.dtype), make)
                 output = self._attend(queries, keys, values, bias)
             outputs.append(output.transpose(0, 1).flatten(0, 1))
@@ -337,7 +330,7 @@ class PortableAttention(torch.nn.Module):
             and flash_attends_last(query, value)
         )
 
-    def _gathered(
+    def _gather_batches(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield each bucket's queries [b, L/cp, N, D] of this rank, and all ranks' keys and values [b, L, G, D]."""
@@ -349,7 +342,7 @@ class PortableAttention(torch.nn.Module):
             yield queries, keys, values
 
 
-def sliding_window(config: TransformerConfig, layer_number: int) -> int | None:
+def get_sliding_window(config: TransformerConfig, layer_number: int) -> int | None:
     """Return the number of tokens that a token attends to in a layer, itself included, or None for all before it.
 
     Args:
@@ -373,8 +366,9 @@ def attend(
         query: [S_q, B, N, D].
         key: [S_k, B, G, D].
         value: [S_k, B, G, D].
-        bias: What to add to the scores, broadcastable to [B, N, S_q, S_k] and of the query's dtype (`causal_bias`).
-            None means causal attention of as many queries as keys, or of the last ones if `flash_attends_last`.
+        bias: What to add to the scores, broadcastable to [B, N, S_q, S_k] and of the query's dtype
+            (`build_causal_bias`). None means causal attention of as many queries as keys, or of the last ones if
+            `flash_attends_last`.
         scale: The factor of the scores. None means 1/√D.
         sinks: [N], the score of each head's sink, or None.
     """

@@ -37,7 +37,7 @@ class DeltaStates(NamedTuple):
     memory: Tensor
 
 
-def delta_rule(
+def apply_delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -64,10 +64,12 @@ def delta_rule(
         within = (torch.arange(length, device=lengths.device) < lengths[:, None])[..., None, None]
         log_decay, strength = log_decay * within, strength * within
     block = min(BLOCK, length)
-    query, key = (_blocks(_normalised(x.float()), block)[:, :, None] for x in (query, key))  # [B, G, 1, n, C, Dk]
+    query, key = (  # [B, G, 1, n, C, Dk]
+        _split_into_blocks(_normalise(x.float()), block)[:, :, None] for x in (query, key)
+    )
     query = query * size**-0.5
     value, log_decay, strength = (
-        _blocks(x.float().flatten(2, 3), block).unflatten(1, value.shape[2:4])
+        _split_into_blocks(x.float().flatten(2, 3), block).unflatten(1, value.shape[2:4])
         for x in (value, log_decay[..., None], strength[..., None])
     )  # [B, G, R, n, C, Dv or 1]
     since_begin = log_decay.cumsum(-2)
@@ -78,39 +80,39 @@ def delta_rule(
     right = torch.cat([strength * value, strength * since_begin.exp() * key], dim=-1)
     # The solver reads neither the diagonal nor what is above it.
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
-    own, of_memory = solved.split([value.size(-1), size], dim=-1)
+    from_values, from_memory = solved.split([value.size(-1), size], dim=-1)
     state = value.new_zeros(*value.shape[:3], size, value.size(-1)) if memory is None else memory
     kept, end = (to_end * key).mT, since_begin[..., -1:, :].exp()
     memories, corrections = [], []
     for number in range(value.size(3)):
         memories.append(state)
-        corrections.append(own[:, :, :, number] - of_memory[:, :, :, number] @ state)
+        corrections.append(from_values[:, :, :, number] - from_memory[:, :, :, number] @ state)
         state = end[:, :, :, number] * state + kept[:, :, :, number] @ corrections[-1]
     read = (since_begin.exp() * query) @ torch.stack(memories, dim=3)
     output = read + (decay * (query @ key.mT)) @ torch.stack(corrections, dim=3)
     return output.flatten(3, 4)[:, :, :, :length].permute(0, 3, 1, 2, 4), state
 
 
-def log_decays(steps: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
+def compute_log_decays(steps: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
     """Return log α = −exp(log_rate)·softplus(steps + bias) in fp32; the last axis has one number for each head."""
     return -log_rate.float().exp() * softplus(steps.float() + bias.float())
 
 
 def convolve(
-    x: Tensor, weight: Tensor, before: Tensor | None = None, lengths: Tensor | None = None
+    x: Tensor, weight: Tensor, earlier: Tensor | None = None, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the causal convolution [B, L, …] of each channel over time, and the last inputs [B, K − 1, …].
 
     Args:
         x: [B, L, …] The inputs.
         weight: […, K] The factors of an input and the K − 1 before it, the earliest first.
-        before: [B, K − 1, …] The inputs before the first one, or None for 0.
+        earlier: [B, K − 1, …] The inputs before the first one, or None for 0.
         lengths: [B] The tokens of each sequence, or None for L.
     """
     length, kernel = x.size(1), weight.size(-1)
-    if before is None:
-        before = x.new_zeros(x.size(0), kernel - 1, *x.shape[2:])
-    both = torch.cat([before, x], dim=1)
+    if earlier is None:
+        earlier = x.new_zeros(x.size(0), kernel - 1, *x.shape[2:])
+    both = torch.cat([earlier, x], dim=1)
     output = sum(both[:, first : first + length] * weight[..., first] for first in range(kernel))
     assert isinstance(output, Tensor)  # a kernel has at least one factor
     if lengths is None:
@@ -119,11 +121,11 @@ def convolve(
     return output, both[torch.arange(len(x), device=x.device)[:, None], last]
 
 
-def _normalised(x: Tensor) -> Tensor:
+def _normalise(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
 
 
-def _blocks(x: Tensor, block: int) -> Tensor:
+def _split_into_blocks(x: Tensor, block: int) -> Tensor:
     """Return x [B, L, N, D] as [B, N, n, C, D], with zeros at the end, which leave the memory as it is."""
     x = x.transpose(1, 2)
     return pad(x, (0, 0, 0, -x.size(2) % block)).unflatten(2, (-1, block))

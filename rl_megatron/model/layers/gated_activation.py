@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, silu
 
-from rl_megatron.model.layers.kernels import layer_kernels
+from rl_megatron.model.layers.kernels import find_layer_kernels
 
 # Functions of the gate, by the value of model.activation. "swiglu_oai" is not one.
 ACTIVATIONS = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
@@ -58,7 +58,7 @@ class _GatedActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, both: Tensor, activation: str) -> Tensor:
         ctx.activation = activation
-        if activation == "silu" and (kernels := layer_kernels(both.device)) is not None:
+        if activation == "silu" and (kernels := find_layer_kernels(both.device)) is not None:
             ctx.save_for_backward(both)
             return kernels.gated_silu(both)
         gate, up = both.chunk(2, dim=-1)
@@ -73,15 +73,15 @@ class _GatedActivation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         both, *kept = ctx.saved_tensors
-        if ctx.activation == "silu" and (kernels := layer_kernels(both.device)) is not None:
+        if ctx.activation == "silu" and (kernels := find_layer_kernels(both.device)) is not None:
             return kernels.gated_silu_gradient(both, gradient), None
         gate, up = both.chunk(2, dim=-1)
         activated = kept[0] if kept else ACTIVATIONS[ctx.activation](gate)
         result = torch.empty_like(both)
-        of_gate, of_up = result.chunk(2, dim=-1)
-        torch.mul(gradient, up, out=of_up)  # scratch
-        _GRADIENTS[ctx.activation](of_up, gate, grad_input=of_gate)
-        torch.mul(gradient, activated, out=of_up)
+        gate_gradient, up_gradient = result.chunk(2, dim=-1)
+        torch.mul(gradient, up, out=up_gradient)  # scratch
+        _GRADIENTS[ctx.activation](up_gradient, gate, grad_input=gate_gradient)
+        torch.mul(gradient, activated, out=up_gradient)
         return result, None
 
 
@@ -91,22 +91,22 @@ class _ClampedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, both: Tensor) -> Tensor:
         ctx.save_for_backward(both)
-        gate, up = _clamped(both)
+        gate, up = _clamp(both)
         return (up + 1) * (gate * torch.sigmoid(gate * _SLOPE))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
-        gate, up = _clamped(both)
+        gate, up = _clamp(both)
         opened = torch.sigmoid(gate * _SLOPE)
-        of_gate = gradient * (up + 1) * opened * (1 + _SLOPE * gate * (1 - opened))
+        gate_gradient = gradient * (up + 1) * opened * (1 + _SLOPE * gate * (1 - opened))
         raw_gate, raw_up = both.chunk(2, dim=-1)
-        of_gate = of_gate.masked_fill_(raw_gate > _LIMIT, 0.0)
-        of_up = (gradient * gate * opened).masked_fill_(raw_up.abs() > _LIMIT, 0.0)
-        return torch.cat([of_gate, of_up], dim=-1)
+        gate_gradient = gate_gradient.masked_fill_(raw_gate > _LIMIT, 0.0)
+        up_gradient = (gradient * gate * opened).masked_fill_(raw_up.abs() > _LIMIT, 0.0)
+        return torch.cat([gate_gradient, up_gradient], dim=-1)
 
 
-def _clamped(both: Tensor) -> tuple[Tensor, Tensor]:
+def _clamp(both: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = both.chunk(2, dim=-1)
     return gate.clamp(max=_LIMIT), up.clamp(min=-_LIMIT, max=_LIMIT)

@@ -24,7 +24,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import DeltaShape
 from rl_megatron.model.layers import norms
 from rl_megatron.model.layers.attention import PortablePacking
-from rl_megatron.model.layers.delta_rule import DeltaStates, convolve, delta_rule, log_decays
+from rl_megatron.model.layers.delta_rule import DeltaStates, apply_delta_rule, compute_log_decays, convolve
 from rl_megatron.topology.context_parallel import gather_heads, scatter_heads, zigzag_order
 
 
@@ -77,16 +77,10 @@ class GatedDelta(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,  # RoPE, which has no part in the delta rule, and megatron-core's inference
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [S, B, H] and its bias, which is None.
-
-        Args:
-            hidden_states: [S, B, H].
-            attention_mask: Not used: the delta rule is causal.
-            packed_seq_params: The packing of a pack.
-        """
+        """Return the output [S, B, H] and its bias, which is None. `attention_mask` is not used: the rule is causal."""
         mixed, _ = self.linear_in_proj(hidden_states)
-        of_groups = mixed.unflatten(-1, (-1, self.shape.projected))
-        mixed, gate = of_groups.split([self.shape.recurrent, self.shape.values * self.shape.value], dim=-1)
+        grouped = mixed.unflatten(-1, (-1, self.shape.projected))
+        mixed, gate = grouped.split([self.shape.recurrent, self.shape.values * self.shape.value], dim=-1)
 
         def compute(mixed: Tensor) -> Tensor:
             return self.core_attention(mixed, packed_seq_params=packed_seq_params)
@@ -132,16 +126,17 @@ class DeltaCore(torch.nn.Module):
         """Return the output [S, B, G, R, Dv], given queries, keys, values, strengths and decays [S, B, G, C]."""
         whole = scatter_heads(mixed, self.cp_group)  # in rank order
         if packed_seq_params is None:
-            output = self._padded(whole)
+            output = self._compute_padded(whole)
         else:
             assert isinstance(packed_seq_params, PortablePacking)
             sequences, tokens = packed_seq_params.sequences, whole[:, 0]
-            batches = [tokens.index_select(0, each.keys).unflatten(0, each.key_shape) for each in sequences.buckets]
+            buckets = sequences.buckets
+            batches = [tokens.index_select(0, bucket.keys).unflatten(0, bucket.key_shape) for bucket in buckets]
             outputs = torch.cat([self.compute(batch)[0].flatten(0, 1) for batch in batches])
             output = outputs.index_select(0, sequences.key_slots)[:, None]
         return gather_heads(output, self.cp_group)
 
-    def _padded(self, whole: Tensor) -> Tensor:
+    def _compute_padded(self, whole: Tensor) -> Tensor:
         """Return the output of a padded batch whose tokens are in rank order."""
         if self.cp_group.size() == 1:
             return self.compute(whole.transpose(0, 1))[0].transpose(0, 1)
@@ -150,29 +145,29 @@ class DeltaCore(torch.nn.Module):
         return output.transpose(0, 1).index_select(0, order.argsort())
 
     def compute(
-        self, mixed: Tensor, before: DeltaStates | None = None, lengths: Tensor | None = None
+        self, mixed: Tensor, earlier: DeltaStates | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, DeltaStates]:
         """Return the output [B, L, G, R, Dv] of sequences, and their states after the last token.
 
         Args:
             mixed: [B, L, G, C] The numbers of all groups of this rank, or of its part of them under context
                 parallelism.
-            before: The states before the first token, or None at the begin of the sequences.
+            earlier: The states before the first token, or None at the begin of the sequences.
             lengths: [B] The tokens of each sequence, or None for L; what follows is not in the states.
         """
-        shape, own = self.shape, self._own_groups(mixed.size(2))
-        conv = self.conv.squeeze(1).unflatten(0, (-1, shape.convolved))[own]
-        log_rate, bias = (x.unflatten(0, (-1, shape.values))[own] for x in (self.A_log, self.dt_bias))
+        shape, groups = self.shape, self._select_groups(mixed.size(2))
+        conv = self.conv.squeeze(1).unflatten(0, (-1, shape.convolved))[groups]
+        log_rate, bias = (x.unflatten(0, (-1, shape.values))[groups] for x in (self.A_log, self.dt_bias))
         channels, strength, steps = mixed.split([shape.convolved, shape.values, shape.values], dim=-1)
-        channels, last = convolve(channels, conv, None if before is None else before.last, lengths)
+        channels, last = convolve(channels, conv, None if earlier is None else earlier.last, lengths)
         query, key, value = silu(channels).split([shape.key, shape.key, shape.values * shape.value], dim=-1)
-        output, memory = delta_rule(
-            query, key, value.unflatten(-1, (shape.values, -1)), log_decays(steps, log_rate, bias), strength.sigmoid(),
-            None if before is None else before.memory, lengths,
+        output, memory = apply_delta_rule(
+            query, key, value.unflatten(-1, (shape.values, -1)), compute_log_decays(steps, log_rate, bias),
+            strength.sigmoid(), None if earlier is None else earlier.memory, lengths,
         )  # fmt: skip
         return output.to(mixed.dtype), DeltaStates(last, memory)
 
-    def _own_groups(self, count: int) -> slice:
+    def _select_groups(self, count: int) -> slice:
         """Return which of the rank's groups the delta rule computes here: all, or a part under context parallelism."""
         first = self.cp_group.rank() * count if count < len(self.A_log) // self.shape.values else 0
         return slice(first, first + count)
@@ -192,4 +187,4 @@ class GatedRMSNorm(torch.nn.Module):
         """Return norm(x)·silu(gate) of [..., D] in the dtype of x."""
         # Each rank's heads have a part of the weight's gradient, and backward sums the parts.
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
-        return (norms.scaled_rms_norm(x, weight, self.epsilon) * silu(gate.float())).type_as(x)
+        return (norms.apply_rms_norm(x, weight, self.epsilon) * silu(gate.float())).type_as(x)

@@ -21,7 +21,7 @@ class LayerKernels:
     gated_silu_gradient: Callable[[Tensor, Tensor], Tensor]
 
 
-def layer_kernels(device: torch.device) -> LayerKernels | None:
+def find_layer_kernels(device: torch.device) -> LayerKernels | None:
     """Return the kernels for tensors on that device, or None if torch's operators compute RoPE and SwiGLU there."""
     return _triton() if device.type == "cuda" else None
 

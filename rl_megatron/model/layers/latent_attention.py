@@ -22,8 +22,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LatentShape
 from rl_megatron.model.layers.attention import PortableAttention
 from rl_megatron.model.layers.norms import PortableRMSNorm
-from rl_megatron.model.layers.rope import rotary_scale
-from rl_megatron.model.layers.rotation import rotate
+from rl_megatron.model.layers.rope import compute_rotary_scale, rotate
 
 LATENT_NORM_EPSILON = 1e-6  # DeepSeek's models have this ε here, whatever the ε of their other norms is
 
@@ -71,7 +70,7 @@ class LatentAttention(MegatronModule):
     ):
         super().__init__(config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
-        self.shape, self.rotary_scale = LatentShape.of(model), rotary_scale(model.rope_scaling)
+        self.shape, self.rotary_scale = LatentShape.of(model), compute_rotary_scale(model.rope_scaling)
         recomputed = config.recompute_modules or ()
         self.recomputes = config.recompute_granularity == "selective" and "core_attn" in recomputed
         hidden, heads, shape = model.hidden_size, model.num_attention_heads, self.shape
@@ -136,8 +135,8 @@ class LatentAttention(MegatronModule):
         else:
             shared = copy_to_tensor_model_parallel_region(shared, group=self.tp_group)  # backward sums here, too
         both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
-        of_heads = both.unflatten(-1, (-1, self.shape.key_and_value))
-        key, value = of_heads.split([self.shape.nope, self.shape.value], dim=-1)
+        heads = both.unflatten(-1, (-1, self.shape.key_and_value))
+        key, value = heads.split([self.shape.nope, self.shape.value], dim=-1)
         shared = self._turn(shared[:, :, None], turns).expand(*key.shape[:-1], self.shape.rope)
         return torch.cat([key, shared], dim=-1), value.contiguous()
 

@@ -27,12 +27,12 @@ class PortableRMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed `x` in its own dtype."""
         if not self.zero_centered:
-            return scaled_rms_norm(x, self.weight, self.eps)
+            return apply_rms_norm(x, self.weight, self.eps)
         # In bf16, 1 + w would lose most digits of w. The sum and the product are fp32, as in Gemma's own code.
-        return scaled_rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).type_as(x)
+        return apply_rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).type_as(x)
 
 
-def scaled_rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+def apply_rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     """Return torch's rms_norm over the last dimension. A GPU has a kernel for it, and a CPU has none."""
     if x.device.type != "cpu":
         return rms_norm(x, weight.shape, weight, eps)
@@ -57,10 +57,10 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         wide, wide_weight, upstream = (t.to(inverse.dtype) for t in (x, weight, gradient))
         scratch = upstream * wide
-        of_weight = inverse.view(1, -1) @ scratch.view(-1, len(weight))
+        weight_gradient = inverse.view(1, -1) @ scratch.view(-1, len(weight))
         share = (scratch @ wide_weight)[..., None].mul_(inverse.square()).div_(len(weight))
         torch.mul(upstream, wide_weight, out=scratch).addcmul_(wide, share, value=-1).mul_(inverse)
-        return scratch.to(x.dtype), of_weight[0].to(weight.dtype), None
+        return scratch.to(x.dtype), weight_gradient[0].to(weight.dtype), None
 
 
 class NormedResidual(torch.nn.Module):

@@ -96,7 +96,7 @@ class PackedSequences:
         return [bucket.queries for bucket in self.buckets]
 
     @classmethod
-    def of(cls, padded_lengths: Sequence[int], cp_group: dist.ProcessGroup | None) -> PackedSequences:
+    def from_padded_lengths(cls, padded_lengths: Sequence[int], cp_group: dist.ProcessGroup | None) -> PackedSequences:
         """Return the sequences of a pack, on the host.
 
         Args:
@@ -174,24 +174,24 @@ class _Pack(torch.autograd.Function):
         return None, *whole.index_copy_(0, slots, gradient).split(ctx.sizes)
 
 
-def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
+def build_causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
     """Return a mask […, q, length], true if the query at `positions` […, q] may attend to key 0 … length − 1.
 
     A query attends to itself and to all keys before it or, with a window, to the nearest `window` of these.
     """
     keys = torch.arange(length, device=positions.device)
-    before = keys <= positions[..., None]
-    return before if window is None else before & (keys > positions[..., None] - window)
+    is_earlier = keys <= positions[..., None]
+    return is_earlier if window is None else is_earlier & (keys > positions[..., None] - window)
 
 
-def causal_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return `causal_mask` as the number to add to a score: 0 if the query may attend to the key, otherwise −inf.
+def build_causal_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return `build_causal_mask` as the number to add to a score: 0 if the query may attend to the key, otherwise −inf.
 
     torch would make it of a bool mask in each layer, and autograd would keep each of them. On a GPU, torch copies a
     bias for each layer, too, unless its rows begin at multiples of 16 numbers. So there are some more columns in
     memory than those that are returned.
     """
-    seen = causal_mask(positions, length, window)
+    seen = build_causal_mask(positions, length, window)
     columns = -(-length // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
     bias = torch.full((*positions.shape, columns), -torch.inf, dtype=dtype, device=positions.device)[..., :length]
     return bias.masked_fill_(seen, 0.0)
@@ -207,10 +207,8 @@ class LastBiases:
     def get(self, sequences: object, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """Return the bias with this key, made by `make` if these sequences do not have it yet.
 
-        Args:
-            sequences: What the biases belong to. Biases of anything that does not equal it are freed.
-            key: What tells the biases of the same sequences apart.
-            make: Returns the bias.
+        Biases of anything that does not equal `sequences` are freed. `key` tells the biases of the same sequences
+        apart.
         """
         if sequences != self._sequences:
             self.clear()
@@ -220,6 +218,5 @@ class LastBiases:
         return self._biases[key]
 
     def clear(self) -> None:
-        """Free the biases."""
         self._sequences = None
         self._biases.clear()

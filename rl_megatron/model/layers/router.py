@@ -30,7 +30,7 @@ class BalancedRouter(TopKRouter):
     counts the experts that the router itself would choose, because these are what the loss can balance. The bias, in
     contrast, follows the experts that compute the tokens.
 
-    `model.router_aux_loss_scope` says over which tokens f_i is the share. With "microbatch", every microbatch of every
+    `model.router_aux_loss_scope` sets over which tokens f_i is the share. With "microbatch", every microbatch of every
     data-parallel rank is balanced separately, so L_aux depends on which sequences share a microbatch, but on no other
     part of the layout. With "global", f_i is the share of the global batch, which `counting` finds before the first
     backward pass, and L_aux depends on no part of the layout.
@@ -133,18 +133,18 @@ def forget_graphs(model_chunks: Iterable[torch.nn.Module]) -> None:
                 setattr(layer.token_dispatcher, name, None)
 
 
-def balancing_routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
+def find_balancing_routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
     """Return the routers whose balancing loss is on."""
-    return [router for router in _routers(model_chunks) if router.is_aux_loss_enabled()]
+    return [router for router in _find_routers(model_chunks) if router.is_aux_loss_enabled()]
 
 
-def moving_routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
+def find_moving_routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
     """Return the routers whose bias moves with each step."""
-    moves = [router for router in _routers(model_chunks) if router.enable_expert_bias]
+    moves = [router for router in _find_routers(model_chunks) if router.enable_expert_bias]
     return [router for router in moves if router.config.moe_router_bias_update_rate > 0]
 
 
-def _routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
+def _find_routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
     return [
         module for model_chunk in model_chunks for module in model_chunk.modules() if isinstance(module, BalancedRouter)
     ]
@@ -161,7 +161,7 @@ def counting(model_chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup) 
 
     Collective over `group`, the ranks of a pipeline stage, at its end.
     """
-    routers = balancing_routers(model_chunks)
+    routers = find_balancing_routers(model_chunks)
     for router in routers:
         router.counts, router.counted = True, torch.zeros(router.weight.size(0), device=router.weight.device)
     try:
@@ -176,15 +176,13 @@ def counting(model_chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup) 
 def begin_step(model_chunks: Iterable[torch.nn.Module], tokens: Tensor) -> None:
     """Set the number of tokens of the global batch in the routers, and reset their counts.
 
-    Args:
-        model_chunks: This rank's model chunks.
-        tokens: The number of tokens, a scalar tensor, without sequences of zero loss weight.
+    `tokens` is a scalar tensor, and does not count sequences of zero loss weight.
     """
     model_chunks = list(model_chunks)
-    for router in _routers(model_chunks):
+    for router in _find_routers(model_chunks):
         router.replayed = torch.zeros(2, device=tokens.device, dtype=torch.float64)
         router.visits = torch.zeros(router.config.num_moe_experts or 0, device=tokens.device)
-    for router in balancing_routers(model_chunks):
+    for router in find_balancing_routers(model_chunks):
         router.step_tokens, router.reported = tokens.clamp(min=1.0), torch.zeros_like(tokens)
 
 
@@ -196,20 +194,16 @@ def move_biases(routers: Iterable[BalancedRouter], group: dist.ProcessGroup) -> 
     Source: Wang et al. 2024 (arXiv:2408.15664), algorithm 1.
     """
     for router in routers:
-        bias, visits = _bias(router), router.visits
+        bias, visits = router.expert_bias, router.visits
+        if bias is None:
+            raise RuntimeError("the router has no bias, because model.router_bias=false")
         if visits is None:
             raise RuntimeError("the router has not counted the tokens of this step; call begin_step first")
         dist.all_reduce(visits, group=group)
         bias += router.config.moe_router_bias_update_rate * (visits.mean() - visits).sign()
 
 
-def _bias(router: BalancedRouter) -> Tensor:
-    if router.expert_bias is None:
-        raise RuntimeError("the router has no bias, because model.router_bias=false")
-    return router.expert_bias
-
-
-def balancing_loss(routers: list[BalancedRouter], group: dist.ProcessGroup, device: torch.device) -> Tensor:
+def sum_balancing_loss(routers: list[BalancedRouter], group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Return L_aux of the current step, summed over a pipeline stage's layers and all ranks of `group`. Collective.
 
     It is a scalar on the device.
@@ -223,7 +217,7 @@ def balancing_loss(routers: list[BalancedRouter], group: dist.ProcessGroup, devi
     return total
 
 
-def expert_load(
+def compute_expert_load(
     model_chunks: Iterable[torch.nn.Module],
     stage_group: dist.ProcessGroup,
     world: dist.ProcessGroup,
@@ -231,16 +225,11 @@ def expert_load(
 ) -> dict[str, Tensor]:
     """Return how unevenly the step used its experts: the most and the fewest tokens of one, over its layer's mean.
 
-    Collective over `world`. Both are scalars on the device, over all layers; 1 if all experts get equally many.
-
-    Args:
-        model_chunks: This rank's model chunks.
-        stage_group: The ranks of this pipeline stage.
-        world: All ranks.
-        device: The device.
+    Collective over `world`, of which `stage_group` are the ranks of this pipeline stage. Both are scalars on the
+    device, over all layers; 1 if all experts get equally many.
     """
     extremes = torch.full((2,), -torch.inf, device=device)
-    visits = [router.visits for router in _routers(model_chunks) if router.visits is not None]
+    visits = [router.visits for router in _find_routers(model_chunks) if router.visits is not None]
     if visits:
         counts = torch.stack(visits)
         dist.all_reduce(counts, group=stage_group)
@@ -250,13 +239,15 @@ def expert_load(
     return {"expert_load_max": extremes[0], "expert_load_min": -extremes[1]}
 
 
-def replaced_share(model_chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup, device: torch.device) -> Tensor:
+def compute_replaced_share(
+    model_chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
     """Return the share of replayed (token, layer) pairs of the step for which the router would choose other experts.
 
     Collective over `group`, all ranks. The result is a scalar on the device, and NaN if nothing was replayed.
     """
     counts = torch.zeros(2, device=device, dtype=torch.float64)
-    for router in _routers(model_chunks):
+    for router in _find_routers(model_chunks):
         if router.replayed is not None:
             counts += router.replayed
     dist.all_reduce(counts, group=group)

@@ -23,9 +23,9 @@ from rl_megatron.batching.routing import UNKNOWN_EXPERT
 from rl_megatron.model.layers.router import BalancedRouter
 
 
-def expert_layers(model_chunks: Iterable[torch.nn.Module]) -> list[int]:
+def find_expert_layers(model_chunks: Iterable[torch.nn.Module]) -> list[int]:
     """Return the index, counted from 0 over the whole model, of each layer of these model chunks that has experts."""
-    return [layer.router.layer_number - 1 for layer in _layers(model_chunks)]
+    return [layer.router.layer_number - 1 for layer in _find_layers(model_chunks)]
 
 
 def number_tokens(padding: Tensor, first: int) -> Tensor:
@@ -47,7 +47,7 @@ def replaying(model_chunks: Iterable[torch.nn.Module], experts: Tensor) -> Itera
     """Make the routers of these model chunks use the recorded experts of each token, within the context.
 
     A router computes its scores as always. The weights of the recorded experts, and their gradients, are made of its
-    own scores of these experts, normalised as the model says. A token without recorded experts is routed by its scores.
+    own scores of these experts, normalised as in the model. A token without recorded experts is routed by its scores.
 
     megatron-core passes the padding mask to every layer, splits it over sequence-parallel ranks, and keeps it with a
     layer's input for the recomputation of activations. The tokens' numbers take its place, so every layer knows its
@@ -56,10 +56,10 @@ def replaying(model_chunks: Iterable[torch.nn.Module], experts: Tensor) -> Itera
     Args:
         model_chunks: This rank's model chunks. Their padding mask must be what `number_tokens` returns.
         experts: [N, layers, k] The experts of each token of this rank by its number, or `UNKNOWN_EXPERT`, in the
-            layers of `expert_layers`.
+            layers of `find_expert_layers`.
     """
     handles = []
-    layers = _layers(model_chunks)
+    layers = _find_layers(model_chunks)
     try:
         for layer, recorded in zip(layers, experts.unbind(1), strict=True):
             replay = ReplayedTopK(layer.router, recorded)
@@ -103,13 +103,13 @@ class ReplayedTopK:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return the scores and numbers of each token's experts, [tokens, k] each. megatron-core calls it."""
-        _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        _, preferred = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         recorded = self._experts[self.numbers].long()
-        known = recorded[:, :1] != UNKNOWN_EXPERT
-        chosen = torch.where(known, recorded, own)
+        is_recorded = recorded[:, :1] != UNKNOWN_EXPERT
+        chosen = torch.where(is_recorded, recorded, preferred)
         if self._router.replayed is not None and self._router.training and torch.is_grad_enabled():
-            counted = known[:, 0] & ~self.padding
-            differs = (own.sort().values != chosen.sort().values).any(dim=-1)
+            counted = is_recorded[:, 0] & ~self.padding
+            differs = (preferred.sort().values != chosen.sort().values).any(dim=-1)
             self._router.replayed += torch.stack([(counted & differs).sum(), counted.sum()])
         return scores.gather(1, chosen), chosen
 
@@ -123,7 +123,7 @@ def recording(model_chunks: Iterable[torch.nn.Module], keep: Callable[[int, Tens
         keep: Called in each layer's forward pass with the layer's index, counted from 0 over the whole model, and the
             experts of its tokens, [tokens, k]. The tokens are in the order of the hidden states [L, R, hidden].
     """
-    layers = _layers(model_chunks)
+    layers = _find_layers(model_chunks)
     try:
         for layer in layers:
             _set_top_k(layer.router, RecordedTopK(partial(keep, layer.router.layer_number - 1)))
@@ -153,7 +153,7 @@ class RecordedTopK:
         return values, experts
 
 
-def _layers(model_chunks: Iterable[torch.nn.Module]) -> list[Any]:
+def _find_layers(model_chunks: Iterable[torch.nn.Module]) -> list[Any]:
     return [module for model_chunk in model_chunks for module in model_chunk.modules() if isinstance(module, MoELayer)]
 
 

@@ -53,7 +53,7 @@ def attend_once_with_sinks(
         scale: The factor of the scores. None means 1/√D.
     """
     output, log_sum, _ = _attend(query, key, value, bias, scale)
-    return _with_sinks(output, log_sum, sinks.view(query.size(1), -1))[0]
+    return _add_sinks(output, log_sum, sinks.view(query.size(1), -1))[0]
 
 
 class _SinkAttention(torch.autograd.Function):
@@ -64,7 +64,7 @@ class _SinkAttention(torch.autograd.Function):
         if bias is not None and query.is_cuda:  # the GPU's backward wants the whole shape too
             bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
         output, log_sum, random = _attend(query, key, value, bias, scale)
-        output, log_sum = _with_sinks(output, log_sum, sinks[:, None])
+        output, log_sum = _add_sinks(output, log_sum, sinks[:, None])
         ctx.save_for_backward(query, key, value, sinks, bias, output, log_sum, *random)
         ctx.scale = scale
         return output
@@ -74,19 +74,19 @@ class _SinkAttention(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, bias, output, log_sum, *random = ctx.saved_tensors
         if query.device.type == "cpu":
-            of_tensors = _CPU_BACKWARD(
+            tensor_gradients = _CPU_BACKWARD(
                 gradient, query, key, value, output, log_sum, 0.0, bias is None, attn_mask=bias, scale=ctx.scale
             )
         else:
-            of_tensors = _GPU_BACKWARD(
+            tensor_gradients = _GPU_BACKWARD(
                 gradient, query, key, value, bias, output, log_sum, *random, 0.0, [True, True, True, False],
                 bias is None, scale=ctx.scale,
             )[:3]  # fmt: skip
         # A sink has no value, so a softmax gives it −p·(the mean gradient of p), which is the gradient · the output.
-        of_queries = log_sum[..., : output.size(2)]  # a GPU's kernel pads them
-        share = (sinks[:, None].float() - of_queries).exp()
-        of_sinks = -(share * (gradient.float() * output.float()).sum(-1)).sum((0, 2))
-        return *of_tensors, of_sinks.to(sinks.dtype), None, None
+        query_log_sum = log_sum[..., : output.size(2)]  # a GPU's kernel pads them
+        share = (sinks[:, None].float() - query_log_sum).exp()
+        sink_gradients = -(share * (gradient.float() * output.float()).sum(-1)).sum((0, 2))
+        return *tensor_gradients, sink_gradients.to(sinks.dtype), None, None
 
 
 def _attend(
@@ -102,7 +102,7 @@ def _attend(
     return output, log_sum, tuple(random)
 
 
-def _with_sinks(output: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def _add_sinks(output: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and the logarithms of the sums with the sinks, which are broadcastable to the latter."""
     total = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
     kept = (log_sum - total).exp()[..., : output.size(2), None]

@@ -1,6 +1,6 @@
 """RoPE and SwiGLU in Triton: one pass over their input, where torch's operators take two to six.
 
-The functions have the contracts of those in `rotation.py` and `gated_activation.py`, and their rounding: a product is
+The functions have the contracts of those in `rope.py` and `gated_activation.py`, and their rounding: a product is
 rounded to the tensor's dtype before it is added. Import this module only on a GPU, or for Triton's interpreter.
 """
 
@@ -22,7 +22,7 @@ _BLOCK = 1024  # columns of an activation that a program computes
 
 
 def turn_heads(mixed: Tensor, parts: Sequence[Tensor], turns: Tensor, interleaved: bool, back: bool) -> None:
-    """Do what `rotation.turn_heads` does."""
+    """Do what `rope.turn_heads` does."""
     query, key, value = parts if len(parts) == 3 else (parts[0],) * 3
     length, batch, groups, heads, dim = mixed.shape
     rotated, pairs = turns.size(-1), _power_of_2(query.size(3)) * _power_of_2(turns.size(-1) // 2)
@@ -121,10 +121,10 @@ def _turn(
     first = tl.load(source + at, mask=there, other=0.0).to(tl.float32)
     second = tl.load(source + at + step, mask=there, other=0.0).to(tl.float32)
     cos, sin = cos[None, :], sin[None, :]
-    of_first = (first * cos).to(dtype).to(tl.float32) - (second * sin).to(dtype).to(tl.float32)
-    of_second = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
-    tl.store(target + at, of_first.to(dtype), mask=there)
-    tl.store(target + at + step, of_second.to(dtype), mask=there)
+    turned_first = (first * cos).to(dtype).to(tl.float32) - (second * sin).to(dtype).to(tl.float32)
+    turned_second = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
+    tl.store(target + at, turned_first.to(dtype), mask=there)
+    tl.store(target + at + step, turned_second.to(dtype), mask=there)
     if ROTATED < DIM:
         columns = ROTATED + tl.arange(0, BLOCK_REST)[None, :]
         at = heads * DIM + columns

@@ -19,7 +19,7 @@ from rl_megatron.model.heads.score import ScoreHead
 from rl_megatron.model.layers.latent_attention import ReplicatedLinear
 from rl_megatron.model.lora.dora import DoraAdapter
 from rl_megatron.model.lora.layers import LayerAdapters, LinearAdapter
-from rl_megatron.model.lora.targets import Part, container
+from rl_megatron.model.lora.targets import Part, name_container
 from rl_megatron.topology.topology import Topology
 
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -38,7 +38,7 @@ def attach_adapters(
     Args:
         model_chunk: The model, without wrappers.
         config: The section `peft`.
-        linears: The parts of each linear that gets an adapter, by its global name (`adapted_linears`).
+        linears: The parts of each linear that gets an adapter, by its global name (`find_adapted_linears`).
         megatron: megatron-core's config of the model.
         topology: The layout.
         seed: The seed of the adapters' initial numbers.
@@ -49,7 +49,7 @@ def attach_adapters(
     _attach(model_chunk, config, linears, megatron, topology, seed)
     if getattr(model_chunk, "pre_process", False):
         # Recomputation of a layer gives no gradients unless its input has one, and the frozen embedding has none.
-        model_chunk.get_submodule("embedding").register_forward_hook(_with_gradient)
+        model_chunk.get_submodule("embedding").register_forward_hook(_require_gradient)
 
 
 def attach_frozen(
@@ -61,12 +61,7 @@ def attach_frozen(
 ) -> None:
     """Give the linears of a model chunk adapters of another name, which are not trained and drop nothing.
 
-    Args:
-        model_chunk: The model, without wrappers.
-        config: The section `peft` with which they were trained.
-        linears: The parts of each linear that gets an adapter.
-        megatron: megatron-core's config of the model.
-        topology: The layout.
+    `config` is the section `peft` with which they were trained. The other arguments are those of `attach_adapters`.
     """
     for adapter in _attach(model_chunk, replace(config, lora_dropout=0.0), linears, megatron, topology, seed=0):
         adapter.requires_grad_(False)
@@ -85,36 +80,36 @@ def _attach(
     for layer in [module for module in model_chunk.modules() if isinstance(module, TransformerLayer)]:
         adapters = LayerAdapters()
         for local, module in layer.named_modules():
-            name = f"decoder.layers.{layer.layer_number - 1}.{_global_name(local, megatron, topology)}"
+            name = f"decoder.layers.{layer.layer_number - 1}.{_find_global_name(local, megatron, topology)}"
             if name in linears and isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
                 adapter = kind(config, linears[name], module, megatron, topology, seed)
                 adapters.add_module(local.replace(".", "_"), adapter)
-                module.register_forward_hook(_Added(adapter))
+                module.register_forward_hook(_AddAdapter(adapter))
                 attached.append(adapter)
-        layer.add_module(container(config.adapter_name), adapters)
+        layer.add_module(name_container(config.adapter_name), adapters)
     return attached
 
 
-def adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LinearAdapter]:
+def find_adapters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LinearAdapter]:
     """Yield the adapters of this rank."""
     for model_chunk in model_chunks:
         yield from (module for module in model_chunk.modules() if isinstance(module, LinearAdapter))
 
 
-def trained_adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LinearAdapter]:
+def find_trained_adapters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LinearAdapter]:
     """Yield the adapters of this rank that are not frozen."""
-    return (adapter for adapter in adapters_of(model_chunks) if not adapter.is_frozen)
+    return (adapter for adapter in find_adapters(model_chunks) if not adapter.is_frozen)
 
 
-def dora_adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[DoraAdapter]:
+def find_dora_adapters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[DoraAdapter]:
     """Yield the adapters of this rank that have magnitudes."""
-    return (adapter for adapter in adapters_of(model_chunks) if isinstance(adapter, DoraAdapter))
+    return (adapter for adapter in find_adapters(model_chunks) if isinstance(adapter, DoraAdapter))
 
 
 @contextmanager
-def switched_off(model_chunks: Sequence[torch.nn.Module], trained_only: bool = False) -> Iterator[None]:
+def switch_off(model_chunks: Sequence[torch.nn.Module], trained_only: bool = False) -> Iterator[None]:
     """Let the model compute without its adapters within the block, or only without those that are trained."""
-    adapters = list((trained_adapters_of if trained_only else adapters_of)(model_chunks))
+    adapters = list((find_trained_adapters if trained_only else find_adapters)(model_chunks))
     for adapter in adapters:
         adapter.is_on = False
     try:
@@ -124,7 +119,7 @@ def switched_off(model_chunks: Sequence[torch.nn.Module], trained_only: bool = F
             adapter.is_on = True
 
 
-class _Added:
+class _AddAdapter:
     """A forward hook that adds an adapter's output to a linear's. The linear does not own the adapter."""
 
     def __init__(self, adapter: LinearAdapter):
@@ -134,17 +129,17 @@ class _Added:
         if not self._adapter.is_on:
             return output
         if isinstance(output, tuple):  # megatron-core's linears return their bias as well
-            return self._adapter.added_to(output[0], args[0]), *output[1:]
-        return self._adapter.added_to(output, args[0])
+            return self._adapter.add_to(output[0], args[0]), *output[1:]
+        return self._adapter.add_to(output, args[0])
 
 
-def _with_gradient(module: torch.nn.Module, args: tuple, output: Tensor) -> Tensor:
+def _require_gradient(module: torch.nn.Module, args: tuple, output: Tensor) -> Tensor:
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()
     return output
 
 
-def _global_name(local: str, megatron: TransformerConfig, topology: Topology) -> str:
+def _find_global_name(local: str, megatron: TransformerConfig, topology: Topology) -> str:
     """Return the name of a layer's module with the global number of its expert, if it is an expert's."""
     match = _LOCAL_EXPERT.search(local)
     if match is None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.config.peft import LoraConfig
-from rl_megatron.model.lora.layers import LinearAdapter, with_update
+from rl_megatron.model.lora.layers import LinearAdapter, add_update
 from rl_megatron.model.lora.targets import MAGNITUDE, Part
 
 _ROWS = 1024  # rows that are added in fp32 at once; this limits the memory
@@ -30,7 +30,7 @@ _ROWS = 1024  # rows that are added in fp32 at once; this limits the memory
 class DoraAdapter(LinearAdapter):
     """The adapters of one Megatron linear: A, B and the magnitudes m of each of its parts that has one.
 
-    It keeps the lengths of the rows until `forget_lengths`. What changes W, A or B has to call that.
+    It keeps the lengths of the rows until `forget_lengths`, which must be called after W, A or B has changed.
     """
 
     _letters = ("A", "B", MAGNITUDE)
@@ -46,7 +46,7 @@ class DoraAdapter(LinearAdapter):
         return shapes | {MAGNITUDE: shapes["B"][:1]}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DoraAdapter:
-        """Convert the module as `fn` says, but keep the magnitudes in fp32."""
+        """Convert the module by `fn`, but keep the magnitudes in fp32."""
         super()._apply(fn, recurse)
         for part in self._adapted:
             magnitude = self._weight(part, MAGNITUDE)
@@ -61,7 +61,7 @@ class DoraAdapter(LinearAdapter):
             self.get_parameter(f"{part}_{MAGNITUDE}").copy_(lengths)
 
     def forget_lengths(self) -> None:
-        """Compute the lengths of the rows anew when they are needed next, because weights have changed."""
+        """Compute the lengths of the rows again when they are needed next, because weights have changed."""
         self._lengths = None
 
     @torch.no_grad()
@@ -76,19 +76,19 @@ class DoraAdapter(LinearAdapter):
         for part, rows in zip(self.parts, by_group.split(sizes, dim=1), strict=True):
             if part.has_adapter:
                 up, down = self._weight(part, "B"), self._weight(part, "A")
-                squares = squared_lengths(rows.flatten(0, 1), up, down, self.scaling)
+                squares = compute_squared_lengths(rows.flatten(0, 1), up, down, self.scaling)
                 if self._is_sharded("A"):
                     dist.all_reduce(squares, group=self._group)
                 self._lengths[part.key] = squares.sqrt()
         return self._lengths
 
-    def added_to(self, output: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Return the linear's output on this rank with that of the adapter. `x` is the input of both.
 
         As in peft, dropout also acts on what the magnitudes add to the product with W.
         """
         (module,) = self._linear
-        dropped = self._dropped(x)
+        dropped = self._drop(x)
         # This call comes first: its hooks wait for weights that an overlapped step has left scattered.
         added, direction = self(dropped), output
         if dropped is not x:
@@ -97,39 +97,39 @@ class DoraAdapter(LinearAdapter):
         bias = getattr(module, "bias", None)
         if bias is not None and not getattr(module, "skip_bias_add", False):
             direction = direction - bias
-        return output + added + (self._factors() - 1).to(output.dtype) * (direction + added)
+        return output + added + (self._compute_factors() - 1).to(output.dtype) * (direction + added)
 
-    def _factors(self) -> Tensor:
+    def _compute_factors(self) -> Tensor:
         """Return m / |W + s·B·A| [rows] fp32 of this rank's rows; 1 for parts without an adapter."""
         lengths, factors = self.lengths(), []
         for part in self.parts:
             if part.has_adapter:
-                factors.append(factors_of(self._weight(part, MAGNITUDE), lengths[part.key]))
+                factors.append(compute_factors(self._weight(part, MAGNITUDE), lengths[part.key]))
             else:
                 rows = part.out_features // self._out_shards
                 factors.append(torch.ones(rows, device=self._topology.device))
-        return self._stacked(factors)
+        return self._stack(factors)
 
-    def merged(self, part: Part, offset: tuple[int, ...], block: Tensor) -> Tensor:
+    def merge_block(self, part: Part, offset: tuple[int, ...], block: Tensor) -> Tensor:
         """Return a block of one part's weight with the adapter merged, in fp32; see `LinearAdapter`.
 
         `lengths` must have been called since the weights changed.
         """
         assert self._lengths is not None, "the lengths of the rows are not known"
         magnitude = self._weight(part, MAGNITUDE).detach()
-        first = offset[0] - self._start(magnitude, MAGNITUDE)
-        factors = factors_of(magnitude, self._lengths[part.key])[first : first + block.size(0)]
-        return factors[:, None] * super().merged(part, offset, block)
+        first = offset[0] - self._get_start(magnitude, MAGNITUDE)
+        factors = compute_factors(magnitude, self._lengths[part.key])[first : first + block.size(0)]
+        return factors[:, None] * super().merge_block(part, offset, block)
 
 
 @torch.no_grad()
-def squared_lengths(block: Tensor, up: Tensor, down: Tensor, scaling: float) -> Tensor:
-    """Return the sum of squares [rows] fp32 of each row of a block of W + s·B·A; see `with_update`."""
-    rows = zip(block.split(_ROWS), up.split(_ROWS), strict=True)
-    return torch.cat([with_update(of_block, of_up, down, scaling).square().sum(1) for of_block, of_up in rows])
+def compute_squared_lengths(block: Tensor, up: Tensor, down: Tensor, scaling: float) -> Tensor:
+    """Return the sum of squares [rows] fp32 of each row of a block of W + s·B·A; see `add_update`."""
+    slices = zip(block.split(_ROWS), up.split(_ROWS), strict=True)
+    return torch.cat([add_update(rows, up_rows, down, scaling).square().sum(1) for rows, up_rows in slices])
 
 
-def factors_of(magnitudes: Tensor, lengths: Tensor) -> Tensor:
+def compute_factors(magnitudes: Tensor, lengths: Tensor) -> Tensor:
     """Return m / |·| [rows] fp32, the factors of rows with these lengths [rows]; 1 for rows of zeros."""
     is_zero = lengths == 0
     return torch.where(is_zero, 1.0, magnitudes.float() / torch.where(is_zero, 1.0, lengths))

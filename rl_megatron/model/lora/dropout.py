@@ -18,32 +18,28 @@ _STATE = "adapter-dropout"
 
 def seed_microbatch(seed: int, device: torch.device) -> None:
     """Set the seed of the microbatch whose forward pass begins."""
-    tracker = _tracker()
+    tracker: Any = get_cuda_rng_tracker()  # of a class of megatron-core or of Transformer Engine
     tracker.set_states(tracker.get_states() | {_STATE: torch.Generator(device).manual_seed(seed).get_state()})
 
 
-def microbatch_seed(device: torch.device) -> int:
+def get_microbatch_seed(device: torch.device) -> int:
     """Return the seed of the microbatch whose forward pass, or its recomputation, is running."""
+    tracker: Any = get_cuda_rng_tracker()
     generator = torch.Generator(device)
-    generator.set_state(_tracker().get_states()[_STATE])
+    generator.set_state(tracker.get_states()[_STATE])
     return generator.initial_seed()
-
-
-def _tracker() -> Any:
-    """Return megatron-core's tracker, whose class is megatron-core's or Transformer Engine's."""
-    return get_cuda_rng_tracker()
 
 
 def dropout(x: Tensor, p: float, seed: int, axis: int = 0, shards: int = 1, shard: int = 0) -> Tensor:
     """Return x with numbers of a share `p` set to 0, and the others divided by 1 − p.
 
     Args:
-        x: One of `shards` equal parts of a tensor along `axis`, the one with the number `shard`.
+        x: One of `shards` equal parts of a tensor along `axis`, the one with the number `shard`, from 0.
         p: The share.
         seed: Decides, with the shape of the whole tensor, which of its numbers are dropped.
         axis: The axis.
         shards: The number of parts.
-        shard: The number of this part, from 0.
+        shard: The number of this part.
     """
     shape, size = list(x.shape), x.size(axis)
     shape[axis] = shards * size

@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from rl_megatron.config.peft import DEFAULT_ADAPTER, LoraConfig
-from rl_megatron.model.lora.dropout import dropout, microbatch_seed
-from rl_megatron.model.lora.targets import Part, tensor_name
+from rl_megatron.model.lora.dropout import dropout, get_microbatch_seed
+from rl_megatron.model.lora.targets import Part, name_tensor
 from rl_megatron.topology.topology import Topology
 
 _COLUMN, _ROW, _WHOLE = "column", "row", "whole"
@@ -72,7 +72,7 @@ class LinearAdapter(torch.nn.Module):
         self.is_on, self.is_frozen = True, False
         self._dropout, self._seed = config.lora_dropout, seed
         self._is_expert = bool(getattr(module, "is_expert", False))
-        self._kind = _kind_of(module)
+        self._kind = _choose_kind(module)
         self.sequence_parallel = megatron.sequence_parallel and not self._is_expert
         self._topology = topology
         self._group = topology.groups.expt_tp if self._is_expert else topology.groups.tp
@@ -95,19 +95,19 @@ class LinearAdapter(torch.nn.Module):
     def _adapted(self) -> Iterator[Part]:
         return (part for part in self.parts if part.has_adapter)
 
-    def added_to(self, output: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Return the linear's output on this rank with that of the adapter. `x` is the input of both."""
-        return output + self(self._dropped(x))
+        return output + self(self._drop(x))
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _drop(self, x: Tensor) -> Tensor:
         if not (self._dropout and self.training):
             return x
         names = ",".join(part.name for part in self.parts)  # with the layer's number
         # Context-parallel ranks have different tokens.
-        seed = f"{self._seed} {names} {microbatch_seed(x.device)} {self._topology.groups.cp.rank()}"
-        return dropout(x, self._dropout, zlib.crc32(seed.encode()), *self._share_of_input())
+        seed = f"{self._seed} {names} {get_microbatch_seed(x.device)} {self._topology.groups.cp.rank()}"
+        return dropout(x, self._dropout, zlib.crc32(seed.encode()), *self._locate_input())
 
-    def _share_of_input(self) -> tuple[int, int, int]:
+    def _locate_input(self) -> tuple[int, int, int]:
         """Return (axis, number of shards, this rank's shard) of the linear's input over tensor-parallel ranks."""
         if self._kind == _ROW:
             return -1, self._group.size(), self._group.rank()
@@ -121,7 +121,7 @@ class LinearAdapter(torch.nn.Module):
             x = _Scaled.apply(x, 1.0, share)
         adapted = list(self._adapted)
         downs: list[Tensor] = [self._weight(part, "A") for part in adapted]
-        inner = self._exchanged(linear(x, downs[0] if len(downs) == 1 else torch.cat(downs))) * self.scaling
+        inner = self._exchange(linear(x, downs[0] if len(downs) == 1 else torch.cat(downs))) * self.scaling
         inners = iter(inner.chunk(len(downs), dim=-1))
         outputs = [
             linear(next(inners), self._weight(part, "B"))
@@ -131,13 +131,13 @@ class LinearAdapter(torch.nn.Module):
         ]
         if self._is_expert and self._kind == _ROW and self._shards > 1:
             outputs = [_Scaled.apply(output, share, 1.0) for output in outputs]
-        return self._stacked(outputs)
+        return self._stack(outputs)
 
-    def _stacked(self, of_parts: Sequence[Tensor]) -> Tensor:
+    def _stack(self, parts: Sequence[Tensor]) -> Tensor:
         """Return one tensor whose last axis has the numbers of all parts in the order of the linear's rows."""
-        if len(of_parts) == 1:
-            return of_parts[0]
-        return torch.cat([own.unflatten(-1, (self._groups, -1)) for own in of_parts], dim=-1).flatten(-2)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.unflatten(-1, (self._groups, -1)) for part in parts], dim=-1).flatten(-2)
 
     @property
     def _groups(self) -> int:
@@ -151,7 +151,7 @@ class LinearAdapter(torch.nn.Module):
     def _weight(self, part: Part, letter: str) -> torch.nn.Parameter:
         return self.get_parameter(f"{part.key}_{letter}")
 
-    def _exchanged(self, inner: Tensor) -> Tensor:
+    def _exchange(self, inner: Tensor) -> Tensor:
         """Return A·x of all tokens and columns that this rank's rows need."""
         group = self._group
         if self._shards == 1:
@@ -186,7 +186,7 @@ class LinearAdapter(torch.nn.Module):
         if letter not in "AB" or (letter == "B" and config.init_lora_weights):
             parameter.zero_()
             return
-        name, shape = tensor_name(part.name, letter), (config.r, part.in_features)
+        name, shape = name_tensor(part.name, letter), (config.r, part.in_features)
         if letter == "B":
             shape = (part.out_features, config.r)
         if config.adapter_name != DEFAULT_ADAPTER:  # adapters with different names start from different numbers
@@ -195,14 +195,14 @@ class LinearAdapter(torch.nn.Module):
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
         bound = 1 / math.sqrt(shape[1])
         whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-        axis, start = int(letter == "A"), self._start(parameter, letter)
+        axis, start = int(letter == "A"), self._get_start(parameter, letter)
         parameter.copy_(whole.narrow(axis, start, parameter.size(axis)))
 
-    def _start(self, parameter: Tensor, letter: str) -> int:
+    def _get_start(self, parameter: Tensor, letter: str) -> int:
         """Return the index, in the whole tensor, of a local tensor's first column (A) or first row."""
         return self._group.rank() * parameter.size(int(letter == "A")) if self._is_sharded(letter) else 0
 
-    def merged(self, part: Part, offset: tuple[int, ...], block: Tensor) -> Tensor:
+    def merge_block(self, part: Part, offset: tuple[int, ...], block: Tensor) -> Tensor:
         """Return a block of one part's weight with the adapter merged, in fp32.
 
         Args:
@@ -212,10 +212,10 @@ class LinearAdapter(torch.nn.Module):
             block: [rows, columns] The block without the adapter.
         """
         down, up = self._weight(part, "A"), self._weight(part, "B")
-        row, column = offset[0] - self._start(up, "B"), offset[1] - self._start(down, "A")
-        return with_update(block, up[row : row + block.size(0)], down[:, column : column + block.size(1)], self.scaling)
+        row, column = offset[0] - self._get_start(up, "B"), offset[1] - self._get_start(down, "A")
+        return add_update(block, up[row : row + block.size(0)], down[:, column : column + block.size(1)], self.scaling)
 
-    def entries(self, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:
+    def list_entries(self, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:
         """Yield (name in this module's state, place in the whole tensor) of each tensor, for checkpoints."""
         groups, group = self._topology.groups, self._group
         copies = groups.expt_dp if self._is_expert else groups.dp_cp
@@ -224,7 +224,7 @@ class LinearAdapter(torch.nn.Module):
                 parameter, sharded = self._weight(part, letter), self._is_sharded(letter)
                 offsets = [(int(letter == "A"), group.rank(), group.size())] if sharded else []
                 replica = (0, 0 if sharded else group.rank(), copies.rank())
-                key = f"{prefix}{tensor_name(part.name, letter)}"
+                key = f"{prefix}{name_tensor(part.name, letter)}"
                 yield (
                     f"{part.key}_{letter}",
                     ShardedTensor.from_rank_offsets(key, parameter, *offsets, replica_id=replica),
@@ -239,14 +239,14 @@ class LayerAdapters(torch.nn.Module):
     ) -> dict[str, ShardedTensor]:
         """Return the place of every tensor in the whole model, as megatron-core's modules do."""
         return {
-            f"{prefix}{name}.{own}": entry
+            f"{prefix}{name}.{local}": entry
             for name, adapter in self.named_children()
-            for own, entry in adapter.entries(prefix)  # pyright: ignore[reportCallIssue]  # a LinearAdapter
+            for local, entry in adapter.list_entries(prefix)  # pyright: ignore[reportCallIssue]  # a LinearAdapter
         }
 
 
 @torch.no_grad()
-def with_update(block: Tensor, up: Tensor, down: Tensor, scaling: float) -> Tensor:
+def add_update(block: Tensor, up: Tensor, down: Tensor, scaling: float) -> Tensor:
     """Return the block W + s·B·A of a linear's weight in fp32.
 
     Args:
@@ -271,7 +271,7 @@ class _Scaled(torch.autograd.Function):
         return gradient * ctx.factor, None, None
 
 
-def _kind_of(module: torch.nn.Module) -> str:
+def _choose_kind(module: torch.nn.Module) -> str:
     if isinstance(module, ColumnParallelLinear):
         return _COLUMN
     return _ROW if isinstance(module, RowParallelLinear) else _WHOLE

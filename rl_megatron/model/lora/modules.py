@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
-from rl_megatron.model.lora.targets import table_of
+from rl_megatron.model.lora.targets import build_weight_table
 
 HEAD = "output_layer.weight"
-_OF_VOCABULARY = ("embedding.word_embeddings.weight", HEAD)
+_VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", HEAD)
 _WEIGHT = ".weight"
 
 
@@ -22,47 +22,38 @@ class WholeTensor:
     shape: tuple[int, ...]
 
 
-def whole_tensors(config: LoraConfig, model: ModelConfig, rows: int, head: str = "lm") -> dict[str, WholeTensor]:
+def find_whole_tensors(config: LoraConfig, model: ModelConfig, rows: int, head: str = "lm") -> dict[str, WholeTensor]:
     """Return the tensors of modules that are trained whole, by Megatron name.
 
     As in peft, a module is chosen if its Hugging Face name ends with one of `peft.modules_to_save`. A score head takes
-    the place of the language model's and is always trained, so it is not among them.
-
-    Args:
-        config: The section `peft`.
-        model: The model section.
-        rows: The number of rows of the embedding.
-        head: The model's head, "lm" or "score".
-
-    Raises:
-        ConfigError: A name matches no module, or a module that cannot be trained whole.
+    the place of the language model's and is always trained, so it is not among them. `rows` are those of the embedding.
     """
     if not config.modules_to_save:
         return {}
-    table = table_of(model, rows)
-    names = {hf: of_hf[0].name for hf, of_hf in table.of_hf.items() if hf.endswith(_WEIGHT)}
-    found = {}
+    table = build_weight_table(model, rows)
+    names = {hf: blocks[0].name for hf, blocks in table.by_hf_name.items() if hf.endswith(_WEIGHT)}
+    tensors = {}
     for wanted in config.modules_to_save:
         matching = {hf: name for hf, name in names.items() if hf.removesuffix(_WEIGHT).endswith(wanted)}
         if not matching:
-            known = sorted({hf.removesuffix(_WEIGHT).rpartition(".")[2] for hf in names})
+            modules = sorted({hf.removesuffix(_WEIGHT).rpartition(".")[2] for hf in names})
             raise ConfigError(
-                f"peft.modules_to_save: {wanted!r} matches no module of the model{nearest(wanted, known)}"
+                f"peft.modules_to_save: {wanted!r} matches no module of the model{nearest(wanted, modules)}"
             )
         for hf, name in matching.items():
             _check(wanted, hf, name, model)
             if name != HEAD or head == "lm":
-                found[name] = WholeTensor(hf, table.hf_shapes[hf])
-    return found
+                tensors[name] = WholeTensor(hf, table.hf_shapes[hf])
+    return tensors
 
 
-def whole_elements(
+def count_whole_elements(
     tensors: dict[str, WholeTensor], layers: set[int], is_first: bool, is_last: bool, vocabulary: int, hidden: int
 ) -> int:
     """Return how many elements of these tensors a rank of a pipeline stage holds.
 
     Args:
-        tensors: What `whole_tensors` returns.
+        tensors: What `find_whole_tensors` returns.
         layers: The layers of the stage, counted from 0.
         is_first: Whether it is the first stage.
         is_last: Whether it is the last stage.
@@ -71,8 +62,8 @@ def whole_elements(
     """
     total = 0
     for name, tensor in tensors.items():
-        if name in _OF_VOCABULARY:
-            total += vocabulary * hidden * (is_first if name == _OF_VOCABULARY[0] else is_last)
+        if name in _VOCABULARY_TENSORS:
+            total += vocabulary * hidden * (is_first if name == _VOCABULARY_TENSORS[0] else is_last)
         elif name.startswith("decoder.layers."):
             total += tensor.shape[0] * (int(name.split(".")[2]) in layers)
         else:
@@ -81,12 +72,8 @@ def whole_elements(
 
 
 def _check(wanted: str, hf: str, name: str, model: ModelConfig) -> None:
-    """Refuse a module that cannot be trained whole.
-
-    Raises:
-        ConfigError: It is neither the embedding, the head nor a norm, or the embedding is also the head.
-    """
-    if name in _OF_VOCABULARY:
+    """Refuse a module that is neither the embedding, the head nor a norm, or an embedding that is also the head."""
+    if name in _VOCABULARY_TENSORS:
         if model.tie_embeddings:
             raise ConfigError(
                 f"peft.modules_to_save: {wanted!r} is the embedding, which model.tie_embeddings=true also makes the "

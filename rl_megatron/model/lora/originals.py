@@ -18,9 +18,7 @@ _ORIGINAL = "frozen_original"  # a buffer that is not saved
 def train_whole(model_chunk: MegatronModule, names: Collection[str]) -> None:
     """Train parameters of a model chunk without wrappers, and keep copies of them as their originals.
 
-    Args:
-        model_chunk: The model chunk.
-        names: The global names of the parameters.
+    `names` are the global names of the parameters.
     """
     entries = model_chunk.sharded_state_dict(metadata=dict(SHARDING_METADATA)).values()
     chosen = {id(entry.data) for entry in entries if isinstance(entry, ShardedTensor) and entry.key in names}
@@ -31,7 +29,7 @@ def train_whole(model_chunk: MegatronModule, names: Collection[str]) -> None:
             module.register_buffer(_ORIGINAL, weight.detach().clone(), persistent=False)
 
 
-def whole_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+def find_whole_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
     """Yield each parameter of this rank that is trained whole, with its original."""
     for model_chunk in model_chunks:
         for module in model_chunk.modules():
@@ -42,14 +40,14 @@ def whole_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[
 @torch.no_grad()
 def keep_originals(model_chunks: Sequence[torch.nn.Module]) -> None:
     """Take the weights that the parameters have now as their originals."""
-    for parameter, original in whole_parameters(model_chunks):
+    for parameter, original in find_whole_parameters(model_chunks):
         original.copy_(parameter)
 
 
 @contextmanager
-def originals_in_place(model_chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+def use_originals(model_chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Let the model compute with the originals within the block."""
-    exchanged = [(parameter, parameter.data, original) for parameter, original in whole_parameters(model_chunks)]
+    exchanged = [(parameter, parameter.data, original) for parameter, original in find_whole_parameters(model_chunks)]
     for parameter, _, original in exchanged:
         parameter.data = original
     try:

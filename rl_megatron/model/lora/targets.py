@@ -13,17 +13,17 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import ALL_LINEAR, DEFAULT_ADAPTER, LoraConfig
 from rl_megatron.model.families import family_of_model
-from rl_megatron.model.families.qwen3_5 import attention_or_delta_rule
+from rl_megatron.model.families.qwen3_5 import add_attention_or_delta_rule
 from rl_megatron.model.families.table import (
     ExpertNames,
     Layer,
     TableBuilder,
     WeightTable,
-    decoder,
-    gated_mlp,
-    mixture_of_experts,
-    norm_of_experts,
-    normed_mlp,
+    add_experts,
+    add_experts_norm,
+    add_gated_mlp,
+    add_normed_mlp,
+    build_decoder_table,
 )
 
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?linear_\w+)\.weight")
@@ -31,7 +31,7 @@ _WEIGHT = ".weight"
 # Llama's names have none for experts; these are Qwen3's.
 _EXPERT_NAMES = ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
 _CONTAINER = "lora"
-_OF_ADAPTER = re.compile(rf"\.{_CONTAINER}(?:-([\w-]+))?\.")
+_IN_ADAPTER = re.compile(rf"\.{_CONTAINER}(?:-([\w-]+))?\.")
 MAGNITUDE = "magnitude_vector"  # peft's name of the tensor that DoRA adds to A and B
 
 
@@ -61,47 +61,36 @@ class Part:
         return self.name.rpartition(".")[2]
 
 
-def adapted_linears(config: LoraConfig, model: ModelConfig, rows: int) -> dict[str, tuple[Part, ...]]:
+def find_adapted_linears(config: LoraConfig, model: ModelConfig, rows: int) -> dict[str, tuple[Part, ...]]:
     """Return the Megatron linears that get adapters, each with all its parts in the order of its rows.
 
-    Args:
-        config: The section `peft`.
-        model: The model section.
-        rows: The number of rows of the embedding.
-
-    Raises:
-        ConfigError: A name matches no linear, a layer gets no adapter, or the rank exceeds a linear's size.
+    `rows` is the number of rows of the embedding. Every layer must get an adapter.
     """
-    parts = _linears(table_of(model, rows))
-    known = [part for of_linear in parts.values() for part in of_linear]
-    _refuse_other_order(config.target_modules, known)
-    chosen = _chosen(config, [part.name for part in known if part.is_in_order])
-    found = {}
-    for linear, of_linear in parts.items():
-        marked = tuple(replace(part, has_adapter=part.name in chosen) for part in of_linear)
+    linears = _find_linears(build_weight_table(model, rows))
+    all_parts = [part for parts in linears.values() for part in parts]
+    _refuse_other_order(config.target_modules, all_parts)
+    chosen = _choose(config, [part.name for part in all_parts if part.is_in_order])
+    adapted = {}
+    for linear, parts in linears.items():
+        marked = tuple(replace(part, has_adapter=part.name in chosen) for part in parts)
         if any(part.has_adapter for part in marked):
-            found[linear] = marked
-    _check_ranks(config, found)
+            adapted[linear] = marked
+    _check_ranks(config, adapted)
     if config.use_dora:
-        _refuse_experts(found)
-    bare = sorted(set(range(model.num_layers)) - {layer_of(linear) for linear in found})
+        _refuse_experts(adapted)
+    bare = sorted(set(range(model.num_layers)) - {parse_layer(linear) for linear in adapted})
     if bare:
         raise ConfigError(
-            f"peft.target_modules={_shown(config.target_modules)} gives layer {bare[0]} no adapter, and every layer "
-            "needs one; add a module of its attention, such as o_proj"
+            f"peft.target_modules={_format_modules(config.target_modules)} gives layer {bare[0]} no adapter, and every "
+            "layer needs one; add a module of its attention, such as o_proj"
         )
-    return found
+    return adapted
 
 
 def refuse_fused_parts(linears: Mapping[str, Sequence[Part]], tensor: int) -> None:
-    """Refuse adapters of linears that stack gate and up, whose halves tensor parallelism splits separately.
+    """Refuse adapters of linears that stack gate and up in one module (dense GLM-4).
 
-    Args:
-        linears: What `adapted_linears` returns.
-        tensor: The tensor-parallel degree, which is above 1.
-
-    Raises:
-        ConfigError: A linear that gets an adapter is one module for gate and up (dense GLM-4).
+    Tensor parallelism, whose degree `tensor` is above 1, splits the two halves separately.
     """
     for linear, parts in linears.items():
         if linear.endswith(".linear_fc1") and len(parts) == 1:
@@ -112,28 +101,24 @@ def refuse_fused_parts(linears: Mapping[str, Sequence[Part]], tensor: int) -> No
             )
 
 
-def local_elements(linear: str, parts: Iterable[Part], r: int, parallel: ParallelConfig) -> int:
+def count_local_elements(linear: str, parts: Iterable[Part], r: int, parallel: ParallelConfig) -> int:
     """Return the elements of a linear's A and B on one rank; those of an expert on average over expert-parallel ranks.
 
-    Args:
-        linear: The Megatron name of the linear.
-        parts: Its parts.
-        r: The rank of the adapters.
-        parallel: The parallel section.
+    `linear` is its Megatron name, and `r` the rank of the adapters.
     """
-    elements = sum(r * (rows + columns) for rows, columns in _local_sizes(linear, parts, parallel))
-    return elements // parallel.expert if is_of_expert(linear) else elements
+    elements = sum(r * (rows + columns) for rows, columns in _list_local_sizes(linear, parts, parallel))
+    return elements // parallel.expert if is_expert(linear) else elements
 
 
-def local_magnitudes(linear: str, parts: Iterable[Part], parallel: ParallelConfig) -> int:
-    """Return the magnitudes of a linear on one rank, one for each row with an adapter; see `local_elements`."""
-    return sum(rows for rows, _ in _local_sizes(linear, parts, parallel))
+def count_local_magnitudes(linear: str, parts: Iterable[Part], parallel: ParallelConfig) -> int:
+    """Return the magnitudes of a linear on one rank, one for each row with an adapter; see `count_local_elements`."""
+    return sum(rows for rows, _ in _list_local_sizes(linear, parts, parallel))
 
 
-def _local_sizes(linear: str, parts: Iterable[Part], parallel: ParallelConfig) -> Iterator[tuple[int, int]]:
+def _list_local_sizes(linear: str, parts: Iterable[Part], parallel: ParallelConfig) -> Iterator[tuple[int, int]]:
     """Yield the rows and the columns that one rank has of each part with an adapter."""
     name = linear.rpartition(".")[2]
-    shards = parallel.expert_tensor if is_of_expert(linear) else parallel.tensor
+    shards = parallel.expert_tensor if is_expert(linear) else parallel.tensor
     shards = 1 if name.endswith("_down_proj") else shards
     in_shards, out_shards = (shards, 1) if name in ("linear_proj", "linear_fc2") else (1, shards)
     for part in parts:
@@ -141,88 +126,86 @@ def _local_sizes(linear: str, parts: Iterable[Part], parallel: ParallelConfig) -
             yield part.out_features // out_shards, part.in_features // in_shards
 
 
-def is_of_expert(linear: str) -> bool:
+def is_expert(linear: str) -> bool:
     """Return whether a Megatron linear belongs to a routed expert."""
     return ".experts." in linear
 
 
-def layer_of(linear: str) -> int:
+def parse_layer(linear: str) -> int:
     """Return the layer of a Megatron linear, counted from 0."""
     return int(linear.split(".")[2])
 
 
-def container(adapter: str) -> str:
+def name_container(adapter: str) -> str:
     """Return the name that a layer gives to the module of all its adapters with the name `adapter`."""
     return _CONTAINER if adapter == DEFAULT_ADAPTER else f"{_CONTAINER}-{adapter}"
 
 
-def adapter_of(key: str) -> str | None:
+def parse_adapter(key: str) -> str | None:
     """Return the name of the adapter whose tensor has this key in a checkpoint; None for other tensors."""
-    match = _OF_ADAPTER.search(key)
+    match = _IN_ADAPTER.search(key)
     return None if match is None else match[1] or DEFAULT_ADAPTER
 
 
-def tensor_key(name: str, linears: Mapping[str, Iterable[Part]], adapter: str) -> str:
+def name_tensor_key(name: str, linears: Mapping[str, Iterable[Part]], adapter: str) -> str:
     """Return a checkpoint's key of the tensor that peft calls `name` in the files of an adapter."""
     module = name.rpartition(".lora_")[0]
     linear = next(linear for linear, parts in linears.items() if any(part.name == module for part in parts))
-    return f"decoder.layers.{layer_of(linear)}.{container(adapter)}.{name}"
+    return f"decoder.layers.{parse_layer(linear)}.{name_container(adapter)}.{name}"
 
 
-def name_in_peft(key: str) -> str:
-    """Return the name that peft gives to the adapter's tensor with a checkpoint's key; see `tensor_key`."""
-    return _OF_ADAPTER.split(key, maxsplit=1)[-1]
+def parse_peft_name(key: str) -> str:
+    """Return the name that peft gives to the adapter's tensor with a checkpoint's key; see `name_tensor_key`."""
+    return _IN_ADAPTER.split(key, maxsplit=1)[-1]
 
 
-def tensor_name(module: str, letter: str) -> str:
+def name_tensor(module: str, letter: str) -> str:
     """Return the name that peft gives to a tensor of an adapter, without its prefix for the base model.
 
-    Args:
-        module: The Hugging Face name of the linear.
-        letter: "A", "B" or MAGNITUDE.
+    `module` is the Hugging Face name of the linear, and `letter` is "A", "B" or MAGNITUDE.
     """
     return f"{module}.lora_{letter}" if letter == MAGNITUDE else f"{module}.lora_{letter}.weight"
 
 
-def adapter_shapes(linears: Mapping[str, Iterable[Part]], config: LoraConfig) -> dict[str, tuple[int, ...]]:
+def list_adapter_shapes(linears: Mapping[str, Iterable[Part]], config: LoraConfig) -> dict[str, tuple[int, ...]]:
     """Return the whole shape of every tensor of the adapters, by the name that peft gives it."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in (part for parts in linears.values() for part in parts if part.has_adapter):
-        shapes[tensor_name(part.name, "A")] = (config.r, part.in_features)
-        shapes[tensor_name(part.name, "B")] = (part.out_features, config.r)
+        shapes[name_tensor(part.name, "A")] = (config.r, part.in_features)
+        shapes[name_tensor(part.name, "B")] = (part.out_features, config.r)
         if config.use_dora:
-            shapes[tensor_name(part.name, MAGNITUDE)] = (part.out_features,)
+            shapes[name_tensor(part.name, MAGNITUDE)] = (part.out_features,)
     return shapes
 
 
-def table_of(model: ModelConfig, rows: int) -> WeightTable:
+def build_weight_table(model: ModelConfig, rows: int) -> WeightTable:
     """Return the weight table of the model's family, or one with Llama's names if no family can express the model."""
     try:
         return family_of_model(model, rows).table(model, rows)
     except ConfigError:
         if model.kv_lora_rank is not None:
             raise
-    return decoder(model, rows, attention_or_delta_rule, _mlp_or_experts)
+    return build_decoder_table(model, rows, add_attention_or_delta_rule, _add_mlp_or_experts)
 
 
-def _mlp_or_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
+def _add_mlp_or_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     if model.num_experts is None or layer.number < model.first_dense_layers:
-        normed_mlp(table, model, layer)
+        add_normed_mlp(table, model, layer)
         return
-    norm_of_experts(table, model, layer)
-    mixture_of_experts(table, model, layer, _EXPERT_NAMES)
+    add_experts_norm(table, model, layer)
+    add_experts(table, model, layer, _EXPERT_NAMES)
     if model.shared_expert_ffn_hidden_size is not None:
         theirs, ours = f"{layer.hf}mlp.shared_experts.", f"{layer.megatron}mlp.shared_experts."
-        gated_mlp(table, theirs, ours, model.hidden_size, model.shared_expert_ffn_hidden_size)
+        add_gated_mlp(table, theirs, ours, model.hidden_size, model.shared_expert_ffn_hidden_size)
 
 
-def _linears(table: WeightTable) -> dict[str, list[Part]]:
+def _find_linears(table: WeightTable) -> dict[str, list[Part]]:
     linears = {}
     for name, shape in table.shapes.items():
         match = _LINEAR.fullmatch(name)
         if match is None:
             continue
-        by_row = sorted(table.of_megatron[name], key=lambda rows: rows.row)
+        by_row = sorted(table.by_name[name], key=lambda rows: rows.row)
         if by_row[0].slab is not None:
             continue  # peft has no linear for stacked experts
         counts: dict[str, int] = {}
@@ -237,17 +220,20 @@ def _linears(table: WeightTable) -> dict[str, list[Part]]:
     return linears
 
 
-def _chosen(config: LoraConfig, names: list[str]) -> set[str]:
-    targets = set(names) if config.target_modules == ALL_LINEAR else _matching("target", config.target_modules, names)
+def _choose(config: LoraConfig, names: list[str]) -> set[str]:
+    if config.target_modules == ALL_LINEAR:
+        targets = set(names)
+    else:
+        targets = _find_matching("target", config.target_modules, names)
     if config.exclude_modules is None:
         return targets
-    return targets - _matching("exclude", config.exclude_modules, names)
+    return targets - _find_matching("exclude", config.exclude_modules, names)
 
 
-def _matching(which: str, patterns: str | tuple[str, ...], names: list[str]) -> set[str]:
+def _find_matching(which: str, patterns: str | tuple[str, ...], names: list[str]) -> set[str]:
     """Return the names that match: as peft, a string is a regular expression, and a list has ends of names."""
     key = f"peft.{which}_modules"
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         if isinstance(patterns, str):
             try:
@@ -257,15 +243,15 @@ def _matching(which: str, patterns: str | tuple[str, ...], names: list[str]) -> 
         else:
             matching = {name for name in names if name == pattern or name.endswith(f".{pattern}")}
         if not matching:
-            known = sorted({name.rpartition(".")[2] for name in names})
-            hint = nearest(pattern, known)
-            if isinstance(patterns, str) and pattern in known:
+            modules = sorted({name.rpartition(".")[2] for name in names})
+            hint = nearest(pattern, modules)
+            if isinstance(patterns, str) and pattern in modules:
                 hint = f"; a string is a regular expression of whole names, so write the list [{pattern}]"
             raise ConfigError(f"{key}: {pattern!r} matches no linear layer of the model{hint}")
-        found |= matching
-    if not found:
+        matches |= matching
+    if not matches:
         raise ConfigError(f"{key}=[] names no module; set it to {ALL_LINEAR} or to names such as q_proj")
-    return found
+    return matches
 
 
 def _refuse_other_order(patterns: str | tuple[str, ...], parts: Iterable[Part]) -> None:
@@ -279,7 +265,7 @@ def _refuse_other_order(patterns: str | tuple[str, ...], parts: Iterable[Part]) 
 
 
 def _refuse_experts(linears: Mapping[str, Iterable[Part]]) -> None:
-    adapted = [part for linear, parts in linears.items() if is_of_expert(linear) for part in parts if part.has_adapter]
+    adapted = [part for linear, parts in linears.items() if is_expert(linear) for part in parts if part.has_adapter]
     if adapted:
         raise ConfigError(
             f"peft.use_dora=true: {adapted[0].name} is a linear of an expert, and peft has no DoRA for experts; leave "
@@ -298,5 +284,5 @@ def _check_ranks(config: LoraConfig, linears: Mapping[str, Iterable[Part]]) -> N
             )
 
 
-def _shown(modules: str | tuple[str, ...]) -> str:
+def _format_modules(modules: str | tuple[str, ...]) -> str:
     return modules if isinstance(modules, str) else f"[{', '.join(modules)}]"

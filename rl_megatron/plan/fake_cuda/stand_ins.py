@@ -33,7 +33,7 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
         (layers, "triton_layers", triton_layers),
         (logprob_kernels, "triton", triton),
         # Parameters have no data to fill. Drawing it for a large model would take minutes.
-        (shards, "blocks_to_draw", _draw_nothing),
+        (shards, "plan_drawing", _draw_nothing),
         (LinearAdapter, "fill", _do_nothing),
         # The flash kernel needs the lengths on the device. Batches of equal lengths do the same work.
         (PortableAttention, "attends_within_pack", _return_false),

@@ -1,7 +1,7 @@
 """The reward function `code`: the program in the completion passes the tests of the record.
 
-The program runs in a child process with limits on time, memory, files, processes and the network. They are no sandbox:
-run rewards of code that may mean harm in a container.
+The program runs in a child process with limits on time, memory, files, processes and the network. They are not a
+sandbox: run rewards of code that may be malicious in a container.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _PROGRAM = "program.py"
 _LONGEST_ANSWER = 100  # bytes
 
-# The child runs the program, says so by an empty line, and then gets one test at a time. It answers with the number
-# that came with the test if the test raises nothing. A program cannot answer before its tests by exiting or by writing
-# to the socket, because it does not know these numbers. A child that it forked does not go on with the tests.
+# The child runs the program, sends an empty line, and then gets one test at a time. It answers with the number that
+# came with the test if the test raises nothing. A program cannot answer before its tests by exiting or by writing to
+# the socket, because it does not know these numbers. A child that it forked does not continue with the tests.
 _CHILD = """
 import json, os, socket, sys
 descriptor, name = sys.argv[1:]
@@ -81,9 +81,9 @@ class Code:
         tests = _read_json(tests) if isinstance(tests, str) else tests
         if isinstance(tests, Mapping) and tests.keys() >= {"inputs", "outputs"}:
             pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
-            results = [self._prints(program, str(given), str(wanted)) for given, wanted in pairs]
+            results = [self._prints(program, str(text), str(expected)) for text, expected in pairs]
         elif isinstance(tests, Sequence) and all(isinstance(test, str) for test in tests):
-            passed = self._num_passed(program, tests)
+            passed = self._count_passed(program, tests)
             results = [True] * passed + [False] * (len(tests) - passed)
         else:
             raise ValueError(f"tests must be statements or {{inputs, outputs}}, not {str(tests)[:80]!r}")
@@ -96,7 +96,7 @@ class Code:
     def _limits(self) -> Limits:
         return Limits(self.seconds, self.memory_mb)
 
-    def _num_passed(self, program: str, tests: Sequence[str]) -> int:
+    def _count_passed(self, program: str, tests: Sequence[str]) -> int:
         """Return how many of the statements raise nothing after the program has run."""
         ours, theirs = socket.socketpair()
         with ours, theirs, make_directory() as directory, tempfile.TemporaryFile() as text:
@@ -111,16 +111,16 @@ class Code:
                 theirs.close()
                 return _ask(ours, tests, time.monotonic() + self.seconds)
 
-    def _prints(self, program: str, given: str, wanted: str) -> bool:
-        """Return whether the program prints what it has to, apart from white space at the ends of lines."""
+    def _prints(self, program: str, stdin_text: str, expected: str) -> bool:
+        """Return whether the program prints what is expected, apart from white space at the ends of lines."""
         with (
             make_directory() as directory, tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout,
-            open(_write(program, directory), "rb") as text,
+            open(_write(program, directory), "rb") as code,
         ):  # fmt: skip
-            stdin.write(given.encode(errors="surrogatepass"))
+            stdin.write(stdin_text.encode(errors="surrogatepass"))
             stdin.seek(0)
             with run_confined(
-                text.fileno(), (), directory, self._limits,
+                code.fileno(), (), directory, self._limits,
                 stdin=stdin.fileno(), stdout=stdout.fileno(), stderr=subprocess.DEVNULL,
             ) as child:  # fmt: skip
                 try:
@@ -129,29 +129,25 @@ class Code:
                     return False
             stdout.seek(0)
             printed = stdout.read().decode(errors="replace")
-        return child.returncode == 0 and _lines(printed) == _lines(wanted)
+        return child.returncode == 0 and _split_lines(printed) == _split_lines(expected)
 
 
 def _ask(connection: socket.socket, tests: Sequence[str], until: float) -> int:
     """Return how many tests the child process passes until a point in time, in seconds of `time.monotonic`."""
     passed, number = 0, ""
     try:
-        _answer(connection, until)
+        _read_answer(connection, until)
         for test in tests:
             number = secrets.token_hex(16)
             connection.sendall(json.dumps([number, test]).encode() + b"\n")
-            passed += _answer(connection, until) == number
+            passed += _read_answer(connection, until) == number
     except OSError:  # it has ended, or takes too long
         pass
     return passed
 
 
-def _answer(connection: socket.socket, until: float) -> str:
-    """Return the child's next line.
-
-    Raises:
-        OSError: It has ended, or it takes too long, or says something else.
-    """
+def _read_answer(connection: socket.socket, until: float) -> str:
+    """Return the child's next line; raises OSError if it has ended, takes too long, or sends something else."""
     line = b""
     while not line.endswith(b"\n"):
         connection.settimeout(max(until - time.monotonic(), 0.001))
@@ -163,7 +159,7 @@ def _answer(connection: socket.socket, until: float) -> str:
 
 
 def _write(program: str, directory: str) -> Path:
-    """Write a program to a file. A text that is no Unicode is written too, and cannot run."""
+    """Write a program to a file. A text that is not valid Unicode is written too, and cannot run."""
     path = Path(directory) / _PROGRAM
     path.write_bytes(program.encode(errors="surrogatepass"))
     return path
@@ -178,5 +174,5 @@ def _read_json(tests: str) -> Any:
     return value if isinstance(value, list | dict) else [tests]
 
 
-def _lines(text: str) -> list[str]:
+def _split_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]

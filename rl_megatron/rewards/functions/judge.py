@@ -1,4 +1,4 @@
-"""The reward function `judge`: a language model behind an OpenAI-compatible endpoint scores the completion."""
+"""The reward function `judge`: a language model at an OpenAI-compatible endpoint scores the completion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rl_megatron.rewards.answer_cache import AnswerCache
-from rl_megatron.rewards.calling import OF_LISTS, OF_VERL
 from rl_megatron.rewards.endpoint import BadReply, Endpoint
 from rl_megatron.rewards.registry import register_reward
-from rl_megatron.rewards.results import SCORE
+from rl_megatron.rewards.reward_function import LIST_PARAMETERS, SCORE, VERL_PARAMETERS
 
 _RANGE = r"-?\d+(?:\.\d+)?\s?(?:-|–|to)\s?\d+(?:\.\d+)?"
 # Which scores there are, as judges repeat it: "(0-10)", "0-10:" or "(out of 10):".
@@ -45,7 +44,7 @@ Explain your judgement in at most three sentences. Then end with one line of thi
 (useless) to 10 (perfect):
 Score: N
 """
-_OF_THE_SAMPLE = {"completion", "messages", "turns"}  # a template has at least one of them
+_SAMPLE_VARIABLES = {"completion", "messages", "turns"}  # a template has at least one of them
 _UNPARSED, _CACHED, _ATTEMPTS = "unparsed", "cached", "attempts"
 _SHOWN = 200  # characters of an answer in a message
 
@@ -75,7 +74,7 @@ class Judge:
         score_range: The lowest and the highest score that the judge may give, which become 0 and 1. A score outside
             counts as none. None: scores are taken as they are.
         unparsed_score: The score, after `score_range`, of an answer without a score. None: it is an error, for which
-            `reward.on_error` says what happens.
+            `reward.on_error` decides what happens.
         cache_dir: The directory of kept answers. None: rl_megatron/judge in $XDG_CACHE_HOME or ~/.cache; "off": answers
             are not kept.
         **endpoint: `api_key_env`, `request_seconds`, `retries`, `backoff_seconds` and `longest_wait_seconds` of
@@ -110,13 +109,13 @@ class Judge:
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(variables)]
         )
-        self._find = _finder(pattern, json_key)
-        self._range = _checked_range(score_range)
+        self._find_score = _make_finder(pattern, json_key)
+        self._range = _check_range(score_range)
         if unparsed_score is not None and not math.isfinite(unparsed_score):
             raise ValueError(f"unparsed_score={unparsed_score} must be a finite number")
         self._unparsed_score = unparsed_score
         self._cache = AnswerCache(cache_dir)
-        self._asked: dict[str, asyncio.Task[tuple[str, int]]] = {}
+        self._requests: dict[str, asyncio.Task[tuple[str, int]]] = {}
 
     async def __call__(self, **fields: Any) -> dict[str, float]:
         """Return the score of a sample and the metrics.
@@ -145,24 +144,24 @@ class Judge:
 
     async def _ask_once(self, key: str, body: dict[str, Any]) -> tuple[str, int]:
         """Return the answer to a request and the number of attempts. Equal requests at the same time are sent once."""
-        task = self._asked.get(key)
+        task = self._requests.get(key)
         if task is None:
-            task = self._asked[key] = asyncio.get_running_loop().create_task(self._ask(key, body))
+            task = self._requests[key] = asyncio.get_running_loop().create_task(self._ask(key, body))
             task.add_done_callback(partial(self._forget, key))
         return await asyncio.shield(task)  # a sample that gives up does not take the answer from the others
 
     def _forget(self, key: str, task: asyncio.Task[tuple[str, int]]) -> None:
-        del self._asked[key]
+        del self._requests[key]
         if not task.cancelled():
             task.exception()  # all that waited for it may be gone, and then nobody else reads it
 
     async def _ask(self, key: str, body: dict[str, Any]) -> tuple[str, int]:
-        answer, attempts = await self._endpoint.post(body, _content)
+        answer, attempts = await self._endpoint.post(body, _read_content)
         return answer if self.read_score(answer) is None else self._cache.put(key, answer), attempts
 
     def read_score(self, answer: str) -> float | None:
         """Return the score in an answer, between 0 and 1 if there is a range, or None."""
-        score = self._find(answer)
+        score = self._find_score(answer)
         if score is None or not math.isfinite(score):
             return None
         low, high = self._range or (0.0, 1.0)
@@ -170,8 +169,8 @@ class Judge:
         return (score - low) / (high - low) if is_allowed else None
 
 
-def _content(answer: Any) -> str:
-    """Return the text of a chat completion; "" if it has none, as one that ended while the model was thinking."""
+def _read_content(answer: Any) -> str:
+    """Return the text of a chat completion; "" if it has none, such as one that ended while the model was thinking."""
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
@@ -197,39 +196,39 @@ def _read_template(template: str) -> tuple[Any, set[str]]:
         compiled = environment.from_string(text)
     except TemplateError as error:
         raise ValueError(f"{where} is not a Jinja template: {error}") from error
-    if not variables & _OF_THE_SAMPLE:
+    if not variables & _SAMPLE_VARIABLES:
         raise ValueError(f"{where} shows the judge no completion: use {{{{ completion }}}}, or messages or turns")
-    if variables & (OF_LISTS | OF_VERL):
+    of_lists = variables & (LIST_PARAMETERS | VERL_PARAMETERS)
+    if of_lists:
         raise ValueError(
-            f"{where} uses {sorted(variables & (OF_LISTS | OF_VERL))}, which a single sample does not have; write "
-            "prompt and completion"
+            f"{where} uses {sorted(of_lists)}, which a single sample does not have; write prompt and completion"
         )
     return compiled, variables
 
 
-def _finder(pattern: str | None, json_key: str | None) -> Any:
+def _make_finder(pattern: str | None, json_key: str | None) -> Callable[[str], float | None]:
     """Return a function of an answer that returns the score in it, or None."""
     if json_key is not None:
         if pattern is not None:
             raise ValueError("pattern and json_key are both set; leave one out")
-        return partial(_in_json, json_key)
+        return partial(_find_in_json, json_key)
     try:
         compiled = re.compile(PATTERN if pattern is None else pattern)
     except re.error as error:
         raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}") from error
     if not compiled.groups:
         raise ValueError(f"pattern={pattern!r} has no group; put the score in parentheses, as in 'Rating: (\\d+)'")
-    return partial(_in_text, compiled, SCORE if SCORE in compiled.groupindex else 1)
+    return partial(_find_in_text, compiled, SCORE if SCORE in compiled.groupindex else 1)
 
 
-def _in_text(pattern: re.Pattern[str], group: str | int, answer: str) -> float | None:
-    found = None
-    for found in pattern.finditer(answer):  # noqa: B007  # the last one counts
+def _find_in_text(pattern: re.Pattern[str], group: str | int, answer: str) -> float | None:
+    match = None
+    for match in pattern.finditer(answer):  # noqa: B007  # the last one counts
         pass
-    return None if found is None else _number(found[group])
+    return None if match is None else _to_float(match[group])
 
 
-def _in_json(key: str, answer: str) -> float | None:
+def _find_in_json(key: str, answer: str) -> float | None:
     """Return the number under a key of the last JSON object that has the key, or None.
 
     Objects may be within others. One that has the key counts, and not those within it.
@@ -241,13 +240,13 @@ def _in_json(key: str, answer: str) -> float | None:
         except (json.JSONDecodeError, RecursionError):
             end = start + 1
         else:
-            found = _last_with(key, value)
-            score = score if found is None else _number(found[key])
+            found_object = _find_last_object(key, value)
+            score = score if found_object is None else _to_float(found_object[key])
         start = answer.find("{", end)
     return score
 
 
-def _last_with(key: str, value: Any) -> dict[str, Any] | None:
+def _find_last_object(key: str, value: Any) -> dict[str, Any] | None:
     """Return the last object with a key in a JSON value, or None. Objects within one that has the key do not count."""
     waiting = [value]
     while waiting:
@@ -261,7 +260,7 @@ def _last_with(key: str, value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _number(value: Any) -> float | None:
+def _to_float(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -270,13 +269,13 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _checked_range(given: Sequence[float] | None) -> tuple[float, float] | None:
-    if given is None:
+def _check_range(score_range: Sequence[float] | None) -> tuple[float, float] | None:
+    if score_range is None:
         return None
-    values = [_number(each) for each in given]
+    values = [_to_float(limit) for limit in score_range]
     low, high = values if len(values) == 2 else (None, None)
     if low is None or high is None or not low < high or not math.isfinite(high - low):
         raise ValueError(
-            f"score_range={list(given)} must be the lowest and the highest score of the judge, as in [0, 10]"
+            f"score_range={list(score_range)} must be the lowest and the highest score of the judge, as in [0, 10]"
         )
     return low, high

@@ -1,4 +1,4 @@
-"""The reward function `reward_model` with `url`: a reward model behind a server, which gets text or tokens."""
+"""The reward function `reward_model` with `url`: a reward model on a server, which gets text or tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from rl_megatron.rewards.endpoint import BadReply, Endpoint
 from rl_megatron.rewards.registry import register_reward
-from rl_megatron.rewards.results import SCORE
+from rl_megatron.rewards.reward_function import SCORE
 
 Protocol = Literal["pooling", "classify", "score"]
 Sent = Literal["string", "tokens", "completion"]
@@ -24,7 +24,7 @@ class RewardModelServer:
     - classify: `{"input": sequence}` → `{"data": [{"probs": [score]}]}`
     - score: `{"text_1": prompt, "text_2": completion}` → `{"data": [{"score": score}]}`
 
-    `sends` says what the sequence is:
+    `sends` decides what the sequence is:
 
     - string: the text that the policy had and sampled, with special tokens, up to the one that ended the completion.
       The tokens that the tokenizer puts before every text (BOS) are left out, because the server puts them there.
@@ -92,14 +92,14 @@ class RewardModelServer:
         sequences = {"string": sequence_text, "tokens": list(sequence_ids), "completion": prompt + completion}
         pair = {"text_1": prompt, "text_2": completion}
         body = {"model": self._model, **(pair if self._protocol == "score" else {"input": sequences[self._sends]})}
-        raw, attempts = await self._endpoint.post(body, lambda reply: _number(self._read, reply))
+        raw, attempts = await self._endpoint.post(body, lambda reply: _read_number(self._read, reply))
         score = (raw - self._mean) / self._std
         if self._clip is not None:
             score = min(max(score, -self._clip), self._clip)
         return {SCORE: score, "raw": raw, "attempts": float(attempts)}
 
 
-def _last(value: Any) -> Any:
+def _take_last(value: Any) -> Any:
     """Return the last number of a list, or of lists in it: the score after the last token."""
     while isinstance(value, list) and value:
         value = value[-1]
@@ -107,13 +107,13 @@ def _last(value: Any) -> Any:
 
 
 _READERS: dict[Protocol, Callable[[Any], Any]] = {
-    "pooling": lambda reply: _last(reply["data"][0]["data"]),
-    "classify": lambda reply: _last(reply["data"][0]["probs"]),
+    "pooling": lambda reply: _take_last(reply["data"][0]["data"]),
+    "classify": lambda reply: _take_last(reply["data"][0]["probs"]),
     "score": lambda reply: reply["data"][0]["score"],
 }
 
 
-def _number(read: Callable[[Any], Any], reply: Any) -> float:
+def _read_number(read: Callable[[Any], Any], reply: Any) -> float:
     try:
         value = read(reply)
     except (KeyError, IndexError, TypeError):

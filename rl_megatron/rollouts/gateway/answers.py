@@ -147,7 +147,7 @@ def _describe_text_end(choices: Choices, turn: AnsweredTurn, tokenizer: Tokenize
 
 def _list_tokens(turn: AnsweredTurn, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     completion = turn.completion
-    texts = tokenizer.token_texts(completion.ids)
+    texts = tokenizer.decode_tokens(completion.ids)
     return [
         {
             "token": text,

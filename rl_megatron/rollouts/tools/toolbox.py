@@ -14,7 +14,7 @@ from rl_megatron.config.environments import ToolsConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.import_strings import is_import_string, load_object
 from rl_megatron.config.schema import StageConfig
-from rl_megatron.data.chat_template import ChatTemplate, configured_template
+from rl_megatron.data.chat_template import ChatTemplate, load_template
 from rl_megatron.data.conversations import Message
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rollouts.hosts import HostedCallFailed, HostLimits, HostLost, ProcessHosts
@@ -116,7 +116,7 @@ def check_tools(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """
     tools = build_tools(stage.rollout.tools)
     if tools is not None and stage.data.format != "auto":
-        tools.choose_parser(configured_template(stage.data, tokenizer) if stage.data.format == "chat" else None)
+        tools.choose_parser(load_template(stage.data, tokenizer) if stage.data.format == "chat" else None)
 
 
 def build_tools(settings: ToolsConfig) -> Tools | None:

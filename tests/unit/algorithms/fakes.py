@@ -13,7 +13,7 @@ from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import Completion, Request, WeightSpan
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.sampler import Sampler
 from rl_megatron.rollouts.scored import ScoredRollouts
@@ -75,8 +75,8 @@ class Problems:
     def renderer(self, tokenizer):
         return SimpleNamespace(
             tokenizer=tokenizer, data=_DATA, end_of_turn_ids=(),
-            prompt_ids=lambda record: tokenizer.encode(record.prompt),
-            with_prompt=lambda problem, record, ids: EncodedPrompt(ids, problem, record),
+            encode_prompt=lambda record: tokenizer.encode(record.prompt),
+            build_prompt=lambda problem, record, ids: EncodedPrompt(ids, problem, record),
         )  # fmt: skip
 
     def problems(self, wanted):

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_megatron.algorithms.advantage_estimators import estimated_advantages
+from rl_megatron.algorithms.advantage_estimators import estimate_advantages
 from rl_megatron.algorithms.grpo import grpo
 from rl_megatron.algorithms.on_policy_distillation import on_policy_distillation
 from rl_megatron.algorithms.teachers import Teachers
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.data import stage_loader, training_data
+from rl_megatron.data import training_data
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.timing import use_timer
 from tests.unit.algorithms.fakes import (
@@ -36,8 +36,7 @@ def collecting(monkeypatch):
         config = load_config(
             ["algorithm=grpo", "algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}", *overrides]
         ).first
-        for module in (training_data, stage_loader):
-            monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
+        monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo()))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
         _, _, sampler = sampling(config, engine, ScoredHere(Echo()))
         return sampler.collect, engine
@@ -113,7 +112,7 @@ def test_a_step_without_any_informative_group_still_has_rollouts_and_no_gradient
     assert outcome["sampling_rounds"] == 3
     assert outcome["informative_groups"] == 0.0
     assert rollouts.size == 4
-    assert estimated_advantages(rollouts, GRPOConfig(samples_per_prompt=SIZE), None).count_nonzero() == 0
+    assert estimate_advantages(rollouts, GRPOConfig(samples_per_prompt=SIZE), None).count_nonzero() == 0
 
 
 def test_steps_do_not_share_rounds(collecting):
@@ -147,8 +146,7 @@ def policy_with_a_reference():
 def test_the_kl_in_the_reward_is_recorded(monkeypatch):
     overrides = ["algorithm=grpo", "algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=2"]
     overrides += ["algorithm.advantage_estimator=reinforce_plus_plus", "loss.use_kl_in_reward=true"]
-    for module in (training_data, stage_loader):
-        monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
+    monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo()))
     records = []
     config = load_config([*overrides, "loss.reference_policy_kl_type=k1"]).first
     loop, policy, sampler = sampling(
@@ -169,10 +167,9 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
 
 @pytest.mark.parametrize("name", ["grpo", "on_policy_distillation"])
 def test_the_engine_releases_its_memory_before_the_policy_learns(monkeypatch, name):
-    for module in (training_data, stage_loader):
-        monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
-    teachers = SimpleNamespace(reads_whole=lambda loss_fn: None, with_topk=lambda batch, loss_fn: batch)
-    monkeypatch.setattr(Teachers, "of", lambda *arguments: teachers)
+    monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo()))
+    teachers = SimpleNamespace(find_whole_teacher=lambda loss_fn: None, add_topk=lambda batch, loss_fn: batch)
+    monkeypatch.setattr(Teachers, "load", lambda *arguments: teachers)
     done, sizes = [], ["algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}"]
     more = ["loss=distillation", "algorithm.teachers=[{path: teacher}]"] if name == "on_policy_distillation" else []
     engine = Scripted(always(DIFFER))

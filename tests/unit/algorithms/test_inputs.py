@@ -7,7 +7,7 @@ import pytest
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.run_tokenizer import build_tokenizer
-from rl_megatron.data.training_data import training_dataset
+from rl_megatron.data.training_data import build_dataset
 from rl_megatron.evaluation.heldout import build_evaluation
 from rl_megatron.runs.preflight import check
 
@@ -42,7 +42,7 @@ def decoded(tokenizer, batch):
 def test_pairs_are_split_by_question(configured):
     stage = configured().first
     tokenizer = build_tokenizer(stage)
-    train, heldout = training_dataset(stage, tokenizer), build_evaluation(stage, tokenizer).batch
+    train, heldout = build_dataset(stage, tokenizer), build_evaluation(stage, tokenizer).batch
     assert (len(train), heldout.size) == (32, 16)
     texts = [set(decoded(tokenizer, batch)[::2]) for batch in (train.batch(range(len(train))), heldout)]
     assert len(texts[0]) == 16 and len(texts[1]) == 4 and not texts[0] & texts[1]
@@ -54,7 +54,7 @@ def test_more_is_held_out_if_evaluation_asks_for_more(configured, caplog):
     tokenizer = build_tokenizer(stage)
     with caplog.at_level("INFO", "rl_megatron"):
         batch = build_evaluation(stage, tokenizer).batch
-    train = training_dataset(stage, tokenizer)
+    train = build_dataset(stage, tokenizer)
     assert (len(train), batch.size) == (30, 18), "of 5 questions instead of 4"
     assert not set(decoded(tokenizer, batch)) & set(decoded(tokenizer, train.batch(range(len(train)))))
     assert "data.num_eval_examples holds 5 of 20 items out of training" in caplog.text

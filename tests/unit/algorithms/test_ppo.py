@@ -114,7 +114,7 @@ def run(monkeypatch):
             finish_writing=lambda: None,
             record=lambda step, report, kind="train": records.setdefault(kind, {}).setdefault(step, report),
         )
-        monkeypatch.setattr(stage_module, "complete_checkpoints", lambda directory: list(saved))
+        monkeypatch.setattr(stage_module, "find_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(ResumedState, "load", lambda *_: None)  # the checkpoint of the policy here keeps nothing
         monkeypatch.setattr(
             checkpointer,

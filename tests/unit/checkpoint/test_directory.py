@@ -7,12 +7,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import (
     REPLACED,
     Damaged,
+    check_digests,
     check_head,
-    complete_checkpoints,
+    find_checkpoints,
     publish,
     put_back,
     read_manifest,
@@ -92,13 +92,13 @@ def test_a_changed_byte_at_the_end_of_a_large_file_is_damage(tmp_path):
 
 def test_a_directory_without_a_manifest_is_named_once_and_kept_when_its_step_is_saved(tmp_path, logged):
     path = published(tmp_path)
-    assert complete_checkpoints(tmp_path) == [path] and logged == []
+    assert find_checkpoints(tmp_path) == [path] and logged == []
     for number in (1, 2):
         (path / MANIFEST).unlink()
         for _ in range(2):
-            assert complete_checkpoints(tmp_path) == []
+            assert find_checkpoints(tmp_path) == []
         assert len([text for text in logged if f"{path} has no {MANIFEST}, so it is not a whole" in text]) == 1
-        assert published(tmp_path) == path and complete_checkpoints(tmp_path) == [path]
+        assert published(tmp_path) == path and find_checkpoints(tmp_path) == [path]
         kept = tmp_path / f"{path.name}.without-manifest-{number}"
         assert (kept / "weights").is_file() and str(kept) in logged[-1]
 
@@ -168,9 +168,9 @@ def test_a_checkpoint_whose_name_differs_after_a_dot_is_not_changed(tmp_path):
 def test_a_checkpoint_whose_replacement_was_killed_gets_its_name_back(tmp_path):
     path = published(tmp_path, note="first")
     path.rename(tmp_path / f"{path.name}{REPLACED}")  # and then the run was killed
-    assert complete_checkpoints(tmp_path) == []
+    assert find_checkpoints(tmp_path) == []
     put_back(tmp_path)
-    assert complete_checkpoints(tmp_path) == [path]
+    assert find_checkpoints(tmp_path) == [path]
     older = tmp_path / f"{path.name}{REPLACED}"
     older.mkdir()
     (older / MANIFEST).write_text("{}")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.checkpoint import exports
-from rl_megatron.checkpoint.directory import name_of
-from rl_megatron.checkpoint.exports import Exporter, check_exports, export_of
+from rl_megatron.checkpoint.directory import name_checkpoint
+from rl_megatron.checkpoint.exports import Exporter, check_exports, locate_export
 from rl_megatron.checkpoint.hf_convert import export_weights, import_weights
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.checkpoint.save import SaveFailed
@@ -29,8 +29,8 @@ def stage(tmp_path):
     source, checkpoints = directory_of(tmp_path / "hf"), tmp_path / "run" / "checkpoints" / "sft"
 
     def save(step: int) -> Path:
-        import_weights(source, checkpoints / name_of(step))
-        return checkpoints / name_of(step)
+        import_weights(source, checkpoints / name_checkpoint(step))
+        return checkpoints / name_checkpoint(step)
 
     return checkpoints, save
 
@@ -62,12 +62,12 @@ def test_an_export_has_its_name_once_it_is_complete(stage, held, tmp_path, logge
     exporter = Exporter(checkpoints, Ranks())
     exporter.begin(checkpoint := save(1))
     assert waits.wait(30)
-    assert exported(checkpoints) == ["step-000001.new.incomplete"] and not export_of(checkpoint).exists()
+    assert exported(checkpoints) == ["step-000001.new.incomplete"] and not locate_export(checkpoint).exists()
     go_on.set()
     exporter.wait()
     assert exported(checkpoints) == ["step-000001"]
-    assert_same_tensors(tensors(export_of(checkpoint)), tensors(tmp_path / "hf"))
-    assert any(f"{export_of(checkpoint)}: exported for Hugging Face in" in message for message in logged)
+    assert_same_tensors(tensors(locate_export(checkpoint)), tensors(tmp_path / "hf"))
+    assert any(f"{locate_export(checkpoint)}: exported for Hugging Face in" in message for message in logged)
 
 
 def test_an_export_that_is_ended_leaves_nothing_and_begins_again(stage, held):
@@ -114,10 +114,10 @@ def test_the_export_of_a_step_that_is_saved_again_is_replaced(stage):
     exporter = Exporter(checkpoints, Ranks())
     exporter.begin(checkpoint := save(1))
     exporter.wait()
-    (export_of(checkpoint) / "of the first").touch()
+    (locate_export(checkpoint) / "of the first").touch()
     exporter.begin(checkpoint)
     exporter.wait()
-    assert exported(checkpoints) == ["step-000001"] and not (export_of(checkpoint) / "of the first").exists()
+    assert exported(checkpoints) == ["step-000001"] and not (locate_export(checkpoint) / "of the first").exists()
     exporter.discard(1)
     assert exported(checkpoints) == []
 
@@ -130,9 +130,9 @@ def test_a_failure_says_how_to_export_by_hand(stage, logged):
     exports_directory.write_text("a file is in the way")
     exporter.begin(checkpoint)
     exporter.wait(must_succeed=False)
-    by_hand = f"rl-megatron convert export {checkpoint} {export_of(checkpoint)}"
+    by_hand = f"rl-megatron convert export {checkpoint} {locate_export(checkpoint)}"
     (message,) = logged
-    assert "could not be exported" in message and by_hand in message and message.endswith("; training goes on")
+    assert "could not be exported" in message and by_hand in message and message.endswith("; training continues")
     exporter.begin(checkpoint)
     with pytest.raises(SaveFailed, match="because .*exported is a file; .*the checkpoint is complete"):
         exporter.wait()
@@ -147,7 +147,7 @@ def test_a_failure_of_rank_0_is_raised_on_ranks_that_export_nothing(tmp_path):
             return next(answers)
 
     exporter = Exporter(tmp_path, OfRank0(rank=1, size=2))
-    exporter.begin(tmp_path / name_of(1))
+    exporter.begin(tmp_path / name_checkpoint(1))
     with pytest.raises(SaveFailed, match="the disk is full"):
         exporter.wait()
 

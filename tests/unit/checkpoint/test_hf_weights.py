@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_megatron.checkpoint.hf_weights import check_tensors, check_tied, find_tensors, tied_head
+from rl_megatron.checkpoint.hf_weights import check_tensors, check_tied, find_tensors, find_tied_head
 from rl_megatron.checkpoint.safetensors_files import INDEX, SINGLE, WeightReader, WeightWriter, read_header
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.model.families.table import TableBuilder, WeightTable
@@ -43,7 +43,7 @@ def reindexed(directory: Path, **changes: str | None) -> None:
 def test_rows_of_files_written_by_the_library_are_read(tmp_path):
     tensors = values()
     with WeightReader(find_tensors(two_files(tmp_path))) as reader:
-        assert {name: place.shape for name, place in reader.places.items()} == SHAPES
+        assert {name: place.shape for name, place in reader.locations.items()} == SHAPES
         for name, first, last in (("a", 1, 3), ("b", 2, 5), ("d", 0, 7), ("c", 1, 1)):
             into = torch.empty_like(tensors[name][first:last])
             reader.read_rows(name, first, into)
@@ -153,7 +153,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
 def table_of_all() -> WeightTable:
     table = TableBuilder()
     for name, shape in SHAPES.items():
-        table.same(name, name.upper(), *shape, fp32=name == "b")
+        table.add(name, name.upper(), *shape, fp32=name == "b")
     return table.build()
 
 
@@ -203,10 +203,10 @@ def test_a_tied_models_head_must_equal_its_embedding(tmp_path, differs):
         head = head[:8].clone()
     save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": head}, tmp_path / SINGLE)
     table = TableBuilder()
-    table.same("model.embed_tokens.weight", "embedding", 9, 4)
+    table.add("model.embed_tokens.weight", "embedding", 9, 4)
     places, table = find_tensors(tmp_path), table.build()
     check_tensors(places, table, "there")
-    assert tied_head(places, table) == "lm_head.weight"
+    assert find_tied_head(places, table) == "lm_head.weight"
     with WeightReader(places) as reader:
         if differs is None:
             check_tied(reader, "there")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, adapter_directories, chosen_adapters
+from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, choose_adapters, find_adapter_directories
 from rl_megatron.config.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ def directory(where: Path, *adapters: str) -> Path:
 
 
 def test_adapters_are_found_by_name_and_the_earlier_steps_of_a_trainer_are_not(tmp_path):
-    found = adapter_directories(directory(tmp_path, "style", ".", ".hidden", "checkpoint-500", "checkpoint-best"))
+    found = find_adapter_directories(directory(tmp_path, "style", ".", ".hidden", "checkpoint-500", "checkpoint-best"))
     assert found == {
         "default": tmp_path, "checkpoint-best": tmp_path / "checkpoint-best", "style": tmp_path / "style",
     }  # fmt: skip
@@ -27,9 +27,9 @@ def test_adapters_are_found_by_name_and_the_earlier_steps_of_a_trainer_are_not(t
 
 def test_the_directory_of_a_whole_model_has_no_adapters_even_if_a_subdirectory_has(tmp_path):
     directory(tmp_path, "style")
-    assert list(adapter_directories(tmp_path)) == ["style"]
+    assert list(find_adapter_directories(tmp_path)) == ["style"]
     (tmp_path / "config.json").write_text("{}")
-    assert adapter_directories(tmp_path) == {}
+    assert find_adapter_directories(tmp_path) == {}
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_the_directory_of_a_whole_model_has_no_adapters_even_if_a_subdirectory_h
 )
 def test_names_that_cannot_be_told_apart_or_used_are_refused(tmp_path, adapters, message):
     with pytest.raises(ConfigError, match=message):
-        adapter_directories(directory(tmp_path, *adapters))
+        find_adapter_directories(directory(tmp_path, *adapters))
 
 
 def test_an_adapter_that_is_exported_alone_lies_in_the_directory_itself():
     manifest = {"peft": {"adapter_name": "style"}, "frozen_adapters": [{"r": 4}]}
-    assert chosen_adapters(Path("c"), manifest, None) == {"style": "style", "default": "default"}
-    assert chosen_adapters(Path("c"), manifest, "style") == {"style": "default"}
+    assert choose_adapters(Path("c"), manifest, None) == {"style": "style", "default": "default"}
+    assert choose_adapters(Path("c"), manifest, "style") == {"style": "default"}
     with pytest.raises(ConfigError, match="--adapter stile: checkpoint c has no such adapter; did you mean 'style'"):
-        chosen_adapters(Path("c"), manifest, "stile")
+        choose_adapters(Path("c"), manifest, "stile")

@@ -29,14 +29,14 @@ def state_of(**parts):
 
 
 def test_each_part_gets_back_what_it_saved():
-    saved = json.loads(json.dumps(state_of(average=Average(0.5), order=MustBe({"seed": 3})).saved()))
+    saved = json.loads(json.dumps(state_of(average=Average(0.5), order=MustBe({"seed": 3})).state_dict()))
     average = Average(0.0)
     state_of(average=average, order=MustBe({"seed": 3})).load(saved, "step-000004")
     assert average.value == 0.5
 
 
 def test_a_value_that_must_not_change_is_checked():
-    saved = state_of(order=MustBe({"seed": 3, "global_batch_size": 8})).saved()
+    saved = state_of(order=MustBe({"seed": 3, "global_batch_size": 8})).state_dict()
     with pytest.raises(ConfigError, match="step-000004: the state of 'order' does not fit: seed is 3 in the check"):
         state_of(order=MustBe({"seed": 4, "global_batch_size": 8})).load(saved, "step-000004")
 
@@ -49,7 +49,7 @@ def test_a_value_that_must_not_change_is_checked():
     ],
 )
 def test_a_part_that_one_side_lacks_is_refused(before, now, message):
-    saved = state_of(**{name: Average(1.0) for name in before}).saved()
+    saved = state_of(**{name: Average(1.0) for name in before}).state_dict()
     with pytest.raises(ConfigError, match=message):
         state_of(**{name: Average(1.0) for name in now}).load(saved, "step-000004")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl_megatron.checkpoint.directory import complete_checkpoints, name_of, publish
-from rl_megatron.checkpoint.retention import best_checkpoint, delete_older
+from rl_megatron.checkpoint.directory import find_checkpoints, name_checkpoint, publish
+from rl_megatron.checkpoint.retention import delete_older, find_best_checkpoint
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.metrics import HIGHER_IS_BETTER, better
 
@@ -13,7 +13,7 @@ def save(directory, step, evaluated_at=None, **measures):
     partial.mkdir(parents=True)
     (partial / "weights").write_text(str(step))
     results = {"results": {"measures": measures}, "evaluated_at": evaluated_at or step}
-    publish(partial, directory / name_of(step), {"step": step, "model": {}, **results})
+    publish(partial, directory / name_checkpoint(step), {"step": step, "model": {}, **results})
 
 
 def names(directory):
@@ -42,15 +42,15 @@ def test_the_newest_of_equal_checkpoints_is_best_and_old_evaluations_do_not_coun
     save(tmp_path, 2, accuracy=0.5)
     save(tmp_path, 3, evaluated_at=2, accuracy=0.9)
     save(tmp_path, 4)
-    assert best_checkpoint(complete_checkpoints(tmp_path), "accuracy").name == "step-000002"
-    assert best_checkpoint(complete_checkpoints(tmp_path), "nll_per_token") is None
+    assert find_best_checkpoint(find_checkpoints(tmp_path), "accuracy").name == "step-000002"
+    assert find_best_checkpoint(find_checkpoints(tmp_path), "nll_per_token") is None
 
 
 def test_a_manifest_that_cannot_be_read_does_not_stop_a_run(tmp_path):
     save(tmp_path, 1, accuracy=0.9)
     save(tmp_path, 2, accuracy=0.5)
     (tmp_path / "step-000001" / MANIFEST).write_text("{")
-    assert best_checkpoint(complete_checkpoints(tmp_path), "accuracy").name == "step-000002"
+    assert find_best_checkpoint(find_checkpoints(tmp_path), "accuracy").name == "step-000002"
 
 
 def test_leftovers_of_interrupted_saves_and_deletions_are_deleted(tmp_path):

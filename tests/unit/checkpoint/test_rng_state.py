@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from rl_megatron.checkpoint.rng_state import random_state, restore_random_state
+from rl_megatron.checkpoint.rng_state import restore_random_state, serialise_random_state
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def generators():
 
 def test_all_generators_are_restored(generators):
     generators.set_states({"model": torch.tensor([1, 2])})
-    saved, drawn = random_state(), torch.rand(3)
+    saved, drawn = serialise_random_state(), torch.rand(3)
     generators.set_states({})
     restore_random_state(saved)
     assert torch.equal(torch.rand(3), drawn)

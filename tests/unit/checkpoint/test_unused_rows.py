@@ -13,7 +13,7 @@ import torch
 
 from rl_megatron.checkpoint import unused_rows
 from rl_megatron.checkpoint.hf_convert import export_weights, import_peft, import_weights
-from rl_megatron.checkpoint.hf_load import open_hugging_face
+from rl_megatron.checkpoint.hf_weights import open_hugging_face
 from rl_megatron.checkpoint.unused_rows import UnusedRows, example_tokens, find_unused_rows
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict

@@ -63,7 +63,7 @@ def test_choices_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"problems.jsonl:1: the answer 'c' is neither the number"):
         MultipleChoice(path).check_files()
     path = written(tmp_path, {"question": "?", "choices": "ab", "answer": 0})
-    with pytest.raises(ValueError, match=r"problems.jsonl:1: 'choices' is no list of 2 to 26 choices"):
+    with pytest.raises(ValueError, match=r"problems.jsonl:1: 'choices' is not a list of 2 to 26 choices"):
         MultipleChoice(path).check_files()
     with pytest.raises(ValueError, match=r"no field 'Question'.*set data.task.question_field"):
         GPQA(path).check_files()
@@ -144,5 +144,5 @@ def test_all_instructions_count_or_the_share_of_them(tmp_path):
         task = IFEval(path, heldout_fraction=0.0, partial=partial)
         (problem,) = task.train_problems()
         assert task.reward(problem, '"all"') == 1.0 and task.reward(problem, "some") == reward
-    with pytest.raises(ValueError, match=r"problems.jsonl:1: the instruction 'x:y' is none of IFEval's"):
+    with pytest.raises(ValueError, match=r"problems.jsonl:1: the instruction 'x:y' is not one of IFEval's"):
         IFEval(written(tmp_path, record | {"instruction_id_list": ["x:y", "a:b"]})).check_files()

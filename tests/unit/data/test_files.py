@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rl_megatron.data.files import load_records, load_text, split_heldout
-from rl_megatron.data.plain_text import require_fields, template_fields
+from rl_megatron.data.plain_text import list_fields, require_fields
 from rl_megatron.data.readers import JsonLines
 from rl_megatron.data.records import Record
 
@@ -123,10 +123,10 @@ def test_text_errors(tmp_path, content, message):
 
 
 def test_templates():
-    assert template_fields("{question}\nSay {{it}}: {steps[0]} {answer!s:>4}") == ["question", "steps", "answer"]
+    assert list_fields("{question}\nSay {{it}}: {steps[0]} {answer!s:>4}") == ["question", "steps", "answer"]
     for broken in ("{question", "{}", "{0}"):
         with pytest.raises(ValueError, match="template"):
-            template_fields(broken)
+            list_fields(broken)
     records = [Record({"question": 1, "answer": 2}, "f:1"), Record({"qestion": 1, "answer": 2}, "f:2")]
     with pytest.raises(ValueError, match=r"f:2: .*'question'; did you mean 'qestion'\? Known: answer, qestion"):
         require_fields(records, "{question}")

@@ -8,7 +8,7 @@ import pytest
 
 from rl_megatron.config.data_sources import PromptAnswerConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.data.prompt_files import read_prompts, rendering_of
+from rl_megatron.data.prompt_files import build_prompts_config, read_prompts
 from rl_megatron.data.run_tokenizer import load_tokenizer, train_bpe
 from tests.unit.data.chat_families import ONE_TURN, write_tokenizer
 
@@ -20,7 +20,7 @@ def ids(text):
 
 
 def prompts(path, tokenizer=TOKENIZER, longest=40, **data):
-    return read_prompts(rendering_of(PromptAnswerConfig(**data), str(path)), tokenizer, longest, 8)
+    return read_prompts(build_prompts_config(PromptAnswerConfig(**data), str(path)), tokenizer, longest, 8)
 
 
 def jsonl(path, *records):

@@ -9,7 +9,7 @@ import pytest
 from rl_megatron.config.data_sources import PromptsConfig, TextConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.files import find_parts
-from rl_megatron.data.readers import hub_splits
+from rl_megatron.data.readers import list_hub_splits
 from rl_megatron.data.records import Part
 from rl_megatron.data.sources import PromptsSource, TextSource
 
@@ -177,14 +177,14 @@ def test_documents_are_text_files_and_records_with_a_text(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     (tmp_path / "b.txt").write_text("three\nfour\n")
     texts = TextSource(None, TextConfig(path=str(tmp_path), heldout_fraction=0.5))
-    assert list(texts.documents()) == [["one\n", "three\n"], ["two\n", "four\n"]]
+    assert list(texts.read_documents()) == [["one\n", "three\n"], ["two\n", "four\n"]]
     (tmp_path / "t.jsonl").write_text(jsonl([{"text": "five"}, {"text": "six"}]))
     path = [str(tmp_path / name) for name in ("a.txt", "b.txt", "t.jsonl")]
     mixed = TextSource(None, TextConfig(path=path, heldout_fraction=0.0))
-    assert mixed.documents() == (["one\ntwo\n", "three\nfour\n", "five", "six"], [])
+    assert mixed.read_documents() == (["one\ntwo\n", "three\nfour\n", "five", "six"], [])
     (tmp_path / "t.jsonl").write_text(jsonl([{"id": 1, "texts": "five"}]))
     with pytest.raises(ValueError, match=r"t.jsonl:1: .*'text', .*its fields: id, texts\).*\{text: texts\}"):
-        mixed.documents()
+        mixed.read_documents()
 
 
 def test_the_first_records_can_be_left_out(written):
@@ -208,6 +208,6 @@ def test_a_hub_that_does_not_answer_is_named_without_the_retries_of_the_library(
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
     began = time.monotonic()
     with pytest.raises(ConfigError, match="data.dataset_name=no/such cannot be found: .*set data.path to local files"):
-        hub_splits("no/such", None)
+        list_hub_splits("no/such", None)
     assert time.monotonic() - began < 10
     assert any("does not answer" in line and "no route to host" in line for line in logged)

@@ -84,16 +84,16 @@ def test_ids_are_those_of_transformers(families, family, name, kwargs):
         expected = theirs.apply_chat_template(
             messages[:end], tools=tools, add_generation_prompt=True, return_dict=False, **variables
         )
-        assert rendered.prompt_ids(record(messages[:end], tools)) == expected
-        assert rendered.prompt_text(record(messages[:end], tools)) == theirs.apply_chat_template(
+        assert rendered.encode_prompt(record(messages[:end], tools)) == expected
+        assert rendered.render_prompt(record(messages[:end], tools)) == theirs.apply_chat_template(
             messages[:end], tools=tools, add_generation_prompt=True, tokenize=False, **variables
         )
     last = renderer(ours, chat_template_kwargs=variables, trained_turns="last")
     if (family, name, kwargs) in REFUSED:
         with pytest.raises(ValueError, match="cannot be learned"):
-            last.example(record(messages, tools))
+            last.encode_example(record(messages, tools))
     else:
-        example = last.example(record(messages, tools))
+        example = last.encode_example(record(messages, tools))
         assert example.ids == theirs.apply_chat_template(messages, tools=tools, return_dict=False, **variables)
 
 
@@ -105,14 +105,14 @@ def test_masks_with_generation_markers_are_those_of_trl(families, tmp_path, fami
     template = get_training_chat_template(theirs)
     assert template is not None, "trl knows the family"
     (tmp_path / "training.jinja").write_text(template, "utf-8")
-    example = renderer(ours, chat_template=str(tmp_path / "training.jinja")).example(record(messages, tools))
+    example = renderer(ours, chat_template=str(tmp_path / "training.jinja")).encode_example(record(messages, tools))
     expected = theirs.apply_chat_template(
         messages, tools=tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
     )
     assert example.ids == expected["input_ids"]
     assert list(example.trained) == expected["assistant_masks"]
     last = renderer(ours, chat_template=str(tmp_path / "training.jinja"), trained_turns="last")
-    assert learned(ours, last.example(record(messages, tools))) == learned(ours, example)[-1:]
+    assert learned(ours, last.encode_example(record(messages, tools))) == learned(ours, example)[-1:]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_masks_by_comparison_are_those_of_trl(families, family, name):
         messages, tools=tools, chat_template=get_training_chat_template(theirs), return_dict=True,
         return_assistant_tokens_mask=True,
     )  # fmt: skip
-    example = renderer(ours).example(record(messages, tools))
+    example = renderer(ours).encode_example(record(messages, tools))
     assert (example.ids, list(example.trained)) == (expected["input_ids"], expected["assistant_masks"])
 
 
@@ -153,8 +153,8 @@ TABLE = [
 def test_the_turns_of_the_assistant_are_learned_with_what_ends_them(families, family, name, expected):
     tokenizer, _ = families[family]
     messages, tools = CONVERSATIONS[name]
-    assert learned(tokenizer, renderer(tokenizer).example(record(messages, tools))) == expected
-    last = renderer(tokenizer, trained_turns="last").example(record(messages, tools))
+    assert learned(tokenizer, renderer(tokenizer).encode_example(record(messages, tools))) == expected
+    last = renderer(tokenizer, trained_turns="last").encode_example(record(messages, tools))
     assert learned(tokenizer, last) == expected[-1:]
 
 
@@ -170,14 +170,14 @@ def test_the_turns_of_the_assistant_are_learned_with_what_ends_them(families, fa
 def test_a_turn_that_later_messages_change_is_refused(families, family, name, keys, message):
     tokenizer, _ = families[family]
     with pytest.raises(ValueError) as error:
-        renderer(tokenizer, **keys).example(record(*CONVERSATIONS[name]))
+        renderer(tokenizer, **keys).encode_example(record(*CONVERSATIONS[name]))
     said = str(error.value)
     assert said.startswith(f"chats.jsonl:3: {message}") and "data.trained_turns=last" in said, said
 
 
 def test_the_last_turn_of_qwen3_can_be_learned_after_others(families):
     tokenizer, _ = families["qwen3"]
-    example = renderer(tokenizer, trained_turns="last").example(record(TWO_TURNS))
+    example = renderer(tokenizer, trained_turns="last").encode_example(record(TWO_TURNS))
     assert learned(tokenizer, example) == ["<think>\n\n</think>\n\n  That is 8 €.\n<|im_end|>\n"]
 
 
@@ -185,14 +185,14 @@ def test_plain_records_and_tasks_become_conversations(families):
     tokenizer, theirs = families["qwen3"]
     chat = renderer(tokenizer, format="chat", system_prompt="Be brief.")
     question = Record({"question": "What is 2 + 3?", "answer": "The sum is 5."}, "sums.jsonl:1")
-    assert chat.example(question).ids == theirs.apply_chat_template(WITH_SYSTEM, return_dict=False)
+    assert chat.encode_example(question).ids == theirs.apply_chat_template(WITH_SYSTEM, return_dict=False)
     prompt = theirs.apply_chat_template(WITH_SYSTEM[:2], add_generation_prompt=True, return_dict=False)
-    assert chat.prompt_ids(question) == chat.example(question).ids[: len(prompt)] == prompt
+    assert chat.encode_prompt(question) == chat.encode_example(question).ids[: len(prompt)] == prompt
     problem = Problem("What is 2 + 3?\n", "5", {"question": "What is 2 + 3?", "answer": "The sum is 5."})
-    assert chat.prompt(problem).ids == prompt
+    assert chat.encode_problem(problem).ids == prompt
     asked = renderer(tokenizer, format="chat", prompt_template="Q: {question}\n")
-    assert asked.prompt_text(question) == "<|im_start|>user\nQ: What is 2 + 3?\n<|im_end|>\n<|im_start|>assistant\n"
-    assert asked.prompt_ids(question) == asked.prompt(problem).ids
+    assert asked.render_prompt(question) == "<|im_start|>user\nQ: What is 2 + 3?\n<|im_end|>\n<|im_start|>assistant\n"
+    assert asked.encode_prompt(question) == asked.encode_problem(problem).ids
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_plain_records_and_tasks_become_conversations(families):
 )
 def test_pairs_are_conversations_with_one_prompt(families, fields):
     tokenizer, theirs = families["llama3"]
-    pair = renderer(tokenizer, PreferenceConfig).pair(Record(fields, "pairs.jsonl:1"))
+    pair = renderer(tokenizer, PreferenceConfig).encode_pair(Record(fields, "pairs.jsonl:1"))
     assert pair.chosen.ids == theirs.apply_chat_template(ONE_TURN, return_dict=False)
     answers = [learned(tokenizer, side) for side in (pair.chosen, pair.rejected)]
     assert answers == [["The sum is 5.<|eot_id|>"], ["It is 6.<|eot_id|>"]]
@@ -226,11 +226,10 @@ def test_both_answers_of_a_pair_end_as_a_rollout_does(families, tmp_path, family
         keys = {"chat_template": str(path)}
     rendered = renderer(tokenizer, PreferenceConfig, **keys)
     answers = {"chosen": "The sum is 5.", "rejected": "It is 6."}
-    pair = rendered.pair(Record({"prompt": ONE_TURN[:1], **answers}, "pairs.jsonl:1"))
+    pair = rendered.encode_pair(Record({"prompt": ONE_TURN[:1], **answers}, "pairs.jsonl:1"))
     of_fields = renderer(tokenizer, PreferenceConfig, format="chat", prompt_template="{question}", **keys)
-    assert of_fields.pair(Record({"question": ONE_TURN[0]["content"], **answers}, "pairs.jsonl:2")).chosen.ids == (
-        pair.chosen.ids
-    )
+    same = of_fields.encode_pair(Record({"question": ONE_TURN[0]["content"], **answers}, "pairs.jsonl:2"))
+    assert same.chosen.ids == pair.chosen.ids
     for side in (pair.chosen, pair.rejected):
         assert (side.ids[-1],) == (rendered.end_of_turn_ids or (tokenizer.eos_id,))
         assert len(side.ids) == len(side.trained) and side.trained[-1]
@@ -239,18 +238,18 @@ def test_both_answers_of_a_pair_end_as_a_rollout_does(families, tmp_path, family
 def test_the_context_of_an_answer_is_not_learned(families):
     tokenizer, _ = families["llama3"]
     context, answer = [*ONE_TURN, user("And 4 + 4?")], "That is 8."
-    example = renderer(tokenizer).example(Record({"prompt": context, "completion": answer}, "c.jsonl:1"))
+    example = renderer(tokenizer).encode_example(Record({"prompt": context, "completion": answer}, "c.jsonl:1"))
     assert learned(tokenizer, example) == ["That is 8.<|eot_id|>"]
     sides = {"chosen": [*context, assistant("8")], "rejected": [*context, assistant("9")]}
-    pair = renderer(tokenizer, PreferenceConfig).pair(Record(sides, "c.jsonl:1"))
+    pair = renderer(tokenizer, PreferenceConfig).encode_pair(Record(sides, "c.jsonl:1"))
     assert learned(tokenizer, pair.chosen) == ["8<|eot_id|>"]
 
 
 def test_a_prompt_is_the_conversation_up_to_the_last_user_or_tool_message(families):
     tokenizer, _ = families["llama3"]
     rendered = renderer(tokenizer, PromptsConfig)
-    assert rendered.prompt_ids(record(TWO_TURNS)) == rendered.prompt_ids(record(TWO_TURNS[:3]))
-    assert rendered.prompt_ids(record(WITH_TOOLS)) == rendered.prompt_ids(record(WITH_TOOLS[:3]))
+    assert rendered.encode_prompt(record(TWO_TURNS)) == rendered.encode_prompt(record(TWO_TURNS[:3]))
+    assert rendered.encode_prompt(record(WITH_TOOLS)) == rendered.encode_prompt(record(WITH_TOOLS[:3]))
 
 
 def test_a_template_that_ends_turns_without_a_special_token_gets_eos(families, tmp_path, logged):
@@ -259,7 +258,7 @@ def test_a_template_that_ends_turns_without_a_special_token_gets_eos(families, t
     file.write_text("{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
                     "{% if add_generation_prompt %}assistant:\n{% endif %}")  # fmt: skip
     rendered = renderer(tokenizer, chat_template=str(file))
-    assert learned(tokenizer, rendered.example(record(ONE_TURN))) == ["The sum is 5.\n<|eot_id|>"]
+    assert learned(tokenizer, rendered.encode_example(record(ONE_TURN))) == ["The sum is 5.\n<|eot_id|>"]
     assert rendered.end_of_turn_ids == ()
     assert any("<eos> is appended" in message for message in logged)
 
@@ -278,7 +277,7 @@ def test_the_template_for_tools_is_used_for_conversations_with_tools(families):
     tokenizer.chat_templates = {"default": "{{ messages[0].content }}", "tool_use": "TOOLS"}
     try:
         rendered = renderer(tokenizer, PromptsConfig)
-        texts = [rendered.prompt_text(record(ONE_TURN, tools)) for tools in (None, TOOLS)]
+        texts = [rendered.render_prompt(record(ONE_TURN, tools)) for tools in (None, TOOLS)]
     finally:
         tokenizer.chat_templates = before
     assert texts == ["What is 2 + 3?", "TOOLS"]
@@ -300,14 +299,14 @@ BAD = [
 @pytest.mark.parametrize(("messages", "words"), BAD)
 def test_a_malformed_conversation_names_its_line_and_message(families, messages, words):
     with pytest.raises(ValueError) as error:
-        renderer(families["qwen3"][0]).example(record(messages))
+        renderer(families["qwen3"][0]).encode_example(record(messages))
     assert str(error.value).startswith("chats.jsonl:3: ") and words in str(error.value), error.value
 
 
 def test_a_template_that_fails_names_its_line_and_the_record(families, tmp_path):
     tokenizer, _ = families["mistral"]
     with pytest.raises(ValueError, match=r"chats.jsonl:3: the tokenizer's chat template fails at line \d+: After"):
-        renderer(tokenizer).example(record([assistant("hi"), user("hi"), assistant("hi")]))
+        renderer(tokenizer).encode_example(record([assistant("hi"), user("hi"), assistant("hi")]))
     file = tmp_path / "broken.jinja"
     for text, words in (
         ("{{ bos_token }}\n{% for m in messages %}", "at line 2: Unexpected end of template"),
@@ -315,7 +314,7 @@ def test_a_template_that_fails_names_its_line_and_the_record(families, tmp_path)
     ):
         file.write_text(text)
         with pytest.raises(ValueError) as error:
-            renderer(tokenizer, chat_template=str(file)).example(record(ONE_TURN))
+            renderer(tokenizer, chat_template=str(file)).encode_example(record(ONE_TURN))
         assert words in str(error.value) and str(file) in str(error.value), error.value
 
 
@@ -324,10 +323,10 @@ def test_a_template_in_the_settings_is_that_of_a_file_with_its_text(families, tm
     text = "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}"
     (tmp_path / "short.jinja").write_text(text)
     of_file, of_text = (renderer(tokenizer, chat_template=each) for each in (str(tmp_path / "short.jinja"), text))
-    assert of_text.example(record(ONE_TURN)) == of_file.example(record(ONE_TURN))
-    assert of_text.prompt_text(record(ONE_TURN)).startswith(f"user: {ONE_TURN[0]['content']}")
+    assert of_text.encode_example(record(ONE_TURN)) == of_file.encode_example(record(ONE_TURN))
+    assert of_text.render_prompt(record(ONE_TURN)).startswith(f"user: {ONE_TURN[0]['content']}")
     with pytest.raises(ValueError, match="data.chat_template fails at line 1: 'str object' has no attribute 'nothing'"):
-        renderer(tokenizer, chat_template="{{ messages[0].content.nothing() }}").example(record(ONE_TURN))
+        renderer(tokenizer, chat_template="{{ messages[0].content.nothing() }}").encode_example(record(ONE_TURN))
 
 
 def test_bad_settings_are_refused(families, tmp_path):
@@ -335,13 +334,13 @@ def test_bad_settings_are_refused(families, tmp_path):
     with pytest.raises(ValueError, match="data.chat_template: there is no file"):
         renderer(tokenizer, format="chat", chat_template=str(tmp_path / "absent.jinja"))
     with pytest.raises(ValueError, match="data.prompt_template='Q' has no effect on records that are conversations"):
-        renderer(tokenizer, prompt_template="Q").example(record(ONE_TURN))
+        renderer(tokenizer, prompt_template="Q").encode_example(record(ONE_TURN))
     mixed = renderer(tokenizer)
-    mixed.example(record(ONE_TURN))
+    mixed.encode_example(record(ONE_TURN))
     with pytest.raises(ValueError, match="sums.jsonl:1: the record has no messages, and chats.jsonl:3 is a conv"):
-        mixed.example(Record({"question": "1", "answer": "2"}, "sums.jsonl:1"))
+        mixed.encode_example(Record({"question": "1", "answer": "2"}, "sums.jsonl:1"))
     with pytest.raises(ValueError, match="data.system_prompt='Hi' has no effect with data.format=auto and records"):
-        renderer(tokenizer, system_prompt="Hi").prompt_ids(Record({"question": "1"}, "sums.jsonl:1"))
+        renderer(tokenizer, system_prompt="Hi").encode_prompt(Record({"question": "1"}, "sums.jsonl:1"))
     bare = load_tokenizer(write_tokenizer("llama3", tmp_path / "bare", chat_template=" "))
     bare.chat_templates = {}
     with pytest.raises(ValueError, match="data.format=chat needs a chat template, and the tokenizer has none"):
@@ -352,20 +351,20 @@ def test_conversations_and_records_without_messages_can_be_mixed_in_chat_format(
     tokenizer, _ = families["qwen3"]
     plain = Record({"question": ONE_TURN[0]["content"], "answer": ONE_TURN[1]["content"]}, "sums.jsonl:1")
     template = {"prompt_template": "{question}"}
-    apart = [renderer(tokenizer, format="chat").example(record(ONE_TURN)).ids]
-    apart.append(renderer(tokenizer, format="chat", **template).example(plain).ids)
+    apart = [renderer(tokenizer, format="chat").encode_example(record(ONE_TURN)).ids]
+    apart.append(renderer(tokenizer, format="chat", **template).encode_example(plain).ids)
     mixed = renderer(tokenizer, format="chat", **template)
-    assert [mixed.example(plain).ids, mixed.example(record(ONE_TURN)).ids] == apart[::-1]
+    assert [mixed.encode_example(plain).ids, mixed.encode_example(record(ONE_TURN)).ids] == apart[::-1]
     assert apart[0] == apart[1], "the same messages became other tokens"
 
 
 def test_a_chat_template_that_is_not_used_is_said_once(families, logged):
     tokenizer, _ = families["qwen3"]
-    renderer(tokenizer).prompt_ids(Record({"question": "1"}, "sums.jsonl:1"))
+    renderer(tokenizer).encode_prompt(Record({"question": "1"}, "sums.jsonl:1"))
     assert sum("data.format=chat uses it" in message for message in logged) == 1
-    renderer(tokenizer, prompt_template="<|im_start|>{question}").prompt_ids(Record({"question": "1"}, "s.jsonl:1"))
+    renderer(tokenizer, prompt_template="<|im_start|>{question}").encode_prompt(Record({"question": "1"}, "s.jsonl:1"))
     task = renderer(tokenizer)
-    task.prompt(Problem("<|im_start|>user\nhi", "1"))
+    task.encode_problem(Problem("<|im_start|>user\nhi", "1"))
     assert any("'<|im_start|>', which stays text" in message for message in logged)
 
 
@@ -375,16 +374,16 @@ def test_tools_may_be_json_and_calls_may_have_no_content(families):
     tokenizer, theirs = families["qwen3"]
     messages = [user("Weather?"), call("Rome")]
     rendered = renderer(tokenizer, trained_turns="last")
-    example = rendered.example(record(messages, json.dumps(TOOLS)))
+    example = rendered.encode_example(record(messages, json.dumps(TOOLS)))
     assert example.ids == theirs.apply_chat_template(messages, tools=TOOLS, return_dict=False)
 
 
 def test_the_system_message_of_a_record_comes_before_that_of_the_settings(families):
     tokenizer, _ = families["llama3"]
     rendered = renderer(tokenizer, PromptsConfig, system_prompt="Other.")
-    assert "Other." in rendered.prompt_text(record(ONE_TURN))
-    assert "Other." not in rendered.prompt_text(record(WITH_SYSTEM))
-    assert rendered.prompt_text(record([system("Other."), *ONE_TURN])) == rendered.prompt_text(record(ONE_TURN))
+    assert "Other." in rendered.render_prompt(record(ONE_TURN))
+    assert "Other." not in rendered.render_prompt(record(WITH_SYSTEM))
+    assert rendered.render_prompt(record([system("Other."), *ONE_TURN])) == rendered.render_prompt(record(ONE_TURN))
 
 
 @pytest.mark.parametrize("text", ["", " \n"])
@@ -392,7 +391,7 @@ def test_a_template_that_renders_no_text_names_the_record_and_the_file(families,
     file = tmp_path / "empty.jinja"
     file.write_text(text)
     rendered = renderer(families["qwen3"][0], format="chat", chat_template=str(file))
-    for encode in (rendered.example, rendered.prompt_ids):
+    for encode in (rendered.encode_example, rendered.encode_prompt):
         with pytest.raises(ValueError, match="chats.jsonl:3: the chat template renders no text .*empty.jinja"):
             encode(record(ONE_TURN))
     assert rendered.end_of_turn_ids == ()

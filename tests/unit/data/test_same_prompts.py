@@ -8,9 +8,9 @@ import pytest
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.run_tokenizer import build_tokenizer
-from rl_megatron.data.same_prompts import different_prompts
+from rl_megatron.data.same_prompts import find_different_prompts
 from rl_megatron.data.tasks import Problem
-from rl_megatron.data.training_data import RolloutPrompts, encoded_prompts, training_dataset
+from rl_megatron.data.training_data import RolloutPrompts, build_dataset, encode_prompts
 from rl_megatron.evaluation.heldout import build_evaluation
 from tests.unit.algorithms.fakes import Echo, ScoredHere, rollouts_of, sampling
 from tests.unit.data.chat_families import write_tokenizer
@@ -53,7 +53,7 @@ def test_sft_and_grpo_send_the_same_prompt_ids(gsm8k, of_problems, keys):
     sft = load_config(["algorithm=sft", "data=files", *gsm8k, *keys, "data.prompt_template=null", *keys]).first
     grpo = load_config([*of_problems[:1], "data=files", *of_problems[1:], *gsm8k, *keys]).first
     tokenizer = build_tokenizer(sft)
-    batch = training_dataset(sft, tokenizer).batch(range(8))
+    batch = build_dataset(sft, tokenizer).batch(range(8))
     engine, scorer = Engine(), ScoredHere(Echo())
     _, _, sampler = sampling(grpo, engine, scorer, tokenizer)
     with pytest.raises(InterruptedError):
@@ -83,7 +83,7 @@ def test_stages_with_different_prompts_are_named(gsm8k, tmp_path):
             "# @package _global_\ndefaults: [override /data: files]\n" + json.dumps({"stages": stages})[1:-1]
         )
         config = load_config(["experiment=two", *gsm8k], str(tmp_path))
-        return list(different_prompts(config.stages, build_tokenizer(config.first)))
+        return list(find_different_prompts(config.stages, build_tokenizer(config.first)))
 
     assert messages() == messages(sft="Q: {question}", grpo="Q: {question}") == []
     (message,) = messages(sft="Q: {question}")
@@ -131,7 +131,7 @@ def test_problems_with_the_same_prompt_keep_their_answers_and_messages(gsm8k, tm
     messages = [{"messages": [{"role": "user", "content": content}]} for content in ("Hi.", "Hello.")]
     problems = [Problem("a conversation", "", fields) for fields in messages]
     chat = replace(stage, data=replace(stage.data, format="chat"))
-    first, second = encoded_prompts(chat, problems, Renderer(chat.data, tokenizer)).prompts
+    first, second = encode_prompts(chat, problems, Renderer(chat.data, tokenizer)).prompts
     assert "Hi." in tokenizer.decode(first.ids) and "Hello." in tokenizer.decode(second.ids)
 
 

@@ -70,7 +70,7 @@ def as_rollouts(tokenizer, rendered, prompt, written, max_new_tokens):
     sampling = replace(
         stage_sampling(stage(), tokenizer, end_of_turn_ids=rendered.end_of_turn_ids), max_new_tokens=max_new_tokens
     )
-    encoded = rendered.with_prompt(Problem("", ""), Record({}, "x:1"), prompt)
+    encoded = rendered.build_prompt(Problem("", ""), Record({}, "x:1"), prompt)
     return samples_of(written, [encoded] * len(written), tokenizer, sampling)
 
 
@@ -91,7 +91,7 @@ def test_an_answer_is_read_where_a_rollout_of_it_ends(families, family, markers)
         written.append([*whole[len(prompt) :], tokenizer.eos_id])
     samples = as_rollouts(tokenizer, rendered, prompt, written, 100)
     assert read_up_to(pairs) == [sample.sequence_ids for sample in samples]
-    assert {tokenizer.token_text(sample.sequence_ids[-1]) for sample in samples} == {ENDS[family]}
+    assert {tokenizer.decode_token(sample.sequence_ids[-1]) for sample in samples} == {ENDS[family]}
     assert not any(sample.truncated for sample in samples)
     for sample in samples:  # a server that gets the text puts the tokenizer's BOS before it
         assert [*tokenizer.prefix_ids, *tokenizer.encode_special(sample.sequence_text).ids] == sample.sequence_ids
@@ -110,7 +110,7 @@ def test_a_plain_answer_is_read_at_eos(families, family):
     rendered = Renderer(PreferenceConfig(format="plain", prompt_template="{question}"), tokenizer)
     record = Record({"question": "4 + 4?", "chosen": ANSWERS[0], "rejected": ANSWERS[1]}, "pairs.jsonl:1")
     pairs = PreferenceDataset([record], rendered, 1000)
-    prompt = rendered.prompt_ids(record)
+    prompt = rendered.encode_prompt(record)
     written = [[*tokenizer.encode(answer), tokenizer.eos_id, *tokenizer.encode(" more")] for answer in ANSWERS]
     samples = as_rollouts(tokenizer, rendered, prompt, written, 100)
     assert read_up_to(pairs) == [sample.sequence_ids for sample in samples]
@@ -120,6 +120,6 @@ def test_a_plain_answer_is_read_at_eos(families, family):
 def test_text_after_the_turn_is_left_out_and_said(families, logged):
     tokenizer, _ = families["text after the turn"]
     rendered = Renderer(PreferenceConfig(), tokenizer)
-    pair = rendered.pair(Record({"prompt": CONTEXT[-1:], "chosen": "8", "rejected": "9"}, "pairs.jsonl:1"))
+    pair = rendered.encode_pair(Record({"prompt": CONTEXT[-1:], "chosen": "8", "rejected": "9"}, "pairs.jsonl:1"))
     assert tokenizer.decode(pair.chosen.ids, skip_special_tokens=False).endswith("assistant\n8<|im_end|>")
     assert any("text follows the token that ends the assistant's turn" in message for message in logged)

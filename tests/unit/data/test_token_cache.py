@@ -58,8 +58,8 @@ def test_small_data_is_made_into_tokens_once_in_a_process(built, tmp_path, monke
     (first, was_made), (second, is_made) = built(), built(records=records, cache_dir=tmp_path / "unused")
     assert was_made and not is_made and first == second and not (tmp_path / "unused").exists()
     renderer = Renderer(PromptAnswerConfig(), TOKENIZER)
-    prompts = token_cache.encoded_prompts(renderer, records)
-    assert prompts == [renderer.prompt_ids(each) for each in records]
+    prompts = token_cache.encode_prompts(renderer, records)
+    assert prompts == [renderer.encode_prompt(each) for each in records]
 
 
 @pytest.mark.parametrize("kind", ["answers", "pairs", "text"])

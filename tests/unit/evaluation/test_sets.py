@@ -7,11 +7,11 @@ import torch
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.data.eval_problems import check_set_files, problems_of_set
+from rl_megatron.data.eval_problems import check_set_files, read_set_problems
 from rl_megatron.evaluation import sets as eval_sets
 from rl_megatron.evaluation.results import results_file
 from rl_megatron.evaluation.sets import EvalSet, EvalSets, list_set_metric_names
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.runs.preflight import check_keep_best
 from rl_megatron.topology.ranks import Ranks
 from tests.unit.algorithms.fakes import Characters, completed, runner_of_completions
@@ -67,7 +67,7 @@ def correct(prompt):
     return problems[text]
 
 
-PROBLEMS = problems_of_set(stage_with(SUMS), stage_with(SUMS).eval.sets[0]).problems
+PROBLEMS = read_set_problems(stage_with(SUMS), stage_with(SUMS).eval.sets[0]).problems
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_file_is_evaluated_as_a_whole_and_a_directory_by_its_held_out_split(tm
         (tmp_path / f"{name}.jsonl").write_text("".join(content))
     for place, number in ((tmp_path, 2), (tmp_path / "train.jsonl", 4)):
         stage = stage_with(f"{{name: words, task: gsm8k, path: {place}}}")
-        assert len(problems_of_set(stage, stage.eval.sets[0]).problems) == number
+        assert len(read_set_problems(stage, stage.eval.sets[0]).problems) == number
 
 
 def test_prompts_of_a_file_are_scored_by_the_reward_functions(tmp_path):
@@ -200,7 +200,7 @@ def test_mistakes_in_files_and_tasks_name_the_set(one, message):
 def test_too_few_problems_are_refused():
     stage = stage_with("{name: a, task: arithmetic, num_problems: 999999}")
     with pytest.raises(ConfigError, match="the set a: num_problems=999999 exceeds the"):
-        problems_of_set(stage, stage.eval.sets[0])
+        read_set_problems(stage, stage.eval.sets[0])
 
 
 def test_workers_of_all_sets_are_ended(tmp_path):

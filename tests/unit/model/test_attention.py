@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from rl_megatron.model.layers import attention as layers
 from rl_megatron.model.layers.attention import PortableAttention, PortablePacking, PortableRotaryEmbedding
-from rl_megatron.model.layers.last_queries import attend_last, attend_within_pack
+from rl_megatron.model.layers.attention_kernels import attend_last, attend_within_pack
 from rl_megatron.model.layers.packed import LastBiases, PackedSequences
 from rl_megatron.topology.device import start_device
 
@@ -68,13 +68,13 @@ def test_tokens_of_a_pack_attend_within_their_sequence(window, padded_lengths):
     query, key, value = inputs = random_qkv(sum(padded_lengths), 1)
     parts = zip(*(x[:, 0].split(padded_lengths) for x in inputs), strict=True)
     wanted = torch.cat([formula(*part, window) for part in parts])[:, None]
-    packing = PortablePacking(sequences=PackedSequences.of(padded_lengths, None))
+    packing = PortablePacking(sequences=PackedSequences.from_padded_lengths(padded_lengths, None))
     found = attention(window)(query, key, value, packed_seq_params=packing)
     assert_same_values_and_gradients(found, wanted, inputs)
 
 
 def test_sequences_of_similar_length_share_a_bucket():
-    sequences = PackedSequences.of(PADDED_LENGTHS, None)
+    sequences = PackedSequences.from_padded_lengths(PADDED_LENGTHS, None)
     assert [bucket.key_shape for bucket in sequences.buckets] == [(2, 6), (1, 1), (1, 40), (2, 3), (1, 17)]
     assert sorted(sequences.slots.tolist()) == sorted(set(sequences.slots.tolist())), "no two tokens share a slot"
     assert sequences.longest == 40
@@ -84,13 +84,13 @@ def frequencies() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the angles of the packed tokens, and of each sequence by itself."""
     start_device("cpu")
     rope = PortableRotaryEmbedding(DIM, rotary_percent=1.0)
-    packing = PortablePacking(sequences=PackedSequences.of(PADDED_LENGTHS, None))
+    packing = PortablePacking(sequences=PackedSequences.from_padded_lengths(PADDED_LENGTHS, None))
     packed = rope(rope.get_rotary_seq_len(None, None, None, None, packing), packed_seq=False, cp_group=None)
     return packed, torch.cat([rope.get_emb(length) for length in PADDED_LENGTHS])
 
 
 def test_a_packed_token_is_rotated_by_its_position_in_its_own_sequence(ranks):
-    sequences = PackedSequences.of(PADDED_LENGTHS, None)
+    sequences = PackedSequences.from_padded_lengths(PADDED_LENGTHS, None)
     assert sequences.positions.tolist() == [position for length in PADDED_LENGTHS for position in range(length)]
     packed, each = ranks.run(1, frequencies)[0]
     torch.testing.assert_close(packed, each, rtol=0, atol=0)
@@ -120,7 +120,7 @@ def masks_of_layers(run) -> list[object]:
 @pytest.mark.parametrize("packed", [False, True])
 def test_layers_share_one_bias_that_torch_uses_without_a_copy(packed):
     query, key, value = random_qkv(40, 1)
-    packing = PortablePacking(sequences=PackedSequences.of([17, 17, 6], None)) if packed else None
+    packing = PortablePacking(sequences=PackedSequences.from_padded_lengths([17, 17, 6], None)) if packed else None
     of_window, of_all = attention(4), attention(None)
     shared = masks_of_layers(
         lambda: [layer(query, key, value, packed_seq_params=packing) for layer in (of_window, of_all, of_window)]

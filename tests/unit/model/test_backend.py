@@ -15,7 +15,7 @@ from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model import backend
 from rl_megatron.model.backend import choose_backend
-from rl_megatron.model.build import transformer_config
+from rl_megatron.model.build import build_transformer_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -115,10 +115,10 @@ def test_transformer_engine_rotates_packs_without_reading_their_lengths_from_the
         first_stage_layers=None, last_stage_layers=None,
     )  # fmt: skip
     model, cp_group = load_config(["model=nano"]).first.model, SimpleNamespace(size=lambda: 2, rank=lambda: 1)
-    config = transformer_config(model, layout, "bf16", "transformer_engine")
+    config = build_transformer_config(model, layout, "bf16", "transformer_engine")
     # Tensors on "meta" have no values: reading one raises an error.
     starts = torch.tensor([0, 4, 12], dtype=torch.int32).to("meta")
     query, angles = torch.empty(6, 2, 8, device="meta"), torch.empty(8, 1, 1, 8, device="meta")
     assert rope_utils.apply_rotary_pos_emb(query, angles, config, starts, cp_group=cp_group) is query
     assert calls == [(starts, 2, 1)]
-    assert not transformer_config(model, layout, "bf16", "portable").apply_rope_fusion
+    assert not build_transformer_config(model, layout, "bf16", "portable").apply_rope_fusion

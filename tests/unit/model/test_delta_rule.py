@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_megatron.model.layers.delta_rule import BLOCK, convolve, delta_rule
+from rl_megatron.model.layers.delta_rule import BLOCK, apply_delta_rule, convolve
 
 GROUPS, VALUES, KEY, VALUE = 2, 3, 5, 4
 
@@ -45,7 +45,7 @@ def token_by_token(
 @pytest.mark.parametrize("length", [1, 7, BLOCK, 2 * BLOCK + 5])
 def test_blocks_equal_the_rule_token_by_token_with_every_gradient(length):
     given, memory = inputs(length), torch.randn(2, GROUPS, VALUES, KEY, VALUE, requires_grad=True)
-    of_blocks, of_tokens = delta_rule(*given, memory), token_by_token(*given, memory)
+    of_blocks, of_tokens = apply_delta_rule(*given, memory), token_by_token(*given, memory)
     gradients = []
     for output, last in (of_blocks, of_tokens):
         weights = torch.linspace(-1, 1, output.numel()).view_as(output)
@@ -57,17 +57,17 @@ def test_blocks_equal_the_rule_token_by_token_with_every_gradient(length):
 def test_a_sequence_goes_on_from_its_states():
     length, first = 90, 70
     given = [x.detach() for x in inputs(length)]
-    whole, end = delta_rule(*given)
-    head, memory = delta_rule(*(x[:, :first] for x in given))
-    tail, after = delta_rule(*(x[:, first:] for x in given), memory)
+    whole, end = apply_delta_rule(*given)
+    head, memory = apply_delta_rule(*(x[:, :first] for x in given))
+    tail, after = apply_delta_rule(*(x[:, first:] for x in given), memory)
     torch.testing.assert_close(torch.cat([head, tail], dim=1), whole)
     torch.testing.assert_close(after, end)
 
 
 def test_what_follows_a_sequences_end_is_not_in_its_memory():
     given, lengths = [x.detach() for x in inputs(80)], torch.tensor([66, 0])
-    _, memory = delta_rule(*given, lengths=lengths)
-    torch.testing.assert_close(memory[:1], delta_rule(*(x[:1, :66] for x in given))[1])
+    _, memory = apply_delta_rule(*given, lengths=lengths)
+    torch.testing.assert_close(memory[:1], apply_delta_rule(*(x[:1, :66] for x in given))[1])
     assert not memory[1].any()
 
 
@@ -75,7 +75,7 @@ def test_strong_decay_is_finite():
     """A product of decays underflows, and the decay from a later token to an earlier one would overflow."""
     given = [x.detach() for x in inputs(BLOCK)]
     given[3].fill_(-80.0).requires_grad_()
-    output, memory = delta_rule(*given)
+    output, memory = apply_delta_rule(*given)
     (gradient,) = torch.autograd.grad(output.sum() + memory.sum(), given[3])
     assert output.isfinite().all() and memory.isfinite().all() and gradient.isfinite().all()
 

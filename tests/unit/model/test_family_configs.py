@@ -12,11 +12,11 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import LinearRope, ModelConfig
 from rl_megatron.config.rules import check_model
-from rl_megatron.model.families import FAMILIES, family_of_config, family_of_model, read_model
+from rl_megatron.model.families import FAMILIES, family_of_model, find_family_of_config, read_model
 from rl_megatron.model.families.deepseek import DEEPSEEK_V3
 from rl_megatron.model.families.gemma3 import GEMMA3
 from rl_megatron.model.families.glm4_moe import GLM4_MOE
-from rl_megatron.model.families.score import classifier_of, with_score_head
+from rl_megatron.model.families.score import describe_classifier, name_classifier
 
 # As Google and DeepSeek published them, for transformers 4.
 GEMMA3_1B = {
@@ -70,7 +70,7 @@ PUBLISHED = {"gemma3_1b": GEMMA3_1B, "deepseek_v3": DEEPSEEK, "glm4_5_air": GLM_
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_published_config_equals_the_preset_of_its_name(preset):
     hf = PUBLISHED[preset]
-    model = family_of_config(hf, "config.json").read_config(hf)
+    model = find_family_of_config(hf, "config.json").read_config(hf)
     check_model(model)
     ours = load_config([f"model={preset}"]).first.model
     assert replace(model, vocab_size=None, max_sequence_length=4096) == ours
@@ -79,7 +79,7 @@ def test_a_published_config_equals_the_preset_of_its_name(preset):
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_written_config_reads_back_the_same_directly_and_through_transformers(preset, tmp_path):
     hf = PUBLISHED[preset]
-    family = family_of_config(hf, "config.json")
+    family = find_family_of_config(hf, "config.json")
     model = family.read_config(hf)
     written = family.write_config(model, hf["vocab_size"])
     assert family.read_config(written) == model
@@ -159,11 +159,11 @@ def test_a_family_has_the_sequence_classifier_of_transformers_or_refuses_to_expo
     import transformers
 
     for family in FAMILIES.values():
-        if hasattr(transformers, classifier_of(family)):
-            assert with_score_head({}, family)["architectures"] == [classifier_of(family)]
+        if hasattr(transformers, name_classifier(family)):
+            assert describe_classifier({}, family)["architectures"] == [name_classifier(family)]
         else:
-            with pytest.raises(ConfigError, match=f"transformers has no class {classifier_of(family)}"):
-                with_score_head({}, family)
+            with pytest.raises(ConfigError, match=f"transformers has no class {name_classifier(family)}"):
+                describe_classifier({}, family)
 
 
 def test_qwen3_5_is_read_strictly_but_for_the_positions_in_images():

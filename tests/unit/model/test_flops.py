@@ -18,7 +18,7 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.nll import NLLLoss
 from rl_megatron.losses.value import MSEValueLoss
-from rl_megatron.model.flops import forward_flops
+from rl_megatron.model.flops import count_forward_flops
 from rl_megatron.model.layers import norms
 from rl_megatron.model.microbatch_shape import MicrobatchShape
 from rl_megatron.model.sharded_shape import Head, ShardedShape
@@ -116,7 +116,7 @@ def counted_and_computed(case: str) -> tuple[list[int], list[int]]:
     data, counts = batch(lengths, head), []
     for compute in (lambda: policy.accumulate_gradients(data, loss), lambda: infer(policy, data, head)):
         with (
-            patch.object(norms, "scaled_rms_norm", norm_of_gpus),
+            patch.object(norms, "apply_rms_norm", norm_of_gpus),
             FlopCounterMode(display=False, custom_mapping=CPU_FORMULAS) as counter,
         ):
             compute()
@@ -125,12 +125,12 @@ def counted_and_computed(case: str) -> tuple[list[int], list[int]]:
     shape = ShardedShape(model, ParallelConfig(**degrees), world_size, VOCAB_SIZE, head)
     topology, formulas = policy.topology, [0, 0]
     for microbatch in policy.plan(data, loss).microbatches:
-        planned = MicrobatchShape.of(
+        planned = MicrobatchShape.from_lengths(
             microbatch.lengths or microbatch.batch["input_lengths"].tolist(), topology, prompt_tokens=PROMPT_TOKENS,
             is_packed=microbatch.lengths is not None, width=microbatch.batch["input_ids"].size(1),
         )  # fmt: skip
         for number, all_tokens in enumerate((False, True)):
-            flops = forward_flops(
+            flops = count_forward_flops(
                 shape, topology.pipeline_rank, planned, fused_head=fused, all_tokens=all_tokens,
                 block_tokens=BLOCK_TOKENS, context_rank=topology.groups.cp.rank(),
             )  # fmt: skip
@@ -168,7 +168,7 @@ def test_the_closed_forms_equal_the_flops_that_torch_counts(ranks, case):
 @pytest.mark.parametrize("window", [None, 5])
 def test_needed_pairs_are_those_of_causal_attention_of_which_the_diagonal_counts_half(window):
     layout = SimpleNamespace(context=1, sequence_multiple=1, data=1)
-    shape = MicrobatchShape.of([24, 9], layout, is_packed=True)
+    shape = MicrobatchShape.from_lengths([24, 9], layout, is_packed=True)
     spans = [(length, min(length, window or length)) for length in (24, 9)]
     attended = sum(min(position + 1, span) for length, span in spans for position in range(length))
     assert shape.needed_pairs(1, window) == attended - sum(span / 2 for _, span in spans)
@@ -180,9 +180,9 @@ def test_attention_takes_as_long_under_context_as_under_tensor_parallelism():
     for name in ("tensor", "context"):
         parallel = ParallelConfig(**{name: 2})
         layout = SimpleNamespace(context=parallel.context, sequence_multiple=4, data=1)
-        flops = forward_flops(
+        flops = count_forward_flops(
             ShardedShape(UNTIED, parallel, 2, VOCAB_SIZE), 0,
-            MicrobatchShape.of([64], layout, is_packed=True), fused_head=True,
+            MicrobatchShape.from_lengths([64], layout, is_packed=True), fused_head=True,
         )  # fmt: skip
         found[name] = flops.attention, flops.computed.attention
     assert found["tensor"][0] > found["context"][0]

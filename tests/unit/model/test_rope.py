@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import LinearRope, Llama3Rope, YarnRope
 from rl_megatron.model.families.llama import read_config, write_config
-from rl_megatron.model.layers.rope import frequencies, rotary_scale
+from rl_megatron.model.layers.rope import compute_frequencies, compute_rotary_scale
 
 OLD = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
        "original_max_position_embeddings": 512}  # fmt: skip
@@ -47,8 +47,8 @@ def test_frequencies_and_their_scale_equal_those_of_transformers(name, base):
     hf = LlamaConfig(hidden_size=96, num_attention_heads=3, max_position_embeddings=2048,
                      rope_parameters={"rope_theta": base, **given})  # fmt: skip
     wanted, scale = ROPE_INIT_FUNCTIONS[hf.rope_parameters["rope_type"]](hf)
-    torch.testing.assert_close(frequencies(32, base, section), wanted, rtol=2e-7, atol=0)
-    assert rotary_scale(section) == pytest.approx(scale, rel=1e-12)
+    torch.testing.assert_close(compute_frequencies(32, base, section), wanted, rtol=2e-7, atol=0)
+    assert compute_rotary_scale(section) == pytest.approx(scale, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", SCALINGS)

@@ -9,9 +9,9 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch.nn.functional import gelu, silu
 
-from rl_megatron.model.layers import gated_activation, rotation, triton_layers
+from rl_megatron.model.layers import gated_activation, rope, triton_layers
 from rl_megatron.model.layers.gated_activation import GatedActivation
-from rl_megatron.model.layers.rotation import rotate, split_and_rotate, turns_of
+from rl_megatron.model.layers.rope import compute_turns, rotate, split_and_rotate
 
 S, B, G, PER_GROUP, D = 7, 3, 2, 2, 8
 
@@ -20,8 +20,8 @@ S, B, G, PER_GROUP, D = 7, 3, 2, 2, 8
 def kernels(request, monkeypatch):
     """Compute with torch's operators or, in Triton's interpreter, with the kernels for a GPU."""
     if request.param == "triton":
-        for module in (rotation, gated_activation):
-            monkeypatch.setattr(module, "layer_kernels", lambda device: triton_layers)
+        for module in (rope, gated_activation):
+            monkeypatch.setattr(module, "find_layer_kernels", lambda device: triton_layers)
     return request.param
 
 
@@ -56,8 +56,8 @@ def compare(function, formula, *inputs, rtol=0, atol=0):
 def test_rotation_has_the_bits_of_megatron_cores(dtype, assert_same):
     angles = 3 * torch.randn(S, 1, 1, D // 2)
     x = torch.randn(S, B, G, D, dtype=dtype, requires_grad=True)
-    assert_same(lambda x: rotate(x, turns_of(angles)), lambda x: rotated(x, angles), x)
-    assert_same(lambda x: rotate(x, turns_of(angles), 1.5), lambda x: _scaled(x, angles, 1.5), x)
+    assert_same(lambda x: rotate(x, compute_turns(angles)), lambda x: rotated(x, angles), x)
+    assert_same(lambda x: rotate(x, compute_turns(angles), 1.5), lambda x: _scaled(x, angles, 1.5), x)
 
 
 def _scaled(x, angles, scale):
@@ -78,9 +78,9 @@ def test_a_part_of_each_head_is_rotated_as_megatron_core_does(dtype, assert_same
         return formula(query.reshape(S, B, G * PER_GROUP, D)), formula(key), value
 
     x = torch.randn(S, B, G, D, dtype=dtype, requires_grad=True)
-    assert_same(lambda x: rotate(x, turns_of(angles), interleaved=interleaved), formula, x)
+    assert_same(lambda x: rotate(x, compute_turns(angles), interleaved=interleaved), formula, x)
     mixed = torch.randn(S, B, G, (PER_GROUP + 2) * D, dtype=dtype, requires_grad=True)
-    assert_same(lambda x: split_and_rotate(x, turns_of(angles), D, interleaved=interleaved), of_mixed, mixed)
+    assert_same(lambda x: split_and_rotate(x, compute_turns(angles), D, interleaved=interleaved), of_mixed, mixed)
 
 
 def test_query_key_and_value_are_split_as_megatron_core_splits_them(dtype, assert_same):
@@ -91,7 +91,7 @@ def test_query_key_and_value_are_split_as_megatron_core_splits_them(dtype, asser
         query, key, value = mixed.split([PER_GROUP * D, D, D], dim=-1)
         return rotated(query.reshape(S, B, G * PER_GROUP, D), angles), rotated(key, angles), value
 
-    assert_same(lambda mixed: split_and_rotate(mixed, turns_of(angles), D), formula, mixed)
+    assert_same(lambda mixed: split_and_rotate(mixed, compute_turns(angles), D), formula, mixed)
 
 
 def test_the_clamped_swiglu_has_the_bits_of_its_formula_and_its_gradient(dtype):

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from rl_megatron.checkpoint.optimizer_state import parts
+from rl_megatron.checkpoint.optimizer_state import list_parts
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.gradient_buffers import GradientBuffer
-from rl_megatron.model.lora.originals import whole_parameters
+from rl_megatron.model.lora.originals import find_whole_parameters
 from rl_megatron.model.sharded_shape import Head, Parameter, ShardedShape
 from rl_megatron.plan.closed_forms import TrainingBytes, mean_training_bytes, training_bytes
 from tests.parallel.layouts import MODEL, build_policy
@@ -112,9 +112,9 @@ def allocated(
             add(weights, parameter)
             if parameter.requires_grad:
                 add(gradients, parameter.main_grad)
-    for _, original in whole_parameters(policy.model.model_chunks):
+    for _, original in find_whole_parameters(policy.model.model_chunks):
         add(weights, original)
-    for part in parts(policy.optimizer):
+    for part in list_parts(policy.optimizer):
         for tensor in (p for group in part.optimizer.param_groups for p in group["params"]):
             add(state, tensor)
         for entry in part.optimizer.state.values():
@@ -166,7 +166,7 @@ def test_the_mean_over_ranks_is_the_sum_of_all_parameters(case):
 
 def test_a_bucket_ends_after_its_number_of_elements_and_around_a_shared_embedding():
     parameters = [Parameter(100, is_shared=True), *[Parameter(64)] * 5]
-    buffer = GradientBuffer.of(parameters, 4, distributed=True, bucket_elements=128)
+    buffer = GradientBuffer.from_parameters(parameters, 4, distributed=True, bucket_elements=128)
     assert buffer.buckets == ((0, 128), (128, 256), (256, 384), (384, 512))
     assert buffer.parameters[-1] == (384, 484)
     assert [buffer.shard_elements(rank) for rank in range(4)] == [128, 128, 96, 68]

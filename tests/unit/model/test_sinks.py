@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_megatron.model.layers.attention import attend
-from rl_megatron.model.layers.packed import causal_bias
+from rl_megatron.model.layers.packed import build_causal_bias
 from rl_megatron.model.layers.sinks import attend_once_with_sinks
 
 B, N, G, D, SCALE = 2, 4, 2, 6, 0.3
@@ -29,7 +29,7 @@ def test_attention_with_sinks_and_its_gradients_equal_the_formula(queries, keys,
     generator = torch.Generator().manual_seed(0)
     shapes = ((queries, B, N, D), (keys, B, G, D), (keys, B, G, D), (N,))
     inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
-    bias = causal_bias(torch.arange(keys - queries, keys), keys, window, torch.float32)
+    bias = build_causal_bias(torch.arange(keys - queries, keys), keys, window, torch.float32)
     *tensors, sinks = inputs
     given = None if window is None and queries == keys else bias
     found, wanted = attend(*tensors, given, SCALE, sinks), formula(*tensors, bias, sinks)
@@ -44,7 +44,7 @@ def test_attention_with_sinks_and_its_gradients_equal_the_formula(queries, keys,
 def test_one_token_per_sequence_attends_as_the_last_of_its_sequence():
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(5, B, heads, D, generator=generator) for heads in (N, G, G))
-    sinks, bias = torch.randn(N, generator=generator), causal_bias(torch.arange(5), 5, None, torch.float32)
+    sinks, bias = torch.randn(N, generator=generator), build_causal_bias(torch.arange(5), 5, None, torch.float32)
     wanted = formula(query, key, value, bias, sinks)[-1].view(B, N, D)
     grouped = query[-1].unflatten(1, (G, -1))
     found = attend_once_with_sinks(

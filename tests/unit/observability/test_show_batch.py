@@ -18,7 +18,7 @@ from rl_megatron.batching.step_microbatches import plan_microbatches, plan_step
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.run_tokenizer import build_tokenizer
-from rl_megatron.data.training_data import training_dataset
+from rl_megatron.data.training_data import build_dataset
 from rl_megatron.observability.batch_view import (
     ShownSequence,
     Token,
@@ -84,7 +84,7 @@ def trained_batch(stage, tokenizer):
     training = SimpleNamespace(
         config=stage, steps=lambda: iter(range(1, STEP + 1)), batch_number=int, use_loader=lambda loader: None
     )
-    return dict(Stage.whole_batches(training, training_dataset(stage, tokenizer)))[STEP]
+    return dict(Stage.whole_batches(training, build_dataset(stage, tokenizer)))[STEP]
 
 
 def shown_in_order(view):
@@ -181,10 +181,10 @@ def test_texts_of_tokens_are_the_text_together(stages):
     _, tokenizer = stages["sft"]
     text = "a €😀 b\n"
     ids = [*tokenizer.encode(text), tokenizer.eos_id]
-    texts = tokenizer.token_texts(ids)
+    texts = tokenizer.decode_tokens(ids)
     assert "".join(texts) == text + "<eos>" and len(texts) == len(ids)
     assert texts.count("") == 5, "€ is three tokens of one byte, and 😀 is four"
-    assert tokenizer.token_texts(tokenizer.encode("€")[:2]) == ["<0xE2>", "<0x82>"]
+    assert tokenizer.decode_tokens(tokenizer.encode("€")[:2]) == ["<0xE2>", "<0x82>"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rl_megatron.rewards.functions import (
     Regex,
     gsm8k,
 )
-from rl_megatron.rewards.loading import configured_functions
+from rl_megatron.rewards.loading import build_specs
 from rl_megatron.rewards.samples import Sample
 from rl_megatron.rewards.workers import RewardWorkers
 from tests.unit.rewards.latex_answers import latex_answers
@@ -61,7 +61,7 @@ def test_gsm8k_compares_numbers(completion, answer, score):
 
 
 def test_gsm8k_refuses_a_reference_answer_without_a_number():
-    with pytest.raises(ValueError, match="'twelve' is no number"):
+    with pytest.raises(ValueError, match="'twelve' is not a number"):
         gsm8k("#### 12", "twelve")
 
 
@@ -217,7 +217,7 @@ def test_math_verify_in_a_worker_equals_the_library_called_directly():
     config = RewardConfig(
         functions=(RewardFunctionConfig(name="math_verify"),), timeout_seconds=30.0, on_error="zero", num_workers=2
     )
-    workers = RewardWorkers(configured_functions(config), config)
+    workers = RewardWorkers(build_specs(config), config)
     try:
         samples = [Sample(Problem("p", answer), completion, [], False) for answer, completion in pairs]
         workers.submit(samples, range(len(samples)), with_lists=True)

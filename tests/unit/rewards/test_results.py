@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_megatron.rewards.results import BadResult, Score, read_result, read_results
+from rl_megatron.rewards.reward_function import BadResult, Score, read_result, read_results
 
 
 @pytest.mark.parametrize(

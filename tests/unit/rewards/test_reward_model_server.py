@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from rl_megatron.data.tasks import Problem
-from rl_megatron.rewards.calling import RewardFunction
 from rl_megatron.rewards.functions import RewardModelServer
-from rl_megatron.rewards.running_statistics import RunningStatistics
+from rl_megatron.rewards.reward_function import RewardFunction
+from rl_megatron.rewards.reward_models import RunningStatistics
 from rl_megatron.rewards.samples import Sample
 from tests.http_server import HttpServer
 
@@ -119,5 +119,5 @@ def test_running_statistics_equal_those_of_all_numbers_and_go_on_after_a_restart
     second.add(values[30:])
     mean, std = statistics.fmean(values), statistics.pstdev(values)
     for each in (whole, second):
-        assert each.normalized(values[3]) == pytest.approx((values[3] - mean) / std, rel=1e-9)
-    assert RunningStatistics().normalized(3.0) == 3.0
+        assert each.normalize(values[3]) == pytest.approx((values[3] - mean) / std, rel=1e-9)
+    assert RunningStatistics().normalize(3.0) == 3.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_megatron.rewards.samples import pickled
+from rl_megatron.rewards.samples import pickle_for_worker
 
 
 @pytest.mark.parametrize("name", ["elsewhere", "nowhere"])
@@ -19,4 +19,4 @@ def test_a_package_that_only_its_own_finder_finds_is_sent_by_name(monkeypatch, n
     spec = ModuleSpec("elsewhere", None)
     finder = SimpleNamespace(find_spec=lambda name, path: spec if name == "elsewhere" else None)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder])
-    assert (b"its code" in pickled(package.reward, "a reward")) == (name == "nowhere")
+    assert (b"its code" in pickle_for_worker(package.reward, "a reward")) == (name == "nowhere")

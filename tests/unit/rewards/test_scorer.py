@@ -13,7 +13,7 @@ from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards import workers
 from rl_megatron.rewards.loading import check_rewards
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.rewards.workers import WORKER_MODULE
 from rl_megatron.topology.ranks import Ranks
@@ -83,7 +83,7 @@ def test_workers_that_cannot_start_are_an_error_that_names_them(monkeypatch):
     monkeypatch.setattr(workers, "ChildProcess", refused)
     scorer = Scorer(RewardConfig(functions=(function("length"),)), lambda: None, Ranks())
     scorer.start()  # the other ranks do not learn of it here
-    with pytest.raises(RewardFailed, match="the reward workers cannot go on: .*too many processes"):
+    with pytest.raises(RewardFailed, match="the reward workers cannot continue: .*too many processes"):
         scorer.score([Problem("p", "a")], ["x"], [[1]], [False])
 
 

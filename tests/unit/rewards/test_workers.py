@@ -9,7 +9,7 @@ import pytest
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
-from rl_megatron.rewards.loading import check_functions, configured_functions
+from rl_megatron.rewards.loading import build_specs, check_functions
 from rl_megatron.rewards.registry import REWARDS
 from rl_megatron.rewards.samples import Sample
 from rl_megatron.rewards.workers import WORKER_MODULE, RewardWorkers
@@ -31,7 +31,7 @@ def workers_of():
     made = []
 
     def make(config):
-        made.append(RewardWorkers(configured_functions(config), config))
+        made.append(RewardWorkers(build_specs(config), config))
         return made[-1]
 
     yield make

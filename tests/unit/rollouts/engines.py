@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner, RolloutTask
 from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.rollouts.trajectory import TokenLimits

@@ -11,7 +11,7 @@ import torch
 
 from rl_megatron.generation.interfaces import Completion, EngineLost, Served, WeightSpan
 from rl_megatron.generation.synced_engine import SyncedEngine
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts
 from rl_megatron.rollouts.group_queue import TOO_OLD, QueueRules

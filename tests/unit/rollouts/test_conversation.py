@@ -109,7 +109,7 @@ def test_what_reset_returns_takes_the_place_of_the_prompt(tmp_path):
     assert result.trajectory.metadata == {"began": True, "answer": "0"}
     tokenizer = load_tokenizer(write_tokenizer("qwen3", tmp_path))
     renderer = Renderer(PromptsConfig(format="chat", system_prompt="Be kind."), tokenizer)
-    asked = renderer.prompt(Problem("", "", {"messages": [user("old")]}, "chats:1"))
+    asked = renderer.encode_problem(Problem("", "", {"messages": [user("old")]}, "chats:1"))
     (end,) = renderer.end_of_turn_ids
     engine, made = RandomTokens([50, 51], stop_id=end), environments("Greets")
     sampling = Sampling(4, stop_ids=(end,))

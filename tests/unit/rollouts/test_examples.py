@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.data.chat_template import configured_template
+from rl_megatron.data.chat_template import load_template
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.data.tasks import GeneratedTask, build_task
@@ -50,12 +50,12 @@ def test_demonstrations_fit_the_model_and_only_turns_of_the_assistant_are_learne
     tokenizer = train_bpe(task.pretraining_documents(200), stage.tokenizer.vocab_size)
     renderer = Renderer(stage.data, tokenizer)
     for shown in task.demonstrations(20):
-        example = renderer.example(shown.as_record())
+        example = renderer.encode_example(shown.as_record())
         assert len(example.ids) <= stage.model.max_sequence_length
         learned = tokenizer.decode([id_ for id_, is_learned in zip(example.ids, example.trained, strict=True)
                                     if is_learned], skip_special_tokens=False)  # fmt: skip
         assert learned == "".join(f"{turn}<eos>" for turn in turns(shown.record["messages"], "assistant"))
-        prompt = renderer.prompt_ids(shown.as_record())
+        prompt = renderer.encode_prompt(shown.as_record())
         assert example.ids[: len(prompt)] == prompt or len(turns(shown.record["messages"], "user")) > 1
 
 
@@ -76,7 +76,7 @@ def test_calls_in_demonstrations_are_calls_of_the_calculator():
     tokenizer = train_bpe(task.pretraining_documents(200), stage.tokenizer.vocab_size)
     tools = Tools(stage.rollout.tools)
     hosts = tools.build_hosts()
-    box, num_calls = tools.open_box(hosts, configured_template(stage.data, tokenizer)), 0
+    box, num_calls = tools.open_box(hosts, load_template(stage.data, tokenizer)), 0
 
     async def answered():
         nonlocal num_calls

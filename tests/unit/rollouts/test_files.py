@@ -14,7 +14,7 @@ from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks.task import Problem
 from rl_megatron.generation.completion_batch import SampledSequence, sequence_batch
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rollouts.files import Draw, build_rows, read_rows, rollout_file, rows_to_batch, write_rows
 from rl_megatron.rollouts.record import RolloutRecord
 from rl_megatron.topology.ranks import Ranks

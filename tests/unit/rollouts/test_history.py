@@ -29,7 +29,7 @@ def chat(request, tmp_path_factory):
 
     def prompt(text):
         problem = Problem("", "", {"messages": [user(text)]}, "chats.jsonl:1")
-        return renderer.prompt(problem)
+        return renderer.encode_problem(problem)
 
     prompt("Hello")
     (end,) = renderer.end_of_turn_ids
@@ -106,7 +106,7 @@ def thinking(tmp_path_factory):
     """A tokenizer whose chat template drops the thinking of earlier turns, and a prompt."""
     directory = write_tokenizer("qwen3", tmp_path_factory.mktemp("thinking"), THINKING)
     tokenizer = load_tokenizer(directory)
-    prompt = Renderer(PromptsConfig(format="chat"), tokenizer).prompt(
+    prompt = Renderer(PromptsConfig(format="chat"), tokenizer).encode_problem(
         Problem("", "", {"messages": [user("2 + 3?")]}, "chats.jsonl:1")
     )
     return tokenizer, prompt

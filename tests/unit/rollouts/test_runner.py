@@ -18,7 +18,7 @@ from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.records import Record
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import EngineFailed
-from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rollouts.batch import build_component_keys
 from rl_megatron.rollouts.runner import RolloutFailed
 from rl_megatron.rollouts.scored import FailureRule, ScoredRollouts, Scores, build_tasks

@@ -10,7 +10,7 @@ import torch
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.data import stage_loader, training_data
+from rl_megatron.data import training_data
 from rl_megatron.generation.interfaces import Completion, Served, WeightSpan
 from rl_megatron.generation.synced_engine import SyncedEngine
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
@@ -68,8 +68,7 @@ class Ones:
 @pytest.fixture
 def made(monkeypatch, tmp_path):
     """`made(*overrides)`: a sampler, its stage, and the engine; all are closed after the test."""
-    for module in (training_data, stage_loader):
-        monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
+    monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo()))
     scorer = ScoredHere(Echo())
     monkeypatch.setattr(scorer, "close", lambda: None, raising=False)
     monkeypatch.setattr("rl_megatron.rollouts.sampler.Scorer", lambda *arguments, **options: scorer)
@@ -142,11 +141,10 @@ def data_sets_fit(rollouts) -> bool:
 @pytest.fixture
 def of_two_files(monkeypatch, made):
     """What `made` is, with a mixture of prompts in upper and in lower case."""
-    for module in (training_data, stage_loader):
-        monkeypatch.setattr(
-            module, "build_source",
-            lambda stage: Problems(Echo(prompts=tuple("ABCD" if stage.data.path == "upper.jsonl" else "abcd"))),
-        )  # fmt: skip
+    monkeypatch.setattr(
+        training_data, "build_source",
+        lambda stage: Problems(Echo(prompts=tuple("ABCD" if stage.data.path == "upper.jsonl" else "abcd"))),
+    )  # fmt: skip
     return made
 
 

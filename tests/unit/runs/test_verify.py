@@ -4,11 +4,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from rl_megatron.checkpoint.directory import Damaged, name_of, publish, read_manifest
+from rl_megatron.checkpoint.directory import Damaged, name_checkpoint, publish, read_manifest
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.runs import verify
-from rl_megatron.runs.verify import refuse_damage, with_remedy
+from rl_megatron.runs.verify import add_remedy, refuse_damage
 from rl_megatron.topology.ranks import Ranks
 
 
@@ -16,7 +16,7 @@ def save(directory, step, model):
     partial = directory / f"step-{step:06d}.incomplete"
     partial.mkdir(parents=True)
     (partial / "weights").write_text("12345")
-    final = directory / name_of(step)
+    final = directory / name_checkpoint(step)
     publish(partial, final, {"step": step, "model": asdict(model)})
     return final
 
@@ -59,7 +59,7 @@ def test_the_newest_undamaged_checkpoint_is_named(tmp_path, config):
         save(stage.with_name("ppo.critic"), step, config.first.model)
 
     def said(damaged, config=config):
-        return str(with_remedy(Damaged("damaged"), damaged, config, read_manifest))
+        return str(add_remedy(Damaged("damaged"), damaged, config, read_manifest))
 
     newest = stage / "step-000004"
     assert (

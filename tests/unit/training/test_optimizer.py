@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_megatron.checkpoint.optimizer_state import allocate_moments, step_count
+from rl_megatron.checkpoint.optimizer_state import allocate_moments, get_step_count
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.training import optimizer as policy_optimizer
@@ -28,7 +28,7 @@ def test_steps_are_counted_from_zero():
     policy_optimizer.fuse(part)
     allocate_moments(part)
     for expected in range(3):
-        assert step_count(part) == expected
+        assert get_step_count(part) == expected
         part.optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
         part.optimizer.step()
 

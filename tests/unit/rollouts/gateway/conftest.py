@@ -17,7 +17,7 @@ class Family:
     def __init__(self, directory, template=None, family="qwen3"):
         self.tokenizer = load_tokenizer(write_tokenizer(family, directory, template))
         self.renderer = Renderer(PromptsConfig(format="chat"), self.tokenizer)
-        self.prompt = self.renderer.prompt(Problem("", "", {"messages": [user("Hello")]}, "chats.jsonl:1"))
+        self.prompt = self.renderer.encode_problem(Problem("", "", {"messages": [user("Hello")]}, "chats.jsonl:1"))
         (self.end,) = self.renderer.end_of_turn_ids
         self.ordinary = [id_ for id_ in range(self.tokenizer.vocab_size) if not self.tokenizer.is_added(id_)]
 

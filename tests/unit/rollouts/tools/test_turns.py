@@ -52,10 +52,10 @@ TALKS = {
 
 def spelled(tokenizer, text):
     """Return ids of a text, which the tokenizer would not write so: one of its tokens stands in several."""
-    id_of = {tokenizer.token_text(id_): id_ for id_ in range(tokenizer.vocab_size)}
+    id_of = {tokenizer.decode_token(id_): id_ for id_ in range(tokenizer.vocab_size)}
     ids = tokenizer.encode_special(text).ids
     for place, id_ in enumerate(ids):
-        parts = [id_of.get(character) for character in tokenizer.token_text(id_)]
+        parts = [id_of.get(character) for character in tokenizer.decode_token(id_)]
         if len(parts) > 1 and not tokenizer.is_added(id_) and None not in parts:
             return [*ids[:place], *parts, *ids[place + 1 :]]
     raise AssertionError("no token can be split")
@@ -77,7 +77,7 @@ def talk(family, directory, on_rewrite="error", before=()):
     """Return the trajectory of a conversation with three turns, the tokenizer, and the sampled ids of each turn."""
     format_, turns = TALKS[family]
     tokenizer = load_tokenizer(write_tokenizer(family, directory))
-    prompt = Renderer(PromptsConfig(format="chat"), tokenizer).prompt(
+    prompt = Renderer(PromptsConfig(format="chat"), tokenizer).encode_problem(
         Problem("", "", {"messages": [*before, user("Rome or Oslo?")]}, "chats.jsonl:1")
     )
 

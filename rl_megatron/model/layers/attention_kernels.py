@@ -1,4 +1,4 @@
-"""Causal attention without a mask in memory, by an operator that is chosen here and not by torch."""
+"""Causal attention without a mask in memory, by kernels that are chosen here and not by torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def flash_attends_last(query: Tensor, value: Tensor) -> bool:
 def attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Return causal attention [S_q, B, N·D] of queries at the last S_q of S_k positions, without a mask in memory.
 
-    torch offers it by `causal_lower_right`, which fails under dispatch modes, such as torch's counter of FLOPs. The
-    operator behind it understands causal attention in this way.
+    torch offers it by `causal_lower_right`, which fails under dispatch modes, such as torch's counter of FLOPs. Its
+    operator understands causal attention in this way.
     """
     output, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), 0.0, True, scale=scale

@@ -5,7 +5,7 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 from torch._subclasses import FakeTensorMode
 
-from rl_megatron.model.layers.expert_permutation import permute
+from rl_megatron.model.layers.expert_dispatch import permute
 
 TOKENS, EXPERTS, CHOSEN = 37, 8, 3
 

@@ -9,8 +9,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.run_tokenizer import train_bpe
 from rl_megatron.data.sources import HeldoutBatch, build_source
-from rl_megatron.data.stage_loader import dataset_loader
-from rl_megatron.data.training_data import RolloutPrompts, check_dataset
+from rl_megatron.data.training_data import RolloutPrompts, build_dataset_loader, check_dataset
 
 TOKENIZER = train_bpe(["question answer good bad text 0123456789\n" * 3], 270)
 SMALL = ("data.num_eval_examples=4", "train.steps=9", "model.max_sequence_length=128")
@@ -57,10 +56,10 @@ def ids_of(batch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mixture_continues_with_the_batches_of_the_uninterrupted_run(files, kind, streaming):
     stage = stage_of(*KINDS[kind], MIX, *streaming)
-    running = dataset_loader(stage, TOKENIZER)
+    running = build_dataset_loader(stage, TOKENIZER)
     whole = [ids_of(running.batch(number)) for number in range(9)]
     assert all(len(batch) == stage.train.global_batch_size for batch in whole)
-    stopped, resumed = dataset_loader(stage, TOKENIZER), dataset_loader(stage, TOKENIZER)
+    stopped, resumed = build_dataset_loader(stage, TOKENIZER), build_dataset_loader(stage, TOKENIZER)
     for number in range(5):
         stopped.batch(number)
     resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
@@ -68,7 +67,7 @@ def test_a_mixture_continues_with_the_batches_of_the_uninterrupted_run(files, ki
 
 
 def test_a_batch_has_the_sequences_of_its_data_sets_by_weight(files):
-    loader = dataset_loader(stage_of(*KINDS["sft"], MIX, *STREAM), TOKENIZER)
+    loader = build_dataset_loader(stage_of(*KINDS["sft"], MIX, *STREAM), TOKENIZER)
     texts = [TOKENIZER.decode(ids) for number in range(9) for ids in ids_of(loader.batch(number))]
     counts = {source: sum(f"question {source}" in text for text in texts) for source in "abc"}
     assert counts == {"a": 48, "b": 16, "c": 8}
@@ -93,13 +92,13 @@ def test_weights_may_come_from_a_function_of_the_user(files):
         "def weights(step):\n    return {'a': 1, 'b': 0, 'c': 0 if step < 3 else 1}\ndef wrong(step):\n    return []\n"
     )
     stage = stage_of(*KINDS["sft"], MIX, "data.mix_weights=curriculum.py:weights")
-    loader = dataset_loader(stage, TOKENIZER)
+    loader = build_dataset_loader(stage, TOKENIZER)
     texts = ["".join(TOKENIZER.decode(ids) for ids in ids_of(loader.batch(number))) for number in range(4)]
     assert ["question c" in text for text in texts] == [False, False, True, True]
     assert not any("question b" in text for text in texts)
     for name, words in {"wrong": "returned \\[\\]", "absent": "absent"}.items():
         with pytest.raises(ConfigError, match=f"data.mix_weights.*{words}"):
-            dataset_loader(stage_of(*KINDS["sft"], MIX, f"data.mix_weights=curriculum.py:{name}"), TOKENIZER)
+            build_dataset_loader(stage_of(*KINDS["sft"], MIX, f"data.mix_weights=curriculum.py:{name}"), TOKENIZER)
 
 
 @pytest.mark.parametrize("streaming", [(), STREAM], ids=["memory", "stream"])
@@ -121,14 +120,14 @@ def test_a_data_set_of_the_hub_is_streamed(files):
     (files / "c.parquet").rename(files / "hub" / "train.parquet")
     (files / "hub" / "test.parquet").write_bytes((files / "hub" / "train.parquet").read_bytes())
     stage = stage_of(*KINDS["sft"], "data.dataset_name=hub", *STREAM)
-    running, resumed = dataset_loader(stage, TOKENIZER), dataset_loader(stage, TOKENIZER)
+    running, resumed = build_dataset_loader(stage, TOKENIZER), build_dataset_loader(stage, TOKENIZER)
     whole = [ids_of(running.batch(number)) for number in range(4)]
     assert {TOKENIZER.decode(ids).splitlines()[0] for batch in whole[:3] for ids in batch} == {
         f"question c{number}" for number in range(17)
     }
     resumed.batch(0)
     state = resumed.state_dict()
-    resumed = dataset_loader(stage, TOKENIZER)
+    resumed = build_dataset_loader(stage, TOKENIZER)
     resumed.load_state_dict(state)
     assert [ids_of(resumed.batch(number)) for number in range(1, 4)] == whole[1:]
 
@@ -139,7 +138,7 @@ def test_records_that_are_too_long_are_reported_of_some_blocks_only(files, logge
     stage = stage_of(
         *KINDS["sft"], "data.path=long.jsonl", *STREAM, "model.max_sequence_length=24", "data.too_long=drop"
     )
-    loader = dataset_loader(stage, TOKENIZER)
+    loader = build_dataset_loader(stage, TOKENIZER)
     for number in range(7):  # 56 of the 64 records that fit, in 14 blocks
         loader.batch(number)
     assert len([message for message in logged if "1 of 5 sequences exceed" in message]) == 4, "blocks 1, 2, 4 and 8"
@@ -154,7 +153,7 @@ def test_all_blocks_of_a_stream_have_the_templates_that_the_first_one_chose(file
     rewards = () if kind == "sft" else ("reward.functions=[{name: exact_match}]",)
     stage = stage_of(*overrides, *rewards, "data.path=two.jsonl", *STREAM)
     prompts = RolloutPrompts(stage, stage.algorithm, TOKENIZER) if kind == "grpo" else None
-    loader = dataset_loader(stage, TOKENIZER) if prompts is None else prompts.loader
+    loader = build_dataset_loader(stage, TOKENIZER) if prompts is None else prompts.loader
     with pytest.raises(ConfigError, match="two.jsonl:10: data.prompt_template '{question}.*needs a field .*'question'"):
         for number in range(5):
             loader.batch(number)
@@ -175,7 +174,7 @@ def test_a_later_block_without_an_item_is_passed_over(files, kind, gone, setting
         records[9:14] = [{"question": "q"}] * 5
     (files / "holes.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     stage = stage_of(*KINDS[kind], "data.path=holes.jsonl", *STREAM, "model.max_sequence_length=64", *settings)
-    loader = dataset_loader(stage, TOKENIZER)
+    loader = build_dataset_loader(stage, TOKENIZER)
     texts = " ".join(TOKENIZER.decode(ids) for number in range(6) for ids in ids_of(loader.batch(number)))
     field = "text q " if kind == "pretrain" else "question q"
     assert f"{field}{'0123' if kind == 'pretrain' else '20'}" in texts and "long" not in texts
@@ -186,7 +185,7 @@ def test_an_error_in_a_later_block_names_its_line(files):
         file.write('{"question": "broken"\n')
     stage = stage_of(*KINDS["sft"], "data.path=a.jsonl", *STREAM)
     assert len(check_dataset(stage, TOKENIZER)) == 5, "the first block is checked"
-    loader = dataset_loader(stage, TOKENIZER)
+    loader = build_dataset_loader(stage, TOKENIZER)
     with pytest.raises(ValueError, match=r"a.jsonl:32 is not JSON"):
         for number in range(9):
             loader.batch(number)

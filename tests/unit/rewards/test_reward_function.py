@@ -6,7 +6,7 @@ import pytest
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.tasks import Problem
-from rl_megatron.rewards.calling import BadFunction, RewardFunction, TaskReward
+from rl_megatron.rewards.reward_function import BadFunction, RewardFunction, TaskReward
 from rl_megatron.rewards.samples import Sample
 from tests.unit.rewards import user_file
 
