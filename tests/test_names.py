@@ -28,7 +28,6 @@ _NOUNS = {"property", "cached_property", "setter"}
 
 # Names that a protocol, another library or a user's file fixes, or that are verbs or nouns after all.
 ALLOWED: dict[str, set[str]] = {
-    "algorithms/kto.py": {"HeldoutLabelled.of_stage"},  # of `Evaluation`
     "losses/base.py": {"Loss.name_of", "LogprobLoss.name_of"},  # users' losses override it
     "losses/calling.py": {"CallForms.name_of"},
 }
