@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -25,6 +26,17 @@ class RunFailed(RuntimeError):
 def describe_error(error: BaseException) -> str:
     """Return an exception's type and message."""
     return f"{type(error).__name__}: {error}"
+
+
+def describe_with_place(error: BaseException) -> str:
+    """Return an exception's type and message, and where it was raised, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # of a user's own exception
+        message = "its message cannot be read"
+    return f"{type(error).__name__}{': ' if message else ''}{message}{location}"
 
 
 _LONGEST_VALUE = 200  # characters of a value in a message

@@ -12,7 +12,6 @@ import inspect
 import math
 import numbers
 import struct
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
@@ -337,14 +336,3 @@ def _to_float(value: Any) -> float | None:
 def _show(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}" if value is not None else "None"
-
-
-def describe_with_place(error: BaseException) -> str:
-    """Return an exception's type and message, and where it was raised, in one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    try:
-        message = " ".join(str(error).split())
-    except Exception:  # of a user's own exception
-        message = "its message cannot be read"
-    return f"{type(error).__name__}{': ' if message else ''}{message}{location}"

@@ -13,14 +13,13 @@ import socket
 import sys
 from typing import Any
 
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, describe_with_place
 from rl_megatron.config.loading.import_strings import load_object
 from rl_megatron.rewards.reward_function import (
     BadFunction,
     BadResult,
     RewardFunction,
     TaskReward,
-    describe_with_place,
     read_result,
     read_results,
     run_async,

@@ -14,9 +14,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, describe_with_place
 from rl_megatron.config.loading.import_strings import load_object
-from rl_megatron.rewards.reward_function import describe_with_place
 from rl_megatron.rollouts.user_calls import call_user_code
 from rl_megatron.workers.calls import BusyTime, CallMark, TimedCall, finish_within
 from rl_megatron.workers.child import serve_user_code
