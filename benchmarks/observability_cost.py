@@ -29,7 +29,7 @@ def measure_metrics(switch: Switch) -> None:
     """Let every second step go without the metrics of costs and of distributions."""
     when_on(switch, PhaseTimer, "begin", lambda timer, name: timer.phases)
     when_on(switch, PhaseTimer, "end", lambda timer, outer: None)
-    when_on(switch, StepMeter, "learned_from", lambda *args, **named: None)
+    when_on(switch, StepMeter, "count_step", lambda *args, **named: None)
     when_on(switch, StepMeter, "metrics", lambda meter: {})
     when_on(switch, statistics, "describe_distribution", lambda *arguments: {})
 

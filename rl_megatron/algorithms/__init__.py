@@ -17,7 +17,7 @@ from rl_megatron.algorithms.registry import (
     Algorithm,
     CriticNeeds,
     LossNeeds,
-    algorithm_of,
+    get_algorithm,
     register_algorithm,
 )
 
@@ -26,7 +26,7 @@ __all__ = [
     "Algorithm",
     "CriticNeeds",
     "LossNeeds",
-    "algorithm_of",
+    "get_algorithm",
     "distillation",
     "dpo",
     "grpo",

@@ -31,14 +31,14 @@ from rl_megatron.topology.reductions import ALONE, RankReduction
 
 
 class AdvantageInputs:
-    """What an advantage estimator gets: samples, with those of a prompt next to each other, and their tokens.
+    """The inputs of an advantage estimator: samples, with those of a prompt next to each other, and their tokens.
 
     B is the number of samples, which may be 0, S their padded length, and entry t of a sequence corresponds to token t.
 
     Attributes:
         group_size: The number of samples per prompt.
         ranks: The data-parallel ranks that share the step's samples, with sums, extremes and moments over all of them.
-            What is compared with the whole batch has to be reduced with it, equally often on every rank.
+            Every rank must call them equally often. Comparisons with the whole batch need them.
         leave_one_out: This key of the algorithm section.
         normalize_std: This key of the algorithm section.
     """
@@ -54,16 +54,10 @@ class AdvantageInputs:
         leave_one_out: bool = False,
         normalize_std: bool = True,
     ):
-        """Make the inputs from a batch.
+        """Make the inputs from a batch, which has the keys that they are read from.
 
-        Args:
-            rollouts: The sequences, with the keys that the estimator's inputs are read from.
-            group_size: The number of samples per prompt.
-            ranks: The ranks that have other samples of the step.
-            loss_fn: The policy's loss, which says whether rewards have a KL penalty; None: they have none.
-            reward: The section `reward`, which has the weights of the reward functions; None: all are 1.
-            leave_one_out: The key of the algorithm section.
-            normalize_std: The key of the algorithm section.
+        `loss_fn`, the policy's loss, decides whether rewards have a KL penalty; without it they have none. `reward` has
+        the weights of the reward functions; without it, all are 1. For the other arguments, see the class.
         """
         self.group_size, self.ranks = group_size, ranks
         self.leave_one_out, self.normalize_std = leave_one_out, normalize_std
@@ -203,9 +197,9 @@ def _optimal_baseline(inputs: AdvantageInputs) -> Float[Tensor, " batch"]:
 @register_advantage("group_decoupled")
 def _group_decoupled(inputs: AdvantageInputs) -> Float[Tensor, " batch"]:
     scores, weights = inputs.component_rewards, inputs.component_weights
-    weight_of_each = torch.tensor([weights[name] for name in scores])
+    function_weights = torch.tensor([weights[name] for name in scores])
     return formulas.group_decoupled(
-        torch.stack(list(scores.values()), 1), weight_of_each, inputs.group_size, inputs.ranks
+        torch.stack(list(scores.values()), 1), function_weights, inputs.group_size, inputs.ranks
     )
 
 
@@ -213,22 +207,14 @@ class AdvantagesFailed(RunFailed):
     """A user's advantage estimator failed in a step."""
 
 
-def estimated_advantages(
+def estimate_advantages(
     rollouts: Batch, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None = None
 ) -> Float[Tensor, "batch sequence"]:
     """Return the advantages [B, S] that the configured estimator gives the rollouts, 0 at tokens that do not count.
 
-    They are those of this rank's sequences. Collective, because a user's function may fail on some ranks only.
-
-    Args:
-        rollouts: The rollouts.
-        algorithm: The settings that choose the estimator.
-        loss_fn: The policy's loss, which says whether rewards have a KL penalty.
-        reward: The section `reward`, which has the weights of the reward functions; None: all are 1.
-
-    Raises:
-        AdvantagesFailed: The user's function raised an error, or its result has another shape or is not finite. It is
-            raised on every rank.
+    They are those of this rank's sequences. Collective, because a user's function may fail on some ranks only. Raises
+    AdvantagesFailed on every rank if it does, or if its result has another shape or is not finite. `reward` has the
+    weights of the reward functions; without it, all are 1.
     """
     try:
         return rollouts.all_ranks.all_or_none(lambda: _estimate(rollouts, algorithm, loss_fn, reward))
@@ -236,8 +222,8 @@ def estimated_advantages(
         raise AdvantagesFailed(f"the advantage estimator failed: {error}") from error
 
 
-def owned_together(rollouts: Batch, algorithm: GRPOConfig) -> Tensor | None:
-    """Return a number for each sequence, equal for those that one rank must own, or None if it may own any."""
+def group_for_owners(rollouts: Batch, algorithm: GRPOConfig) -> Tensor | None:
+    """Return a number for each sequence, equal for sequences that one rank must own, or None if it may own any."""
     together = estimator_of(algorithm.advantage_estimator).together
     if together == "group":
         return rollouts.trajectories.owner // algorithm.samples_per_prompt
@@ -247,11 +233,11 @@ def owned_together(rollouts: Batch, algorithm: GRPOConfig) -> Tensor | None:
 def _estimate(
     rollouts: Batch, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None
 ) -> Float[Tensor, "batch sequence"]:
-    name, of_all = algorithm.advantage_estimator, estimator_of(algorithm.advantage_estimator).together == "sequence"
+    name, is_whole = algorithm.advantage_estimator, estimator_of(algorithm.advantage_estimator).together == "sequence"
     where, mask = f"algorithm.advantage_estimator={name}", rollouts["token_mask"]
     inputs = AdvantageInputs(
-        BatchedDataDict(rollouts.facts) if of_all else rollouts.local, algorithm.samples_per_prompt,
-        ranks=ALONE if of_all else rollouts.ranks, loss_fn=loss_fn, reward=reward,
+        BatchedDataDict(rollouts.facts) if is_whole else rollouts.local, algorithm.samples_per_prompt,
+        ranks=ALONE if is_whole else rollouts.ranks, loss_fn=loss_fn, reward=reward,
         leave_one_out=algorithm.leave_one_out, normalize_std=algorithm.normalize_std,
     )  # fmt: skip
     index, function = inputs.index, ADVANTAGES.find(name, "algorithm.advantage_estimator")
@@ -261,11 +247,11 @@ def _estimate(
         raise
     except Exception as error:  # the user's function may raise anything
         raise ConfigError(f"{where} {raised(error)}") from error
-    shapes = [(index.num_trajectories,), *([] if of_all else [tuple(inputs.token_mask.shape)])]
+    shapes = [(index.num_trajectories,), *([] if is_whole else [tuple(inputs.token_mask.shape)])]
     if not isinstance(advantages, Tensor) or tuple(advantages.shape) not in shapes:
         shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
         raise ConfigError(f"{where} returned {shape}; it must return a tensor {' or '.join(map(str, shapes))}")
-    if of_all:
+    if is_whole:
         advantages = rollouts.select_local(index.spread(advantages))[:, None]
     elif advantages.dim() == 1:
         advantages = index.spread(advantages)[:, None]

@@ -81,21 +81,18 @@ def _compare_groups(
         group_size: The number of samples per prompt.
         sample_mask: 0 for samples to leave out; None to take all.
         values: What the function gets.
-
-    Raises:
-        ValueError: The samples do not form whole groups.
     """
     if values[0].dim() != 1:
         raise ValueError(f"rewards {tuple(values[0].shape)} must be one reward per sample, [B]")
     check_groups(group_size, rewards=values[0], **({} if sample_mask is None else {"sample_mask": sample_mask}))
     if sample_mask is None or bool((sample_mask != 0).all()):
-        return compare(*(each.view(-1, group_size) for each in values)).reshape(-1)
+        return compare(*(column.view(-1, group_size) for column in values)).reshape(-1)
     kept = (sample_mask != 0).view(-1, group_size)
     sizes, result = kept.sum(1), torch.zeros_like(values[0])
     for size in sizes.unique().tolist():
         if size > 1:
             chosen = (kept & (sizes == size)[:, None]).view(-1)
-            result[chosen] = compare(*(each[chosen].view(-1, size) for each in values)).reshape(-1)
+            result[chosen] = compare(*(column[chosen].view(-1, size) for column in values)).reshape(-1)
     return result
 
 
@@ -266,15 +263,15 @@ def group_decoupled(
             "[B, K] with K ≥ 1"
         )
     groups = scores.view(-1, group_size, scores.shape[1])
-    given = ~groups.isnan()
-    count = given.sum(1, keepdim=True)
-    mean = torch.where(given, groups, 0.0).sum(1, keepdim=True) / count.clamp(min=1)
-    centred = torch.where(given, groups - mean, 0.0)
+    exists = ~groups.isnan()
+    count = exists.sum(1, keepdim=True)
+    mean = torch.where(exists, groups, 0.0).sum(1, keepdim=True) / count.clamp(min=1)
+    centred = torch.where(exists, groups - mean, 0.0)
     deviation = ((centred**2).sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-    least = torch.where(given, groups, torch.inf).amin(1, keepdim=True)
-    most = torch.where(given, groups, -torch.inf).amax(1, keepdim=True)
+    least = torch.where(exists, groups, torch.inf).amin(1, keepdim=True)
+    most = torch.where(exists, groups, -torch.inf).amax(1, keepdim=True)
     normalised = torch.where(most > least, centred / (deviation + _EPSILON), 0.0)
-    counts = given.any(2).view(-1, 1)
+    counts = exists.any(2).view(-1, 1)
     return whiten((normalised * weights).sum(2).view(-1, 1), counts, ranks)[:, 0]
 
 
@@ -332,8 +329,8 @@ def group_relative_turns(
     Raises:
         ValueError: The samples do not form whole groups.
     """
-    rewards, exists = _rewards_of_turns(token_rewards, turns, group_size)
-    returns = _sums_to_the_end(rewards)
+    rewards, exists = _sum_turns(token_rewards, turns, group_size)
+    returns = _sum_to_end(rewards)
     count = exists.sum(1, keepdim=True)
     total = torch.where(exists, returns, 0.0).sum(1, keepdim=True)
     if leave_one_out:
@@ -343,7 +340,7 @@ def group_relative_turns(
     if normalize_std:
         centred = centred / (_deviation(returns, exists, 1) + _EPSILON)
     advantages = torch.where(_all_equal(returns, exists, 1), 0.0, centred)
-    return _at_tokens(advantages.flatten(0, 1), turns)
+    return _spread_to_tokens(advantages.flatten(0, 1), turns)
 
 
 def group_relative_steps(
@@ -370,17 +367,17 @@ def group_relative_steps(
     Raises:
         ValueError: The samples do not form whole groups.
     """
-    rewards, exists = _rewards_of_turns(token_rewards, turns, group_size)
+    rewards, exists = _sum_turns(token_rewards, turns, group_size)
     every = (1, 2)
     count = exists.sum(every, keepdim=True).clamp(min=1)
     centred = rewards - torch.where(exists, rewards, 0.0).sum(every, keepdim=True) / count
     if normalize_std:
         centred = centred / (_deviation(rewards, exists, every) + _EPSILON)
     centred = torch.where(exists & ~_all_equal(rewards, exists, every), centred, 0.0)
-    return _at_tokens(_sums_to_the_end(centred).flatten(0, 1), turns)
+    return _spread_to_tokens(_sum_to_end(centred).flatten(0, 1), turns)
 
 
-def _rewards_of_turns(
+def _sum_turns(
     token_rewards: Float[Tensor, "batch sequence"], turns: Int[Tensor, "batch sequence"], group_size: int
 ) -> tuple[Float[Tensor, "groups size turns"], Bool[Tensor, "groups size turns"]]:
     """Return the reward of each turn, and which turns there are."""
@@ -389,15 +386,15 @@ def _rewards_of_turns(
         raise ValueError(f"token_rewards {tuple(token_rewards.shape)} and turns {tuple(turns.shape)} must be [B, S]")
     most = max(int(turns.max()) + 1, 1) if turns.numel() else 1
     sampled = turns >= 0
-    place = turns.clamp(min=0)
-    rewards = torch.zeros(turns.shape[0], most).scatter_add_(1, place, torch.where(sampled, token_rewards.float(), 0.0))
-    exists = torch.zeros(turns.shape[0], most).scatter_add_(1, place, sampled.float()) > 0
+    index = turns.clamp(min=0)
+    rewards = torch.zeros(turns.shape[0], most).scatter_add_(1, index, torch.where(sampled, token_rewards.float(), 0.0))
+    exists = torch.zeros(turns.shape[0], most).scatter_add_(1, index, sampled.float()) > 0
     shape = (-1, group_size, most)
     return rewards.view(shape), exists.view(shape)
 
 
-def _sums_to_the_end(values: Tensor) -> Tensor:
-    """Return the sums of each entry and of those behind it in the last dimension."""
+def _sum_to_end(values: Tensor) -> Tensor:
+    """Return the sum of each entry and of all after it in the last dimension."""
     return values.flip(-1).cumsum(-1).flip(-1)
 
 
@@ -416,7 +413,7 @@ def _all_equal(values: Tensor, exists: Tensor, over: int | tuple[int, ...]) -> T
     return highest <= lowest
 
 
-def _at_tokens(
+def _spread_to_tokens(
     values: Float[Tensor, "batch turns"], turns: Int[Tensor, "batch sequence"]
 ) -> Float[Tensor, "batch sequence"]:
     """Return the value of its turn at each sampled token, and 0 elsewhere."""

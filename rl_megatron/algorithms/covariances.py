@@ -1,4 +1,4 @@
-"""Select the tokens whose advantage and logprob vary together most, which Clip-Cov and KL-Cov treat in another way.
+"""Select the tokens whose advantage and logprob vary together most, which Clip-Cov and KL-Cov treat specially.
 
 A step that makes likely tokens likelier lowers the policy's entropy, and these tokens lower it most.
 
@@ -19,21 +19,19 @@ from rl_megatron.losses.contract import LossFunction
 from rl_megatron.topology.reductions import RankReduction
 
 
-def with_covariance_mask(rollouts: Batch, loss_fn: LossFunction, seed: int) -> Batch:
-    """Return the rollouts with the `covariance_mask` that the loss reads, if it reads one. Collective.
+def add_covariance_mask(rollouts: Batch, loss_fn: LossFunction, seed: int) -> Batch:
+    """Add the `covariance_mask` to rollouts if the loss reads it, and return them. Collective.
 
-    Args:
-        rollouts: Batch with `advantages` and `prev_logprobs`, both [B, S].
-        loss_fn: The policy's loss.
-        seed: The seed of the tokens that Clip-Cov draws. Every step has its own.
+    It is selected from `advantages` and `prev_logprobs`, both [B, S]. `seed` is that of the tokens that Clip-Cov draws;
+    every step has its own.
     """
     cfg = getattr(loss_fn, "cfg", None)
     if isinstance(cfg, ClippedPGLossConfig) and cfg.uses_covariances:
-        rollouts["covariance_mask"] = selected_tokens(rollouts, cfg, seed)
+        rollouts["covariance_mask"] = select_tokens(rollouts, cfg, seed)
     return rollouts
 
 
-def selected_tokens(rollouts: Batch, cfg: ClippedPGLossConfig, seed: int) -> Float[Tensor, "batch sequence"]:
+def select_tokens(rollouts: Batch, cfg: ClippedPGLossConfig, seed: int) -> Float[Tensor, "batch sequence"]:
     """Return 1 at the tokens that Clip-Cov or KL-Cov selects from all ranks' tokens, and 0 elsewhere, [B, S].
 
     The selection does not depend on how the sequences are spread over ranks. Collective.
@@ -47,28 +45,23 @@ def selected_tokens(rollouts: Batch, cfg: ClippedPGLossConfig, seed: int) -> Flo
     lengths = counts.sum(1)
     sequences = rollouts.numbers.repeat_interleave(lengths)
     if cfg.use_kl_cov:
-        chosen = largest(covariances, sequences, _share(number, cfg.kl_cov_ratio), ranks)
+        chosen = find_largest(covariances, sequences, _share(number, cfg.kl_cov_ratio), ranks)
     else:
         chosen = (covariances > cfg.clip_cov_min) & (covariances < cfg.clip_cov_max)
         drawn = _draws(seed, rollouts.numbers, lengths)[chosen]
-        chosen[chosen.clone()] = largest(drawn, sequences[chosen], _share(number, cfg.clip_cov_ratio), ranks)
+        chosen[chosen.clone()] = find_largest(drawn, sequences[chosen], _share(number, cfg.clip_cov_ratio), ranks)
     selected = torch.zeros(counts.shape)
     selected[counts] = chosen.float()
     return selected
 
 
-def largest(
+def find_largest(
     values: Float[Tensor, " n"], sequences: Int[Tensor, " n"], count: int, ranks: RankReduction
 ) -> Bool[Tensor, " n"]:
     """Return which of this rank's values are among the `count` largest of all ranks. Collective.
 
-    Of equal values, those of the sequence with the lower number come first, and then those that come first in it.
-
-    Args:
-        values: This rank's values, fp32.
-        sequences: The number of the sequence of each value. Only one rank has values of a sequence.
-        count: How many are chosen, at least 1. All are, if there are fewer.
-        ranks: The ranks that share the values.
+    Of equal values, those of the sequence with the lower number come first, and then those that come first in it. All
+    values are chosen if there are fewer. Only one rank has values of a sequence; `sequences` are their numbers.
     """
 
     def total(chosen: Tensor) -> int:
@@ -80,8 +73,8 @@ def largest(
     above, equal = -values < bound, -values == bound
     left = count - total(above)
     (last,) = ranks.order_statistics(sequences[equal].float(), [left - 1])
-    before, at_last = equal & (sequences < last), equal & (sequences == last)
-    return above | before | (at_last & (at_last.cumsum(0) <= left - total(before)))
+    lower, at_last = equal & (sequences < last), equal & (sequences == last)
+    return above | lower | (at_last & (at_last.cumsum(0) <= left - total(lower)))
 
 
 def _share(number: int, ratio: float) -> int:

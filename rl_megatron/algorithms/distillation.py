@@ -37,11 +37,11 @@ def distillation(
 ) -> None:
     """Train the policy, the student, to predict as its teachers do."""
     loss_fn = configured_loss(loop.config.loss)
-    teachers = Teachers.of(loop, policy, algorithm.teachers, algorithm.top_k)
-    whole = teachers.reads_whole(loss_fn)
-    mixture = [each.shown_name for each in loop.config.data.mix]
+    teachers = Teachers.load(loop, policy, algorithm.teachers, algorithm.top_k)
+    whole = teachers.find_whole_teacher(loss_fn)
+    mixture = [data_set.shown_name for data_set in loop.config.data.mix]
     for step, batch in loop.batches(data):
         if mixture:
             batch.facts[DATA_SET] = data_set_places(data.data_sets, mixture)
-        batch = teachers.with_topk(batch, loss_fn)
+        batch = teachers.add_topk(batch, loss_fn)
         loop.record(step, loop.train(step, batch, loss_fn, teacher=whole))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
+from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, add_reference_logprobs, uses_reference
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.config.algorithms import DPOConfig
 from rl_megatron.config.errors import ConfigError
@@ -26,11 +26,7 @@ from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:
-    """Check the pairs, and that a reference is precomputed only for a loss that reads it.
-
-    Raises:
-        ConfigError: See `check_dataset`; or algorithm.precompute_reference has no effect.
-    """
+    """Check the pairs, and that a reference is precomputed only for a loss that reads it."""
     algorithm: DPOConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
     if algorithm.precompute_reference and not uses_reference(stage):
         raise ConfigError(
@@ -52,5 +48,5 @@ def dpo(loop: Loop, policy: MegatronPolicy, data: DataLoader[BatchedDataDict], a
         policy.freeze_reference()
     for step, pairs in loop.batches(data):
         if reference:
-            pairs = with_reference(pairs, policy)
+            pairs = add_reference_logprobs(pairs, policy)
         loop.record(step, loop.train(step, pairs, loss_fn))

@@ -1,4 +1,4 @@
-"""`EndpointTeacher`: a teacher behind a server that gives the top-k logprobs of a prompt's tokens, as vLLM's does."""
+"""`EndpointTeacher`: a teacher on a server that returns the top-k logprobs of a prompt's tokens, as vLLM's does."""
 
 from __future__ import annotations
 
@@ -30,17 +30,13 @@ class TeacherFailed(RunFailed):
 
 
 class EndpointTeacher:
-    """A frozen model behind an endpoint. It owns the connections, which only rank 0 has.
+    """A frozen model at an endpoint. It owns the connections, which only rank 0 has.
 
     Every method but `close` is collective. Temperatures are left to the loss: the logprobs are those of temperature 1.
     """
 
     def __init__(self, config: TeacherConfig, ranks: Ranks):
-        """Keep the settings; nothing is sent.
-
-        Raises:
-            ConfigError: One is wrong, or the environment variable of the key is not set.
-        """
+        """Keep the settings; nothing is sent."""
         assert config.url is not None
         self._config, self._ranks, self._url = config, ranks, config.url.rstrip("/")
         self._runner = asyncio.Runner()  # connections belong to an event loop
@@ -54,19 +50,12 @@ class EndpointTeacher:
             raise ConfigError(f"algorithm.teachers: {error}") from error
 
     def close(self) -> None:
-        """Close the connections."""
         self._runner.close()
 
     def check(self, tokenizer: Tokenizer, top_k: int, longest: int) -> None:
-        """Check that the endpoint has the student's tokenizer, reads the data, and gives logprobs.
+        """Check that the endpoint has the student's tokenizer, reads sequences of `longest` tokens, and gives logprobs.
 
-        Args:
-            tokenizer: The student's tokenizer.
-            top_k: How many logprobs of each token are needed.
-            longest: The tokens of the data's longest sequence.
-
-        Raises:
-            ConfigError: It cannot be reached, or one of these does not hold.
+        `top_k` logprobs of each token are needed.
         """
         try:
             with asyncio.Runner() as runner:
@@ -81,12 +70,12 @@ class EndpointTeacher:
     async def _check(self, tokenizer: Tokenizer, top_k: int, longest: int) -> None:
         body = {"model": self._config.model, "prompt": _PROBE, "add_special_tokens": False}
         tokenize = self._endpoint(f"{self._url.removesuffix('/v1')}/tokenize")
-        (theirs, limit), _ = await tokenize.post(body, _tokens)
-        own = tokenizer.encode(_PROBE)
-        if theirs != own:
+        (theirs, limit), _ = await tokenize.post(body, _read_tokens)
+        ours = tokenizer.encode(_PROBE)
+        if theirs != ours:
             raise ConfigError(
                 f"algorithm.teachers: the teacher at {self._url} has another tokenizer than the student: of {_PROBE!r} "
-                f"it makes {len(theirs)} tokens, {theirs[:8]} …, and the student {len(own)}, {own[:8]} …; set "
+                f"it makes {len(theirs)} tokens, {theirs[:8]} …, and the student {len(ours)}, {ours[:8]} …; set "
                 "tokenizer.path to the teacher's tokenizer and train the student with it, or choose a teacher with the "
                 "student's tokenizer"
             )
@@ -95,40 +84,36 @@ class EndpointTeacher:
                 f"algorithm.teachers: {self._url} reads at most {limit - 1} tokens, and the data has sequences of up "
                 f"to {longest}; shorten them (data.too_long, generation.max_new_tokens), or choose another teacher"
             )
-        await self._endpoint(self._completions.url).post(self._body(own[:2], top_k), partial(_logprobs, own[:2], top_k))
+        start, completions = ours[:2], self._endpoint(self._completions.url)
+        await completions.post(self._body(start, top_k), partial(_read_logprobs, start, top_k))
 
     def topk_logits(self, batch: Batch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
-        """Return (logprobs [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t.
-
-        Raises:
-            TeacherFailed: The endpoint did not answer.
-        """
-        found = self._of_all(batch, k, lambda read, ids: _largest(read[1:], k, len(ids)))
-        logprobs, ids = zip(*found, strict=True)
-        return _padded(logprobs, batch).float(), _padded(ids, batch).long()
+        """Return (logprobs [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t."""
+        top = self._ask_all(batch, k, lambda read, ids: _pick_largest(read[1:], k, len(ids)))
+        logprobs, ids = zip(*top, strict=True)
+        return _pad(logprobs, batch).float(), _pad(ids, batch).long()
 
     def logprobs(self, batch: Batch, batching: Batching) -> Tensor:
-        """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entry 0 is 0.
+        """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entry 0 is 0."""
 
-        Raises:
-            TeacherFailed: The endpoint did not answer.
-        """
-
-        def of_tokens(read: Sequence[Entry], ids: Sequence[int]) -> Tensor:
+        def read_own(read: Sequence[Entry], ids: Sequence[int]) -> Tensor:
             pairs = zip(read[1:], ids[1:], strict=True)
             return torch.tensor([0.0, *(entry[str(token)]["logprob"] for entry, token in pairs)])
 
-        return _padded(self._of_all(batch, 1, of_tokens), batch)
+        return _pad(self._ask_all(batch, 1, read_own), batch)
 
-    def _of_all(self, batch: Batch, k: int, make: Callable[[Sequence[Entry], Sequence[int]], _T]) -> list[_T]:
-        """Return what `make` makes of the logprobs and the ids of each sequence of all ranks."""
+    def _ask_all(self, batch: Batch, k: int, make: Callable[[Sequence[Entry], Sequence[int]], _T]) -> list[_T]:
+        """Return what `make` makes of the logprobs and the ids of each sequence of all ranks.
+
+        Raises TeacherFailed on every rank if the endpoint does not answer.
+        """
         whole = batch.gather_on_rank_0(_READ)
 
         def ask() -> list[_T]:
             lengths = whole["input_lengths"].tolist()
             sequences = [ids[:length] for ids, length in zip(whole["input_ids"].tolist(), lengths, strict=True)]
             try:
-                answers = self._runner.run(self._ask(sequences, k))
+                answers = self._runner.run(self._send(sequences, k))
                 return [make(read, ids) for read, ids in zip(answers, sequences, strict=True)]
             except* (EndpointFailed, TimeoutError) as errors:
                 failure = describe_error(errors.exceptions[0])
@@ -136,56 +121,56 @@ class EndpointTeacher:
 
         return self._ranks.share(ask, (TeacherFailed,))
 
-    async def _ask(self, sequences: Sequence[Sequence[int]], k: int) -> list[Sequence[Entry]]:
+    async def _send(self, sequences: Sequence[Sequence[int]], k: int) -> list[Sequence[Entry]]:
         free = asyncio.Semaphore(self._config.concurrency)
 
-        async def of(ids: Sequence[int]) -> Sequence[Entry]:
+        async def ask(ids: Sequence[int]) -> Sequence[Entry]:
             async with free:
-                answer, _ = await self._completions.post(self._body(ids, k), partial(_logprobs, ids, k))
+                answer, _ = await self._completions.post(self._body(ids, k), partial(_read_logprobs, ids, k))
             return answer
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(of(ids)) for ids in sequences]
+            tasks = [group.create_task(ask(ids)) for ids in sequences]
         return [task.result() for task in tasks]
 
     def _body(self, ids: Sequence[int], k: int) -> dict[str, Any]:
         return {"model": self._config.model, "prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
 
 
-def _tokens(answer: Any) -> tuple[list[int], int | None]:
-    """Return the ids of an answer of /tokenize, and the longest sequence that the model reads, if it says so."""
+def _read_tokens(answer: Any) -> tuple[list[int], int | None]:
+    """Return the ids of an answer of /tokenize, and the longest sequence that the model reads, if the answer has it."""
     try:
         return [int(token) for token in answer["tokens"]], answer.get("max_model_len")
     except (KeyError, TypeError, ValueError) as error:
         raise BadReply("has no tokens") from error
 
 
-def _logprobs(ids: Sequence[int], k: int, answer: Any) -> Sequence[Entry]:
+def _read_logprobs(ids: Sequence[int], k: int, answer: Any) -> Sequence[Entry]:
     """Return the logprobs of each token of a prompt, of which the first has none: its own, and at least k in all."""
     try:
-        found = answer["choices"][0]["prompt_logprobs"]
+        entries = answer["choices"][0]["prompt_logprobs"]
     except (KeyError, TypeError, IndexError) as error:
         raise BadReply("has no prompt_logprobs") from error
-    if not isinstance(found, list) or len(found) != len(ids) or not all(found[1:]):
+    if not isinstance(entries, list) or len(entries) != len(ids) or not all(entries[1:]):
         raise BadReply(f"has no prompt_logprobs of {len(ids)} tokens")
-    for token, entry in zip(ids[1:], found[1:], strict=True):
+    for token, entry in zip(ids[1:], entries[1:], strict=True):
         if len(entry) < k or str(token) not in entry:
             raise BadReply(f"has {len(entry)} prompt_logprobs of token {token}, and needs {k} with that of the token")
-    return found
+    return entries
 
 
-def _largest(entries: Sequence[Entry], k: int, length: int) -> tuple[Tensor, Tensor]:
+def _pick_largest(entries: Sequence[Entry], k: int, length: int) -> tuple[Tensor, Tensor]:
     """Return the k largest logprobs of each entry, [length, k], and their ids. The last token has none: zeros."""
     logprobs, ids = torch.zeros(length, k), torch.zeros(length, k, dtype=torch.int64)
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         pairs = sorted(((float(value["logprob"]), int(token)) for token, value in entry.items()), reverse=True)[:k]
-        logprobs[place], ids[place] = (torch.tensor(column) for column in zip(*pairs, strict=True))
+        logprobs[index], ids[index] = (torch.tensor(column) for column in zip(*pairs, strict=True))
     return logprobs, ids
 
 
-def _padded(values: Sequence[Tensor], batch: Batch) -> Tensor:
+def _pad(values: Sequence[Tensor], batch: Batch) -> Tensor:
     """Return the values of this rank's sequences from those of all ranks, [n, S, …], with zeros after their ends."""
     padded = values[0].new_zeros(len(values), batch["input_ids"].size(1), *values[0].shape[1:])
-    for sequence, found in zip(padded, values, strict=True):
-        sequence[: len(found)] = found
+    for sequence, unpadded in zip(padded, values, strict=True):
+        sequence[: len(unpadded)] = unpadded
     return batch.select_local(padded)

@@ -6,18 +6,18 @@ batch from REINFORCE++, arXiv:2501.03262.
 
 from __future__ import annotations
 
-from rl_megatron.algorithms.advantage_estimators import estimated_advantages, owned_together
-from rl_megatron.algorithms.covariances import with_covariance_mask
+from rl_megatron.algorithms.advantage_estimators import estimate_advantages, group_for_owners
+from rl_megatron.algorithms.covariances import add_covariance_mask
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
+    add_logprobs,
     check_policy_gradient,
     needs_reference,
     recomputes_logprobs,
     reward_kl,
     rollout_loss,
     uses_reference,
-    with_logprobs,
 )
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.rollouts.sampler import Sampler, seed_of_batch
@@ -34,7 +34,6 @@ from rl_megatron.training.megatron_policy import MegatronPolicy
     progress_metric="reward",
 )
 def grpo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: GRPOConfig) -> None:
-    """Train the policy by GRPO."""
     loss_fn = rollout_loss(loop.config)
     recompute, reference = recomputes_logprobs(loop.config, algorithm, loss_fn), needs_reference(loss_fn)
     if reference:
@@ -43,12 +42,12 @@ def grpo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: GRPOCo
 
     for step in loop.steps():
         rollouts, outcome = sampler.collect(step)
-        rollouts = policy.distribute(rollouts, groups=owned_together(rollouts, algorithm))
-        rollouts = with_logprobs(rollouts, policy, recompute=recompute, reference=reference, from_engine=from_engine)
+        rollouts = policy.distribute(rollouts, groups=group_for_owners(rollouts, algorithm))
+        rollouts = add_logprobs(rollouts, policy, recompute=recompute, reference=reference, from_engine=from_engine)
         with loop.timer.phase("advantages"):
-            rollouts["advantages"] = estimated_advantages(rollouts, algorithm, loss_fn, loop.config.reward)
+            rollouts["advantages"] = estimate_advantages(rollouts, algorithm, loss_fn, loop.config.reward)
             seed = seed_of_batch(loop.config.train.seed, loop.batch_number(step))
-            rollouts = with_covariance_mask(rollouts, loss_fn, seed)
+            rollouts = add_covariance_mask(rollouts, loss_fn, seed)
         sampler.keep(step, rollouts)
         outcome |= learned_statistics(rollouts, policy.weight_version)
         for _ in range(algorithm.updates_per_rollout):

@@ -46,31 +46,21 @@ def _reads_labels(loss_fn: LossFunction) -> bool:
 
 
 def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:
-    """Check the answers, and warn if the two labels have very different influence on the loss.
-
-    Raises:
-        ConfigError, ValueError: See `check_dataset`.
-    """
+    """Check the answers, and warn if the two labels have very different influence on the loss."""
     lengths = check_dataset(stage, tokenizer)
     if not stage.data.mix and not stage.data.streaming:
         loss = configured_loss(stage.loss)
         dataset: Any = build_source(stage).dataset(LABELLED, tokenizer)
         cfg = getattr(loss, "cfg", None)
         if isinstance(cfg, KTOLossConfig):
-            warning = imbalance(dataset.num_desirable, len(dataset) - dataset.num_desirable, cfg)
+            warning = describe_imbalance(dataset.num_desirable, len(dataset) - dataset.num_desirable, cfg)
             if warning is not None:
                 log.once(f"data.path={stage.data.path}: {warning}")
     return lengths
 
 
-def imbalance(num_desirable: int, num_undesirable: int, cfg: KTOLossConfig) -> str | None:
-    """Return a warning if one label has much more influence than the other, or None.
-
-    Args:
-        num_desirable: The number of desirable answers.
-        num_undesirable: The number of undesirable answers.
-        cfg: The weights of the loss.
-    """
+def describe_imbalance(num_desirable: int, num_undesirable: int, cfg: KTOLossConfig) -> str | None:
+    """Return a warning if one label has much more influence than the other, or None."""
     if not num_desirable or not num_undesirable:
         label, other = ("desirable", "undesirable") if num_desirable else ("undesirable", "desirable")
         return f"all {num_desirable + num_undesirable} answers are {label}; KTO is meant for data with {other} ones too"
@@ -101,40 +91,34 @@ def kto(loop: Loop, policy: MegatronPolicy, data: DataLoader[BatchedDataDict], a
         policy.freeze_reference()
     for step, answers in loop.whole_batches(data):
         if uses_reference(loop.config):
-            answers = with_reference_point(answers, policy, loop.tokenizer.pad_id, length, policy.topology.ranks)
+            answers = add_reference_point(answers, policy, loop.tokenizer.pad_id, length, policy.topology.ranks)
         loop.record(step, loop.train(step, answers, loss_fn))
 
 
-def with_reference_point(
+def add_reference_point(
     answers: BatchedDataDict, policy: PolicyInterface, pad_id: int, max_length: int, ranks: Ranks
 ) -> BatchedDataDict:
-    """Return a global batch with what the loss needs besides the tokens and labels. Collective.
+    """Add what the loss needs besides the tokens and labels to a global batch, and return it. Collective.
 
     `reference_policy_logprobs` [B, S] are aligned with the tokens. `reference_point` [B] is z₀, and `num_desirable` [B]
-    the number of desirable answers; both are the same number for every sequence.
-
-    Args:
-        answers: The whole global batch, on every rank.
-        policy: The policy, which has a reference.
-        pad_id: The token that sequences are padded with.
-        max_length: The most tokens of a sequence.
-        ranks: The policy's ranks.
+    the number of desirable answers; both are the same number for every sequence. Every rank has the whole batch, and
+    the policy has a reference. `pad_id` pads sequences of at most `max_length` tokens.
     """
     answers["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(answers)["reference_logprobs"]
     ones = torch.ones_like(answers["sample_mask"])
-    answers["reference_point"] = reference_point(answers, policy, pad_id, max_length, ranks) * ones
+    answers["reference_point"] = estimate_reference_point(answers, policy, pad_id, max_length, ranks) * ones
     answers["num_desirable"] = (answers[_LABEL] * answers["sample_mask"]).sum() * ones
     return answers
 
 
-def reference_point(
+def estimate_reference_point(
     answers: BatchedDataDict, policy: PolicyInterface, pad_id: int, max_length: int, ranks: Ranks
 ) -> float:
-    """Return z₀, the same on every rank: the mean of log π − log π_ref over mismatched answers, at least 0. Collective.
+    """Return z₀, the same on every rank: the mean of log π − log π_ref over mismatched answers, at least 0.
 
-    Arguments: see `with_reference_point`.
+    Collective. Arguments: see `add_reference_point`.
     """
-    pairs = mismatched(answers, pad_id, max_length)
+    pairs = mismatch_answers(answers, pad_id, max_length)
     log_ratios = (
         policy.get_logprobs(pairs)["logprobs"] - policy.get_reference_policy_logprobs(pairs)["reference_logprobs"]
     )
@@ -142,7 +126,7 @@ def reference_point(
     return ranks.share(lambda: mean)
 
 
-def mismatched(answers: BatchedDataDict, pad_id: int, max_length: int) -> BatchedDataDict:
+def mismatch_answers(answers: BatchedDataDict, pad_id: int, max_length: int) -> BatchedDataDict:
     """Return the prompt of each sequence with the answer of the sequence before it; the first has that of the last.
 
     The answer begins at the first token with token_mask 1. Sequences are cut at `max_length` tokens.
@@ -154,7 +138,7 @@ def mismatched(answers: BatchedDataDict, pad_id: int, max_length: int) -> Batche
         prompt, mask = answers["input_ids"][number, :start], torch.zeros(start)
         ids.append(torch.cat([prompt, answers["input_ids"][number - 1, answer]])[:max_length])
         masks.append(torch.cat([mask, answers["token_mask"][number - 1, answer]])[:max_length])
-    pairs = Padding(pad_id, multiple=1).collate([each.tolist() for each in ids])
+    pairs = Padding(pad_id, multiple=1).collate([sequence.tolist() for sequence in ids])
     pairs["token_mask"] = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
     return pairs
 
@@ -162,13 +146,7 @@ def mismatched(answers: BatchedDataDict, pad_id: int, max_length: int) -> Batche
 @register_evaluation(LABELLED)
 @dataclass(frozen=True)
 class HeldoutLabelled(Evaluation):
-    """Held-out answers with labels.
-
-    Attributes:
-        batch: The sequences, with `desirable`.
-        pad_id: The token that sequences are padded with.
-        max_length: The most tokens of a sequence.
-    """
+    """The evaluation on held-out answers with labels, `batch`, which has `desirable`."""
 
     batch: BatchedDataDict
     pad_id: int
@@ -176,11 +154,7 @@ class HeldoutLabelled(Evaluation):
 
     @classmethod
     def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
-        """Return the evaluation on the held-out answers.
-
-        Raises:
-            ConfigError: None of them is desirable.
-        """
+        """Return the evaluation on the held-out answers, of which some must be desirable."""
         if not heldout.batch[_LABEL].any():
             raise ConfigError(
                 f"none of the {heldout.batch.size} held-out answers is desirable, and their likelihood is evaluated; "
@@ -208,7 +182,6 @@ class HeldoutLabelled(Evaluation):
         return metrics, []
 
     def item_lengths(self) -> list[list[int]]:
-        """Return the number of tokens of every sequence."""
         return self.batch["input_lengths"].view(-1, 1).tolist()
 
     def _accuracy(self, policy: MegatronPolicy) -> float:
@@ -216,7 +189,7 @@ class HeldoutLabelled(Evaluation):
         reference = policy.get_reference_policy_logprobs(self.batch)["reference_logprobs"]
         rewards: Tensor = masked_sum(logprobs - reference, self.batch["token_mask"], dim=1).double()
         above = (
-            rewards - reference_point(self.batch, policy, self.pad_id, self.max_length, policy.topology.ranks)
+            rewards - estimate_reference_point(self.batch, policy, self.pad_id, self.max_length, policy.topology.ranks)
         ).sign()
         agrees = torch.where(self.batch[_LABEL] != 0, above, -above)
         return ((agrees + 1) / 2).mean().item()

@@ -15,7 +15,7 @@ from rl_megatron.observability.cost_metrics import COSTS
 
 LAYER_GROUPS = {
     "embedding": "the embedding",
-    **{f"layers_{quarter}": f"the {place} quarter of the layers" for quarter, place in enumerate(
+    **{f"layers_{quarter}": f"the {ordinal} quarter of the layers" for quarter, ordinal in enumerate(
         ("first", "second", "third", "last"), start=1)},
     "output": "what follows the layers: the final norm, the head and prediction modules",
 }  # fmt: skip
@@ -66,7 +66,6 @@ OPTIMIZER = declare_metrics(
 
 
 def _distribution(name: str, unit: str, what: str) -> tuple[Metric, ...]:
-    """Return the metrics of how a value is distributed."""
     return (
         Metric(f"{name}_std", unit, f"The standard deviation of {what}.", "mean"),
         Metric(f"{name}_min", unit, f"The smallest of {what}.", "min"),

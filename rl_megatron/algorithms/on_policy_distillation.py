@@ -10,12 +10,12 @@ from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_KEYS,
     ROLLOUT_LOSS,
+    add_logprobs,
     check_policy_gradient,
     needs_reference,
     recomputes_logprobs,
     rollout_loss,
     uses_reference,
-    with_logprobs,
 )
 from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
 from rl_megatron.config.algorithms import OnPolicyDistillationConfig
@@ -49,10 +49,10 @@ _LOSS = LossNeeds(
 def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     algorithm: OnPolicyDistillationConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
     lengths, by_advantage = check_policy_gradient(stage, tokenizer), _uses_advantages(rollout_loss(stage))
-    behind_server = [each.url for each in algorithm.teachers if each.url is not None]
-    if behind_server and stage.generation.temperature != 1 and by_advantage:
+    urls = [teacher.url for teacher in algorithm.teachers if teacher.url is not None]
+    if urls and stage.generation.temperature != 1 and by_advantage:
         raise ConfigError(
-            f"generation.temperature={stage.generation.temperature}: {behind_server[0]} gives logprobs of temperature "
+            f"generation.temperature={stage.generation.temperature}: {urls[0]} gives logprobs of temperature "
             "1, and advantages compare logprobs of the same temperature; set generation.temperature=1, or "
             "loss=distillation"
         )
@@ -79,17 +79,18 @@ def on_policy_distillation(
     if reference:
         policy.freeze_reference()
     from_engine = loop.config.rollout.correction == "engine"
-    teachers = Teachers.of(loop, policy, algorithm.teachers, algorithm.top_k)
-    whole = teachers.reads_whole(loss_fn)
+    teachers = Teachers.load(loop, policy, algorithm.teachers, algorithm.top_k)
+    whole = teachers.find_whole_teacher(loss_fn)
 
     for step in loop.steps():
         rollouts, outcome = sampler.collect(step)
         rollouts = policy.distribute(rollouts)
-        rollouts = with_logprobs(rollouts, policy, recompute=recompute, reference=reference, from_engine=from_engine)
-        rollouts = teachers.with_topk(rollouts, loss_fn)
+        rollouts = add_logprobs(rollouts, policy, recompute=recompute, reference=reference, from_engine=from_engine)
+        rollouts = teachers.add_topk(rollouts, loss_fn)
         if by_advantage:
-            own = rollouts["prev_logprobs"] if "prev_logprobs" in rollouts else rollouts["generation_logprobs"]
-            rollouts["advantages"] = (teachers.logprobs(rollouts) - own).masked_fill(rollouts["token_mask"] == 0, 0.0)
+            student = rollouts["prev_logprobs"] if "prev_logprobs" in rollouts else rollouts["generation_logprobs"]
+            difference = teachers.logprobs(rollouts) - student
+            rollouts["advantages"] = difference.masked_fill(rollouts["token_mask"] == 0, 0.0)
             outcome["teacher_kl"] = -mean_over_tokens(rollouts["advantages"], rollouts)
         sampler.keep(step, rollouts)
         outcome |= learned_statistics(rollouts, policy.weight_version)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
+from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, add_reference_logprobs, uses_reference
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import check_problems
 from rl_megatron.batching.trajectory_index import TrajectoryIndex
@@ -36,24 +36,17 @@ def online_dpo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: 
         policy.freeze_reference()
     for step in loop.steps():
         rollouts, outcome = sampler.collect(step)
-        pairs = pairs_by_reward(on_every_rank(rollouts), algorithm.samples_per_prompt)
+        pairs = select_pairs(on_every_rank(rollouts), algorithm.samples_per_prompt)
         if reference:
-            pairs = with_reference(pairs, policy)
+            pairs = add_reference_logprobs(pairs, policy)
         loop.record(step, outcome | loop.train(step, pairs, loss_fn))
 
 
-def pairs_by_reward(rollouts: BatchedDataDict, group_size: int) -> BatchedDataDict:
+def select_pairs(rollouts: BatchedDataDict, group_size: int) -> BatchedDataDict:
     """Return a pair for each group: its sample with the highest reward, then the one with the lowest.
 
     Of equal rewards, the first sample is taken. Samples that failed (sample_mask 0) are left out. The pair of a group
-    whose rewards are all equal has the sample_mask 0.
-
-    Args:
-        rollouts: Samples, with those of a group contiguous.
-        group_size: The number of samples of a group.
-
-    Raises:
-        ConfigError: A trajectory has several sequences.
+    whose rewards are all equal has the sample_mask 0. The samples of a group are contiguous.
     """
     if not TrajectoryIndex(rollouts).all_alone:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What algorithms that learn from preference pairs share: the requirements on their loss, and the reference."""
+"""The common parts of algorithms that learn from preference pairs: the requirements on their loss, the reference."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ PAIR_KEYS = frozenset({"input_ids", "input_lengths", "token_mask", "sample_mask"
 def pair_loss(input_type: LossInputType, uses: str, choices: str, more_keys: frozenset[str] = frozenset()) -> LossNeeds:
     """Return the requirements of an algorithm whose loss compares the two answers of a pair.
 
-    Args:
-        input_type: The model output that the loss must read: logprobs of tokens, or scores.
-        uses: The same in words, for messages.
-        choices: The losses that suit, for messages.
-        more_keys: Keys of the algorithm's batches besides those of every batch of pairs.
+    `input_type` is the model output that the loss must read. `more_keys` are keys of the algorithm's batches besides
+    those of every batch of pairs.
     """
 
     def suits(loss_fn: LossFunction) -> bool:
@@ -38,8 +35,11 @@ def uses_reference(stage: StageConfig) -> bool:
     return _REFERENCE in getattr(configured_loss(stage.loss), "required_keys", (_REFERENCE,))
 
 
-def with_reference(batch: BatchT, policy: PolicyInterface) -> BatchT:
-    """Return the batch with the reference's logprobs. Entry t corresponds to token t+1, as the losses of pairs need."""
+def add_reference_logprobs(batch: BatchT, policy: PolicyInterface) -> BatchT:
+    """Add the reference's logprobs to a batch, and return it.
+
+    Entry t corresponds to token t+1, as the losses of pairs need.
+    """
     logprobs = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
     batch[_REFERENCE] = logprobs.roll(-1, dims=1)
     return batch

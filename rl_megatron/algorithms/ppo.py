@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from rl_megatron.algorithms.advantages import generalized_advantages, whiten
-from rl_megatron.algorithms.covariances import with_covariance_mask
+from rl_megatron.algorithms.covariances import add_covariance_mask
 from rl_megatron.algorithms.metrics import CRITIC_PREFIX
 from rl_megatron.algorithms.registry import CriticNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
+    add_logprobs,
     check_policy_gradient,
     needs_reference,
     recomputes_logprobs,
@@ -22,7 +23,6 @@ from rl_megatron.algorithms.rollout import (
     rollout_loss,
     uses_reference,
     whole_trajectories,
-    with_logprobs,
 )
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.trajectory_index import TrajectoryIndex
@@ -59,7 +59,6 @@ CRITIC = CriticNeeds[PPOConfig](
     progress_metric="reward",
 )
 def ppo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: PPOConfig, critic: MegatronPolicy) -> None:
-    """Train the policy and critic by PPO."""
     policy_loss = rollout_loss(loop.config)
     value_loss = configured_loss(_value_loss(algorithm))
     recompute, reference = recomputes_logprobs(loop.config, algorithm, policy_loss), needs_reference(policy_loss)
@@ -72,7 +71,7 @@ def ppo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: PPOConf
         rollouts = policy.distribute(rollouts, groups=whole_trajectories(rollouts))
         learns = step > algorithm.critic_warmup_steps
         # Logprobs are reported in every step, even if no training step computes them.
-        rollouts = with_logprobs(
+        rollouts = add_logprobs(
             rollouts, policy, recompute=(recompute or not learns) and not from_engine, reference=reference,
             from_engine=from_engine,
         )  # fmt: skip
@@ -80,9 +79,9 @@ def ppo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: PPOConf
             rollouts["values"] = critic.get_values(rollouts)["values"]
             loop.timer.count_tokens(rollouts.num_tokens)
         with loop.timer.phase("advantages"):
-            rollouts = with_advantages(rollouts, algorithm, policy_loss)
+            rollouts = add_advantages(rollouts, algorithm, policy_loss)
             seed = seed_of_batch(loop.config.train.seed, loop.batch_number(step))
-            rollouts = with_covariance_mask(rollouts, policy_loss, seed)
+            rollouts = add_covariance_mask(rollouts, policy_loss, seed)
         sampler.keep(step, rollouts)
         report |= learned_statistics(rollouts, policy.weight_version) | reward_kl(rollouts, policy_loss)
         for _ in range(algorithm.updates_per_rollout):
@@ -94,8 +93,8 @@ def ppo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: PPOConf
         loop.record(step, report | logprob_mismatch(rollouts))
 
 
-def with_advantages(rollouts: Batch, algorithm: PPOConfig, policy_loss: LossFunction) -> Batch:
-    """Return the rollouts with GAE's `advantages` and the `returns` that the critic learns, both [B, S]. Collective."""
+def add_advantages(rollouts: Batch, algorithm: PPOConfig, policy_loss: LossFunction) -> Batch:
+    """Add GAE's `advantages` and the critic's `returns`, both [B, S], to rollouts, and return them. Collective."""
     index = TrajectoryIndex(rollouts.local)
     per_token = (rewards_per_token(rollouts.local, index, policy_loss), rollouts["values"], rollouts["token_mask"])
     rewards, values, mask = map(index.join, per_token)

@@ -102,7 +102,6 @@ ALGORITHMS: Registry[Algorithm[Any]] = Registry("algorithm")
 
 
 def no_reference(stage: StageConfig) -> bool:
-    """Return False: the algorithm has no reference policy."""
     return False
 
 
@@ -145,11 +144,10 @@ def register_algorithm(
     return add
 
 
-def algorithm_of(stage: StageConfig) -> Algorithm[Any]:
-    """Return the algorithm of a stage."""
+def get_algorithm(stage: StageConfig) -> Algorithm[Any]:
     return ALGORITHMS[stage.algorithm.name]
 
 
 def eval_metric_names(stage: StageConfig) -> tuple[str, ...]:
     """Return the names of a stage's eval metrics on its held-out data."""
-    return metric_names(stage, has_reference=algorithm_of(stage).uses_reference(stage))
+    return metric_names(stage, has_reference=get_algorithm(stage).uses_reference(stage))

@@ -1,4 +1,4 @@
-"""What policy gradients need of rollouts besides their samples: the loss, logprobs, and rewards of tokens."""
+"""The parts of policy gradients that follow sampling: the loss, logprobs, and rewards of tokens."""
 
 from __future__ import annotations
 
@@ -41,12 +41,11 @@ ROLLOUT_LOSS = LossNeeds("advantages", _uses_advantages, ROLLOUT_KEYS, "clipped_
 
 
 def uses_reference(stage: StageConfig) -> bool:
-    """Return whether the stage's loss, or its reward, uses the reference policy."""
     return needs_reference(rollout_loss(stage))
 
 
 def rollout_loss(stage: StageConfig) -> LossFunction:
-    """Return the loss of a stage, which weights old trajectories as `rollout.importance_correction` says."""
+    """Return the loss of a stage, which weights old trajectories by `rollout.importance_correction`."""
     recomputed = stage.rollout.correction == "recomputed" and stage.rollout.async_enabled
     return configured_loss({**stage.loss, **({"use_importance_sampling_correction": True} if recomputed else {})})
 
@@ -62,11 +61,7 @@ def check_problems(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, 
 
 
 def check_policy_gradient(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Check what `check_problems` checks, and that the loss can learn without the logprobs that are not recomputed.
-
-    Raises:
-        ConfigError: See `check_problems` and `recomputes_logprobs`.
-    """
+    """Check what `check_problems` checks, and that the loss can learn without the logprobs that are not recomputed."""
     algorithm: PolicyGradientConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
     recomputes_logprobs(stage, algorithm, rollout_loss(stage))
     return check_problems(stage, tokenizer)
@@ -77,10 +72,7 @@ def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, los
 
     With `rollout.importance_correction=engine` they are those of the engine. With `algorithm.recompute_logprobs=auto`
     they are computed, unless the loss takes them from the forward pass of the training step (`Loss.on_policy_keys`),
-    and nothing else may read them.
-
-    Raises:
-        ConfigError: `algorithm.recompute_logprobs=never`, and the loss needs them.
+    and nothing else may read them. With `never`, a loss that needs them is a ConfigError.
     """
     if stage.rollout.correction == "engine":
         return False
@@ -102,10 +94,10 @@ def whole_trajectories(rollouts: Batch) -> Tensor | None:
     return None if rollouts.trajectories.all_alone else rollouts.trajectories.owner
 
 
-def with_logprobs(
+def add_logprobs(
     rollouts: Batch, policy: PolicyInterface, *, recompute: bool, reference: bool, from_engine: bool = False
 ) -> Batch:
-    """Return the rollouts with the `prev_logprobs` and `reference_policy_logprobs` that are asked for.
+    """Add `prev_logprobs` (`recompute`) and `reference_policy_logprobs` (`reference`), and return the rollouts.
 
     `prev_logprobs` are those of the current policy, or with `from_engine` those that the engine reported.
     """
@@ -135,7 +127,6 @@ def _kl_settings(loss_fn: LossFunction) -> ClippedPGLossConfig | None:
 
 
 def needs_reference(loss_fn: LossFunction) -> bool:
-    """Return whether the loss, or the reward, uses the reference policy."""
     return "reference_policy_logprobs" in getattr(loss_fn, "required_keys", ()) or kl_in_reward(loss_fn) > 0
 
 
@@ -147,7 +138,7 @@ def rewards_per_token(rollouts: BatchedDataDict, index: TrajectoryIndex, loss_fn
     """
     kl = _kl_of_tokens(rollouts, loss_fn)
     at_end, of_turns = rollouts["rewards"].float(), rollouts.get(TURN_REWARDS)
-    if of_turns is not None:  # they have their own places, and what is left belongs to the end
+    if of_turns is not None:  # they have their own tokens, and the rest belongs to the last one
         at_end = torch.where(index.is_last(), at_end - index.spread(index.total(of_turns.sum(1))), 0.0)
     rewards = token_rewards(at_end, rollouts["token_mask"], kl, kl_in_reward(loss_fn))
     return rewards if of_turns is None else rewards + of_turns

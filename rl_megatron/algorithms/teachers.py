@@ -1,4 +1,4 @@
-"""The teachers of a stage, and what they add to a batch for the loss that the stage has."""
+"""The teachers of a stage, and the keys that they add to a batch for the stage's loss."""
 
 from __future__ import annotations
 
@@ -44,15 +44,7 @@ def check_each_teacher(
 ) -> None:
     """Check that every teacher can be read, has the student's vocabulary, and fits the layout and the data.
 
-    Args:
-        teachers: The teachers.
-        stage: The stage.
-        tokenizer: The student's tokenizer.
-        lengths: For each item of the data, the tokens of its sequences.
-        top_k: How many logits of each token are read.
-
-    Raises:
-        ConfigError: One does not; the message names it.
+    `lengths` has, for each item of the data, the tokens of its sequences. `top_k` logits of each token are read.
     """
     longest = max((length for item in lengths for length in item), default=0)
     for teacher in teachers:
@@ -85,11 +77,9 @@ class Teachers:
     """The teachers of a stage with the shares of their weights, which sum to 1.
 
     Attributes:
-        models: The teachers.
-        shares: Their shares.
         batching: How their batches are cut into microbatches.
         top_k: How many logits of each token are read.
-        data_sets: The places in `data.mix` of the data sets that each teacher has; an empty tuple: all.
+        data_sets: The indices in `data.mix` of the data sets that each teacher has; an empty tuple: all.
     """
 
     models: list[Teacher | EndpointTeacher]
@@ -99,32 +89,28 @@ class Teachers:
     data_sets: list[tuple[int, ...]]
 
     @classmethod
-    def of(cls, loop: Loop, policy: MegatronPolicy, teachers: Sequence[TeacherConfig], top_k: int) -> Teachers:
-        """Load the teachers of a stage. Collective.
-
-        Raises:
-            ConfigError: Weights cannot be read.
-        """
+    def load(cls, loop: Loop, policy: MegatronPolicy, teachers: Sequence[TeacherConfig], top_k: int) -> Teachers:
+        """Load the teachers of a stage. Collective."""
         config, topology = loop.config, policy.topology
         fused_head = FusedHead() if config.train.fused_head else None
         minutes = config.train.collective_timeout_minutes
         models = [
-            EndpointTeacher(each, topology.ranks)
-            if each.path is None
-            else load_teacher(each, topology, loop.tokenizer.vocab_size, config.precision, fused_head, minutes)
-            for each in teachers
+            EndpointTeacher(teacher, topology.ranks)
+            if teacher.path is None
+            else load_teacher(teacher, topology, loop.tokenizer.vocab_size, config.precision, fused_head, minutes)
+            for teacher in teachers
         ]
         for model in models:
             if isinstance(model, EndpointTeacher):
                 loop.close_at_end(model)
-        total = sum(each.weight for each in teachers)
-        shares = [each.weight / total for each in teachers]
+        total = sum(teacher.weight for teacher in teachers)
+        shares = [teacher.weight / total for teacher in teachers]
         batching, k = Batching.from_config(config.train), min(top_k, loop.tokenizer.vocab_size)
-        mixture = [each.shown_name for each in config.data.mix]
-        data_sets = [tuple(mixture.index(name) for name in each.data_sets) for each in teachers]
+        mixture = [data_set.shown_name for data_set in config.data.mix]
+        data_sets = [tuple(mixture.index(name) for name in teacher.data_sets) for teacher in teachers]
         return cls(models, shares, batching, k, data_sets)
 
-    def reads_whole(self, loss_fn: LossFunction) -> Teacher | None:
+    def find_whole_teacher(self, loss_fn: LossFunction) -> Teacher | None:
         """Return the teacher whose whole vocabulary the loss reads while it trains, or None."""
         if not WHOLE_KEYS & set(getattr(loss_fn, "required_keys", ())):
             return None
@@ -133,13 +119,13 @@ class Teachers:
             raise ConfigError("algorithm.teachers: a loss over the whole vocabulary needs a teacher with a path")
         return first
 
-    def with_topk(self, batch: Batch, loss_fn: LossFunction) -> Batch:
-        """Return the batch with the teachers' top-k logits if the loss reads them. Collective."""
+    def add_topk(self, batch: Batch, loss_fn: LossFunction) -> Batch:
+        """Add the teachers' top-k logits to a batch if the loss reads them, and return it. Collective."""
         if not TOPK_KEYS & set(getattr(loss_fn, "required_keys", ())):
             return batch
         shape = (len(batch.numbers), batch.width, self.top_k)
         with phase("teacher"):
-            found = [
+            top = [
                 self._read(
                     batch, taught, lambda part, model=model: model.topk_logits(part, self.top_k, self.batching),
                     (torch.zeros(shape), torch.zeros(shape, dtype=torch.long)),
@@ -147,7 +133,7 @@ class Teachers:
                 for model, taught in zip(self.models, self._taught(batch), strict=True)
             ]  # fmt: skip
         batch["teacher_topk_logits"], batch["teacher_topk_indices"] = (
-            torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)
+            torch.cat(parts, dim=-1) for parts in zip(*top, strict=True)
         )
         if len(self.models) > 1:
             batch["teacher_weights"] = self._weights(batch)[:, None]
@@ -158,17 +144,17 @@ class Teachers:
         mean, weights = torch.zeros(len(batch.numbers), batch.width), self._weights(batch)
         with phase("teacher"):
             for model, taught, share in zip(self.models, self._taught(batch), weights.unbind(1), strict=True):
-                (found,) = self._read(
+                (logprobs,) = self._read(
                     batch, taught, lambda part, model=model: (model.logprobs(part, self.batching),),
                     (torch.zeros_like(mean),),
                 )  # fmt: skip
-                mean += share[:, None] * found
+                mean += share[:, None] * logprobs
         return mean
 
     def _taught(self, batch: Batch) -> list[Tensor]:
         """Return for each teacher which sequences of the global batch it has, [B] bool."""
         every = torch.ones(batch.size, dtype=torch.bool)
-        return [torch.isin(batch.facts[DATA_SET], torch.tensor(own)) if own else every for own in self.data_sets]
+        return [torch.isin(batch.facts[DATA_SET], torch.tensor(sets)) if sets else every for sets in self.data_sets]
 
     def _weights(self, batch: Batch) -> Tensor:
         """Return the share of each teacher in each sequence, [n, teachers]; the shares of a sequence sum to 1."""
@@ -182,11 +168,11 @@ class Teachers:
         read: Callable[[Batch], Sequence[Tensor]],
         blank: Sequence[Tensor],
     ) -> Sequence[Tensor]:
-        """Return what a teacher reads in the sequences that it has, and `blank` for the others. Collective."""
+        """Return what `read` returns for the sequences that a teacher has, and `blank` for others. Collective."""
         if taught.all():
             return read(batch)
         if taught.any():  # all ranks take part if one has a sequence for it
-            own = batch.select_local(taught)
-            for values, found in zip(blank, read(batch.select(taught)), strict=True):
-                values[own] = found
+            is_taught = batch.select_local(taught)
+            for values, taught_values in zip(blank, read(batch.select(taught)), strict=True):
+                values[is_taught] = taught_values
         return blank

@@ -13,8 +13,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.log import LOGGER
 from rl_megatron.model.families import read_model
 
-# The checkpoint that is made of a Hugging Face directory lies beside the output directory, so that resume=false, which
-# moves an earlier run aside, leaves it where it is.
+# The checkpoint that is made of a Hugging Face directory is next to the output directory, so that resume=false, which
+# moves an earlier run aside, does not move it.
 _SUFFIX = ".imported"
 _CHECKPOINT = "checkpoint"
 _SOURCE = "source.json"  # which files it was made from
@@ -22,10 +22,9 @@ _SOURCE = "source.json"  # which files it was made from
 
 @dataclass(frozen=True)
 class StartingModel:
-    """The weights that a run starts from.
+    """The weights that a run starts from: a checkpoint, or a Hugging Face directory.
 
     Attributes:
-        source: A checkpoint, or a Hugging Face directory.
         checkpoint: The checkpoint with these weights; None if a Hugging Face directory has not been imported yet.
         settings: The sections of the configuration that stand for the checkpoint until there is one.
     """
@@ -38,8 +37,7 @@ class StartingModel:
     def find(cls, model: str | os.PathLike[str], output_dir: Path) -> Self:
         """Return the checkpoint or the Hugging Face directory at `model`.
 
-        Raises:
-            ConfigError: There is neither, its architecture is not known, or it changed since it was imported.
+        A directory whose architecture is unknown, or that changed since it was imported, is a ConfigError.
         """
         source = Path(model)
         if (source / MANIFEST).is_file():
@@ -50,7 +48,7 @@ class StartingModel:
                 f"model={os.fspath(model)!r} {what} {MANIFEST} (a checkpoint) {'nor' if source.exists() else 'or'} "
                 "config.json (a Hugging Face directory); nothing is downloaded"
             )
-        imported = _place_beside(output_dir)
+        imported = _choose_import_path(output_dir)
         if imported.is_dir():
             _refuse_another(source, imported)
             return cls(source, imported)
@@ -61,14 +59,9 @@ class StartingModel:
     def import_into(self, output_dir: Path, device: str) -> Path:
         """Import the Hugging Face directory, and return the checkpoint. Collective under torchrun; rank 0 imports.
 
-        Args:
-            output_dir: The run's directory.
-            device: The key `device` of the configuration, for the process group.
-
-        Raises:
-            ConfigError: It cannot be imported.
+        `device` is the key of the configuration, for the process group.
         """
-        imported = _place_beside(output_dir)
+        imported = _choose_import_path(output_dir)
         if "RANK" not in os.environ:
             _import(self.source, imported)
             return imported
@@ -82,7 +75,7 @@ class StartingModel:
         return imported
 
 
-def _place_beside(output_dir: Path) -> Path:
+def _choose_import_path(output_dir: Path) -> Path:
     return output_dir.with_name(output_dir.name + _SUFFIX) / _CHECKPOINT
 
 
@@ -92,7 +85,7 @@ def _import(source: Path, imported: Path) -> None:
     from rl_megatron.cli.convert import show_progress
 
     imported.parent.mkdir(parents=True, exist_ok=True)
-    imported.with_name(_SOURCE).write_text(json.dumps(_files_of(source), indent=1) + "\n", "utf-8")
+    imported.with_name(_SOURCE).write_text(json.dumps(_list_files(source), indent=1) + "\n", "utf-8")
     with show_progress(f"import {source}") as report:
         import_weights(source, imported, report)
     unused = find_unused_rows(source, runs_model=False)
@@ -101,17 +94,17 @@ def _import(source: Path, imported: Path) -> None:
 
 
 def _refuse_another(source: Path, imported: Path) -> None:
-    """Refuse a directory that is not the one, or not as it was, when the checkpoint was made from it."""
+    """Refuse a directory if the checkpoint was made from another one, or if it changed since."""
     record = imported.with_name(_SOURCE)
-    if not record.is_file() or json.loads(record.read_text("utf-8")) != _files_of(source):
+    if not record.is_file() or json.loads(record.read_text("utf-8")) != _list_files(source):
         raise ConfigError(
             f"model={source}: {imported} was made from other files; choose another output_dir, or set "
-            f"model={imported} to go on with them"
+            f"model={imported} to continue with them"
         )
 
 
-def _files_of(source: Path) -> dict[str, object]:
-    """Return what tells one state of a directory from another, without reading gigabytes of weights."""
+def _list_files(source: Path) -> dict[str, object]:
+    """Return the sizes and times of a directory's files, which change with them; no weights are read."""
     files = sorted(path for path in source.iterdir() if path.is_file())
     return {
         "directory": str(source.resolve()),

@@ -33,18 +33,10 @@ def run_config(
 ) -> RunConfig:
     """Return the configuration of a run with one stage.
 
-    Args:
-        algorithm: The name of the algorithm.
-        begin: The weights to start from; None for new ones.
-        data: `data.path`, or the section `data`; None if the settings say what the data is.
-        rewards: See `train`.
-        output_dir: The run's directory.
-        settings: See `train`.
-
-    Raises:
-        ConfigError: A key or value is wrong.
+    It starts from the weights `begin`, or from new ones if that is None. `data` is `data.path` or the section `data`;
+    None if the settings have it. For the other arguments, see `train`.
     """
-    tree = _nested(settings)
+    tree = _nest(settings)
     for name in _OF_SEVERAL_STAGES:
         if name in tree:
             raise ConfigError(
@@ -63,7 +55,7 @@ def run_config(
     if data is not None:
         _refuse_records(data)
         section = data if isinstance(data, Mapping) else {"path": data if isinstance(data, str) else _plain(data)}
-        tree["data"] = merged(_nested(section), tree.get("data", {}))
+        tree["data"] = merged(_nest(section), tree.get("data", {}))
     if rewards:
         tree["reward"] = {"functions": reward_functions(rewards)} | tree.get("reward", {})
     tree["output_dir"] = os.fspath(output_dir)
@@ -74,10 +66,7 @@ def reward_functions(rewards: Sequence[Reward] | Reward) -> list[dict[str, Any]]
     """Return `reward.functions` for functions, their names, and mappings of the keys of one entry; or for one of them.
 
     A Python function is registered under its own name. A later function of the same name replaces it, because a cell of
-    a notebook may run again.
-
-    Raises:
-        ConfigError: A function has no name, or has that of a function of the package or of a plugin.
+    a notebook may run again. It may not have the name of a function of the package or of a plugin.
     """
     entries = []
     several = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards
@@ -85,68 +74,60 @@ def reward_functions(rewards: Sequence[Reward] | Reward) -> list[dict[str, Any]]
         entry = dict(reward) if isinstance(reward, Mapping) else {"name": reward}
         named = entry.get("name")
         if callable(named):
-            entry["name"] = _registered(named, f"rewards[{index}]")
+            entry["name"] = _register(named, f"rewards[{index}]")
         entries.append(entry)
     return entries
 
 
 def _refuse_records(data: Data) -> None:
-    """Refuse data that is a list of records, without printing them.
-
-    Raises:
-        ConfigError: It is such a list.
-    """
-    if isinstance(data, list | tuple) and any(isinstance(each, Mapping) for each in data):
+    """Refuse data that is a list of records, without printing them."""
+    if isinstance(data, list | tuple) and any(isinstance(item, Mapping) for item in data):
         raise ConfigError(
             f"data is a list of {len(data)} records, but must be a path, a list of paths, or a mapping of keys of the "
             'section data; write the records to a JSONL file, one a line, and pass its path: data="records.jsonl"'
         )
 
 
-_of_python: set[str] = set()  # the names that `_registered` has registered
+_python_names: set[str] = set()  # the names that `_register` has registered
 
 
-def _registered(function: Callable[..., Any], where: str) -> str:
+def _register(function: Callable[..., Any], where: str) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     if not name.isidentifier():
         raise ConfigError(f"{where}: {name} has no name, which metrics need; define it with def")
-    if name in REWARDS and name not in _of_python:
+    if name in REWARDS and name not in _python_names:
         raise ConfigError(f"{where}: {name!r} is a reward function of the package or of a plugin; rename yours")
-    _of_python.add(name)
+    _python_names.add(name)
     record_function(name, function)
     REWARDS[name] = function
     return name
 
 
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as nested mappings: `{"train.steps": 50}` and `{"train": {"steps": 50}}` are the same.
-
-    Raises:
-        ConfigError: A key is given twice.
-    """
+def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as nested mappings: `{"train.steps": 50}` and `{"train": {"steps": 50}}` are the same."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         *sections, name = key.split(".")
-        place = tree
+        node = tree
         for section in sections:
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
+            node = node.setdefault(section, {})
+            if not isinstance(node, dict):
                 raise ConfigError(f"{key}={value!r}: {section} is given as the name of a preset too; write one of them")
-        if isinstance(value, Mapping) and isinstance(place.get(name), dict):
-            place, value = place[name], _plain(value)
+        if isinstance(value, Mapping) and isinstance(node.get(name), dict):
+            node, value = node[name], _plain(value)
         else:
             value = {name: _plain(value)}
-        twice = sorted(place.keys() & value.keys())
+        twice = sorted(node.keys() & value.keys())
         if twice:
             raise ConfigError(f"{key}: {twice[0]!r} is given twice; write it once")
-        place.update(value)
+        node.update(value)
     return tree
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as a YAML file would give it: with lists for tuples, and text for paths."""
+    """Return a value as it is in a YAML file: with lists for tuples, and text for paths."""
     if isinstance(value, Mapping):
-        return {key: _plain(below) for key, below in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(below) for below in value]
+        return [_plain(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -20,7 +20,7 @@ _METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a training function returns, the same on every rank.
+    """The result of a training function, the same on every rank.
 
     Attributes:
         output_dir: The run's directory, with metrics, checkpoints and the effective configuration.
@@ -45,7 +45,7 @@ def train(
     rewards: Sequence[Reward] | Reward = (),
     **settings: Any,
 ) -> TrainingResult:
-    """Train a model, as `rl-megatron train algorithm=…` does, in this process and its fellow ranks under torchrun.
+    """Train a model, as `rl-megatron train algorithm=…` does, in this process and the other ranks under torchrun.
 
     A run in the same `output_dir` continues from its newest checkpoint.
 
@@ -64,12 +64,12 @@ def train(
 
     Raises:
         ConfigError: The input is wrong; the message names the key, the value, the rule and the remedy.
-        RuntimeError: The run failed; the message says why, and names the newest checkpoint.
+        RuntimeError: The run failed; the message has the cause, and names the newest checkpoint.
     """
     log.setup()
     begin = None if model is None else StartingModel.find(model, Path(output_dir))
     config = run_config(algorithm, begin, data, rewards, output_dir, settings)
-    if "RANK" not in os.environ:  # several ranks must agree on what is wrong, so the preflight checks it for them
+    if "RANK" not in os.environ:  # several ranks must agree on errors, so the preflight checks for them
         check_early(config)
     if begin is not None and begin.checkpoint is None:
         begin = StartingModel(begin.source, begin.import_into(Path(output_dir), config.first.device))
@@ -118,7 +118,7 @@ def _run(config: RunConfig) -> TrainingResult:
     from rl_megatron.topology.ranks import leave_together
     from rl_megatron.topology.topology import leave
 
-    joined = dist.is_initialized()
+    was_initialized = dist.is_initialized()
     try:
         results = run_stages(config)
     except Exception:
@@ -126,7 +126,7 @@ def _run(config: RunConfig) -> TrainingResult:
         raise
     finally:
         # Under torchrun the group stays: a second one would meet the addresses of the first in torchrun's store.
-        if not joined and dist.is_initialized() and dist.get_world_size() == 1:
+        if not was_initialized and dist.is_initialized() and dist.get_world_size() == 1:
             leave()
     output_dir = Path(config.output_dir)
     *_, metrics = results.summary["stages"].values()

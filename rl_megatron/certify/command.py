@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron import disk, log
-from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Difference, Measurement, compare, fails, run_workload
 from rl_megatron.certify.single_process import Reference
@@ -105,7 +105,7 @@ def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batc
     """
     requested = []
     for name, stage in config.stages.items():
-        for model, loss in algorithm_of(stage).losses(stage).items():
+        for model, loss in get_algorithm(stage).losses(stage).items():
             requested.append((name if model == "policy" else f"{name} {model}", Objective.of_section(loss), stage))
     requested += [(f"standard {name}", objective, config.first) for name, objective in STANDARD_OBJECTIVES.items()]
 

@@ -24,7 +24,7 @@ from rl_megatron.data.run_tokenizer import load_known_tokenizer
 from rl_megatron.data.sources import build_source
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.rewards.loading import check_rewards
-from rl_megatron.runs.rerun import earlier_run
+from rl_megatron.runs.rerun import find_earlier_run
 
 
 def check_early(config: RunConfig) -> None:
@@ -42,7 +42,7 @@ def check_data(config: RunConfig) -> None:
     for stage in config.stages.values():
         require_place(stage.data)
     check_losses(config)
-    tokenizer = bad_input_named(lambda: load_known_tokenizer(config.first, earlier_run(config)))
+    tokenizer = bad_input_named(lambda: load_known_tokenizer(config.first, find_earlier_run(config)))
     for stage in config.stages.values():
         bad_input_named(lambda stage=stage: build_source(stage).check_files(tokenizer))
         check_set_files(stage, tokenizer)

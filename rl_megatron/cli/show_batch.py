@@ -12,7 +12,7 @@ from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.run_tokenizer import get_run_tokenizer
 from rl_megatron.observability.batch_view import BatchView, print_batch, render_batch_page
 from rl_megatron.observability.step_view import view_heldout, view_step
-from rl_megatron.runs.rerun import earlier_run
+from rl_megatron.runs.rerun import find_earlier_run
 
 _SEQUENCES_SHOWN = 4  # in a terminal
 
@@ -43,7 +43,7 @@ def show_batch(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def _make_view(config: RunConfig, name: str, options: argparse.Namespace, ranks: int) -> BatchView:
-    stage, tokenizer = config.stages[name], get_run_tokenizer(config.first, earlier_run(config))
+    stage, tokenizer = config.stages[name], get_run_tokenizer(config.first, find_earlier_run(config))
     if options.heldout:
         return view_heldout(name, stage, tokenizer, ranks)
     return view_step(name, stage, tokenizer, options.step, ranks)

@@ -12,7 +12,7 @@ from rl_megatron.config.rules import check_vocabulary
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.run_tokenizer import load_known_tokenizer
 from rl_megatron.doctor.findings import Finding, ok, problem, refusal, warning
-from rl_megatron.runs.rerun import earlier_run
+from rl_megatron.runs.rerun import find_earlier_run
 from rl_megatron.topology.degrees import validate
 
 _SMALL_SHARE = 0.5  # of the embedding's rows; a tokenizer with fewer tokens is probably another model's
@@ -57,7 +57,7 @@ def check_tokenizer(config: RunConfig) -> list[Finding]:
     """Check that the tokenizer loads, and that the model's embedding fits its vocabulary."""
     stage = config.first
     try:
-        tokenizer = load_known_tokenizer(stage, earlier_run(config))
+        tokenizer = load_known_tokenizer(stage, find_earlier_run(config))
         tokens = stage.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
         check_vocabulary(stage.model, tokens)
     except ConfigError as error:

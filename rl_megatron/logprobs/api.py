@@ -117,26 +117,22 @@ def vocab_parallel_logprobs(
     order = memory_order(logits)
     rows, row_targets = to_rows(logits, order), to_rows(targets[..., None], order)[:, 0]
     row_ids = None if gather_ids is None else to_rows(gather_ids, order)
-    temperatures = row_temperature(temperature, targets, order, torch.promote_types(logits.dtype, torch.float32))
-    given = (
+    temperatures = flatten_temperature(temperature, targets, order, torch.promote_types(logits.dtype, torch.float32))
+    arguments = (
         rows, row_targets, row_ids, temperatures, row_targets == ignore_index, shard, entropy, kernels,
         may_be_overwritten(rows),
     )  # fmt: skip
     if sampling_filter is None or sampling_filter.is_off:
-        outputs = VocabParallelStats.apply(*given)
+        outputs = VocabParallelStats.apply(*arguments)
     else:
-        outputs = FilteredStats.apply(*given, sampling_filter)
+        outputs = FilteredStats.apply(*arguments, sampling_filter)
     return LogprobStats(*outputs).map(lambda rows: from_rows(rows, targets.shape, order))
 
 
 def check_shapes(
     logits: torch.Size, targets: Int[Tensor, "*tokens"], gather_ids: Int[Tensor, "*tokens ids"] | None
 ) -> None:
-    """Check that targets and gather_ids are ids and fit logits of this shape.
-
-    Raises:
-        ValueError: A dtype or shape does not fit. The message names it, or both shapes.
-    """
+    """Check that targets and gather_ids are ids and fit logits of this shape."""
     for name, ids in (("targets", targets), ("gather_ids", gather_ids)):
         if ids is not None and (ids.is_floating_point() or ids.dtype is torch.bool):
             raise ValueError(f"{name} must be integers, got {ids.dtype}")
@@ -157,16 +153,9 @@ def vocab_shard(
     vocab_range: tuple[int, int] | None,
     valid_vocab_size: int | None,
 ) -> VocabShard:
-    """Return this rank's shard of the vocabulary.
+    """Return this rank's shard of the vocabulary, which has `num_local` columns.
 
-    Args:
-        num_local: The number of this rank's columns.
-        group: The group over which the vocabulary is sharded, or None.
-        vocab_range: This rank's ids (start, stop). None: shards are equal and in rank order.
-        valid_vocab_size: Ids from here on are padding. None: no id is padding.
-
-    Raises:
-        ValueError: The range does not fit the columns, or does not start at 0 without a group.
+    The other arguments are those of `vocab_parallel_logprobs`.
     """
     rank = dist.get_rank(group) if group is not None else 0
     start, stop = vocab_range or (rank * num_local, (rank + 1) * num_local)
@@ -182,22 +171,16 @@ def vocab_shard(
     return shard
 
 
-def row_temperature(
+def flatten_temperature(
     temperature: float | Float[Tensor, "*#tokens"],
     targets: Int[Tensor, "*tokens"],
     order: list[int],
     dtype: torch.dtype,
 ) -> Float[Tensor, " rows"] | None:
-    """Return the temperature of each row, or None if it is the number 1, so that the division is skipped.
+    """Check the temperature, and return that of each row, or None if it is the number 1, so that nothing is divided.
 
-    Args:
-        temperature: A positive number, or a tensor that broadcasts to the targets' shape.
-        targets: The targets, of which only the shape and the device are used.
-        order: The leading dimensions in memory order, from `memory_order`.
-        dtype: The dtype of the result.
-
-    Raises:
-        ValueError: A temperature is not positive and finite, requires a gradient, or does not broadcast.
+    A tensor broadcasts to the shape of `targets`, of which nothing else but the device is used. `order` is the leading
+    dimensions in memory order.
     """
     if not isinstance(temperature, Tensor):
         if not (temperature > 0 and math.isfinite(temperature)):
@@ -209,15 +192,14 @@ def row_temperature(
         return torch.full((targets.numel(),), temperature, dtype=dtype, device=targets.device)
     if temperature.requires_grad:
         raise ValueError("temperature must not require a gradient, because none is computed for it")
-    given = temperature
     check(
-        ((given > 0) & given.isfinite()).all(),
-        lambda: f"temperature must be positive and finite, got {given.min().item()} … {given.max().item()}",
+        ((temperature > 0) & temperature.isfinite()).all(),
+        lambda: f"temperature must be positive and finite, got {temperature.min().item()} … {temperature.max().item()}",
     )
     try:
-        temperature = torch.broadcast_to(given.to(targets.device, dtype), targets.shape)
+        whole = torch.broadcast_to(temperature.to(targets.device, dtype), targets.shape)
     except RuntimeError as error:
         raise ValueError(
-            f"temperature {tuple(given.shape)} must be a number or broadcast to targets {tuple(targets.shape)}"
+            f"temperature {tuple(temperature.shape)} must be a number or broadcast to targets {tuple(targets.shape)}"
         ) from error
-    return to_rows(temperature[..., None], order)[:, 0]
+    return to_rows(whole[..., None], order)[:, 0]

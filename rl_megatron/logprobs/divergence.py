@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rl_megatron.logprobs.api import row_temperature, vocab_shard
+from rl_megatron.logprobs.api import flatten_temperature, vocab_shard
 from rl_megatron.logprobs.divergence_rows import (
     Divergence,
     Normalisers,
@@ -20,7 +19,7 @@ from rl_megatron.logprobs.divergence_rows import (
     write_pair_gradients,
 )
 from rl_megatron.logprobs.flatten import from_rows, may_be_overwritten, memory_order, to_rows
-from rl_megatron.logprobs.vocab_parallel import VocabShard, check, saved
+from rl_megatron.logprobs.vocab_parallel import check, differentiate_once, load_saved
 from rl_megatron.topology.collectives import gather_from_ranks
 
 
@@ -120,7 +119,7 @@ def vocab_parallel_kl(
 
 
 def _compare(
-    of: Divergence,
+    divergence: Divergence,
     student_logits: Float[Tensor, "*tokens vocab_local"],
     teacher_logits: Float[Tensor, "*teacher_tokens vocab_local"],
     tp_group: dist.ProcessGroup | None,
@@ -151,9 +150,9 @@ def _compare(
         student,
         teacher,
         to_rows(rows[..., None], order)[:, 0],
-        row_temperature(temperature, rows, order, dtype),
+        flatten_temperature(temperature, rows, order, dtype),
         vocab_shard(num_local, tp_group, None, valid_vocab_size),
-        of,
+        divergence,
         may_be_overwritten(student),
     )
     return from_rows(result, leading, order)
@@ -172,9 +171,9 @@ def _check_alike(
             f"{tuple(student_logits.shape)}: {num_local} columns on this rank"
         )
     if (teacher_logits.shape[:-1] if teacher_rows is None else teacher_rows.shape) != student_logits.shape[:-1]:
-        name, given = ("teacher_logits", teacher_logits) if teacher_rows is None else ("teacher_rows", teacher_rows)
+        name, other = ("teacher_logits", teacher_logits) if teacher_rows is None else ("teacher_rows", teacher_rows)
         raise ValueError(
-            f"{name} {tuple(given.shape)} must have the leading shape of student_logits {tuple(student_logits.shape)}"
+            f"{name} {tuple(other.shape)} must have the leading shape of student_logits {tuple(student_logits.shape)}"
         )
 
 
@@ -182,44 +181,40 @@ class _Divergence(torch.autograd.Function):
     """The divergence [N] of each row of student logits [N, V_local] from its row of teacher logits [M, V_local]."""
 
     @staticmethod
-    def forward(ctx, student, teacher, rows, temperature, shard, of, overwrite):
+    def forward(ctx, student, teacher, rows, temperature, shard, divergence, overwrite):
         active = rows >= 0
         pairs = Pairs(student, teacher, rows.clamp(min=0), temperature, shard.num_columns)
-        parts = _all_shards(pair_stats(pairs, (of,), active), shard)
-        row_max, sums, teacher_max, teacher_sums, products = merge_pairs(parts, (of,))
+        parts = gather_from_ranks(pair_stats(pairs, (divergence,), active), shard.group)
+        row_max, sums, teacher_max, teacher_sums, products = merge_pairs(parts, (divergence,))
 
         empty, teacher_empty = sums == 0, teacher_sums == 0  # every logit of the row is −inf
         sums, teacher_sums = sums.masked_fill(empty, 1.0), teacher_sums.masked_fill(teacher_empty, 1.0)
         log_sum, teacher_log_sum = sums.log(), teacher_sums.log()
-        result = products / (sums if of == "reverse" else teacher_sums)
-        if of == "cross_entropy":
+        result = products / (sums if divergence == "reverse" else teacher_sums)
+        if divergence == "cross_entropy":
             result = result + log_sum
         else:
-            result = result + (log_sum - teacher_log_sum if of == "forward" else teacher_log_sum - log_sum)
+            result = result + (log_sum - teacher_log_sum if divergence == "forward" else teacher_log_sum - log_sum)
         result = result.masked_fill(empty, torch.inf).masked_fill(teacher_empty | ~active, 0.0)
         active = active & ~empty & ~teacher_empty
 
         kl = None
-        if of == "reverse":
+        if divergence == "reverse":
             active, kl = active & (result != torch.inf), result.clone()
         ctx.save_for_backward(
             student, teacher, pairs.rows, temperature, row_max, log_sum, teacher_max, teacher_log_sum, kl, active
         )
-        ctx.num_columns, ctx.of, ctx.overwrite, ctx.consumed = shard.num_columns, of, overwrite, False
+        ctx.num_columns, ctx.divergence = shard.num_columns, divergence
+        ctx.overwrite, ctx.consumed = overwrite, False
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiate_once
     def backward(ctx, grad):
-        operator = "vocab_parallel_soft_cross_entropy" if ctx.of == "cross_entropy" else "vocab_parallel_kl"
-        student, teacher, rows, temperature, *normalisers, kl, active = saved(ctx, operator)
+        operator = "vocab_parallel_soft_cross_entropy" if ctx.divergence == "cross_entropy" else "vocab_parallel_kl"
+        student, teacher, rows, temperature, *normalisers, kl, active = load_saved(ctx, operator)
         out = student.detach() if ctx.overwrite else torch.empty_like(student)
         pairs = Pairs(student.detach(), teacher, rows, temperature, ctx.num_columns)
         write_pair_gradients(out, pairs, Normalisers(*normalisers), kl, grad, active & (grad != 0))
         ctx.consumed = ctx.overwrite
         return out, *(None,) * 6
-
-
-def _all_shards(stats: Float[Tensor, "rows 5"], shard: VocabShard) -> Float[Tensor, "tp rows 5"]:
-    """Return every rank's statistics, in rank order, with one all-gather."""
-    return gather_from_ranks(stats, shard.group)

@@ -49,7 +49,7 @@ class Pairs(NamedTuple):
 
 
 def pair_stats(
-    pairs: Pairs, of: Sequence[Divergence], active: Bool[Tensor, " rows"]
+    pairs: Pairs, divergences: Sequence[Divergence], active: Bool[Tensor, " rows"]
 ) -> Float[Tensor, "rows statistics"]:
     """Return (m, s, m', s', u, …) of this rank's shard relative to its own maxima, [N, 4+D] with one u per divergence.
 
@@ -61,12 +61,12 @@ def pair_stats(
     not active are undefined; such rows are skipped if that costs nothing.
     """
     num_columns, num_rows = pairs.num_columns, pairs.student.shape[0]
-    stats = pairs.student.new_zeros(num_rows, 4 + len(of), dtype=pairs.dtype)
+    stats = pairs.student.new_zeros(num_rows, 4 + len(divergences), dtype=pairs.dtype)
     stats[:, [0, 2]] = -torch.inf
     if num_columns == 0 or num_rows == 0:
         return stats
     blocks = row_blocks(active, num_columns)
-    tiles = scratch_tiles(2 + len(of), blocks, num_columns, pairs.dtype, pairs.student.device)
+    tiles = scratch_tiles(2 + len(divergences), blocks, num_columns, pairs.dtype, pairs.student.device)
     for block, skip in blocks:
         if skip:
             continue
@@ -74,25 +74,25 @@ def pair_stats(
         x, y, *products = tiles[:, :height]
         pairs.load(block, x, y)
         row_max, teacher_max = _shift_by_max(x), _shift_by_max(y)
-        for divergence, product in zip(of, products, strict=True):
+        for divergence, product in zip(divergences, products, strict=True):
             if divergence == "cross_entropy":
                 torch.neg(x, out=product)
             else:
                 torch.sub(*((y, x) if divergence == "forward" else (x, y)), out=product)
         exponentials(x, out=x)
         exponentials(y, out=y)
-        for divergence, product in zip(of, products, strict=True):
+        for divergence, product in zip(divergences, products, strict=True):
             weights = x if divergence == "reverse" else y
             product.mul_(weights).masked_fill_(weights == 0, 0.0)  # an id with weight 0 adds 0, not 0 · ∞ = NaN
         sums = (row_sums(tile, height) for tile in tiles)
-        places = (0, 2, 1, 3, *range(4, 4 + len(of)))
-        for place, column in zip(places, (row_max, teacher_max, *sums), strict=True):
-            stats[block, place] = column
+        columns = (0, 2, 1, 3, *range(4, 4 + len(divergences)))
+        for column, values in zip(columns, (row_max, teacher_max, *sums), strict=True):
+            stats[block, column] = values
     return stats
 
 
 def merge_pairs(
-    parts: Float[Tensor, "tp rows statistics"], of: Sequence[Divergence]
+    parts: Float[Tensor, "tp rows statistics"], divergences: Sequence[Divergence]
 ) -> tuple[Float[Tensor, " rows"], ...]:
     """Return (M, s, M', s', u, …) of the whole vocabulary, from every rank's statistics.
 
@@ -100,7 +100,7 @@ def merge_pairs(
         u = Σ_r e^{a_r−A}·(u_r + ((a_r−A) − (b_r−B))·s_{a,r}),   for the cross-entropy without (a_r−A)
 
     a stands for the model whose probabilities are the weights, and b for the other. Sums are in rank order, so that the
-    results are bitwise the same on every rank. The maximum of a row with only −inf is given as 0.
+    results are bitwise the same on every rank. The maximum of a row with only −inf is returned as 0.
     """
     student, teacher = (parts[..., 0], parts[..., 1]), (parts[..., 2], parts[..., 3])
     row_max, teacher_max = _finite(student[0].amax(dim=0)), _finite(teacher[0].amax(dim=0))
@@ -109,7 +109,7 @@ def merge_pairs(
         (shift.exp() * s).sum(dim=0) for shift, s in zip(shifts, (student[1], teacher[1]), strict=True)
     )
     merged = []
-    for index, divergence in enumerate(of):
+    for index, divergence in enumerate(divergences):
         if divergence == "reverse":
             (shift, weighing), (other_shift, other) = (shifts[0], student[1]), (shifts[1], teacher[1])
         else:

@@ -6,11 +6,19 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_megatron.logprobs.kernels.torch import LOWEST_EXPONENT
 from rl_megatron.logprobs.sampling_filter import filter_thresholds
-from rl_megatron.logprobs.vocab_parallel import Kernels, Merged, Upstream, VocabShard, merge, own_logits, saved
+from rl_megatron.logprobs.vocab_parallel import (
+    Kernels,
+    Merged,
+    Upstream,
+    VocabShard,
+    differentiate_once,
+    load_saved,
+    merge,
+    read_logits,
+)
 
 
 class FilteredStats(torch.autograd.Function):
@@ -30,25 +38,25 @@ class FilteredStats(torch.autograd.Function):
         columns = kernels.local_columns(targets, shard.start, shard.num_columns)
         gather_columns = gathered = None
         stats = kernels.row_stats(logits, columns, shard.num_columns, temperature, entropy, ~ignored, thresholds)
-        below = _below(logits, columns[:, None], thresholds, shard, kernels)[:, 0]
+        below = _find_below(logits, columns[:, None], thresholds, shard, kernels)[:, 0]
         kept = below if sampling_filter.outside == "keep" else None
         if kept is None:
             stats[:, 3].masked_fill_(below, -torch.inf)
         else:
-            stats = torch.where(kept[:, None], _with_target(stats), stats)
+            stats = torch.where(kept[:, None], _add_target(stats), stats)
         if gather_ids is not None:
             gather_columns = kernels.local_columns(gather_ids, shard.start, shard.num_columns)
-            lost = _below(logits, gather_columns, thresholds, shard, kernels)
+            lost = _find_below(logits, gather_columns, thresholds, shard, kernels)
             if kept is not None:
                 lost &= gather_ids != targets[:, None]
-            gathered = own_logits(logits, gather_columns, temperature, shard, kernels).masked_fill(lost, -torch.inf)
+            gathered = read_logits(logits, gather_columns, temperature, shard, kernels).masked_fill(lost, -torch.inf)
             if shard.is_parallel:
                 dist.all_reduce(gathered, group=shard.group)
         merged = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy, kernels)
 
         lost = torch.zeros_like(ignored) if kept is not None else merged.logprobs == -torch.inf
         if sampling_filter.outside == "ignore":
-            merged = _without(merged, lost & merged.active)
+            merged = _leave_out(merged, lost & merged.active)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             logits, columns, gather_columns, temperature, thresholds, merged.row_max, merged.log_sum, merged.entropy,
@@ -59,7 +67,7 @@ class FilteredStats(torch.autograd.Function):
         return merged.logprobs, merged.entropy, merged.gathered
 
     @staticmethod
-    @once_differentiable
+    @differentiate_once
     def backward(ctx, target_grad, entropy_grad, gathered_grads):
         """Return the gradient of the logits, in their own buffer if it may be overwritten."""
         unused = (None,) * 9
@@ -68,10 +76,10 @@ class FilteredStats(torch.autograd.Function):
         (
             logits, columns, gather_columns, temperature, thresholds, row_max, log_sum, entropy,
             active, lost, gathered_lost, kept, logprobs,
-        ) = saved(ctx, "vocab_parallel_logprobs")  # fmt: skip
+        ) = load_saved(ctx, "vocab_parallel_logprobs")  # fmt: skip
         target_grad = None if target_grad is None else target_grad.masked_fill(lost, 0.0)
         gathered_grads = None if gathered_grads is None else gathered_grads.masked_fill(gathered_lost, 0.0)
-        upstream = Upstream.of(
+        upstream = Upstream.from_gradients(
             target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active, ctx.kernels
         )
         if kept is not None:
@@ -88,7 +96,7 @@ class FilteredStats(torch.autograd.Function):
         return out, *unused
 
 
-def _below(
+def _find_below(
     logits: Float[Tensor, "rows vocab_local"],
     columns: Int[Tensor, "rows ids"],
     thresholds: Float[Tensor, " rows"],
@@ -96,10 +104,10 @@ def _below(
     kernels: Kernels,
 ) -> Bool[Tensor, "rows ids"]:
     """Return which of K local columns per row the filter leaves out, with false for ids of other ranks."""
-    return (columns >= 0) & (own_logits(logits, columns, None, shard, kernels) < thresholds[:, None])
+    return (columns >= 0) & (read_logits(logits, columns, None, shard, kernels) < thresholds[:, None])
 
 
-def _with_target(stats: Float[Tensor, "rows 4"]) -> Float[Tensor, "rows 4"]:
+def _add_target(stats: Float[Tensor, "rows 4"]) -> Float[Tensor, "rows 4"]:
     """Return `row_stats` (m, s, t, x_y) with x_y added to the logits that m, s and t are computed from."""
     m, s, t, x = stats.unbind(-1)
     row_max = torch.maximum(m, x)
@@ -120,7 +128,7 @@ def _kept_target_gradient(
     return torch.where(kept, logprobs.exp() * share, 0.0)
 
 
-def _without(merged: Merged, lost: Bool[Tensor, " rows"]) -> Merged:
+def _leave_out(merged: Merged, lost: Bool[Tensor, " rows"]) -> Merged:
     """Return the results with the rows `lost` set as if their targets were `ignore_index`."""
     entropy, gathered = merged.entropy, merged.gathered
     return merged._replace(

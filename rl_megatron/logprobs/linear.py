@@ -8,16 +8,15 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, check_shapes, row_temperature, vocab_shard
+from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, check_shapes, flatten_temperature, vocab_shard
 from rl_megatron.logprobs.kernels.backends import choose_kernels
-from rl_megatron.logprobs.token_blocks import BlockPlan, HiddenBlocks
-from rl_megatron.logprobs.vocab_parallel import Upstream, merge, own_logits
+from rl_megatron.logprobs.token_blocks import BlockPlan, HiddenBlocks, HiddenGradient
+from rl_megatron.logprobs.vocab_parallel import Upstream, differentiate_once, merge, read_logits
 
 # The number of logits of a token block. On a GPU they have 512 MiB in bf16: thousands of rows, so that reading the
-# weights for each block is cheap beside the products. On a CPU they have 32 MiB in bf16: about a hundred rows of the
-# largest vocabularies, beyond which more rows are not faster.
+# weights for each block is cheap compared with the products. On a CPU they have 32 MiB in bf16: about a hundred rows of
+# the largest vocabularies, beyond which more rows are not faster.
 BLOCK_ELEMENTS_CPU = 1 << 24
 BLOCK_ELEMENTS_CUDA = 1 << 28
 
@@ -127,10 +126,10 @@ def linear_logprobs(
     if block_tokens is not None and block_tokens < 1:
         raise ValueError(f"block_tokens={block_tokens} must be at least 1; None chooses it from the vocabulary's size")
     width = torch.promote_types(hidden.dtype, torch.float32)
-    temperatures = row_temperature(temperature, targets, list(range(targets.dim())), width)
+    temperatures = flatten_temperature(temperature, targets, list(range(targets.dim())), width)
     flat = targets.flatten()
     rows = block_tokens or default_block_tokens(weight.shape[0], weight.device.type)
-    plan = BlockPlan.of(flat != ignore_index, shards, rows, most_counted)
+    plan = BlockPlan.from_counts(flat != ignore_index, shards, rows, most_counted)
 
     selected = plan.select(flat, ignore_index)
     outputs = _LinearStats.apply(
@@ -171,11 +170,9 @@ def _check_linear_shapes(
 
 
 def default_block_tokens(vocab_shard: int, device_type: str) -> int:
-    """Return the default number of rows of a token block; on a GPU it is a multiple of 1024.
+    """Return the default number of rows of a token block, for a weight of `vocab_shard` rows on one rank.
 
-    Args:
-        vocab_shard: The rows of the weight on one rank.
-        device_type: "cpu" or "cuda".
+    On a GPU ("cuda") it is a multiple of 1024.
     """
     if device_type == "cpu":
         return max(1, BLOCK_ELEMENTS_CPU // max(1, vocab_shard))
@@ -196,14 +193,14 @@ class _LinearStats(torch.autograd.Function):
         stats = hidden.new_empty(len(targets), 4, dtype=width)
         gathered = None if gather_ids is None else hidden.new_empty(gather_ids.shape, dtype=width)
         scratch = hidden.new_empty(blocks.plan.longest, weight.shape[0])
-        for rows, h in blocks.of(hidden):
+        for rows, h in blocks.iterate(hidden):
             logits = torch.mm(h, weight.t(), out=scratch[: len(h)])
             rows_temperature = None if temperature is None else temperature[rows]
             stats[rows] = kernels.row_stats(
                 logits, columns[rows], shard.num_columns, rows_temperature, entropy, ~ignored[rows]
             )
             if gathered is not None and gather_columns is not None:
-                gathered[rows] = own_logits(logits, gather_columns[rows], rows_temperature, shard, kernels)
+                gathered[rows] = read_logits(logits, gather_columns[rows], rows_temperature, shard, kernels)
         if gathered is not None and shard.is_parallel:
             dist.all_reduce(gathered, group=shard.group)
         merged = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy, kernels)
@@ -218,23 +215,23 @@ class _LinearStats(torch.autograd.Function):
         return merged.logprobs, merged.entropy, merged.gathered
 
     @staticmethod
-    @once_differentiable
+    @differentiate_once
     def backward(ctx, target_grad, entropy_grad, gathered_grads):
         """Return the gradients of hidden and weight, which are computed block by block in reverse order."""
         unused = (None,) * 8
         if target_grad is None and entropy_grad is None and gathered_grads is None:
             return None, None, *unused
         hidden, weight, columns, gather_columns, temperature, row_max, log_sum, entropy, active = ctx.saved_tensors
-        upstream = Upstream.of(
+        upstream = Upstream.from_gradients(
             target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active, ctx.kernels
         )
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         sum_group = ctx.shard.group if ctx.shard.is_parallel else None
-        hidden_grad = ctx.blocks.gradient(hidden, sum_group) if wants_hidden else None
+        hidden_grad = HiddenGradient(ctx.blocks, hidden, sum_group) if wants_hidden else None
         weight_grad = _WeightGradient(weight) if wants_weight else None
         last_logits, ctx.last_logits = ctx.last_logits, None
         scratch = hidden.new_empty(ctx.blocks.plan.longest, len(weight)) if last_logits is None else last_logits
-        for rows, h in ctx.blocks.of(hidden, reverse=True):
+        for rows, h in ctx.blocks.iterate(hidden, reverse=True):
             logits = scratch[: len(h)]
             if last_logits is None:
                 torch.mm(h, weight.t(), out=logits)
@@ -242,7 +239,7 @@ class _LinearStats(torch.autograd.Function):
             rows_temperature = None if temperature is None else temperature[rows]
             ctx.kernels.write_row_gradients(
                 logits, logits, ctx.shard.num_columns, rows_temperature, row_max[rows], log_sum[rows],
-                *upstream.rows(rows),
+                *upstream.select_rows(rows),
             )  # fmt: skip
             if hidden_grad is not None:
                 hidden_grad.add(rows, logits, weight)  # its sum over ranks overlaps with the product for dW

@@ -39,11 +39,7 @@ class Sharding:
     most_counted: int | None = None
 
     def layout(self, output: Tensor | DeferredLogits, batch: tuple[int, int]) -> TokenLayout:
-        """Return where the tokens of a [B, S] batch lie in `output` [R, L, …].
-
-        Raises:
-            ValueError: The shapes do not fit; the message names them.
-        """
+        """Return where the tokens of a [B, S] batch lie in `output` [R, L, …]."""
         num_rows, length = output.shape[:2]
         cp_size = 1 if self.cp_group is None else self.cp_group.size()
         if self.cu_seqlens is None:
@@ -123,7 +119,7 @@ def next_token_stats(
 
     options = {"valid_vocab_size": sharding.valid_vocab_size, "entropy": entropy, "backend": backend}
     if isinstance(logits, DeferredLogits):
-        stats = _of_hidden(logits, labels, sharding.tp_group, temperature, gather_ids, most_counted, options)
+        stats = _compute_from_hidden(logits, labels, sharding.tp_group, temperature, gather_ids, most_counted, options)
     else:
         stats = vocab_parallel_logprobs(
             logits, labels, sharding.tp_group, temperature=temperature, gather_ids=gather_ids, **options
@@ -142,15 +138,10 @@ def next_token_stats(
 def next_token_temperature(
     temperature: float | Tensor, layout: TokenLayout, batch: tuple[int, int]
 ) -> float | Float[Tensor, ""] | Float[Tensor, "rows length"]:
-    """Return the temperature of this rank's logits, each that of the token after it, from one aligned with input_ids.
+    """Return the temperature of this rank's logits [R, L], each that of the token after it.
 
-    Args:
-        temperature: A number, [B], [B, 1] or [B, S]; a number is returned as it is.
-        layout: Where the tokens lie in the logits [R, L, …].
-        batch: (B, S).
-
-    Raises:
-        ValueError: The shape does not fit. The message names it.
+    `temperature` is a number, which is returned as it is, or is [B], [B, 1] or [B, S] and aligned with input_ids, whose
+    shape (B, S) is `batch`.
     """
     if not isinstance(temperature, Tensor) or temperature.dim() == 0:
         return temperature
@@ -164,7 +155,7 @@ def next_token_temperature(
     return layout.scatter(pad(per_token, (0, 1), value=1.0), 1.0)
 
 
-def _of_hidden(
+def _compute_from_hidden(
     logits: DeferredLogits,
     labels: Int[Tensor, "rows length"],
     tp_group: dist.ProcessGroup | None,

@@ -1,7 +1,11 @@
-"""Top-k and top-p filters of a distribution, as one threshold per row of logits."""
+"""Top-k and top-p filters of a distribution, as one threshold per row of logits.
+
+A threshold is found among the likeliest tokens, or digit by digit of its bits, without sorting or gathering logits.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,17 +14,20 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rl_megatron.logprobs.kernels.float_order import from_ordered_bits, ordered_bits
 from rl_megatron.logprobs.kernels.tiles import row_blocks
-from rl_megatron.logprobs.threshold_search import COPIES, largest_threshold
 from rl_megatron.logprobs.vocab_parallel import VocabShard
 from rl_megatron.topology.collectives import gather_from_ranks
 
 Outside = Literal["minus_infinity", "keep", "ignore"]
 
-
 # Masses are counted in units of this fraction of the likeliest token's mass. Sums of up to 2^22 ids are then exact, and
 # so the same in every order and sharding. Masses too small to count add up to 1e-7 among a hundred thousand ids.
 _MASS_SCALE = 2.0**-40
+
+_COPIES = 4  # a block of rows needs this many times its fp32 size: its positions and weights are int64
+_DIGIT_BITS = 8  # the bits of a threshold that one round of the search finds
+_NUM_DIGITS = 1 << _DIGIT_BITS
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ def filter_thresholds(
     Up to top_k = num_candidates, τ is sought among the top_k largest logits of each rank, which one all-gather brings
     together. With top_p, one all-reduce counts the tokens that equal the last of them. Without top_k, top-p on a CPU
     looks among the num_candidates largest logits of each rank, after one pass that sums all masses. Rows that need more
-    tokens, and the other cases, are searched digit by digit of τ's bits (`largest_threshold`).
+    tokens, and the other cases, are searched digit by digit of τ's bits (`find_largest_threshold`).
 
     τ is −inf in rows that are not active, whatever their logits are, and in rows for which top-p has no finite τ: rows
     with NaN or +inf, and rows with only −inf.
@@ -104,7 +111,7 @@ def filter_thresholds(
     thresholds = logits.new_full(active.shape, -torch.inf, dtype=dtype)
     if top_k is not None:
         count = torch.ones((), dtype=torch.int64, device=logits.device)
-        thresholds = largest_threshold(
+        thresholds = find_largest_threshold(
             logits,
             shard,
             active,
@@ -116,7 +123,7 @@ def filter_thresholds(
     return thresholds
 
 
-def _candidates(
+def _gather_candidates(
     logits: Float[Tensor, "rows vocab_local"], count: int, shard: VocabShard, active: Bool[Tensor, " rows"]
 ) -> tuple[Float[Tensor, "rows kept"], Float[Tensor, " rows"]]:
     """Return the `count` largest logits of each row in descending order, in fp32 or fp64, and a bound.
@@ -149,7 +156,7 @@ def _top_k_then_top_p(
     active: Bool[Tensor, " rows"],
 ) -> Float[Tensor, " rows"]:
     """Return the thresholds of top-k and, below 1, top-p. Nothing waits for a GPU."""
-    largest, _ = _candidates(logits, top_k, shard, active)
+    largest, _ = _gather_candidates(logits, top_k, shard, active)
     lowest = largest[:, -1].masked_fill(largest[:, -1].isnan(), -torch.inf)
     if top_p == 1:
         return lowest
@@ -160,10 +167,10 @@ def _top_k_then_top_p(
                 kept[block] = (logits[block, : shard.num_columns] >= lowest[block, None]).sum(dim=1)
     if shard.is_parallel:
         dist.all_reduce(kept, group=shard.group)
-    masses = _masses(largest, largest[:, 0], temperature)
+    masses = _count_masses(largest, largest[:, 0], temperature)
     total = masses.sum(dim=1) + (kept - top_k).clamp(min=0) * masses[:, -1]  # those that equal the last one
-    found, _ = _first_reaching(largest, masses, total, top_p)
-    return torch.maximum(found, lowest)
+    threshold, _ = _find_first_reaching(largest, masses, total, top_p)
+    return torch.maximum(threshold, lowest)
 
 
 def _top_p_of_candidates(
@@ -175,19 +182,19 @@ def _top_p_of_candidates(
     num_candidates: int,
 ) -> Float[Tensor, " rows"]:
     """Return the thresholds of top-p, from the likeliest tokens in all rows in which these have enough mass."""
-    largest, bound = _candidates(logits, num_candidates, shard, active)
+    largest, bound = _gather_candidates(logits, num_candidates, shard, active)
     row_max = largest[:, 0]
     total = torch.zeros(len(active), dtype=torch.int64, device=logits.device)
     if shard.num_columns:
-        for block, skip in row_blocks(active, shard.num_columns * COPIES):
+        for block, skip in row_blocks(active, shard.num_columns * _COPIES):
             if not skip:
                 x = logits[block, : shard.num_columns].to(largest.dtype)
-                own = None if temperature is None else temperature[block]
-                total[block] = _masses(x, row_max[block], own).sum(dim=1)
+                block_temperature = None if temperature is None else temperature[block]
+                total[block] = _count_masses(x, row_max[block], block_temperature).sum(dim=1)
     if shard.is_parallel:
         dist.all_reduce(total, group=shard.group)
     total = total.masked_fill(~active, 0)
-    thresholds, reached = _first_reaching(largest, _masses(largest, row_max, temperature), total, top_p)
+    thresholds, reached = _find_first_reaching(largest, _count_masses(largest, row_max, temperature), total, top_p)
     flat = (total > 0) & ~(reached & (thresholds >= bound))
     if flat.any():  # a logit that is no candidate might be above the threshold
         lowest = torch.full_like(thresholds, -torch.inf)
@@ -196,7 +203,7 @@ def _top_p_of_candidates(
     return thresholds
 
 
-def _masses(
+def _count_masses(
     x: Float[Tensor, "rows columns"], row_max: Float[Tensor, " rows"], temperature: Float[Tensor, " rows"] | None
 ) -> Int[Tensor, "rows columns"]:
     """Return the mass of each token in multiples of `_MASS_SCALE`, and 0 in rows that have none."""
@@ -206,22 +213,22 @@ def _masses(
     return shifted.exp_().mul_(1 / _MASS_SCALE).nan_to_num_(nan=0.0).long()
 
 
-def _needed(total: Int[Tensor, " rows"], top_p: float) -> Int[Tensor, " rows"]:
+def _required_mass(total: Int[Tensor, " rows"], top_p: float) -> Int[Tensor, " rows"]:
     """Return the mass that the kept tokens must reach."""
     return (total.double() * top_p).ceil().long().clamp(min=1)
 
 
-def _first_reaching(
+def _find_first_reaching(
     largest: Float[Tensor, "rows kept"], masses: Int[Tensor, "rows kept"], total: Int[Tensor, " rows"], top_p: float
 ) -> tuple[Float[Tensor, " rows"], Bool[Tensor, " rows"]]:
     """Return the first of the sorted logits at which their mass reaches top_p·total, and whether any does.
 
     The logit is −inf in rows without mass.
     """
-    short = masses.cumsum(dim=1) < _needed(total, top_p)[:, None]
+    short = masses.cumsum(dim=1) < _required_mass(total, top_p)[:, None]
     index = short.sum(dim=1).clamp(max=largest.size(1) - 1)
-    found = largest.gather(1, index[:, None])[:, 0]
-    return found.masked_fill((total == 0) | found.isnan(), -torch.inf), ~short[:, -1]
+    logit = largest.gather(1, index[:, None])[:, 0]
+    return logit.masked_fill((total == 0) | logit.isnan(), -torch.inf), ~short[:, -1]
 
 
 def _top_p_thresholds(
@@ -240,9 +247,70 @@ def _top_p_thresholds(
         dist.all_reduce(row_max, op=dist.ReduceOp.MAX, group=shard.group)
 
     def weigh(x: Float[Tensor, "rows columns"], block: slice) -> Int[Tensor, "rows columns"]:
-        own = None if temperature is None else temperature[block]
-        masses = _masses(x.to(lowest.dtype), row_max[block], own)
+        block_temperature = None if temperature is None else temperature[block]
+        masses = _count_masses(x.to(lowest.dtype), row_max[block], block_temperature)
         return masses.masked_fill_(x < lowest[block, None], 0)
 
-    thresholds = largest_threshold(logits, shard, active, weigh, needed=lambda total: _needed(total, top_p))
+    thresholds = find_largest_threshold(logits, shard, active, weigh, needed=lambda total: _required_mass(total, top_p))
     return torch.maximum(thresholds, lowest)
+
+
+def find_largest_threshold(
+    logits: Float[Tensor, "rows vocab_local"],
+    shard: VocabShard,
+    active: Bool[Tensor, " rows"],
+    weigh: Callable[[Tensor, slice], Tensor],
+    needed: Callable[[Tensor], Tensor],
+) -> Float[Tensor, " rows"]:
+    """Return the largest τ [N] with Σ_{x_v ≥ τ} weight_v ≥ needed(Σ_v weight_v), or −inf if there is none.
+
+    Each round sums the weights for each of the 256 values of the next digit: 2 rounds for 16-bit logits, 4 for fp32 and
+    8 for fp64. A round reads the logits once, in blocks of rows, and makes one all-reduce of 2 KiB per row.
+
+    Args:
+        logits: This rank's columns of the logits.
+        shard: This rank's shard of the vocabulary.
+        active: The rows that need a threshold.
+        weigh: Returns the int64 weights of a block of logits, given the logits and their rows.
+        needed: Returns the weight that each row must reach, given the rows' sums of weights.
+    """
+    # The leading digit includes the sign, so its lowest value is negative.
+    first = logits.new_full(active.shape, -_NUM_DIGITS // 2, dtype=torch.int64)
+    prefix = total = remaining = None
+    for shift in range(torch.finfo(logits.dtype).bits - _DIGIT_BITS, -1, -_DIGIT_BITS):
+        if prefix is not None:
+            first = prefix * _NUM_DIGITS
+        histogram = _count_digits(logits, shard, active, weigh, first, shift)
+        if shard.is_parallel:
+            dist.all_reduce(histogram, group=shard.group)
+        at_least = histogram.flip(1).cumsum(1).flip(1)  # the weight of this digit and all larger ones
+        if total is None or remaining is None:
+            total = at_least[:, 0]
+            remaining = needed(total)
+        digit = (at_least >= remaining[:, None]).sum(dim=1).sub(1).clamp(min=0)
+        remaining = remaining - (at_least - histogram).gather(1, digit[:, None])[:, 0]
+        prefix = first + digit
+    assert prefix is not None and total is not None  # floating-point numbers have at least one digit
+    thresholds = from_ordered_bits(prefix, logits.dtype).to(torch.promote_types(logits.dtype, torch.float32))
+    return thresholds.masked_fill((total == 0) | thresholds.isnan() | ~active, -torch.inf)
+
+
+def _count_digits(
+    logits: Float[Tensor, "rows vocab_local"],
+    shard: VocabShard,
+    active: Bool[Tensor, " rows"],
+    weigh: Callable[[Tensor, slice], Tensor],
+    first: Int[Tensor, " rows"],
+    shift: int,
+) -> Int[Tensor, "rows digits"]:
+    """Return this shard's weight of the logits with (ordered bits >> shift) = first + j, for each of 256 digits j."""
+    # One more position at either end takes the logits with smaller and larger prefixes.
+    histogram = torch.zeros(len(active), _NUM_DIGITS + 2, dtype=torch.int64, device=logits.device)
+    if shard.num_columns:
+        for block, skip in row_blocks(active, shard.num_columns * _COPIES):
+            if skip:
+                continue
+            x = logits[block, : shard.num_columns]
+            position = (ordered_bits(x) >> shift).long().sub_(first[block, None] - 1).clamp_(0, _NUM_DIGITS + 1)
+            histogram[block].scatter_add_(1, position, weigh(x, block))
+    return histogram[:, 1:-1].contiguous()

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rl_megatron.logprobs.api import IGNORE_INDEX, row_temperature, vocab_shard
+from rl_megatron.logprobs.api import IGNORE_INDEX, flatten_temperature, vocab_shard
 from rl_megatron.logprobs.divergence_rows import Divergence, Normalisers, Pairs, merge_pairs, pair_stats
 from rl_megatron.logprobs.flatten import from_rows, may_be_overwritten, memory_order, to_rows
 from rl_megatron.logprobs.kernels.tiles import exponentials, row_blocks, row_sums, scratch_tiles
 from rl_megatron.logprobs.linear import BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_CUDA, DeferredLogits
-from rl_megatron.logprobs.vocab_parallel import VocabShard, check, saved
+from rl_megatron.logprobs.vocab_parallel import VocabShard, check, differentiate_once, load_saved
 from rl_megatron.topology.collectives import gather_from_ranks
 
 TeacherDivergence = Literal["forward", "reverse", "jensen_shannon"]
@@ -64,8 +63,8 @@ def teacher_divergences(
     allocated. Backward overwrites the student's buffer with its gradient, with the checks of
     `vocab_parallel_logprobs`.
 
-    Teacher: its logits are given, or as `DeferredLogits` computed from its hidden states one token block at a time, and
-    again whenever they are read. They are then never in memory as a whole.
+    Teacher: the logits of `DeferredLogits` are computed from hidden states one token block at a time, and again
+    whenever they are read. They are then never in memory as a whole.
 
     Special values: rows whose target is `ignore_index` have divergences and logprob 0 and gradient exactly 0, whatever
     their logits are, including NaN. The KL divergences treat −inf as `vocab_parallel_kl` does; the Jensen-Shannon
@@ -102,9 +101,9 @@ def teacher_divergences(
     shard = vocab_shard(student_logits.shape[-1], tp_group, None, valid_vocab_size)
     results = _TeacherDivergences.apply(
         student,
-        _teacher_rows(teacher, order, tp_group),
+        _read_teacher(teacher, order, tp_group),
         row_targets,
-        row_temperature(temperature, targets, order, torch.promote_types(student.dtype, torch.float32)),
+        flatten_temperature(temperature, targets, order, torch.promote_types(student.dtype, torch.float32)),
         shard,
         tuple(divergences),
         beta,
@@ -136,16 +135,18 @@ class _TeacherRows:
         for start in range(0, len(active), self.block_rows):
             block = slice(start, min(start + self.block_rows, len(active)))
             if not on_cpu or active[block].any():
-                yield block, self._of(block)
+                yield block, self._read(block)
 
-    def _of(self, block: slice) -> Tensor:
+    def _read(self, block: slice) -> Tensor:
         if self.logits is not None:
             return self.logits[block]
         assert self.hidden is not None and self.weight is not None
         return self.hidden[block] @ self.weight.T
 
 
-def _teacher_rows(teacher: Tensor | DeferredLogits, order: list[int], tp_group: dist.ProcessGroup | None):
+def _read_teacher(
+    teacher: Tensor | DeferredLogits, order: list[int], tp_group: dist.ProcessGroup | None
+) -> _TeacherRows:
     """Return the teacher's logits as rows in the memory order of the student's."""
     if isinstance(teacher, Tensor):
         return _TeacherRows(to_rows(teacher.detach(), order), None, None, max(1, teacher[..., 0].numel()))
@@ -208,9 +209,9 @@ class _TeacherDivergences(torch.autograd.Function):
         return result, logprobs.masked_fill(~counted, 0.0)
 
     @staticmethod
-    @once_differentiable
+    @differentiate_once
     def backward(ctx, grads, logprob_grad):
-        student, temperature, *saved_rows = saved(ctx, "teacher_divergences")
+        student, temperature, *saved_rows = load_saved(ctx, "teacher_divergences")
         normalisers, (reverse, student_kl, columns, owned, comparable, counted) = (
             Normalisers(*saved_rows[:4]), saved_rows[4:],
         )  # fmt: skip
@@ -314,8 +315,8 @@ class _Rows:
         """Yield blocks of rows with the logits of both models."""
         for block, logits in self.teacher.blocks(self.active):
             temperature = None if self.temperature is None else self.temperature[block]
-            own = torch.arange(len(logits), device=logits.device)
-            yield block, Pairs(self.student[block], logits, own, temperature, self.shard.num_columns)
+            rows = torch.arange(len(logits), device=logits.device)
+            yield block, Pairs(self.student[block], logits, rows, temperature, self.shard.num_columns)
 
     def _tiles(self, normalisers: Normalisers, count: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows and `count` scratch tiles, of which the first four have log q, log p, q and p of these rows."""

@@ -34,7 +34,7 @@ class BlockPlan:
     local_rows: int
 
     @classmethod
-    def of(
+    def from_counts(
         cls, counts: Bool[Tensor, " rows"], shards: int, block_tokens: int, most_counted: int | None = None
     ) -> BlockPlan:
         """Return the plan for the rows that count.
@@ -88,7 +88,7 @@ class BlockPlan:
         return picked.masked_fill((self.order < 0).view(-1, *(1 for _ in x.shape[1:])), fill)
 
     def restore(self, x: Shaped[Tensor, " places *rest"], num_rows: int) -> Shaped[Tensor, " {num_rows} *rest"]:
-        """Return rows that are given in the plan's order in their own order, with 0 for rows that do not count.
+        """Return rows that are in the plan's order in their own order, with 0 for rows that do not count.
 
         It is differentiable.
         """
@@ -123,7 +123,7 @@ class HiddenBlocks:
         """Return this rank in the group, or 0 without a group."""
         return 0 if self.group is None else self.group.rank()
 
-    def of(
+    def iterate(
         self, hidden: Float[Tensor, "rows_local hidden"], reverse: bool = False
     ) -> Iterator[tuple[slice, Float[Tensor, "places hidden"]]]:
         """Yield (places, hidden states [n, H]) of each block, while the next block is being gathered.
@@ -156,12 +156,6 @@ class HiddenBlocks:
         states = hidden.new_empty(block.stop - block.start, hidden.shape[1])
         return states, all_gather(states, local_states, group=self.group, async_op=True), local_states
 
-    def gradient(
-        self, hidden: Float[Tensor, "rows_local hidden"], tp_group: dist.ProcessGroup | None
-    ) -> HiddenGradient:
-        """Return an empty sum of the gradient of `hidden`, over the ranks of `tp_group`."""
-        return HiddenGradient(self, hidden, tp_group)
-
 
 class HiddenGradient:
     """The gradient dL/dhidden [N, H], summed block by block over the ranks of `tp_group` (None: on this rank alone)."""
@@ -184,13 +178,7 @@ class HiddenGradient:
     def add(
         self, block: slice, dz: Float[Tensor, "places vocab_local"], weight: Float[Tensor, "vocab_local hidden"]
     ) -> None:
-        """Start the sum over ranks of a block's dz·W, [n, H], after the previous block's sum is complete.
-
-        Args:
-            block: The block's places.
-            dz: The gradient of the block's logits on this rank.
-            weight: This rank's rows of the head's weight.
-        """
+        """Start the sum over ranks of a block's dz·W, [n, H], after the previous block's sum is complete."""
         self._settle()
         rows = self._plan.local(block, self._blocks.rank)
         if isinstance(rows, slice):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,11 @@ def check(condition: Bool[Tensor, ""], describe: Callable[[], str]) -> None:
         raise ValueError(describe())
 
 
+def differentiate_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's `once_differentiable(backward)`, with a type that overrides `torch.autograd.Function.backward`."""
+    return once_differentiable(backward)
+
+
 class VocabParallelStats(torch.autograd.Function):
     """(logprobs [N], entropy [N] or None, gathered [N, K] or None) of logits [N, V_local]; see `api.py`."""
 
@@ -81,7 +86,7 @@ class VocabParallelStats(torch.autograd.Function):
         gather_columns = gathered = None
         if gather_ids is not None:
             gather_columns = kernels.local_columns(gather_ids, shard.start, shard.num_columns)
-            gathered = gathered_logits(logits, gather_columns, temperature, shard, kernels)
+            gathered = gather_logits(logits, gather_columns, temperature, shard, kernels)
         merged = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy, kernels)
 
         ctx.set_materialize_grads(False)
@@ -92,16 +97,16 @@ class VocabParallelStats(torch.autograd.Function):
         return merged.logprobs, merged.entropy, merged.gathered
 
     @staticmethod
-    @once_differentiable
+    @differentiate_once
     def backward(ctx, target_grad, entropy_grad, gathered_grads):
         """Return the gradient of the logits, in their own buffer if it may be overwritten."""
         unused = (None,) * 8
         if target_grad is None and entropy_grad is None and gathered_grads is None:
             return None, *unused
-        logits, columns, gather_columns, temperature, row_max, log_sum, entropy, active = saved(
+        logits, columns, gather_columns, temperature, row_max, log_sum, entropy, active = load_saved(
             ctx, "vocab_parallel_logprobs"
         )
-        upstream = Upstream.of(
+        upstream = Upstream.from_gradients(
             target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active, ctx.kernels
         )
         out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
@@ -112,7 +117,7 @@ class VocabParallelStats(torch.autograd.Function):
         return out, *unused
 
 
-def gathered_logits(
+def gather_logits(
     logits: Float[Tensor, "rows vocab_local"],
     columns: Int[Tensor, "rows ids"],
     temperature: Float[Tensor, " rows"] | None,
@@ -120,13 +125,13 @@ def gathered_logits(
     kernels: Kernels,
 ) -> Float[Tensor, "rows ids"]:
     """Return x at K ids per row, [N, K], with one all-reduce: one rank has each id, and the others add 0."""
-    x = own_logits(logits, columns, temperature, shard, kernels)
+    x = read_logits(logits, columns, temperature, shard, kernels)
     if shard.is_parallel:
         dist.all_reduce(x, group=shard.group)
     return x
 
 
-def own_logits(
+def read_logits(
     logits: Float[Tensor, "rows vocab_local"],
     columns: Int[Tensor, "rows ids"],
     temperature: Float[Tensor, " rows"] | None,
@@ -175,7 +180,7 @@ def merge(
 
     Args:
         stats: This rank's `row_stats`.
-        gathered: The `gathered_logits`, summed over all ranks, or None.
+        gathered: The result of `gather_logits`, or None.
         targets: The targets' global ids.
         gather_ids: The gathered global ids, or None.
         ignored: The rows to leave out.
@@ -186,7 +191,7 @@ def merge(
     Raises:
         ValueError: Shards do not tile the vocabulary, or an id is outside it (on a GPU, see `check`).
     """
-    parts, ranges = _all_shards(stats, shard)
+    parts, ranges = _gather_shards(stats, shard)
     _check_ids(targets, gather_ids, ignored, ranges, shard)
     logprobs, row_entropy, row_max, log_sum, active = kernels.merge_rows(parts, ignored, entropy)
     if gathered is not None:
@@ -214,7 +219,7 @@ class Upstream(NamedTuple):
     active: Bool[Tensor, " rows"]
 
     @classmethod
-    def of(
+    def from_gradients(
         cls,
         target_grad: Float[Tensor, " rows"] | None,
         entropy_grad: Float[Tensor, " rows"] | None,
@@ -225,7 +230,7 @@ class Upstream(NamedTuple):
         active: Bool[Tensor, " rows"],
         kernels: Kernels,
     ) -> Upstream:
-        """Return the arguments for given gradients of the results. At least one of the gradients is not None.
+        """Return the arguments for the gradients of the results, of which at least one is not None.
 
         Args:
             target_grad: The gradient of the logprobs, or None.
@@ -262,8 +267,7 @@ class Upstream(NamedTuple):
             touched |= entropy_grad != 0
         return cls(base, entropy_grad, named_columns, column_grads, active & touched)
 
-    def rows(self, rows: slice) -> Upstream:
-        """Return the arguments for some of the rows."""
+    def select_rows(self, rows: slice) -> Upstream:
         return Upstream(
             self.base[rows],
             None if self.entropy_grad is None else self.entropy_grad[rows],
@@ -273,11 +277,10 @@ class Upstream(NamedTuple):
         )
 
 
-def saved(ctx, operator: str) -> tuple[Tensor, ...]:
+def load_saved(ctx, operator: str) -> tuple[Tensor, ...]:
     """Return `ctx.saved_tensors` of an operator that overwrites logits with their gradient.
 
-    Raises:
-        RuntimeError: The logits have been overwritten. The message names the operator.
+    If they have been overwritten already, the error names the operator.
     """
     if ctx.consumed:
         raise RuntimeError(
@@ -296,7 +299,7 @@ def saved(ctx, operator: str) -> tuple[Tensor, ...]:
         ) from error
 
 
-def _all_shards(
+def _gather_shards(
     stats: Float[Tensor, "rows 4"], shard: VocabShard
 ) -> tuple[Float[Tensor, "tp rows 4"], Float[Tensor, "tp 2"] | None]:
     """Return every rank's statistics [tp, N, 4] in rank order, and its (start, stop) [tp, 2] if there are several.

@@ -1,4 +1,4 @@
-"""Losses: pure formulas over per-token log-probabilities. Each loss has its own file and is registered by name.
+"""Losses: pure formulas over per-token log-probabilities. Each loss is registered by name.
 
 Importing this package registers every loss; `build_loss(name, cfg)` makes one.
 
@@ -25,7 +25,7 @@ from rl_megatron.losses.calling import Call, NaNLoss
 from rl_megatron.losses.clipped_pg import ClippedPGLossConfig, ClippedPGLossDataDict, ClippedPGLossFn
 from rl_megatron.losses.contract import LossFunction, LossInputType, LossType, Reduction
 from rl_megatron.losses.distillation import DistillationLossDataDict, DistillationLossFn
-from rl_megatron.losses.dpo import DPOLossDataDict, DPOLossFn
+from rl_megatron.losses.dpo import DPOLossDataDict, DPOLossFn, IPOLossFn
 from rl_megatron.losses.draft import (
     DraftCrossEntropyLossDataDict,
     DraftCrossEntropyLossFn,
@@ -34,7 +34,6 @@ from rl_megatron.losses.draft import (
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.losses.full_distillation import FullDistillationLossDataDict, FullDistillationLossFn
 from rl_megatron.losses.functional import kl_penalty, masked_mean
-from rl_megatron.losses.ipo import IPOLossFn
 from rl_megatron.losses.kto import KTOLossDataDict, KTOLossFn
 from rl_megatron.losses.nll import NLLLoss
 from rl_megatron.losses.packing_wrapper import SequencePackingLossWrapper

@@ -26,7 +26,7 @@ class Loss(ABC):
         loss_type: What the loss averages over.
         input_type: What the loss needs from the model.
         reads: "logprobs" if `read_output` reads logits by `next_token_stats` alone, and so takes `DeferredLogits` too;
-            "logits" if it is given whole logits or scores. A subclass with a `read_output` of its own reads "logits"
+            "logits" if it needs whole logits or scores. A subclass with a `read_output` of its own reads "logits"
             unless it declares otherwise.
         output_name: The keyword of the model's output in a call.
         input_names: The keywords that `evaluate` takes from the output; () if it takes the output itself.
@@ -47,7 +47,7 @@ class Loss(ABC):
     next_token_keys: frozenset[str] = frozenset()
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Let a class that overrides `read_output` and does not declare what it reads be given whole logits."""
+        """Set `reads` to "logits" in a class that overrides `read_output` and does not declare what it reads."""
         super().__init_subclass__(**keywords)
         reader = next(owner for owner in cls.__mro__ if {"read_output", "reads"} & vars(owner).keys())
         if "reads" not in vars(reader):
@@ -114,7 +114,12 @@ class Loss(ABC):
 
     @abstractmethod
     def evaluate(
-        self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, **keywords: Any
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        *streams: Any,
+        **keywords: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this batch's share of the global loss and of each metric, as tensors, without waiting for the device.
 
@@ -127,7 +132,8 @@ class Loss(ABC):
             data: The batch.
             global_valid_seqs: The number of sequences that count in the global batch.
             global_valid_toks: The number of tokens that count in the global batch.
-            **keywords: The streams of `read_output`, and options of the loss.
+            *streams: The streams of `read_output`, each of which a subclass takes by name.
+            **keywords: The same by name, and options of the loss.
 
         Raises:
             KeyError: A key is missing. The message names the key and the loss.
@@ -170,20 +176,20 @@ class Loss(ABC):
         return call
 
     def name_of(self, tensor: Tensor) -> str:
-        """Return the keyword of a tensor that is given as the first positional argument."""
+        """Return the keyword of a tensor that is the first positional argument."""
         return self.output_name
 
     def streams(self, data: Mapping[str, Any], like: Tensor) -> TokenStreams:
-        """Check that the keys of `evaluate` exist, and return data's streams in the dtype and on the device of `like`.
+        """Check that the keys of `evaluate` exist, and return data's streams on the device of `like`.
 
-        The dtype is at least fp32.
+        Their dtype is that of `like`, but at least fp32.
         """
         keys = tuple(key for key in self.required_keys if key not in self.output_keys)
         return TokenStreams(data, like, self.display_name, keys, self.next_token_keys)
 
     def mask(self, data: Mapping[str, Any]) -> TokenMask:
         """Return the mask of the tokens of data that count."""
-        return TokenMask.of(data, self.display_name)
+        return TokenMask.from_batch(data, self.display_name)
 
 
 class LogprobLoss(Loss):

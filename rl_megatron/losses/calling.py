@@ -1,19 +1,19 @@
-"""Bind the arguments of a loss's call: NeMo RL calls a loss either with a model's output or with streams."""
+"""Bind the arguments of a loss's call. As in NeMo RL, a loss is called with a model's output or with streams."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.logprobs import Sharding
-from rl_megatron.losses.contract import CallForms, Count
-from rl_megatron.losses.streams import first_nan
+from rl_megatron.losses.contract import Count
+from rl_megatron.losses.streams import find_nan
 
 _COUNTS = ("global_valid_seqs", "global_valid_toks")
 _GROUPS = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group")
@@ -21,15 +21,30 @@ _LAYOUT = ("valid_vocab_size", "cu_seqlens", "cu_seqlens_padded")
 _POSITIONAL = ("data", *_COUNTS, *_GROUPS)
 
 
+class CallForms(Protocol):
+    """The part of a `Loss` that describes the ways to call it. `Loss` explains each attribute."""
+
+    @property
+    def output_name(self) -> str: ...
+
+    @property
+    def input_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def further_positional(self) -> tuple[str, ...]: ...
+
+    @property
+    def display_name(self) -> str: ...
+
+    def name_of(self, tensor: Tensor) -> str: ...
+
+
 @dataclass(frozen=True)
 class Call:
     """The arguments of one call of a loss.
 
     Attributes:
-        data: The batch.
-        global_valid_seqs: The number of sequences that count in the global batch.
-        global_valid_toks: The number of tokens that count in the global batch.
-        output: The model's output, or None if the call gives streams instead.
+        output: The model's output, or None if the call has streams instead.
         sharding: How the output is distributed over ranks. It is not used without an output.
         vocab_parallel_rank: The caller's value. It is only checked, because the group knows its own rank.
         keywords: All other keywords: streams, and options of the loss's `evaluate`.
@@ -47,9 +62,7 @@ class Call:
 class NaNLoss(ValueError):
     """The error of a loss that is NaN because an input that counts is NaN or infinite.
 
-    Attributes:
-        loss: The loss that the call would have returned.
-        metrics: The metrics that the call would have returned.
+    Its attributes `loss` and `metrics` are what the call would have returned.
     """
 
     def __init__(self, message: str, loss: Tensor, metrics: dict[str, Any]) -> None:
@@ -58,18 +71,8 @@ class NaNLoss(ValueError):
 
 
 def bind(forms: CallForms, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call:
-    """Return the arguments of a call by name. A tensor as the first positional argument is the output or a stream.
-
-    Args:
-        forms: What the loss declares about the ways to call it.
-        args: The call's positional arguments.
-        keywords: The call's keyword arguments.
-
-    Raises:
-        TypeError: Arguments are missing, given twice, or too many.
-        ValueError: vocab_parallel_rank is not this process's rank in vocab_parallel_group.
-    """
-    named = _by_position(forms, args)
+    """Return the arguments of a call by name. A tensor as the first positional argument is the output or a stream."""
+    named = _name_positional(forms, args)
     if twice := named.keys() & keywords.keys():
         raise TypeError(f"{forms.display_name} got {sorted(twice)} both by position and by name")
     named |= keywords
@@ -77,19 +80,22 @@ def bind(forms: CallForms, args: tuple[Any, ...], keywords: Mapping[str, Any]) -
         named[forms.output_name] = named.pop("logits")
     if missing := [key for key in ("data", *_COUNTS) if key not in named]:
         raise TypeError(f"{forms.display_name} is missing {missing}")
-    streams_given = any(named.get(name) is not None for name in forms.input_names)
-    if (named.get(forms.output_name) is None) != streams_given:
+    has_streams = any(named.get(name) is not None for name in forms.input_names)
+    if (named.get(forms.output_name) is None) != has_streams:
         names = (forms.output_name, *forms.input_names[:1])
         raise TypeError(f"{forms.display_name} takes {'either ' if len(names) > 1 else ''}{' or '.join(names)}")
     output = named.pop(forms.output_name, None)
     rank, tp_group, cp_group = (named.pop(name, None) for name in _GROUPS)
-    _check_rank(rank, tp_group)
+    if tp_group is not None and rank not in (None, dist.get_rank(tp_group)):
+        raise ValueError(
+            f"vocab_parallel_rank={rank}, but this process is rank {dist.get_rank(tp_group)} of vocab_parallel_group"
+        )
     sharding = Sharding(tp_group, cp_group, **{name: named.pop(name, None) for name in _LAYOUT})
     data, seqs, toks = (named.pop(name) for name in ("data", *_COUNTS))
     return Call(data, seqs, toks, output, sharding, rank, named)
 
 
-def _by_position(forms: CallForms, args: tuple[Any, ...]) -> dict[str, Any]:
+def _name_positional(forms: CallForms, args: tuple[Any, ...]) -> dict[str, Any]:
     names = (*_POSITIONAL, *forms.further_positional)
     if args and isinstance(args[0], Tensor):
         names = (forms.name_of(args[0]), *names)
@@ -98,19 +104,12 @@ def _by_position(forms: CallForms, args: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(names, args, strict=False))
 
 
-def _check_rank(rank: int | None, group: dist.ProcessGroup | None) -> None:
-    if group is not None and rank not in (None, dist.get_rank(group)):
-        raise ValueError(
-            f"vocab_parallel_rank={rank}, but this process is rank {dist.get_rank(group)} of vocab_parallel_group"
-        )
-
-
-def output_form(sharding: Sharding) -> dict[str, Any]:
+def describe_sharding(sharding: Sharding) -> dict[str, Any]:
     """Return the keywords that describe `sharding` in a call with a model's output.
 
     Keywords without a value are left out, because a loss with NeMo RL's signature does not accept all of them.
     """
-    described = {
+    keywords = {
         "vocab_parallel_rank": None if sharding.tp_group is None else dist.get_rank(sharding.tp_group),
         "vocab_parallel_group": sharding.tp_group,
         "context_parallel_group": sharding.cp_group,
@@ -118,7 +117,7 @@ def output_form(sharding: Sharding) -> dict[str, Any]:
         "cu_seqlens": sharding.cu_seqlens,
         "cu_seqlens_padded": sharding.cu_seqlens_padded,
     }
-    return {name: value for name, value in described.items() if value is not None}
+    return {name: value for name, value in keywords.items() if value is not None}
 
 
 def refuse_nan(
@@ -132,23 +131,14 @@ def refuse_nan(
 ) -> None:
     """Raise `NaNLoss` if the loss is NaN because of an input that counts. The error names the input and the position.
 
-    Args:
-        name: The loss's name, for the message.
-        loss: The loss that `evaluate` returned.
-        metrics: Its metrics as numbers; the error carries them.
-        data: The batch.
-        keywords: The streams that `evaluate` was given.
-        required_keys: The keys of data that the loss needs; they are searched first.
-        next_token_keys: The keys of data whose entry t corresponds to token t+1.
-
-    Raises:
-        NaNLoss: The loss is NaN, and a NaN or an infinite value was found at a position that is not masked.
+    `name` is the loss's name in the message, and `keywords` are the streams that `evaluate` received. The other
+    arguments are those of `find_nan`.
     """
     if not math.isnan(float(loss.detach().sum())):
         return
-    for what, wanted in {"NaN": torch.isnan, "infinite": torch.isinf}.items():
-        if found := first_nan(data, keywords, required_keys, next_token_keys, wanted):
-            raise NaNLoss(f"{name} is NaN: {found} is {what} and not masked", loss, metrics)
+    for what, is_wanted in {"NaN": torch.isnan, "infinite": torch.isinf}.items():
+        if position := find_nan(data, keywords, required_keys, next_token_keys, is_wanted):
+            raise NaNLoss(f"{name} is NaN: {position} is {what} and not masked", loss, metrics)
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,6 @@ class ClippedPGLossFn(LogprobLoss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return every metric that these settings can report, with its reduction."""
         ratios = ("probs_ratio", "probs_ratio_clamped")
         return Reduction.table(
             "loss", *ratios, "kl_penalty", "clip_fraction", "num_valid_samples", "positive_nll_loss", "entropy",
@@ -141,7 +140,6 @@ class ClippedPGLossFn(LogprobLoss):
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys of the batch that these settings need."""
         cfg = self.cfg
         approximates = cfg.use_on_policy_kl_approximation and cfg.kl_coefficient > 0
         conditional = {
@@ -173,7 +171,6 @@ class ClippedPGLossFn(LogprobLoss):
 
     @property
     def needs_entropy(self) -> bool:
-        """Return whether the loss has an entropy term."""
         return self.cfg.entropy_coeff != 0
 
     def evaluate(
@@ -193,8 +190,8 @@ class ClippedPGLossFn(LogprobLoss):
         means = Means(cfg, streams, global_valid_seqs, global_valid_toks)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         entropy = None if next_token_entropy is None else streams.select("next_token_entropy", next_token_entropy)
-        known = "prev_logprobs" in streams and not cfg.force_on_policy_ratio
-        prev = streams["prev_logprobs"] if known else logprobs.detach()
+        reads_prev = "prev_logprobs" in streams and not cfg.force_on_policy_ratio
+        prev = streams["prev_logprobs"] if reads_prev else logprobs.detach()
         generation = streams.get("generation_logprobs")
         metrics: dict[str, Tensor] = {}
 
@@ -218,11 +215,11 @@ class ClippedPGLossFn(LogprobLoss):
                     metrics["vetoed_sequences"] = means.over_sequences(is_vetoed.to(loss_of_tokens))
                 metrics["rejected_sequences"] = means.over_sequences(is_rejected.to(loss_of_tokens))
                 loss_of_tokens = loss_of_tokens * (~is_rejected).to(loss_of_tokens)
-        loss = means.of_loss(loss_of_tokens)
+        loss = means.reduce_loss(loss_of_tokens)
 
         kl = nll = streams.mask.new_zeros(())
         if cfg.kl_coefficient > 0:
-            kl = means.of_loss(self._kl(streams, logprobs, generation))
+            kl = means.reduce_loss(self._kl(streams, logprobs, generation))
             loss = loss + cfg.kl_coefficient * kl
         if cfg.positive_example_nll_weight > 0:
             nll = self._positive_nll(streams, logprobs, global_valid_toks)
@@ -232,7 +229,7 @@ class ClippedPGLossFn(LogprobLoss):
         if cfg.entropy_coeff > 0:
             if entropy is None:
                 raise ValueError(f"entropy_coeff={cfg.entropy_coeff} needs next_token_entropy, but got None")
-            loss = loss - cfg.entropy_coeff * means.of_loss(entropy)
+            loss = loss - cfg.entropy_coeff * means.reduce_loss(entropy)
 
         metrics |= {"kl_penalty": kl, "positive_nll_loss": nll, "loss": loss}
         metrics |= {"num_valid_samples": streams.sample_mask.sum()}
@@ -282,14 +279,7 @@ def _positive_tokens(data: Mapping[str, Any]) -> Float[Tensor, " batch"]:
 
 @dataclass(frozen=True)
 class Means:
-    """Means of [B, S-1] streams over the global batch. Each method returns this batch's share of the mean, a scalar.
-
-    Attributes:
-        cfg: The loss's settings.
-        streams: The batch.
-        global_valid_seqs: The number of sequences that count in the global batch.
-        global_valid_toks: The number of tokens that count in the global batch.
-    """
+    """Means of [B, S-1] streams over the global batch. Each method returns this batch's share of the mean, a scalar."""
 
     cfg: ClippedPGLossConfig
     streams: TokenStreams
@@ -297,19 +287,14 @@ class Means:
     global_valid_toks: Count
 
     def over_tokens(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
-        """Return the mean over tokens."""
         return F.masked_mean(values, self.streams.mask, global_normalization_factor=self.global_valid_toks)
 
     def over_sequences(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
         """Return the mean over sequences of each sequence's mean over its tokens."""
         return F.sequence_mean(values, self.streams.mask, self.streams.sample_mask, self.global_valid_seqs)
 
-    def of_loss(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
-        """Return the mean that the loss uses: over tokens, over sequences, or over sequences·fixed_sequence_length.
-
-        Raises:
-            TypeError: fixed_sequence_length is set, but global_valid_seqs is None.
-        """
+    def reduce_loss(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
+        """Return the mean that the loss uses: over tokens, over sequences, or over sequences·fixed_sequence_length."""
         if self.cfg.fixed_sequence_length is not None:
             if self.global_valid_seqs is None:
                 raise TypeError(

@@ -17,14 +17,14 @@ CountOfSequences = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
 
 
 class LossType(enum.Enum):
-    """What a loss averages over, which decides the global count that divides it."""
+    """The unit that a loss averages over, which decides the global count that divides it."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class LossInputType(enum.Enum):
-    """What a loss needs from the model."""
+    """The output that a loss needs from the model."""
 
     LOGIT = "logit"
     LOGPROB = "logprob"
@@ -68,14 +68,12 @@ class LossFunction(Protocol):
 
     def __call__(
         self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, **kwargs: Any
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss and its metrics."""
-        ...
+    ) -> tuple[Tensor, dict[str, Any]]: ...
 
 
-def is_loss_function(found: Any) -> bool:
+def is_loss_function(candidate: Any) -> bool:
     """Return whether an object is itself a loss, and not a class or a function that makes one."""
-    return hasattr(found, "input_type") or takes_logprobs(found)
+    return hasattr(candidate, "input_type") or takes_logprobs(candidate)
 
 
 def takes_logprobs(loss_fn: Any) -> bool:
@@ -86,31 +84,3 @@ def takes_logprobs(loss_fn: Any) -> bool:
     if hasattr(loss_fn, "input_type") or not inspect.isfunction(loss_fn):
         return getattr(loss_fn, "input_type", None) is LossInputType.LOGPROB
     return "next_token_logprobs" in inspect.signature(loss_fn).parameters
-
-
-class CallForms(Protocol):
-    """What a loss declares about the ways to call it. `Loss` explains each attribute."""
-
-    @property
-    def output_name(self) -> str:
-        """Return the keyword of the model's output."""
-        ...
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """Return the keywords of the streams that `Loss.evaluate` needs."""
-        ...
-
-    @property
-    def further_positional(self) -> tuple[str, ...]:
-        """Return the other keywords that may also be given by position."""
-        ...
-
-    @property
-    def display_name(self) -> str:
-        """Return the loss's name for messages."""
-        ...
-
-    def name_of(self, tensor: Tensor) -> str:
-        """Return the keyword of a tensor that is given as the first positional argument."""
-        ...

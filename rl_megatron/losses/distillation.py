@@ -18,7 +18,7 @@ from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.streams import real, require, require_integers
+from rl_megatron.losses.streams import require, require_integers, require_real
 
 # The teacher's log-probability of a token outside its top-k. It takes the place of log 0.
 LOG_INFINITESIMAL = -100.0
@@ -48,7 +48,7 @@ class DistillationLossDataDict(TypedDict):
     temperature: NotRequired[Tensor]
 
 
-def weights_of(cfg: FullDistillationLossConfig) -> dict[str, float]:
+def weigh_terms(cfg: FullDistillationLossConfig) -> dict[str, float]:
     """Return the weight of each term of a distillation loss whose weight is not 0, by the name of its metric."""
     forward = {"forward": 1.0, "reverse": 0.0, "mixed": cfg.mixed_kl_weight}.get(cfg.kl_type)
     if forward is None:
@@ -107,17 +107,14 @@ class DistillationLossFn(Loss):
 
     @property
     def _weights(self) -> dict[str, float]:
-        """Return the weight of each term whose weight is not 0."""
-        return weights_of(self.cfg)
+        return weigh_terms(self.cfg)
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the metrics of the terms that these settings use, with their reductions."""
         return Reduction.table("loss", "num_valid_samples", *self._weights)
 
     @property
     def needs_entropy(self) -> bool:
-        """Return whether `evaluate` needs H_all."""
         return self.cfg.zero_outside_topk and "reverse_kl" in self._weights
 
     def read_output(
@@ -138,7 +135,7 @@ class DistillationLossFn(Loss):
             most_counted=sharding.most_counted,
         )
         student = stats.gathered
-        assert student is not None  # ids to gather were given
+        assert student is not None  # because of gather_ids
         teacher_logits = teacher_logits[:, :-1].to(student) / _per_prediction(temperature, stats.logprobs)
         if not self.cfg.zero_outside_topk:
             student = self._by_teacher(student, data).log_softmax(dim=-1).flatten(-2)
@@ -150,7 +147,7 @@ class DistillationLossFn(Loss):
     def _teacher(self, data: Mapping[str, Any], input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Check the teacher's logits and ids, and return both, [B, S, K]."""
         name = self.display_name
-        logits = real(require(data, "teacher_topk_logits", name), "data['teacher_topk_logits']", name)
+        logits = require_real(require(data, "teacher_topk_logits", name), "data['teacher_topk_logits']", name)
         indices = require_integers(data, "teacher_topk_indices", name)
         if indices.shape != logits.shape or logits.shape[:-1] != input_ids.shape or logits.shape[-1] == 0:
             raise ValueError(
@@ -213,7 +210,7 @@ class DistillationLossFn(Loss):
         if "jensen_shannon" in self._weights:
             terms["jensen_shannon"] = jensen_shannon(student, teacher, self.cfg.jsd_beta, self.cfg.zero_outside_topk)
         weights = data["teacher_weights"].to(student) if "teacher_weights" in data else student.new_ones(1)
-        terms = {name: (weights * of_teachers).sum(dim=-1) for name, of_teachers in terms.items()}
+        terms = {name: (weights * by_teacher).sum(dim=-1) for name, by_teacher in terms.items()}
         if "nll" in self._weights:
             if next_token_logprobs is None:
                 raise ValueError(f"{self.display_name}: nll_weight={self.cfg.nll_weight} needs next_token_logprobs")
@@ -276,7 +273,7 @@ def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
 def _per_prediction(temperature: float | Tensor, like: Tensor) -> float | Tensor:
     """Return the temperature of each prediction [B, S-1], shaped [B, S-1, 1], or a number if it is one.
 
-    The temperature is given as a number, [B], or [B, S] aligned with input_ids.
+    The temperature is a number, [B], or [B, S] aligned with input_ids.
     """
     if not isinstance(temperature, Tensor) or temperature.dim() == 0:
         return temperature

@@ -1,4 +1,4 @@
-"""Direct preference optimization: a preference loss whose rewards are log-ratios of a policy to its reference."""
+"""DPO and IPO: preference losses whose rewards are log-ratios of a policy to its reference."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import DPOLossConfig, IPOLossConfig
-from rl_megatron.losses.contract import Count
-from rl_megatron.losses.preference import WITH_SFT, LogprobPreferenceLoss
+from rl_megatron.losses import functional as F
+from rl_megatron.losses.contract import Count, Reduction
+from rl_megatron.losses.preference import PAIR_METRICS_WITH_SFT, LogprobPreferenceLoss
 from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.streams import TokenStreams
 
@@ -43,17 +44,14 @@ class ReferencePreferenceLoss(LogprobPreferenceLoss):
     aligned with input_ids, use `torch.roll(logprobs, -1, dims=-1)`.
     """
 
-    cfg: DPOLossConfig | IPOLossConfig
     next_token_keys = frozenset({"reference_policy_logprobs"})
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys of the batch that the loss needs."""
         return (*super().required_keys, "reference_policy_logprobs")
 
     @property
     def averages_logprobs(self) -> bool:
-        """Return whether rewards are means over the tokens of an answer, instead of sums."""
         return self.cfg.preference_average_log_probs
 
     def _over_log_ratios(
@@ -61,7 +59,7 @@ class ReferencePreferenceLoss(LogprobPreferenceLoss):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return (loss, all metrics except "loss") for rewards that are sums or means of log-ratios."""
         log_ratios = logprobs - streams["reference_policy_logprobs"]
-        rewards = self._of_sequences(streams, log_ratios, self.averages_logprobs)
+        rewards = self._reduce_sequences(streams, log_ratios, self.averages_logprobs)
         return self._over_rewards(streams, rewards, global_valid_seqs, beta)
 
 
@@ -87,12 +85,14 @@ class DPOLossFn(ReferencePreferenceLoss):
     al. 2024, "Iterative Reasoning Preference Optimization" (arXiv:2404.19733).
     """
 
-    metric_reductions = WITH_SFT
-
     cfg: DPOLossConfig
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(DPOLossConfig, cfg)
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        return PAIR_METRICS_WITH_SFT
 
     def evaluate(
         self,
@@ -102,7 +102,6 @@ class DPOLossFn(ReferencePreferenceLoss):
         next_token_logprobs: Shaped[Tensor, "batch tokens"],
         next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-        """Return the loss and its metrics from next-token logprobs."""
         cfg, streams = self.cfg, self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         preference_loss, metrics = self._over_log_ratios(
@@ -113,3 +112,36 @@ class DPOLossFn(ReferencePreferenceLoss):
             streams, logprobs, global_valid_seqs, preference_loss, weights, cfg.sft_average_log_probs
         )
         return loss, losses | metrics
+
+
+@register_loss("ipo")
+class IPOLossFn(ReferencePreferenceLoss):
+    """The IPO loss, L = Σ_pairs w·( r_chosen − r_rejected − 1/(2τ) )² / (N_seqs / 2), with r log-ratios to a reference.
+
+    **data["reference_policy_logprobs"] is rolled by −1**: see `ReferencePreferenceLoss`. For pairs, metrics and errors,
+    see `PreferenceLoss`. TRL's DPOTrainer computes the same with loss_type "ipo", τ as its beta, and
+    preference_average_log_probs=True here.
+
+    Source: Azar et al. 2023 (arXiv:2310.12036), eq. 17.
+    """
+
+    cfg: IPOLossConfig
+
+    def __init__(self, cfg: Any = None) -> None:
+        self.cfg = parse_settings(IPOLossConfig, cfg)
+
+    def _pair_loss(self, margin: Tensor) -> Tensor:
+        return F.identity_preference(margin, self.cfg.tau)
+
+    def evaluate(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        next_token_logprobs: Shaped[Tensor, "batch tokens"],
+        next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+        streams = self.streams(data, next_token_logprobs)
+        logprobs = streams.select("next_token_logprobs", next_token_logprobs)
+        loss, metrics = self._over_log_ratios(streams, logprobs, global_valid_seqs, beta=1.0)
+        return loss, {"loss": loss.detach()} | metrics

@@ -20,7 +20,7 @@ from rl_megatron.losses.calling import Call
 from rl_megatron.losses.contract import Count, CountOfSequences, LossInputType, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.streams import real, require
+from rl_megatron.losses.streams import require, require_real
 
 
 class DraftCrossEntropyLossDataDict(TypedDict):
@@ -50,7 +50,7 @@ class DraftCrossEntropyLossFn(Loss):
     renormalised. If the vocabulary is sharded, the policy's columns are sent to the ranks that hold the draft's: see
     `vocab_subset`. The policy's ids from valid_vocab_size on are padding, and so are columns after the draft's last id.
 
-    Besides the forms of `Loss`, a call may give teacher_logits= and mask= beside student_logits=. The three must then
+    Besides the forms of `Loss`, a call may have teacher_logits= and mask= besides student_logits=. The three must then
     already be aligned: entry t of each corresponds to the same token, as if p and token_mask were rolled by −1.
 
     Shapes: student_logits is [B, S, V/tp], with context parallelism [B, S/cp, V/tp], packed [1, T/cp, V/tp].
@@ -70,22 +70,25 @@ class DraftCrossEntropyLossFn(Loss):
     output_name = "student_logits"
     input_names = ("draft_cross_entropy",)
     output_keys = ("teacher_logits",)
-    metric_reductions: Mapping[str, Reduction] = Reduction.table("loss", "num_valid_samples")
 
     def __init__(
         self, cfg: Any = None, *, d2t: Tensor | None = None, vocab_parallel_group: dist.ProcessGroup | None = None
     ) -> None:
         self.cfg = parse_settings(DraftCrossEntropyLossConfig, cfg)
-        self._policy_ids = None if d2t is None else _policy_ids(d2t)
+        self._policy_ids = None if d2t is None else _read_policy_ids(d2t)
         self._vocab_parallel_group = vocab_parallel_group
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        return Reduction.table("loss", "num_valid_samples")
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
         """Return draft_cross_entropy of the draft's logits against data["teacher_logits"]."""
         name, mask = self.display_name, self.mask(data).including_first.to(output.device)
         layout = sharding.layout(output, (mask.size(0), mask.size(1)))
-        teacher = real(require(data, "teacher_logits", name), "data['teacher_logits']", name)
+        teacher = require_real(require(data, "teacher_logits", name), "data['teacher_logits']", name)
         self._check_alike(output, teacher)
-        teacher, vocab_size = self._restricted(teacher, output, sharding.tp_group, sharding.valid_vocab_size)
+        teacher, vocab_size = self._restrict_to_draft(teacher, output, sharding.tp_group, sharding.valid_vocab_size)
         teacher, positions = layout.locate_next_tokens(teacher)
         counted = layout.scatter(pad(mask[:, 1:], (0, 1)), 0) != 0
         cross_entropy = vocab_parallel_soft_cross_entropy(
@@ -98,15 +101,11 @@ class DraftCrossEntropyLossFn(Loss):
         return {"draft_cross_entropy": layout.gather(cross_entropy)[:, :-1]}
 
     def prepare(self, call: Call) -> Call:
-        """Turn a call with teacher_logits= and mask= into a call with draft_cross_entropy, and return it.
-
-        Raises:
-            ValueError: mask= is missing, or shapes do not fit.
-        """
+        """Turn a call with teacher_logits= and mask= into a call with draft_cross_entropy, and return it."""
         student, keywords = call.output, dict(call.keywords)
         if student is None or "teacher_logits" not in keywords:
             return call
-        teacher = real(keywords.pop("teacher_logits"), "teacher_logits", self.display_name)
+        teacher = require_real(keywords.pop("teacher_logits"), "teacher_logits", self.display_name)
         mask = keywords.pop("mask", keywords.pop("token_mask", None))
         if mask is None or mask.shape != student.shape[:-1]:
             raise ValueError(
@@ -115,7 +114,7 @@ class DraftCrossEntropyLossFn(Loss):
             )
         self._check_alike(student, teacher)
         group = call.sharding.tp_group or self._vocab_parallel_group
-        teacher, vocab_size = self._restricted(teacher, student, group, call.sharding.valid_vocab_size)
+        teacher, vocab_size = self._restrict_to_draft(teacher, student, group, call.sharding.valid_vocab_size)
         data = {**call.data, "token_mask": pad(mask, (1, 0))}  # entry t of the mask corresponds to token t+1
         counted = self.mask(data).tokens.to(student.device) != 0
         positions = torch.arange(mask.numel(), device=student.device).view(mask.shape)
@@ -136,12 +135,12 @@ class DraftCrossEntropyLossFn(Loss):
                 f"{tuple(student.shape)}" + ("; a draft with a vocabulary of its own needs d2t" * columns_differ)
             )
 
-    def _restricted(
+    def _restrict_to_draft(
         self, teacher: Tensor, student: Tensor, group: dist.ProcessGroup | None, valid_vocab_size: int | None
     ) -> tuple[Tensor, int | None]:
         """Return the policy's logits over the draft's vocabulary, sharded like the draft's, and this vocabulary's size.
 
-        Without d2t they are the logits and the size that were given.
+        Without d2t they are the arguments.
         """
         if self._policy_ids is None:
             return teacher, valid_vocab_size
@@ -155,19 +154,14 @@ class DraftCrossEntropyLossFn(Loss):
         global_valid_toks: Count,
         draft_cross_entropy: Shaped[Tensor, "batch tokens"],
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-        """Return the loss and its metrics from the cross entropies CE_t, [B, S-1]."""
         streams = self.streams(data, draft_cross_entropy)
         cross_entropy = streams.select("draft_cross_entropy", draft_cross_entropy)
         loss = masked_mean(cross_entropy, streams.mask, global_normalization_factor=global_valid_toks)
         return loss, {"loss": loss.detach(), "num_valid_samples": streams.sample_mask.sum()}
 
 
-def _policy_ids(d2t: Tensor) -> Tensor:
-    """Return the policy's id of each id of the draft, on the CPU.
-
-    Raises:
-        ValueError: d2t does not hold integer offsets, or maps several ids to one.
-    """
+def _read_policy_ids(d2t: Tensor) -> Tensor:
+    """Return the policy's id of each id of the draft, on the CPU."""
     if d2t.dim() != 1 or len(d2t) == 0 or d2t.is_floating_point():
         raise ValueError(f"d2t must be [V_draft] integer offsets, got {tuple(d2t.shape)} {d2t.dtype}")
     ids = torch.arange(len(d2t)) + d2t.cpu()
@@ -203,26 +197,22 @@ class DraftLossWrapper(Loss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the policy's metrics and draft_loss, with their reductions."""
         return {**self.loss_fn.metric_reductions, "draft_loss": Reduction.SUM}
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys that the policy's loss needs, and student_logits."""
         return (*self.loss_fn.required_keys, "student_logits")
 
     @property
     def global_counts(self) -> Mapping[str, CountOfSequences]:
-        """Return the further counts over the global batch that the policy's loss reads."""
         return self.loss_fn.global_counts
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
-        """Return the streams of both losses."""
         policy = self.loss_fn.read_output(output, data, sharding)
         # The draft's forward comes last, so that its backward runs first. The policy's backward overwrites the policy's
         # logits, which are the draft's teacher, with their gradient. In the other order the operator would raise.
         name = self.display_name
-        student = real(require(data, "student_logits", name), "data['student_logits']", name)
+        student = require_real(require(data, "student_logits", name), "data['student_logits']", name)
         draft = self.draft_loss_fn.read_output(student, {**data, "teacher_logits": output.detach()}, sharding)
         return policy | draft
 
@@ -234,7 +224,6 @@ class DraftLossWrapper(Loss):
         draft_cross_entropy: Shaped[Tensor, "batch tokens"],
         **keywords: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weighted sum of both losses, and their metrics."""
         counts = global_valid_seqs, global_valid_toks
         policy_loss, metrics = self.loss_fn.evaluate(data, *counts, **keywords)
         draft_loss, _ = self.draft_loss_fn.evaluate(data, *counts, draft_cross_entropy)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_megatron.logprobs import Sharding
 from rl_megatron.losses.base import LogprobLoss, Loss
-from rl_megatron.losses.calling import NaNLoss, output_form
+from rl_megatron.losses.calling import NaNLoss, describe_sharding
 from rl_megatron.losses.contract import Count, CountOfSequences, LossFunction, LossType, Reduction, takes_logprobs
 
 
@@ -18,7 +18,7 @@ def as_loss(loss_fn: LossFunction | Loss) -> Loss:
     """Return `loss_fn` as a `Loss` whose `read_output` and `evaluate` run it.
 
     - A `Loss` that does not override `__call__` is returned unchanged.
-    - A `Loss` that overrides `__call__` is run by that method, because it may do more than `evaluate` does. It is given
+    - A `Loss` that overrides `__call__` is run by that method, because it may do more than `evaluate` does. It gets
       the model's whole logits or scores, in NeMo RL's form of call with an output.
     - Any other object must follow `LossFunction` with the input_type LOGPROB. It is called with next_token_logprobs. It
       may declare `metric_reductions`, `required_keys`, `next_token_keys` and `group_size` as a `Loss` does.
@@ -34,19 +34,15 @@ def as_loss(loss_fn: LossFunction | Loss) -> Loss:
 
 
 def check_call(loss: Loss) -> None:
-    """Check that the formula of a loss takes what it will be called with.
-
-    Raises:
-        TypeError: It lacks a parameter or, if it is a function, needs another one.
-    """
-    given = ("data", "global_valid_seqs", "global_valid_toks", *loss.input_names)
+    """Raise TypeError if a loss's formula lacks a parameter that it is called with or, as a function, needs another."""
+    names = ("data", "global_valid_seqs", "global_valid_toks", *loss.input_names)
     try:
         if isinstance(loss, ProtocolLoss):
-            inspect.signature(loss.wrapped).bind(**dict.fromkeys(given))
-        else:  # a `Loss` says itself what its `read_output` gives, and that may be more
-            inspect.signature(loss.evaluate).bind_partial(**dict.fromkeys(given))
+            inspect.signature(loss.wrapped).bind(**dict.fromkeys(names))
+        else:  # a `Loss` declares what its `read_output` returns, and that may be more
+            inspect.signature(loss.evaluate).bind_partial(**dict.fromkeys(names))
     except TypeError as error:
-        raise TypeError(f"{loss.display_name} is called with {', '.join(given)} by name: {error}") from error
+        raise TypeError(f"{loss.display_name} is called with {', '.join(names)} by name: {error}") from error
 
 
 class CalledLoss(Loss):
@@ -61,36 +57,29 @@ class CalledLoss(Loss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the loss's metrics with their reductions."""
         return self._loss_fn.metric_reductions
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys of the batch that the loss needs."""
         return self._loss_fn.required_keys
 
     @property
     def on_policy_keys(self) -> frozenset[str]:
-        """Return the keys that the loss takes from the model's own output if the batch lacks them."""
         return self._loss_fn.on_policy_keys
 
     @property
     def reads_on_policy_keys(self) -> bool:
-        """Return whether other values of `on_policy_keys` could change the loss."""
         return self._loss_fn.reads_on_policy_keys
 
     @property
     def global_counts(self) -> Mapping[str, CountOfSequences]:
-        """Return the loss's further counts over the global batch."""
         return self._loss_fn.global_counts
 
     @property
     def display_name(self) -> str:
-        """Return the loss's name for messages."""
         return self._loss_fn.display_name
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Any]:
-        """Return the output and its sharding, because the loss's own call reads them."""
         return {"output": output, "sharding": sharding}
 
     def evaluate(
@@ -101,29 +90,24 @@ class CalledLoss(Loss):
         output: Tensor,
         sharding: Sharding,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Call the loss with the model's output, and return the loss and its metrics."""
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         try:
-            return self._loss_fn(output, data=data, **counts, **output_form(sharding))
+            return self._loss_fn(output, data=data, **counts, **describe_sharding(sharding))
         except NaNLoss as error:  # the caller informs all ranks: an error on one alone would leave the others waiting
             return error.loss, error.metrics
 
     def __call__(self, *args: Any, **keywords: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Call the loss as it is."""
         return self._loss_fn(*args, **keywords)
 
 
 class ProtocolLoss(LogprobLoss):
-    """A `Loss` that runs an object that follows `LossFunction` and takes next_token_logprobs.
+    """A `Loss` that runs an object, `wrapped`, that follows `LossFunction` and takes next_token_logprobs.
 
     The logprobs of masked tokens are 0.
-
-    Attributes:
-        wrapped: The object.
     """
 
     def __init__(self, loss_fn: LossFunction) -> None:
-        self.wrapped, name = loss_fn, _name_of(loss_fn)
+        self.wrapped, name = loss_fn, _get_name(loss_fn)
         if not takes_logprobs(loss_fn):
             raise TypeError(
                 f"{name} takes {getattr(loss_fn, 'input_type', None)}, but a loss function that is not a "
@@ -136,27 +120,22 @@ class ProtocolLoss(LogprobLoss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the metrics that the object declares, if any."""
         return getattr(self.wrapped, "metric_reductions", {})
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys of the batch that the object declares, if any."""
         return getattr(self.wrapped, "required_keys", ())
 
     @property
     def display_name(self) -> str:
-        """Return the name of the function, or of the object's class."""
-        return _name_of(self.wrapped)
+        return _get_name(self.wrapped)
 
     def evaluate(
         self, data: Mapping[str, Any], global_valid_seqs: Any, global_valid_toks: Any, **keywords: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Call the object, and return its loss and metrics."""
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         return self.wrapped(data=data, **counts, **keywords)
 
 
-def _name_of(loss_fn: Any) -> str:
-    """Return the name of a function, or that of an object's class."""
+def _get_name(loss_fn: Any) -> str:
     return getattr(loss_fn, "__name__", type(loss_fn).__name__)

@@ -18,10 +18,10 @@ from rl_megatron.logprobs.next_token import next_token_temperature
 from rl_megatron.logprobs.teacher_divergence import TeacherDivergence
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
-from rl_megatron.losses.distillation import weights_of
+from rl_megatron.losses.distillation import weigh_terms
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.streams import real, require, require_integers
+from rl_megatron.losses.streams import require, require_integers, require_real
 
 _DIVERGENCES: dict[str, TeacherDivergence] = {
     "forward_kl": "forward",
@@ -83,8 +83,7 @@ class FullDistillationLossFn(Loss):
 
     @property
     def _weights(self) -> dict[str, float]:
-        """Return the weight of each term whose weight is not 0."""
-        return weights_of(self.cfg)
+        return weigh_terms(self.cfg)
 
     @property
     def _columns(self) -> list[str]:
@@ -93,7 +92,6 @@ class FullDistillationLossFn(Loss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the metrics of the terms that these settings use, with their reductions."""
         return Reduction.table("loss", "num_valid_samples", *self._weights)
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
@@ -102,14 +100,14 @@ class FullDistillationLossFn(Loss):
         input_ids = require_integers(data, "input_ids", name).to(output.device)
         teacher = require(data, "teacher_logits", name)
         if not isinstance(teacher, DeferredLogits):
-            teacher = real(teacher, "data['teacher_logits']", name)
+            teacher = require_real(teacher, "data['teacher_logits']", name)
         batch_shape = (input_ids.size(0), input_ids.size(1))
         layout = sharding.layout(output, batch_shape)
         counted = self.mask(data).tokens.to(output.device) != 0
         labels = pad(input_ids[:, 1:].masked_fill(~counted, IGNORE_INDEX), (0, 1), value=IGNORE_INDEX)
         temperature = data.get("temperature", 1.0)
         try:
-            found = teacher_divergences(
+            results = teacher_divergences(
                 output,
                 teacher,
                 layout.scatter(labels, IGNORE_INDEX),
@@ -121,8 +119,8 @@ class FullDistillationLossFn(Loss):
             )
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        joined = torch.cat([found.divergences, found.logprobs[..., None]], dim=-1)
-        whole = layout.gather(joined)[:, :-1]  # all streams in one collective
+        columns = torch.cat([results.divergences, results.logprobs[..., None]], dim=-1)
+        whole = layout.gather(columns)[:, :-1]  # all streams in one collective
         streams = {"teacher_divergences": whole[..., :-1]}
         return streams | ({"next_token_logprobs": whole[..., -1]} if "nll" in self._weights else {})
 

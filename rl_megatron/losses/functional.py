@@ -65,10 +65,10 @@ def masked_mean(
     if global_normalization_factor is None:
         count = mask.sum() if dim is None else mask.sum(dim=dim)
     else:
-        given = global_normalization_factor
-        if not isinstance(given, Tensor) and not (math.isfinite(given) and given >= 0):
-            raise ValueError(f"global_normalization_factor={given} must be a count: finite and not negative")
-        count = torch.as_tensor(global_normalization_factor, dtype=total.dtype)  # the default dtype could be narrower
+        factor = global_normalization_factor
+        if not isinstance(factor, Tensor) and not (math.isfinite(factor) and factor >= 0):
+            raise ValueError(f"global_normalization_factor={factor} must be a count: finite and not negative")
+        count = torch.as_tensor(factor, dtype=total.dtype)  # the default dtype could be narrower
     count = count.to(total)
     # An epsilon in the denominator would change every other mean. A count that is NaN makes the mean NaN.
     return torch.where(count == 0, 0.0, total / torch.where(count == 0, 1.0, count))

@@ -63,18 +63,18 @@ class KTOLossFn(LogprobLoss):
     """
 
     loss_type = LossType.SEQUENCE_LEVEL
-    metric_reductions: Mapping[str, Reduction] = Reduction.table(
-        "loss", "reference_point", "rewards_desirable_mean", "rewards_undesirable_mean", "num_valid_samples"
-    )
-
-    cfg: KTOLossConfig
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(KTOLossConfig, cfg)
 
     @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        return Reduction.table(
+            "loss", "reference_point", "rewards_desirable_mean", "rewards_undesirable_mean", "num_valid_samples"
+        )
+
+    @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys of the batch that the loss needs."""
         return (*super().required_keys, "reference_policy_logprobs", "desirable", "reference_point")
 
     def evaluate(
@@ -105,13 +105,13 @@ class KTOLossFn(LogprobLoss):
         means = {}
         if "num_desirable" in streams:
             num_desirable = streams.per_sample("num_desirable")
-            of_label = {
+            labels = {
                 "rewards_desirable_mean": (desirable, num_desirable),
                 "rewards_undesirable_mean": (1 - desirable, global_valid_seqs - num_desirable),
             }
             means = {
                 name: F.masked_sum(rewards / count.clamp(min=1), weights * chosen).detach()
-                for name, (chosen, count) in of_label.items()
+                for name, (chosen, count) in labels.items()
             }
         return loss, means | {
             "loss": loss.detach(),

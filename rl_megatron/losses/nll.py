@@ -27,10 +27,13 @@ class NLLLoss(LogprobLoss):
 
     loss_type = LossType.TOKEN_LEVEL
     further_positional = ("dpo_loss", "dpo_average_log_probs")
-    metric_reductions: Mapping[str, Reduction] = Reduction.table("loss", "num_unmasked_tokens", "num_valid_samples")
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(NLLLossConfig, cfg)
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        return Reduction.table("loss", "num_unmasked_tokens", "num_valid_samples")
 
     def evaluate(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_megatron.logprobs import Sharding
 from rl_megatron.logprobs.vocab_parallel import check
 from rl_megatron.losses.base import Loss
-from rl_megatron.losses.calling import output_form
+from rl_megatron.losses.calling import describe_sharding
 from rl_megatron.losses.contract import Count, LossFunction, Reduction
 from rl_megatron.losses.foreign import as_loss, takes_logprobs
 
@@ -62,7 +62,6 @@ class SequencePackingLossWrapper:
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Return the loss's metrics with their reductions."""
         return self._loss.metric_reductions
 
     def __call__(
@@ -78,13 +77,12 @@ class SequencePackingLossWrapper:
         valid_vocab_size: int | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss and its metrics for a packed output and unpacked data."""
         self._check_that_all_that_counts_is_packed(self._loss.mask(data).including_first)
         sharding = Sharding(
             vocab_parallel_group, context_parallel_group, valid_vocab_size, self.cu_seqlens_q, self.cu_seqlens_q_padded
         )
         keywords |= {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
-        keywords = output_form(sharding) | {"vocab_parallel_rank": vocab_parallel_rank} | keywords
+        keywords = describe_sharding(sharding) | {"vocab_parallel_rank": vocab_parallel_rank} | keywords
         return self._loss(next_token_logits, data=data, **keywords)
 
     def _check_that_all_that_counts_is_packed(self, mask: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypedDict
@@ -18,7 +19,10 @@ from rl_megatron.losses import functional as F
 from rl_megatron.losses.base import LogprobLoss, Loss, token_scores
 from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.streams import TokenStreams, real
+from rl_megatron.losses.streams import TokenStreams, require_real
+
+PAIR_METRICS = Reduction.table("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "num_valid_samples")
+PAIR_METRICS_WITH_SFT: Mapping[str, Reduction] = PAIR_METRICS | Reduction.table("preference_loss", "sft_loss")
 
 
 class PreferenceLossDataDict(TypedDict):
@@ -62,12 +66,13 @@ class PreferenceLoss(Loss):
     input_type = LossInputType.LOGIT
     output_name = "rewards"
     group_size = 2
-    metric_reductions: Mapping[str, Reduction] = Reduction.table(
-        "loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "num_valid_samples"
-    )
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(PreferenceLossConfig, cfg)
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        return PAIR_METRICS
 
     @property
     def averages_logprobs(self) -> bool:
@@ -97,14 +102,14 @@ class PreferenceLoss(Loss):
         global_valid_toks: Count,
         rewards: Shaped[Tensor, " batch"],
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-        """Return the loss and its metrics from the rewards of sequences, [B]."""
         mask = self.mask(data)
         if rewards.shape != mask.samples.shape:
             raise ValueError(
                 f"{self.display_name}: rewards {tuple(rewards.shape)} do not fit sample_mask "
                 f"{tuple(mask.samples.shape)}"
             )
-        rewards = real(rewards, "rewards", self.display_name).to(torch.promote_types(rewards.dtype, torch.float32))
+        rewards = require_real(rewards, "rewards", self.display_name)
+        rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
         has_tokens = (mask.including_first != 0).any(dim=1)
         loss, metrics = self._over_pairs(rewards, mask.samples, has_tokens, global_valid_seqs, self.cfg.beta)
         return loss, {"loss": loss.detach()} | metrics
@@ -156,11 +161,6 @@ class PreferenceLoss(Loss):
         return mean(losses), mean((chosen > rejected).to(losses)), mean(chosen), mean(rejected)
 
     def _num_pairs(self, global_valid_seqs: Count) -> Tensor | float:
-        """Return the number of pairs in the global batch.
-
-        Raises:
-            TypeError: global_valid_seqs is None.
-        """
         if global_valid_seqs is None:
             raise TypeError(f"{self.display_name} needs global_valid_seqs, but got None")
         return global_valid_seqs / 2
@@ -171,12 +171,23 @@ class PreferenceLoss(Loss):
 
 
 class LogprobPreferenceLoss(LogprobLoss, PreferenceLoss):
-    """A preference loss whose rewards come from next-token logprobs. Subclasses have the formula of the reward.
+    """A preference loss whose rewards come from next-token logprobs, and an SFT loss, −log π of chosen answers.
 
-    Its parts are the preference loss, and the SFT loss: −log π of chosen answers.
+    Subclasses define the formula of the reward.
     """
 
-    def _of_sequences(self, streams: TokenStreams, values: Tensor, average: bool) -> Tensor:
+    @abstractmethod
+    def evaluate(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        *streams: Any,
+        **keywords: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and its metrics from next-token logprobs, instead of rewards."""
+
+    def _reduce_sequences(self, streams: TokenStreams, values: Tensor, average: bool) -> Tensor:
         """Return the sum or the mean of token values over each sequence, [B, S-1] → [B]."""
         over_sequence = F.masked_mean if average else F.masked_sum
         return over_sequence(values, streams.token_mask, dim=-1)
@@ -210,16 +221,13 @@ class LogprobPreferenceLoss(LogprobLoss, PreferenceLoss):
         preference_weight, sft_weight = weights
         sft_loss = logprobs.new_zeros(())
         if sft_weight > 0:
-            chosen, _ = self.split_output_tensor(-self._of_sequences(streams, logprobs, average))
+            chosen, _ = self.split_output_tensor(-self._reduce_sequences(streams, logprobs, average))
             samples, _ = self.split_output_tensor(streams.sample_mask)
             num_pairs = self._num_pairs(global_valid_seqs)
             sft_loss = F.masked_mean(chosen, samples, global_normalization_factor=num_pairs)
         loss = preference_weight * preference_loss + sft_weight * sft_loss
         losses = {"loss": loss, "preference_loss": preference_loss, "sft_loss": sft_loss}
         return loss, {name: value.detach() for name, value in losses.items()}
-
-
-WITH_SFT: Mapping[str, Reduction] = PreferenceLoss.metric_reductions | Reduction.table("preference_loss", "sft_loss")
 
 
 def last_score(
@@ -229,5 +237,5 @@ def last_score(
 
     The result of a sequence without a token that counts is 0 and has no gradient.
     """
-    of_sequences = scores.gather(1, score_positions(data).to(scores.device)[:, None])[:, 0]
-    return torch.where((mask != 0).any(dim=1), of_sequences, 0.0)
+    last_scores = scores.gather(1, score_positions(data).to(scores.device)[:, None])[:, 0]
+    return torch.where((mask != 0).any(dim=1), last_scores, 0.0)

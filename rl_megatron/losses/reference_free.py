@@ -11,8 +11,8 @@ from torch import Tensor
 from rl_megatron.config.loading.settings import parse_settings
 from rl_megatron.config.losses import CPOLossConfig, ORPOLossConfig, SimPOLossConfig
 from rl_megatron.losses import functional as F
-from rl_megatron.losses.contract import Count
-from rl_megatron.losses.preference import WITH_SFT, LogprobPreferenceLoss
+from rl_megatron.losses.contract import Count, Reduction
+from rl_megatron.losses.preference import PAIR_METRICS_WITH_SFT, LogprobPreferenceLoss
 from rl_megatron.losses.registry import register_loss
 
 
@@ -23,11 +23,14 @@ class ReferenceFreeLoss(LogprobPreferenceLoss):
     of `PreferenceLoss`, with rewards without β. Pairs, shapes and errors: see `PreferenceLoss`.
     """
 
-    metric_reductions = WITH_SFT
     beta: float
     preference_weight: float = 1.0
     sft_weight: float
     sft_average: bool = True
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        return PAIR_METRICS_WITH_SFT
 
     def _rewards(self, answers: Tensor) -> Tensor:
         """Return the rewards [B] from the log-probabilities of answers [B], sums or means as the loss compares them."""
@@ -41,10 +44,9 @@ class ReferenceFreeLoss(LogprobPreferenceLoss):
         next_token_logprobs: Shaped[Tensor, "batch tokens"],
         next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-        """Return the loss and its metrics from next-token logprobs."""
         streams = self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
-        rewards = self._rewards(self._of_sequences(streams, logprobs, self.averages_logprobs))
+        rewards = self._rewards(self._reduce_sequences(streams, logprobs, self.averages_logprobs))
         preference_loss, metrics = self._over_rewards(streams, rewards, global_valid_seqs, self.beta)
         weights = self.preference_weight, self.sft_weight
         loss, losses = self._with_sft(streams, logprobs, global_valid_seqs, preference_loss, weights, self.sft_average)

@@ -35,26 +35,22 @@ def build_loss(name: str, cfg: Any = None) -> Any:
     Raises:
         UnknownName: No loss has this name. The message suggests the nearest name.
         ConfigError: The import string cannot be loaded or names no loss, or settings are given to a function.
-        Exception: Whatever the loss raises about its settings.
+        Exception: The loss refuses its settings.
     """
-    found = LOSSES.find(name, "loss.name")
-    is_loss = not isinstance(found, type) and is_loss_function(found)
-    if inspect.isfunction(found) and not is_loss:
+    registered = LOSSES.find(name, "loss.name")
+    is_loss = not isinstance(registered, type) and is_loss_function(registered)
+    if inspect.isfunction(registered) and not is_loss:
         raise ConfigError(
-            f"loss.name={name}: {found.__name__} has no parameter next_token_logprobs; a function is a loss if it has "
-            "one, and any other loss is a class"
+            f"loss.name={name}: {registered.__name__} has no parameter next_token_logprobs; a function is a loss if it "
+            "has one, and any other loss is a class"
         )
-    if not is_loss and inspect.signature(found).parameters:
-        return found(cfg)
+    if not is_loss and inspect.signature(registered).parameters:
+        return registered(cfg)
     if cfg:
         raise ConfigError(f"loss.{next(iter(cfg))} has no effect: loss.name={name} takes no settings; leave it out")
-    return found if is_loss else found()
+    return registered if is_loss else registered()
 
 
 def configured_loss(section: Mapping[str, Any]) -> Any:
-    """Return the loss of a configuration's section {name, **settings}.
-
-    Raises:
-        Exception: See `build_loss`.
-    """
+    """Build the loss of a configuration's section {name, **settings}. For errors, see `build_loss`."""
     return build_loss(section["name"], {key: value for key, value in section.items() if key != "name"})

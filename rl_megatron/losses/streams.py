@@ -1,6 +1,7 @@
 """Read a batch: check keys, shapes, dtypes and masks once, so that formulas need no checks of their own.
 
-In this module, `loss` is the name of the loss that reads the batch. It appears in messages.
+In this module, `loss` is the name of the loss that reads the batch. It appears in messages, which also name the key,
+the shapes or the dtype. A missing key is a KeyError, a wrong dtype a TypeError, and a wrong shape a ValueError.
 """
 
 from __future__ import annotations
@@ -19,23 +20,14 @@ from rl_megatron.data.token_keys import is_token_key
 
 
 def require(data: Mapping[str, Any], key: str, loss: str) -> Any:
-    """Return data[key].
-
-    Raises:
-        KeyError: The batch does not have the key. The message names the key, the loss and the nearest key of the batch.
-    """
+    """Return data[key]. If the batch does not have the key, the message names the nearest one that it has."""
     if key not in data:
         raise KeyError(f"{loss} needs data[{key!r}], which the batch does not have{nearest(key, data)}")
     return data[key]
 
 
 def require_integers(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
-    """Return data[key], a tensor of ids.
-
-    Raises:
-        KeyError: See `require`.
-        TypeError: The value is not a tensor of integers. The message names the key and the dtype.
-    """
+    """Return data[key], a tensor of ids."""
     value = _tensor(require(data, key, loss), f"data[{key!r}]", loss)
     if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
         raise _wrong_type(f"data[{key!r}]", value, "must hold ids, in an integer dtype", loss)
@@ -43,24 +35,15 @@ def require_integers(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
 
 
 def require_mask(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
-    """Return data[key], a tensor of booleans or weights.
-
-    Raises:
-        KeyError: See `require`.
-        TypeError: The value is not a tensor, or its dtype is complex. The message names the key and the dtype.
-    """
+    """Return data[key], a tensor of booleans or weights."""
     value = _tensor(require(data, key, loss), f"data[{key!r}]", loss)
     if value.is_complex():
         raise _wrong_type(f"data[{key!r}]", value, "must hold booleans or real weights", loss)
     return value
 
 
-def real(value: Any, name: str, loss: str) -> Tensor:
-    """Check that `value` is a tensor of real numbers, and return it.
-
-    Raises:
-        TypeError: It is something else. The message has its `name` and its dtype.
-    """
+def require_real(value: Any, name: str, loss: str) -> Tensor:
+    """Check that `value`, which messages call `name`, is a tensor of real numbers, and return it."""
     value = _tensor(value, name, loss)
     if value.is_complex() or value.dtype is torch.bool:
         raise _wrong_type(name, value, "must hold real numbers", loss)
@@ -77,12 +60,12 @@ def _wrong_type(name: str, value: Tensor, rule: str, loss: str) -> TypeError:
     return TypeError(f"{loss}: {name} is {str(value.dtype).removeprefix('torch.')}; it {rule}")
 
 
-def first_nan(
+def find_nan(
     data: Mapping[str, Any],
     keywords: Mapping[str, Any],
     required_keys: Sequence[str] = (),
     next_token_keys: Collection[str] = frozenset(),
-    wanted: Callable[[Tensor], Tensor] = torch.isnan,
+    is_wanted: Callable[[Tensor], Tensor] = torch.isnan,
 ) -> str | None:
     """Return the name and position of the first NaN that is not masked, such as "data['advantages'][2, 5]", or None.
 
@@ -95,7 +78,7 @@ def first_nan(
         keywords: The streams that the loss has from the model.
         required_keys: The keys of data that the loss reads.
         next_token_keys: The keys of data whose entry t corresponds to token t+1.
-        wanted: Returns which values are looked for. Differences of infinite values are NaN too.
+        is_wanted: Returns which values are looked for. Differences of infinite values are NaN too.
     """
     mask = (data["token_mask"] * data["sample_mask"][:, None]) != 0
     by_shape = {mask.shape: mask, mask[:, 1:].shape: mask[:, 1:], mask.shape[:1]: data["sample_mask"] != 0}
@@ -108,7 +91,7 @@ def first_nan(
         if counts is None:
             continue
         counts = counts.to(value.device).view(*counts.shape, *(1,) * (value.dim() - counts.dim()))
-        positions = (wanted(value) & counts).nonzero()
+        positions = (is_wanted(value) & counts).nonzero()
         if len(positions):
             return f"{name}[{', '.join(map(str, positions[0].tolist()))}]"
     return None
@@ -129,14 +112,7 @@ class TokenMask:
     samples: Shaped[Tensor, " batch"]
 
     @classmethod
-    def of(cls, data: Mapping[str, Any], loss: str) -> TokenMask:
-        """Return the mask of a batch.
-
-        Raises:
-            KeyError: A key is missing.
-            TypeError: A mask's dtype is complex.
-            ValueError: The masks' shapes do not fit. The message names both.
-        """
+    def from_batch(cls, data: Mapping[str, Any], loss: str) -> TokenMask:
         token_mask, sample_mask = require_mask(data, "token_mask", loss), require_mask(data, "sample_mask", loss)
         if token_mask.dim() != 2 or sample_mask.shape != token_mask.shape[:1]:
             raise ValueError(
@@ -173,22 +149,15 @@ class TokenStreams:
         required_keys: Sequence[str] = (),
         next_token_keys: Collection[str] = frozenset(),
     ) -> None:
-        """Read the masks of `data`.
+        """Check `required_keys`, and read the masks of `data`.
 
-        Args:
-            data: The batch.
-            like: The streams have this tensor's device, and its dtype or fp32 if that is wider.
-            loss: The loss's name, for messages.
-            required_keys: The keys that `data` must have.
-            next_token_keys: The keys of streams whose entry t corresponds to token t+1.
-
-        Raises:
-            KeyError: A required key is missing.
+        The streams have the device of `like`, and its dtype or fp32 if that is wider. `next_token_keys` are the keys of
+        streams whose entry t corresponds to token t+1.
         """
         self.data, self._loss, self._next_token_keys = data, loss, next_token_keys
         for key in required_keys:
             require(data, key, loss)
-        mask = TokenMask.of(data, loss)
+        mask = TokenMask.from_batch(data, loss)
         self._like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
         self.mask = mask.tokens.to(self._like)
         self.sample_mask = mask.samples.to(self._like)
@@ -202,17 +171,7 @@ class TokenStreams:
     def select(
         self, name: str, stream: Shaped[Tensor, "batch tokens *more"], trailing: int = 0
     ) -> Float[Tensor, "batch tokens *more"]:
-        """Return a stream [B, S-1, …] with masked positions set to 0.
-
-        Args:
-            name: The stream's name, for messages.
-            stream: The stream.
-            trailing: The number of dimensions after [B, S-1].
-
-        Raises:
-            TypeError: The stream does not hold real numbers.
-            ValueError: The stream's shape does not fit the mask.
-        """
+        """Return a stream [B, S-1, …], with `trailing` more dimensions, with masked positions set to 0."""
         if stream.shape[: stream.dim() - trailing] != self.mask.shape:
             more = f" and {trailing} more dimension(s)" if trailing else ""
             raise ValueError(
@@ -220,7 +179,7 @@ class TokenStreams:
                 f"{tuple(self.mask.shape)}{more}"
             )
         counts = (self.mask != 0).view(*self.mask.shape, *(1,) * trailing)
-        return torch.where(counts, real(stream, name, self._loss).to(self._like), 0.0)
+        return torch.where(counts, require_real(stream, name, self._loss).to(self._like), 0.0)
 
     def __contains__(self, key: str) -> bool:
         return key in self.data
@@ -230,7 +189,7 @@ class TokenStreams:
 
         If the key is one of the loss's next_token_keys, the last column is dropped instead.
         """
-        value = real(require(self.data, key, self._loss), f"data[{key!r}]", self._loss)
+        value = require_real(require(self.data, key, self._loss), f"data[{key!r}]", self._loss)
         batch, length = self.mask.shape[0], self.mask.shape[1] + 1
         if value.shape == (batch,):
             value = value[:, None].expand(batch, length)
@@ -242,12 +201,11 @@ class TokenStreams:
         return self.select(f"data[{key!r}]", value[:, :-1] if key in self._next_token_keys else value[:, 1:])
 
     def get(self, key: str) -> Float[Tensor, "batch tokens"] | None:
-        """Return self[key], or None if the batch does not have the key."""
         return self[key] if key in self else None  # noqa: SIM401  # this is `get`
 
     def per_sample(self, key: str) -> Float[Tensor, " batch"]:
         """Return data[key] [B], with 0 for masked samples."""
-        value = real(require(self.data, key, self._loss), f"data[{key!r}]", self._loss)
+        value = require_real(require(self.data, key, self._loss), f"data[{key!r}]", self._loss)
         if value.shape != self.sample_mask.shape:
             raise ValueError(
                 f"{self._loss}: data[{key!r}] {tuple(value.shape)} must be one value per sample "

@@ -58,17 +58,19 @@ class MSEValueLoss(ScoreLoss):
     loss_type = LossType.TOKEN_LEVEL
     output_name = "values"
     input_names = ("next_token_values",)
-    metric_reductions: Mapping[str, Reduction] = Reduction.table(
-        "loss", "vf_clipfrac", "returns_mean", "values_mean", "returns_sq_mean", "residual_sq_mean",
-        "num_valid_samples", minima=["values_min"], maxima=["values_max"],
-    )  # fmt: skip
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(MSEValueLossConfig, cfg)
 
     @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        return Reduction.table(
+            "loss", "vf_clipfrac", "returns_mean", "values_mean", "returns_sq_mean", "residual_sq_mean",
+            "num_valid_samples", minima=["values_min"], maxima=["values_max"],
+        )  # fmt: skip
+
+    @property
     def required_keys(self) -> tuple[str, ...]:
-        """Return the keys of the batch that these settings need."""
         return (*super().required_keys, "returns", *(() if self.cfg.cliprange is None else ("values",)))
 
     def evaluate(
@@ -78,7 +80,6 @@ class MSEValueLoss(ScoreLoss):
         global_valid_toks: Count,
         next_token_values: Shaped[Tensor, "batch tokens"],
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-        """Return the loss and its metrics from the values of prefixes."""
         streams = self.streams(data, next_token_values)
         values, returns = streams.select("next_token_values", next_token_values), streams["returns"]
         mean = partial(F.masked_mean, mask=streams.mask, global_normalization_factor=global_valid_toks)

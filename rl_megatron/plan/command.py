@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rl_megatron import log
-from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.algorithms.rollout import recomputes_logprobs
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.data import DOCUMENTS
@@ -111,7 +111,7 @@ def workload_of(stage: StageConfig, world_size: int, section: PlanConfig) -> Wor
         ConfigError: The layout does not fit the model or the ranks, or the lengths do not fit the model.
     """
     prompt, response = _lengths(stage, section)
-    algorithm, settings = algorithm_of(stage), stage.algorithm
+    algorithm, settings = get_algorithm(stage), stage.algorithm
     needs, critic = algorithm.critic, None
     if needs is not None:
         critic = Critic(needs.optimizer(settings), needs.loss(settings))

@@ -1,6 +1,6 @@
 """Warnings of a loss spike, a reward collapse, or rewards that are all equal, with the sequences of the step.
 
-They only inform: training goes on. The medians are of the steps since the process started; a resumed run begins anew.
+They only inform: training continues. The medians are of the steps since the process started, also in a resumed run.
 """
 
 from __future__ import annotations
@@ -40,22 +40,19 @@ class Anomalies:
         self._equal_rewards = 0
         self._warned_at: dict[str, int] = {}
 
-    def of_step(self, step: int, metrics: Mapping[str, float], rewards: Tensor | None = None) -> list[str]:
-        """Return what is unusual about a step, in words. Each kind is reported at most once in a window of steps.
+    def check_step(self, step: int, metrics: Mapping[str, float], rewards: Tensor | None = None) -> list[str]:
+        """Describe what is unusual about a step. Each kind is reported at most once in a window of steps.
 
-        Args:
-            step: The step number.
-            metrics: The step's metrics.
-            rewards: The rewards of the step's samples, if it has samples.
+        `rewards` are those of the step's samples, if it has samples.
         """
         if self._train.anomaly_window == 0:
             return []
-        found = {
+        anomalies = {
             "loss spike": self._loss_spike(metrics.get("loss")),
             "reward collapse": self._reward_collapse(metrics.get("reward")),
             "equal rewards": self._all_equal(rewards),
         }
-        return [what for kind, what in found.items() if what is not None and self._is_due(kind, step)]
+        return [what for kind, what in anomalies.items() if what is not None and self._is_due(kind, step)]
 
     def _is_due(self, kind: str, step: int) -> bool:
         if kind in self._warned_at and step < self._warned_at[kind] + self._train.anomaly_window:
@@ -69,30 +66,30 @@ class Anomalies:
     def _loss_spike(self, loss: float | None) -> str | None:
         if loss is None:
             return None
-        before = list(self._losses)
+        earlier = list(self._losses)
         self._losses.append(loss)
-        if len(before) < self._fewest():
+        if len(earlier) < self._fewest():
             return None
-        median = statistics.median(before)
-        spread = max(deviation(before), _SMALLEST_DEVIATION * max(abs(median), 1.0))
+        median = statistics.median(earlier)
+        spread = max(deviation(earlier), _SMALLEST_DEVIATION * max(abs(median), 1.0))
         if loss <= median + self._train.loss_spike_deviations * spread:
             return None
-        return f"the loss {loss:.4g} is a spike: the median of the {len(before)} steps before is {median:.4g}"
+        return f"the loss {loss:.4g} is a spike: the median of the {len(earlier)} steps before is {median:.4g}"
 
     def _reward_collapse(self, reward: float | None) -> str | None:
         if reward is None:
             return None
         self._rewards.append(reward)
-        before, newest = list(self._rewards)[:-_NEWEST_STEPS], list(self._rewards)[-_NEWEST_STEPS:]
-        if len(before) < self._fewest():
+        earlier, newest = list(self._rewards)[:-_NEWEST_STEPS], list(self._rewards)[-_NEWEST_STEPS:]
+        if len(earlier) < self._fewest():
             return None
-        median, now = statistics.median(before), statistics.median(newest)
+        median, now = statistics.median(earlier), statistics.median(newest)
         lowest = median - (1.0 - self._train.reward_collapse_fraction) * abs(median)
-        if now >= min(lowest, median - _REWARD_DEVIATIONS * deviation(before)):
+        if now >= min(lowest, median - _REWARD_DEVIATIONS * deviation(earlier)):
             return None
         return (
             f"the reward has collapsed: the median of the last {len(newest)} steps is {now:.4g}, and that of the "
-            f"{len(before)} steps before is {median:.4g}"
+            f"{len(earlier)} steps before is {median:.4g}"
         )
 
     def _all_equal(self, rewards: Tensor | None) -> str | None:
@@ -108,15 +105,11 @@ class Anomalies:
         )
 
 
-def described_sequences(batch: Batch, tokenizer: Tokenizer, locations: Callable[[], Sequence[str]]) -> str:
-    """Return the first sequences of a batch in words: their places in the batch, their data, and how they begin.
+def describe_sequences(batch: Batch, tokenizer: Tokenizer, locations: Callable[[], Sequence[str]]) -> str:
+    """Describe the first sequences of a batch: their numbers in the batch, their data, and their first words.
 
-    Of rollouts, each prompt is named once, with the first of its samples.
-
-    Args:
-        batch: The step's batch.
-        tokenizer: The run's tokenizer.
-        locations: Returns the place of each item of the batch in the data, as file:line; empty if they have none.
+    Of rollouts, each prompt is named once, with the first of its samples. `locations` returns the location of each item
+    of the batch in the data, as file:line, or an empty list.
     """
     ends = batch["prompt_lengths"] if "prompt_lengths" in batch else batch["input_lengths"]
     begins: dict[tuple[int, ...], int] = {}

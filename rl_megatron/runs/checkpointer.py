@@ -24,15 +24,12 @@ def critic_checkpoints(checkpoints: Path) -> Path:
 class Checkpointer:
     """The saves of a stage's policy and of its critic, if it has one. It owns the save and the export in progress.
 
-    Every rank calls every method. With `train.async_save`, a save is written while training goes on. It is completed by
-    the first call of `poll` after it has been written, or before the next save begins. The critic's save is completed
-    first, so that every checkpoint of the policy has its critic's checkpoint.
+    Every rank calls every method. With `train.async_save`, a save is written while training continues. It is completed
+    by the first call of `poll` after it has been written, or before the next save begins. The critic's save is
+    completed first, so that every checkpoint of the policy has its critic's checkpoint.
 
-    With `train.export_hf`, rank 0 then exports the policy's checkpoint, also while training goes on. The next save
-    begins after it, so that the checkpoint is there as long as it is read.
-
-    Attributes:
-        exporter: The exports of the policy's checkpoints.
+    With `train.export_hf`, rank 0 then exports the policy's checkpoint, also while training continues. The next save
+    begins after the export, so that the checkpoint exists as long as it is read.
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class Checkpointer:
         train: TrainConfig,
         policy: MegatronPolicy,
         critic: MegatronPolicy | None,
-        saved: Callable[[float], object] = lambda seconds: None,
+        record_save: Callable[[float], object] = lambda seconds: None,
         finish_writing: Callable[[], object] = lambda: None,
     ):
         """Prepare the saves of a stage.
@@ -51,11 +48,11 @@ class Checkpointer:
             train: The section `train`.
             policy: The stage's policy.
             critic: Its critic, or None.
-            saved: Is given the seconds of each save, from its begin until it is complete.
-            finish_writing: Is called on rank 0 before each save. If it raises OSError, the save fails, so that a
+            record_save: Called with the seconds of each save, from its begin until it is complete.
+            finish_writing: Called on rank 0 before each save. If it raises OSError, the save fails, so that a
                 checkpoint has the metrics of its steps.
         """
-        self._directory, self._train, self._saved, self._began = checkpoints, train, saved, 0.0
+        self._directory, self._train, self._record_save, self._began = checkpoints, train, record_save, 0.0
         self._finish_writing, self._ranks = finish_writing, policy.topology.ranks
         self._models = [(policy, checkpoints)]
         self._companions: Path | None = None
@@ -68,17 +65,11 @@ class Checkpointer:
     def save(self, step: int, last: bool, **kept: Any) -> bool:
         """Begin the checkpoint of `step`, after completing the one before.
 
-        Args:
-            step: The training step.
-            last: Whether it is the stage's last checkpoint, which is complete on return.
-            **kept: Values that are stored in the checkpoint's manifest.
+        The stage's last checkpoint is complete on return; if it fails, SaveFailed is raised on every rank. If another
+        save fails, a warning is logged and training continues. `kept` is stored in the checkpoint's manifest.
 
         Returns:
             Whether the checkpoint is complete, or is being written.
-
-        Raises:
-            SaveFailed: The stage's last save failed; raised on every rank. If another save fails, a warning is logged
-                and training goes on.
         """
         self.complete()
         self.exporter.wait(must_succeed=False)
@@ -137,7 +128,7 @@ class Checkpointer:
         self._delete_older()  # including the critic's checkpoint, if the policy's failed
         if failed is not None:
             raise failed
-        self._saved(time.monotonic() - self._began)
+        self._record_save(time.monotonic() - self._began)
         if checkpoint is not None:
             self.exporter.begin(checkpoint)  # the policy's, which is the last
 

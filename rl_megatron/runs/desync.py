@@ -1,7 +1,7 @@
-"""The desync check: ranks that should have the same configuration, batch and weights do have them.
+"""The desync check: compare configuration, batch and weights of ranks that should have the same.
 
-Without it, a rank with another seed, another file or a flipped bit trains on, and nothing says that the sums over ranks
-are wrong.
+Without it, a rank with another seed, another file or a flipped bit continues to train, and nobody notices that the sums
+over ranks are wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rl_megatron.config.loading.load import to_yaml
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces
-from rl_megatron.runs.rerun import leaves
+from rl_megatron.runs.rerun import iterate_leaves
 from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.topology import Topology
@@ -40,7 +40,6 @@ class RanksDiffer(RunFailed):
 
 
 def digest(*parts: bytes) -> int:
-    """Return 63 bits of a digest of `parts`."""
     hashed = hashlib.blake2b(digest_size=8)
     for part in parts:
         hashed.update(part)
@@ -48,50 +47,44 @@ def digest(*parts: bytes) -> int:
 
 
 def check_configuration(config: RunConfig, device: torch.device) -> None:
-    """Check that all ranks run the same configuration. Collective.
+    """Raise ConfigError on every rank if ranks have different configurations. Collective.
 
-    Raises:
-        ConfigError: They do not. It is raised on every rank, and names the ranks and the first key that differs.
+    The message names the ranks and the first key that differs.
     """
     ranks = Ranks.detect()
     if ranks.size == 1:
         return
-    settings = {key: value for key, value in leaves(yaml.safe_load(to_yaml(config))) if not key.endswith(_MAY_DIFFER)}
-    found = _gathered([digest(repr(sorted(settings.items())).encode())], device)
-    odd, usual = _odd_ranks({0: list(range(len(found)))}, [numbers[0] for numbers in found])
+    sections = yaml.safe_load(to_yaml(config))
+    settings = {key: value for key, value in iterate_leaves(sections) if not key.endswith(_MAY_DIFFER)}
+    digests = _gather([digest(repr(sorted(settings.items())).encode())], device)
+    odd, usual = _odd_ranks({0: list(range(len(digests)))}, [numbers[0] for numbers in digests])
     if not odd:
         return
     first = usual[odd[0]]
-    usually, other = _from_ranks(settings, [first, odd[0]], ranks)
+    usually, other = _share_from(settings, [first, odd[0]], ranks)
     key = min(key for key in {**usually, **other} if usually.get(key) != other.get(key))
     raise ConfigError(
-        f"{_named(odd)} {'runs' if len(odd) == 1 else 'run'} another configuration than rank {first}: {key} is "
+        f"{_name_ranks(odd)} {'runs' if len(odd) == 1 else 'run'} another configuration than rank {first}: {key} is "
         f"{other.get(key)!r} on rank {odd[0]} and {usually.get(key)!r} on rank {first}; start all ranks with the same "
         "arguments and files"
     )
 
 
 class DesyncCheck:
-    """The comparison of batches and weights over ranks, before the first step and then every so many steps.
+    """The comparison of batches and weights over ranks, before the first step and then at regular intervals.
 
     One number of each kind from every rank is compared. Only if some differ do the ranks compare tensor by tensor.
     """
 
     def __init__(self, every: int):
-        """Prepare the check; `every` is the number of steps between two checks, and 0 means before the first only."""
+        """Prepare a check before the first step, and then every `every` steps if that is not 0."""
         self._every, self._checked = every, 0
 
     def check(self, step: int, batch: Batch, models: Mapping[str, MegatronPolicy]) -> None:
         """Check the batch and the weights before a step, if a check is due. Collective then.
 
-        Args:
-            step: The step that is about to be trained.
-            batch: Its batch, which every rank has whole, or a sharded one, whose own sequences all ranks of a
-                data-parallel replica have.
-            models: The stage's policy and, if there is one, its critic, by name.
-
-        Raises:
-            RanksDiffer: Ranks differ; the message names them, and the batch's key or the first tensor.
+        Every rank has the whole batch, or the ranks of a data-parallel replica have the same sequences of it. If ranks
+        differ, RanksDiffer names them, and the batch's key or the first tensor.
         """
         if step == self._checked or (self._checked and not (self._every and step % self._every == 0)):
             return
@@ -107,63 +100,61 @@ class DesyncCheck:
         keys = [key for key in _OF_BATCH if isinstance(batch.get(key), Tensor)]
         values = {key: batch[key] for key in keys}
         values |= {f"{name} of all sequences": fact for name, fact in sorted(batch.facts.items())}
-        numbers = [digest(str(value.shape).encode(), _bytes_of(value)) for value in values.values()]
-        own = numbers + [0] * (_MOST_VALUES - len(numbers))
-        found = _gathered([*own, topology.data_rank], topology.device)
-        everybody = {0: list(range(len(found)))}
+        numbers = [digest(str(value.shape).encode(), _to_bytes(value)) for value in values.values()]
+        numbers += [0] * (_MOST_VALUES - len(numbers))
+        by_rank = _gather([*numbers, topology.data_rank], topology.device)
+        everybody = {0: list(range(len(by_rank)))}
         replicas: dict[int, list[int]] = {}
-        for rank, of_rank in enumerate(found):
-            replicas.setdefault(of_rank[-1], []).append(rank)
+        for rank, rank_numbers in enumerate(by_rank):
+            replicas.setdefault(rank_numbers[-1], []).append(rank)
         for column, key in enumerate(values):
             groups = replicas if key in keys and not batch.is_whole else everybody
-            odd, usual = _odd_ranks(groups, [of_rank[column] for of_rank in found])
+            odd, usual = _odd_ranks(groups, [rank_numbers[column] for rank_numbers in by_rank])
             if odd:
                 raise RanksDiffer(
-                    f"ranks do not have the same batch: {key} of {_named(odd)} differs from that of rank "
+                    f"ranks do not have the same batch: {key} of {_name_ranks(odd)} differs from that of rank "
                     f"{usual[odd[0]]}; data files, task files or the rollout engine's answers differ between ranks"
                 )
 
 
 def check_weights(name: str, model: ShardedModel) -> None:
-    """Check that ranks which hold copies of the same weights hold equal ones. Collective.
+    """Raise RanksDiffer on every rank if ranks hold different copies of the same weights. Collective.
 
     Data- and context-parallel ranks hold copies of all weights but experts', tensor-parallel ranks of the weights that
-    are not split, and expert-data-parallel ranks of their experts.
-
-    Raises:
-        RanksDiffer: They do not. It is raised on every rank, and names the ranks and the first tensor that differs.
+    are not split, and expert-data-parallel ranks of their experts. The message names the ranks and the first tensor
+    that differs.
     """
     model.gather_parameters()
     topology = model.topology
     kinds = ("dense", "replicated", "expert")
     totals = {kind: torch.zeros((), dtype=torch.int64, device=topology.device) for kind in kinds}
     for piece in pieces(model.model_chunks):
-        number = _number_of(piece)
-        for kind in _kinds_of(piece):
+        number = _fingerprint(piece)
+        for kind in _list_kinds(piece):
             totals[kind] += number
     experts = dist.get_process_group_ranks(topology.groups.expt_dp)[0]  # a name of this rank's experts
-    own = [*(totals[kind].item() for kind in kinds), topology.pipeline_rank, topology.tensor_rank, experts]
-    found = _gathered([int(value) for value in own], topology.device)
+    numbers = [*(totals[kind].item() for kind in kinds), topology.pipeline_rank, topology.tensor_rank, experts]
+    by_rank = _gather([int(value) for value in numbers], topology.device)
     same: dict[str, Callable[[Sequence[int]], Hashable]] = {
-        "dense": lambda numbers: (numbers[3], numbers[4]),  # pipeline stage and place among tensor-parallel ranks
+        "dense": lambda numbers: (numbers[3], numbers[4]),  # pipeline stage and tensor-parallel rank
         "replicated": lambda numbers: numbers[3],
         "expert": lambda numbers: numbers[5],
     }
     for column, kind in enumerate(kinds):
         groups: dict[Hashable, list[int]] = {}
-        for rank, numbers in enumerate(found):
+        for rank, numbers in enumerate(by_rank):
             groups.setdefault(same[kind](numbers), []).append(rank)
-        odd, usual = _odd_ranks(groups, [numbers[column] for numbers in found])
+        odd, usual = _odd_ranks(groups, [numbers[column] for numbers in by_rank])
         if odd:
             tensor = _first_difference(model, kind, [usual[odd[0]], odd[0]])
             raise RanksDiffer(
-                f"ranks do not have the same weights of the {name}: {tensor} of {_named(odd)} differs from that of "
-                f"rank {usual[odd[0]]}; start again from a checkpoint, and check the memory of the node of rank "
+                f"ranks do not have the same weights of the {name}: {tensor} of {_name_ranks(odd)} differs from that "
+                f"of rank {usual[odd[0]]}; start again from a checkpoint, and check the memory of the node of rank "
                 f"{odd[0]} if this repeats"
             )
 
 
-def _kinds_of(piece: Piece) -> Iterator[str]:
+def _list_kinds(piece: Piece) -> Iterator[str]:
     """Yield the kinds of copies that a piece has."""
     if ".experts." in piece.name:
         yield "expert"
@@ -173,8 +164,8 @@ def _kinds_of(piece: Piece) -> Iterator[str]:
         yield "replicated"  # on all tensor-parallel ranks, because it is whole
 
 
-def _number_of(piece: Piece) -> Tensor:
-    """Return a number that changes with any bit of the piece, its name or its place, a scalar int64."""
+def _fingerprint(piece: Piece) -> Tensor:
+    """Return a number that changes with any bit of the piece, its name or its offset, a scalar int64."""
     factor = digest(piece.name.encode()) | 1  # odd, so that no bit of the fingerprint is lost
     return factor * fingerprint(piece.tensor, (*piece.offset, 0)[:2])
 
@@ -182,23 +173,24 @@ def _number_of(piece: Piece) -> Tensor:
 def _first_difference(model: ShardedModel, kind: str, ranks: Sequence[int]) -> str:
     """Return the name of the first tensor in which two ranks differ. Collective over all ranks."""
     numbers = {
-        piece.name: int(_number_of(piece).item()) for piece in pieces(model.model_chunks) if kind in _kinds_of(piece)
+        piece.name: int(_fingerprint(piece).item())
+        for piece in pieces(model.model_chunks)
+        if kind in _list_kinds(piece)
     }
-    usual, other = _from_ranks(numbers, ranks, model.topology.ranks)
+    usual, other = _share_from(numbers, ranks, model.topology.ranks)
     return next((name for name in usual if usual[name] != other.get(name)), "a tensor")
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
+def _to_bytes(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _gathered(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+def _gather(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
     """Return the numbers of every rank. Collective."""
-    own = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-    return gather_from_ranks(own, dist.group.WORLD).tolist()
+    return gather_from_ranks(torch.tensor(list(numbers), dtype=torch.int64, device=device), dist.group.WORLD).tolist()
 
 
-def _from_ranks(value: Any, senders: Sequence[int], ranks: Ranks) -> list[Any]:
+def _share_from(value: Any, senders: Sequence[int], ranks: Ranks) -> list[Any]:
     """Return the values of some ranks, in their order, on every rank. Collective."""
     everywhere = ranks.gather(value if ranks.rank in senders else None)
     return [everywhere[sender] for sender in senders]
@@ -220,7 +212,7 @@ def _odd_ranks(groups: Mapping[Any, Sequence[int]], values: Sequence[int]) -> tu
     return sorted(odd), usual
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     more = len(ranks) - _SHOWN
     listed = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -1,4 +1,4 @@
-"""When a stage is evaluated, the newest results, and whether they reach a goal."""
+"""Evaluate a stage when it is due, keep the newest results, and find out whether they reach a goal."""
 
 from __future__ import annotations
 
@@ -25,16 +25,10 @@ class Evaluations:
 
     Attributes:
         stage: The name of the stage.
-        train: Its settings of training.
-        policy: The model.
-        engine: The rollout engine, which generates with the policy's current weights.
-        heldout: The evaluation on held-out data.
-        metrics_logger: The logger of the run's metrics.
-        timer: The timer of the stage's phases.
         sets: The named sets of problems, or None if there are none.
         reward_models: The reward models that run on the ranks, or None if no run built them.
         results: The newest eval metrics and samples, which checkpoints store.
-        evaluated_at: The step after which they were found.
+        evaluated_at: The step of these results.
     """
 
     stage: str
@@ -64,7 +58,6 @@ class Evaluations:
         return True
 
     def close(self) -> None:
-        """End the workers of the named sets."""
         if self.sets is not None:
             self.sets.close()
 
@@ -85,8 +78,8 @@ class Evaluations:
             if self.sets is not None:
                 eval_metrics = eval_metrics | self.sets.evaluate(step, sets, self.engine)
             self.engine.sleep()  # a stage without rollouts does not do it before it trains
-        known = self.results["measures"] if self.evaluated_at == step else {}
-        self.results, self.evaluated_at = {"measures": known | eval_metrics, "samples": samples}, step
+        earlier = self.results["measures"] if self.evaluated_at == step else {}
+        self.results, self.evaluated_at = {"measures": earlier | eval_metrics, "samples": samples}, step
         self.metrics_logger.record(step, eval_metrics, kind="eval")
         self.metrics_logger.record_samples(step, samples)
 

@@ -29,14 +29,13 @@ class OutputLock:
     def acquire(self) -> None:
         """Lock the directory if it exists. A directory that was moved aside since the last call does not count.
 
-        Raises:
-            ConfigError: Another run uses it; the message names its process.
+        If another run uses it, a ConfigError names its process.
         """
         if not self._path.parent.is_dir() or (self._file is not None and self._is_current(self._file)):
             return
         self._close()
         file = self._path.open("a+")
-        while not self._locked(file) or not self._is_current(file):  # its owner may just have removed the file
+        while not self._try_to_lock(file) or not self._is_current(file):  # its owner may just have removed the file
             file.close()
             file = self._path.open("a+")
         file.truncate(0)
@@ -45,7 +44,6 @@ class OutputLock:
         self._file = file
 
     def release(self) -> None:
-        """Remove the lock and its file."""
         if self._file is not None and self._is_current(self._file):
             self._path.unlink()
         self._close()
@@ -55,7 +53,7 @@ class OutputLock:
             self._file.close()
             self._file = None
 
-    def _locked(self, file: IO[str]) -> bool:
+    def _try_to_lock(self, file: IO[str]) -> bool:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

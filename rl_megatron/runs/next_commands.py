@@ -1,10 +1,10 @@
-"""Say what can be done with the result of a run, as commands to copy."""
+"""List commands that continue from the result of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.config.checkpoint_metadata import carried_tokenizer
 from rl_megatron.config.commands import command, override
 from rl_megatron.config.errors import ConfigError
@@ -14,13 +14,13 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.model.families import family_of_model
 
 
-def next_commands(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path) -> list[tuple[str, str]]:
-    """Return what can be done with the last checkpoint of a finished run: in words, and the command."""
+def list_next_commands(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path) -> list[tuple[str, str]]:
+    """Return commands for the last checkpoint of a finished run, each after a description."""
     *_, (name, stage) = config.stages.items()
     output_dir = Path(config.output_dir)
     after = Path(f"{output_dir}-next")
     commands = [("Inspect the checkpoint:", command("inspect", str(checkpoint)))]
-    if algorithm_of(stage).head == "lm" and not stage.train.export_hf and _has_family(config, tokenizer):
+    if get_algorithm(stage).head == "lm" and not stage.train.export_hf and _has_family(config, tokenizer):
         exported = str(output_dir / "exported" / name)
         commands.append(("Export it for Hugging Face:", command("convert", "export", str(checkpoint), exported)))
     if stage.algorithm.leaves_language_model:

@@ -27,7 +27,7 @@ _OF_STEPS = ("checkpoints/*/step-*", "exported/*/step-*")
 def begin_output(config: RunConfig, run_yaml: str, lock: OutputLock, tokenizer: Tokenizer) -> None:
     """Lock the run's directory, and write the files that it has from the start: the tokenizer and the configuration.
 
-    An earlier run that this one does not go on with is moved aside first. If the model came from Hugging Face, its
+    An earlier run that this one does not continue is moved aside first. If the model came from Hugging Face, its
     files except the weights are copied too, for an export of this run's checkpoints.
     """
     output_dir = Path(config.output_dir)
@@ -49,7 +49,7 @@ def begin_output(config: RunConfig, run_yaml: str, lock: OutputLock, tokenizer: 
 
 def _remove_leftovers(output_dir: Path) -> None:
     """Remove what killed runs have left: files and checkpoints that they were writing or deleting, and no others."""
-    for directory in (output_dir, *(found for pattern in _WITH_FILES for found in output_dir.glob(pattern))):
+    for directory in (output_dir, *(path for pattern in _WITH_FILES for path in output_dir.glob(pattern))):
         disk.remove_unfinished(directory)
     for pattern in _OF_STEPS:
         for path in output_dir.glob(pattern):
@@ -58,11 +58,7 @@ def _remove_leftovers(output_dir: Path) -> None:
 
 
 def open_metrics(config: RunConfig, layout: Topology, attempts: Attempts) -> MetricsLogger:
-    """Return the run's metrics logger, whose sinks rank 0 opens. Rank 0 also records what it runs and that it starts.
-
-    Raises:
-        ConfigError: A sink cannot be opened.
-    """
+    """Return the run's metrics logger, whose sinks rank 0 opens. Rank 0 also records the run's facts and its start."""
     output_dir, is_writer = Path(config.output_dir), layout.ranks.leads
     try:
         services = {}

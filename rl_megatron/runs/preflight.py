@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rl_megatron import log
-from rl_megatron.algorithms.registry import algorithm_of, eval_metric_names
+from rl_megatron.algorithms.registry import eval_metric_names, get_algorithm
 from rl_megatron.batching.packing import round_up
 from rl_megatron.checkpoint.adapters import check_same_adapter, find_base, holds_adapter, read_adapter_configs
 from rl_megatron.checkpoint.directory import (
@@ -54,15 +54,9 @@ from rl_megatron.workers.confinement import log_missing_limits
 def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     """Check the input of all stages, and return the run's tokenizer.
 
-    It runs before anything is written. Every rank checks the same and gets the same result.
-
-    Args:
-        config: The run.
-        output_dir: The directory of the run that it goes on with, which need not exist (`rerun.earlier_run`).
-
-    Raises:
-        ConfigError: The input of a stage is wrong. The message names the key or file, the value, the rule and the
-            remedy.
+    It runs before anything is written. Every rank checks the same and gets the same result. `output_dir` is that of the
+    run that this one continues, which need not exist (`rerun.find_earlier_run`). A ConfigError names the key or file,
+    the value, the rule and the remedy.
     """
     check_output_dir(Path(config.output_dir))
     check_sinks(config.metric_sinks)
@@ -79,10 +73,14 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
             try:
                 check_saved(saved[-1], stage, tokenizer)
             except Damaged as error:
-                raise verify.with_remedy(error, saved[-1], config, read_manifest) from error
+                raise verify.add_remedy(error, saved[-1], config, read_manifest) from error
     _check_adapters(config, tokenizer)
     for stage in config.stages.values():
-        _check_exports(config, stage, tokenizer)
+        check_exports(
+            stage.train, stage.model, head=get_algorithm(stage).head, precision=stage.precision,
+            is_adapter=stage.peft is not None, tokenizer=tokenizer, output_dir=Path(config.output_dir),
+            init_from=Path(config.init_from) if config.init_from else None,
+        )  # fmt: skip
     for message in find_different_prompts(config.stages, tokenizer):
         log.LOGGER.warning(message)
     if any(stage.runs_programs for stage in config.stages.values()):
@@ -90,66 +88,44 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     if config.init_from:
         path = Path(config.init_from)
         manifest = check_checkpoint(path, config.first.model, tokenizer.digest)
-        check_head(path, manifest, algorithm_of(config.first).head, weights_only=True)
+        check_head(path, manifest, get_algorithm(config.first).head, weights_only=True)
     return tokenizer
 
 
-def _check_exports(config: RunConfig, stage: StageConfig, tokenizer: Tokenizer) -> None:
-    """Check that the checkpoints of a stage can be exported, if they shall be.
-
-    Raises:
-        ConfigError: The model has no family of Hugging Face, or the disk has too little space.
-    """
-    check_exports(
-        stage.train, stage.model, head=algorithm_of(stage).head, precision=stage.precision,
-        is_adapter=stage.peft is not None, tokenizer=tokenizer, output_dir=Path(config.output_dir),
-        init_from=Path(config.init_from) if config.init_from else None,
-    )  # fmt: skip
-
-
 def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check that every stage's adapters fit the model, and that there are weights which they adapt.
-
-    Raises:
-        ConfigError: A name, a rank or a checkpoint does not fit.
-    """
+    """Check that every stage's adapters fit the model, and that there are weights which they adapt."""
     size = config.first.model.vocab_size or tokenizer.vocab_size
-    found = _adapters_of(config.init_from, config.first.peft)
+    initial = _read_adapters(config.init_from, config.first.peft)
     adapters_after: dict[str, dict[str, LoraConfig]] = {}  # the adapters that each stage leaves, by name
     for name, stage in config.stages.items():
         where = f"stages.{name}.peft" if len(config.stages) > 1 else "peft"
-        before = stage_before(config.stages, name)
-        adapters = found if before is None else adapters_after[before]
+        previous = stage_before(config.stages, name)
+        adapters = initial if previous is None else adapters_after[previous]
         adapters_after[name] = {}
         if stage.peft is None:
             continue
         find_adapted_linears(stage.peft, stage.model, size)
-        if before is None and not config.init_from:
+        if previous is None and not config.init_from:
             raise ConfigError(
                 f"{where} is set, and the stage has no weights to adapt; set init_from, or train all weights in a "
                 "stage before it"
             )
-        own = stage.peft.adapter_name
-        if before is not None and adapters.get(own, stage.peft) != stage.peft:
+        adapter = stage.peft.adapter_name
+        if previous is not None and adapters.get(adapter, stage.peft) != stage.peft:
             raise ConfigError(
-                f"{where} differs from that of an earlier stage, whose adapter {own} it goes on with; use the same "
+                f"{where} differs from that of an earlier stage, whose adapter {adapter} it continues; use the same "
                 f"keys, or give the new adapter another name with {where}.adapter_name"
             )
-        adapters_after[name] = adapters | {own: stage.peft}
+        adapters_after[name] = adapters | {adapter: stage.peft}
         check_together([*adapters_after[name].values()])
         if stage.generation.refit == "adapter":
             refuse_several([*adapters_after[name].values()])
 
 
-def _adapters_of(init_from: str | None, peft: LoraConfig | None) -> dict[str, LoraConfig]:
+def _read_adapters(init_from: str | None, peft: LoraConfig | None) -> dict[str, LoraConfig]:
     """Return the adapters of the checkpoint that a run starts from, by name, after checking them.
 
-    Args:
-        init_from: The checkpoint, or None.
-        peft: The section `peft` of the stage that starts from it.
-
-    Raises:
-        ConfigError: Their base cannot be read, or the stage trains one of them with other keys.
+    Their base must be readable, and the stage with the section `peft` may not train one of them with other keys.
     """
     manifest = read_manifest(Path(init_from)) if init_from else {}
     if not init_from or not holds_adapter(manifest):
@@ -165,42 +141,40 @@ def _adapters_of(init_from: str | None, peft: LoraConfig | None) -> dict[str, Lo
 def check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check a stage's newest checkpoint and, if steps are left, its critic's checkpoint."""
     manifest = check_checkpoint(newest, stage.model, tokenizer.digest)
-    if manifest["step"] < stage.train.steps and algorithm_of(stage).critic is not None:
+    if manifest["step"] < stage.train.steps and get_algorithm(stage).critic is not None:
         check_checkpoint(critic_checkpoints(newest.parent) / newest.name, stage.model, tokenizer.digest)
 
 
 def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check a stage by building its sampling, engine settings, loss, training data and held-out data."""
     check_loss(stage)
-    of_sets = set_metric_names(stage, tokenizer)
-    check_keep_best(stage, of_sets)
-    _check_goals(stage, (*eval_metric_names(stage), *of_sets))
+    set_metrics = set_metric_names(stage, tokenizer)
+    check_keep_best(stage, set_metrics)
+    _check_goals(stage, (*eval_metric_names(stage), *set_metrics))
     make_sampling(stage, tokenizer)
     check_engine(stage, tokenizer.vocab_size)
     check_worker(stage, tokenizer, loads=int(os.environ.get("RANK", "0")) == 0)  # the rank that runs the worker
     check_reward_models(stage, tokenizer)
     check_rewards(stage, loads=int(os.environ.get("LOCAL_RANK", "0")) == 0)  # the rank that runs the functions
-    check_budget(stage, algorithm_of(stage).check_data(stage, tokenizer))
+    check_budget(stage, get_algorithm(stage).check_data(stage, tokenizer))
     check_budget(stage, build_evaluation(stage, tokenizer).item_lengths())
 
 
-def check_keep_best(stage: StageConfig, of_sets: Mapping[str, EvalSetConfig] = MappingProxyType({})) -> None:
+def check_keep_best(stage: StageConfig, set_metrics: Mapping[str, EvalSetConfig] = MappingProxyType({})) -> None:
     """Check that `train.keep_best` is an eval metric of the stage, and that every checkpoint is evaluated.
 
-    Args:
-        stage: The stage.
-        of_sets: The metrics of the stage's named sets, with the sets.
+    `set_metrics` are the metrics of the stage's named sets, with the sets.
     """
-    train, given = stage.train, (*eval_metric_names(stage), *of_sets)
+    train, names = stage.train, (*eval_metric_names(stage), *set_metrics)
     if train.keep_best is None:
         return
-    if train.keep_best not in given:
+    if train.keep_best not in names:
         raise ConfigError(
             f"train.keep_best={train.keep_best} is not an eval metric of {stage.algorithm.name} on "
-            f"data.source={stage.data.source}; set it to one of {', '.join(given)}, or to null"
+            f"data.source={stage.data.source}; set it to one of {', '.join(names)}, or to null"
         )
-    own = of_sets[train.keep_best].every if train.keep_best in of_sets else None
-    key, every = ("train.eval_every", train.eval_every) if own is None else ("every of its set", own)
+    set_every = set_metrics[train.keep_best].every if train.keep_best in set_metrics else None
+    key, every = ("train.eval_every", train.eval_every) if set_every is None else ("every of its set", set_every)
     if train.save_every and (not every or train.save_every % every):
         raise ConfigError(
             f"train.keep_best={train.keep_best} needs an evaluation of every checkpoint, and train.save_every="
@@ -208,25 +182,20 @@ def check_keep_best(stage: StageConfig, of_sets: Mapping[str, EvalSetConfig] = M
         )
 
 
-def _check_goals(stage: StageConfig, given: Sequence[str]) -> None:
+def _check_goals(stage: StageConfig, names: Sequence[str]) -> None:
     """Check that the keys of `train.stop_at` are eval metrics of the stage."""
     for name in stage.train.stop_at:
-        if name not in given:
+        if name not in names:
             raise ConfigError(
                 f"train.stop_at has {name}, which is not an eval metric of {stage.algorithm.name} on "
-                f"data.source={stage.data.source}; set it to some of {', '.join(given)}"
+                f"data.source={stage.data.source}; set it to some of {', '.join(names)}"
             )
 
 
 def check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:
-    """Check that every item fits a dynamic or packed microbatch.
+    """Check that every item fits a dynamic or packed microbatch of `train.micro_batch_tokens`.
 
-    Args:
-        stage: The stage.
-        items: For each item, a sequence or a pair, the number of tokens of each of its sequences.
-
-    Raises:
-        ConfigError: The largest item exceeds `train.micro_batch_tokens`.
+    `items` has, for each item (a sequence or a pair), the number of tokens of each of its sequences.
     """
     train, parallel = stage.train, stage.parallel
     items = list(items)
@@ -234,29 +203,25 @@ def check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:
         return
     multiple, num_slices = sequence_multiple(parallel), zigzag_slices(parallel.context)
 
-    def needed(item: Sequence[int]) -> int:
+    def count_slots(item: Sequence[int]) -> int:
         if train.batching == "packed":
             return round_up(sum(round_up(length, num_slices) for length in item), multiple)
         return len(item) * round_up(max(item), multiple)
 
-    largest = max(items, key=needed)
-    if needed(largest) > train.micro_batch_tokens // multiple * multiple:
+    largest = max(items, key=count_slots)
+    if count_slots(largest) > train.micro_batch_tokens // multiple * multiple:
         what = "sequence" if len(largest) == 1 else "pair of sequences"
         padded = f", padded to multiples of {multiple} for the layout" if multiple > 1 else ""
         raise ConfigError(
             f"train.micro_batch_tokens={train.micro_batch_tokens} does not hold the largest {what}: "
-            f"{' + '.join(map(str, largest))} tokens{padded}; raise it to at least {needed(largest)}, or shorten the "
-            "sequences"
+            f"{' + '.join(map(str, largest))} tokens{padded}; raise it to at least {count_slots(largest)}, or shorten "
+            "the sequences"
         )
 
 
 def check_loss(stage: StageConfig) -> None:
-    """Check that the loss section fits the stage's algorithm.
-
-    Raises:
-        ConfigError: There is no such loss, a key is wrong, or the algorithm cannot learn with it.
-    """
-    algorithm, needs, name = stage.algorithm.name, algorithm_of(stage).loss, stage.loss.get("name")
+    """Check that the loss section names a loss, has right keys, and fits the stage's algorithm."""
+    algorithm, needs, name = stage.algorithm.name, get_algorithm(stage).loss, stage.loss.get("name")
     if needs is None:
         return  # the algorithm has a fixed loss
     if name is None:

@@ -1,6 +1,6 @@
-"""The rule for an output directory that holds a run already: what may have changed since, and what is kept of it.
+"""The rule for an output directory that holds a run already: which settings may have changed, and which are kept.
 
-A run that is started again goes on with the settings that it began with, so that its metrics, its checkpoints and its
+A run that is started again continues with the settings that it began with, so that its metrics, its checkpoints and its
 config.yaml describe one and the same training. `MAY_CHANGE` lists all settings that may differ. This module needs no
 torch.
 """
@@ -25,13 +25,14 @@ from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.config.secrets import without_secrets
 from rl_megatron.config.stages import stage_before
 from rl_megatron.data.sources import build_source
-from rl_megatron.runs.user_files import changed_files, file_digests
+from rl_megatron.runs.user_files import digest_files, find_changed_files
 
-# What may change in a stage that has begun → its keys; a key that ends in "." stands for its whole section. None of
-# them changes what is learned from a step, up to rounding. An algorithm adds keys with `may_change_on_resume`.
+# Kinds of settings that may change in a stage that has begun, with their keys; a key that ends in "." stands for its
+# whole section. None of them changes what is learned from a step, up to rounding. An algorithm adds keys with
+# `may_change_on_resume`.
 MAY_CHANGE = {
     # A schedule that ends with the last step changes with them. So does the order of generated prompts, because a task
-    # generates those of all steps at once, and they are shuffled together. A run that goes on to more steps is
+    # generates those of all steps at once, and they are shuffled together. A run that continues to more steps is
     # therefore not the run that began with more steps.
     "steps": ("train.steps", "train.stop_at"),
     "evaluation": ("train.eval_every", "data.num_eval_examples", "eval."),
@@ -79,15 +80,15 @@ MAY_CHANGE = {
 # logger (logging), output_dir, plugins and resume may.
 _ALLOWED = tuple(key for keys in MAY_CHANGE.values() for key in keys)
 _SHAPES_MICROBATCHES = ("train.batching", "train.micro_batch_size", "train.micro_batch_tokens")
-_PATHS = ("data.path", "tokenizer.path")  # the same place may be written in several ways
+_PATHS = ("data.path", "tokenizer.path")  # the same path may be written in several ways
 _SHOWN = 6  # settings that differ
 
 
-def earlier_run(config: RunConfig) -> Path:
-    """Return the directory of the run that this one goes on with.
+def find_earlier_run(config: RunConfig) -> Path:
+    """Return the directory of the run that this one continues.
 
-    With `resume=false` the run begins anew. The result is then a directory that does not exist, so that nothing is
-    found in it. If torchrun restarts the ranks, the run goes on nevertheless.
+    With `resume=false` the run begins again. The result is then a directory that does not exist, so that nothing is
+    found in it. If torchrun restarts the ranks, the run continues nevertheless.
     """
     output_dir = Path(config.output_dir)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -95,57 +96,56 @@ def earlier_run(config: RunConfig) -> Path:
 
 
 def move_aside(config: RunConfig) -> None:
-    """Move the run in `output_dir` to another directory if this run begins anew. Nothing is deleted."""
+    """Move the run in `output_dir` to another directory if this run begins again. Nothing is deleted."""
     output_dir = Path(config.output_dir)
-    if earlier_run(config) != output_dir and _holds_a_run(output_dir):
+    if find_earlier_run(config) != output_dir and _holds_a_run(output_dir):
         moved = _previous_directory(output_dir)
         output_dir.rename(moved)
         log.LOGGER.info("resume=false: the earlier run is now in %s", moved)
 
 
 def refuse_changes(config: RunConfig) -> None:
-    """Refuse to go on with the run in `output_dir` under settings that it did not begin with. Nothing is written.
+    """Refuse to continue the run in `output_dir` with settings that it did not begin with. Nothing is written.
 
-    Raises:
-        ConfigError: A setting that may not change differs; the message names each, before and now, and the ways on. Or
-            the run begins anew, and would read files of the run that it moves aside.
+    The message names each setting, before and now, and the remedies. A run that begins again is also refused if it
+    would read files of the run that it moves aside.
     """
-    directory = earlier_run(config)
+    directory = find_earlier_run(config)
     if directory != Path(config.output_dir):
         _refuse_files_of_the_moved_run(config)
-    begun = [name for name in _recorded_stages(directory) if _has_begun(directory, name)]
+    begun = [name for name in _read_stages(directory) if _has_begun(directory, name)]
     if list(config.stages)[: len(begun)] != begun:
         raise _refusal(config, [f"stages: {', '.join(begun)} → {', '.join(config.stages)}"])
     differing = []
     for name in config.stages:
         if not _has_begun(directory, name):
             continue
-        before = _settings(directory, name)
-        changed = {} if before is None else _changed(before, config.stages[name])
+        recorded = _read_settings(directory, name)
+        changed = {} if recorded is None else _diff(recorded, config.stages[name])
         where = f"stages.{name}." if len(config.stages) > 1 else ""
-        refused = [key for key in changed if not _may_change(key, before, config.stages[name])]
+        refused = [key for key in changed if not _may_change(key, recorded, config.stages[name])]
         differing += [f"{where}{key}: {changed[key]}" for key in refused]
         differing += _other_weights(config, directory, name)
     if differing:
         raise _refusal(config, differing)
 
 
-def recorded_config(config: RunConfig, output_dir: Path) -> str:
-    """Return the YAML that config.yaml and new checkpoints get: finished stages keep the settings that they had.
+def build_run_yaml(config: RunConfig, output_dir: Path) -> str:
+    """Return the YAML for config.yaml and new checkpoints, in which finished stages keep the settings that they had.
 
-    Call it before the first stage begins, on every rank. Rank 0 logs which stages are skipped, and what differs from
+    Call it before the first stage begins, on every rank. Rank 0 logs which stages are skipped, and the differences to
     the settings that a stage began with.
     """
     path, stages = output_dir / CONFIG, dict(config.stages)
     finished = 0
     for name, stage in config.stages.items():
         saved = find_checkpoints(output_dir / "checkpoints" / name)
-        before = _settings(output_dir, name) if saved else None
-        changed = "" if before is None else _listed([f"{key}: {was}" for key, was in _changed(before, stage).items()])
-        if saved and _step_of(saved) >= stage.train.steps:
+        recorded = _read_settings(output_dir, name) if saved else None
+        changed = "" if recorded is None else _list([f"{key}: {was}" for key, was in _diff(recorded, stage).items()])
+        if saved and _last_step(saved) >= stage.train.steps:
             finished += 1
-            stages[name] = before or stage
-            log.LOGGER.info("stage %s: skipped, it is complete at step %d: %s", name, _step_of(saved), saved[-1])
+            stages[name] = recorded or stage
+            log.LOGGER.info("stage %s: skipped, it is complete at step %d: %s", name, _last_step(saved), saved[-1])
             if changed:
                 log.LOGGER.warning("stage %s: settings that changed have no effect on it: %s", name, changed)
         elif changed:
@@ -160,27 +160,27 @@ def _report_changed_files(name: str, stage: StageConfig, saved: list[Path]) -> N
     """Warn of files and functions that changed since a stage read them; their settings did not, so none is refused."""
     if not saved:
         return
-    changed = changed_files(read_manifest_alone(saved[-1]).get("user_files", {}), file_digests(stage))
+    changed = find_changed_files(read_manifest_alone(saved[-1]).get("user_files", {}), digest_files(stage))
     if changed:
         log.LOGGER.warning(
             "stage %s: %s changed since the stage began, so its steps up to %d were trained with other content",
-            *(name, _listed(changed), _step_of(saved)),
+            *(name, _list(changed), _last_step(saved)),
         )
 
 
-def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:
+def describe_weights(config: RunConfig, output_dir: Path, name: str) -> str:
     """Describe the weights that the stage `name` starts from: init_from, a step of the stage before, or new weights."""
-    before = stage_before(config.stages, name)
-    if before is not None:
-        saved = find_checkpoints(output_dir / "checkpoints" / before)
-        step = max(_step_of(saved), config.stages[before].train.steps)
-        return f"step {step} of stage {before!r} (stages.{before}.train.steps)"
+    previous = stage_before(config.stages, name)
+    if previous is not None:
+        saved = find_checkpoints(output_dir / "checkpoints" / previous)
+        step = max(_last_step(saved), config.stages[previous].train.steps)
+        return f"step {step} of stage {previous!r} (stages.{previous}.train.steps)"
     if config.init_from:
         return f"init_from={Path(config.init_from).resolve()}"  # the same text for every way to write a path
     return f"init_from=null, new weights of train.seed={config.first.train.seed}"
 
 
-def _recorded_stages(output_dir: Path) -> list[str]:
+def _read_stages(output_dir: Path) -> list[str]:
     path = output_dir / CONFIG
     return list(from_yaml(path.read_text(), str(path)).stages) if path.is_file() else []
 
@@ -196,75 +196,77 @@ def _has_begun(output_dir: Path, name: str) -> bool:
         return any(f'"stage": "{name}"' in line and '"kind": "train"' in line for line in lines)
 
 
-def _step_of(saved: list[Path]) -> int:
+def _last_step(saved: list[Path]) -> int:
     return int(saved[-1].name.removeprefix("step-")) if saved else 0
 
 
-def _settings(output_dir: Path, name: str) -> StageConfig | None:
+def _read_settings(output_dir: Path, name: str) -> StageConfig | None:
     """Return the settings that a stage was trained with, or None if they are not recorded.
 
     A checkpoint has them. The run's config.yaml may have those of an attempt that failed before it saved.
     """
     saved = find_checkpoints(output_dir / "checkpoints" / name)
     for file in [*(path / CONFIG for path in saved[-1:]), output_dir / CONFIG]:
-        if file.is_file() and (found := from_yaml(file.read_text(), str(file)).stages.get(name)) is not None:
-            return found
+        if file.is_file() and (stage := from_yaml(file.read_text(), str(file)).stages.get(name)) is not None:
+            return stage
     return None
 
 
-def _changed(before: StageConfig, now: StageConfig) -> dict[str, str]:
+def _diff(recorded: StageConfig, now: StageConfig) -> dict[str, str]:
     """Return the settings of a stage that differ: its key → "value before → value now"."""
     dump = TypeAdapter(StageConfig).dump_python
-    dumped = [without_secrets(dump(stage, mode="json")) for stage in (before, now)]
-    was, is_ = (dict(leaves({**stage, "model": with_derived_sizes(stage["model"])})) for stage in dumped)
+    dumped = [without_secrets(dump(stage, mode="json")) for stage in (recorded, now)]
+    was, is_ = (dict(iterate_leaves({**stage, "model": with_derived_sizes(stage["model"])})) for stage in dumped)
     differing = [key for key in dict.fromkeys((*was, *is_)) if was.get(key) != is_.get(key)]
     return {
         key: f"{was.get(key)} → {is_.get(key)}"
         for key in differing
-        if key not in _PATHS or _place(was.get(key)) != _place(is_.get(key))
+        if key not in _PATHS or _resolve(was.get(key)) != _resolve(is_.get(key))
     }
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iterate_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key path with its value; a list of mappings has the paths `key[0].name`, and no value of its own."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        elif value and isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
-            for index, each in enumerate(value):
-                yield from leaves(each, f"{prefix}{key}[{index}].")
+            yield from iterate_leaves(value, f"{prefix}{key}.")
+        elif value and isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+            for index, item in enumerate(value):
+                yield from iterate_leaves(item, f"{prefix}{key}[{index}].")
         else:
             yield f"{prefix}{key}", value
 
 
-def _place(path: Any) -> Any:
+def _resolve(path: Any) -> Any:
     return os.path.realpath(path) if isinstance(path, str) else path
 
 
-def _may_change(key: str, before: StageConfig | None, stage: StageConfig) -> bool:
+def _may_change(key: str, recorded: StageConfig | None, stage: StageConfig) -> bool:
     shapes_microbatches = key in _SHAPES_MICROBATCHES or key.startswith("parallel.")  # data parallelism divides them
     if shapes_microbatches and stage.model.router_aux_loss > 0 and stage.model.router_aux_loss_scope == "microbatch":
         return False  # the load-balancing loss is of each microbatch
-    if key == "data.num_eval_examples" and before is not None:  # the other records are trained on
-        was, is_ = (bad_input_named(lambda each=each: build_source(each).num_held_out) for each in (before, stage))
+    if key == "data.num_eval_examples" and recorded is not None:  # the other records are trained on
+        was, is_ = (
+            bad_input_named(lambda config=config: build_source(config).num_held_out) for config in (recorded, stage)
+        )
         return was == is_
     allowed = (*_ALLOWED, *(f"algorithm.{key}" for key in stage.algorithm.may_change_on_resume))
-    return any(key == each or (each.endswith(".") and key.startswith(each)) for each in allowed)
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in allowed)
 
 
 def _other_weights(config: RunConfig, output_dir: Path, name: str) -> list[str]:
-    """Return what differs about the weights that a stage began with, as a list of at most one text."""
+    """Describe the difference of the weights that a stage began with, as a list of at most one text."""
     saved = find_checkpoints(output_dir / "checkpoints" / name)
-    now = weights_source(config, output_dir, name)
+    now = describe_weights(config, output_dir, name)
     if saved:
         try:
             was = read_manifest_alone(saved[-1]).get("weights_from", now)
         except Damaged:
-            was = now  # the preflight refuses the checkpoint, and says how to go on
+            was = now  # the preflight refuses the checkpoint, and names the remedy
     else:
         path = output_dir / CONFIG
-        before = from_yaml(path.read_text(), str(path)) if path.is_file() else config
-        was = weights_source(before, output_dir, name) if name in before.stages else now
+        recorded = from_yaml(path.read_text(), str(path)) if path.is_file() else config
+        was = describe_weights(recorded, output_dir, name) if name in recorded.stages else now
     new = "init_from=null"  # then train.seed decides, which is compared as a setting
     return [] if was == now or (was.startswith(new) and now.startswith(new)) else [f"initial weights: {was} → {now}"]
 
@@ -272,7 +274,7 @@ def _other_weights(config: RunConfig, output_dir: Path, name: str) -> list[str]:
 def _refusal(config: RunConfig, differing: list[str]) -> ConfigError:
     output_dir = Path(config.output_dir)
     return ConfigError(
-        f"output_dir={output_dir} holds a run with other settings ({_listed(differing)}); set another output_dir, or "
+        f"output_dir={output_dir} holds a run with other settings ({_list(differing)}); set another output_dir, or "
         "set them back to go on with that run, or begin anew with resume=false, which moves that run to "
         f"{_previous_directory(output_dir)}; when a run goes on, only these may change: {', '.join(MAY_CHANGE)}, "
         "logging"
@@ -304,6 +306,6 @@ def _previous_directory(output_dir: Path) -> Path:
     return moved
 
 
-def _listed(changed: list[str]) -> str:
+def _list(changed: list[str]) -> str:
     more = len(changed) - _SHOWN
     return ", ".join(changed[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

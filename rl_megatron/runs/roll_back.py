@@ -1,7 +1,7 @@
 """`RollBack`: after a number that is not finite, a stage goes back to a checkpoint and leaves out the batches since.
 
 The steps up to the failure would only repeat themselves, because they depend on nothing but the checkpoint and the
-batches. So the stage goes on with the batches after the failed one (Chowdhery et al. 2022, arXiv:2204.02311, section
+batches. So the stage continues with the batches after the failed one (Chowdhery et al. 2022, arXiv:2204.02311, section
 5.1).
 """
 
@@ -33,23 +33,17 @@ class RollBack:
         self._target, self._count = -1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return what checkpoints keep."""
         return {"batches_skipped": self.batches_skipped}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a checkpoint. Batches that were left out since it was written stay left out."""
+        """Continue from a checkpoint. Batches that were left out after it was written are still left out."""
         self.batches_skipped = max(self.batches_skipped, state["batches_skipped"])
 
     def begin(self, error: NonFiniteLoss, train: TrainConfig, checkpoints: Path) -> None:
         """Leave out the batches since the newest checkpoint; the caller runs the stage again, which resumes there.
 
-        Args:
-            error: The failure.
-            train: The section `train`.
-            checkpoints: The directory of the stage's checkpoints.
-
-        Raises:
-            NonFiniteLoss: The stage does not roll back, or has no checkpoint yet, or has gone back to it too often.
+        NonFiniteLoss is raised again if the stage does not roll back, has no checkpoint yet, or has gone back to it too
+        often.
         """
         if train.on_nonfinite != "roll_back":
             raise error
@@ -71,16 +65,10 @@ class RollBack:
         )
 
 
-def with_roll_backs(run_stage: Callable[[RollBack], _T], train: TrainConfig, checkpoints: Path) -> _T:
+def run_with_roll_backs(run_stage: Callable[[RollBack], _T], train: TrainConfig, checkpoints: Path) -> _T:
     """Run a stage, and run it again from its newest checkpoint whenever it rolls back.
 
-    Args:
-        run_stage: Runs the stage from its newest checkpoint, or from its beginning, with everything built anew.
-        train: The section `train`.
-        checkpoints: The directory of the stage's checkpoints.
-
-    Raises:
-        NonFiniteLoss: See `RollBack.begin`.
+    `run_stage` runs it from its newest checkpoint, or from its beginning, and builds everything again.
     """
     roll_back = RollBack()
     while True:

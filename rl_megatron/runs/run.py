@@ -20,7 +20,7 @@ from rl_megatron.checkpoint.exports import Exporter
 from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import STOPPED, ConfigError, RunFailed
-from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.config.schema import RunConfig
 from rl_megatron.config.stages import stage_before
 from rl_megatron.observability.failures import Attempts, FailureFile
 from rl_megatron.observability.html_report import start_writing_report
@@ -28,10 +28,10 @@ from rl_megatron.observability.run_watch import RunWatch
 from rl_megatron.runs import preflight, verify
 from rl_megatron.runs.desync import check_configuration
 from rl_megatron.runs.lock import OutputLock
-from rl_megatron.runs.next_commands import next_commands
+from rl_megatron.runs.next_commands import list_next_commands
 from rl_megatron.runs.output import begin_output, open_metrics
-from rl_megatron.runs.rerun import earlier_run, recorded_config, weights_source
-from rl_megatron.runs.roll_back import with_roll_backs
+from rl_megatron.runs.rerun import build_run_yaml, describe_weights, find_earlier_run
+from rl_megatron.runs.roll_back import run_with_roll_backs
 from rl_megatron.runs.stage_runner import StageRunner
 from rl_megatron.runs.stop_signals import StopSignals
 from rl_megatron.runs.stopping import RunStopped, Stopping
@@ -44,15 +44,15 @@ from rl_megatron.topology.topology import Topology, build, keep_launch_order, ke
 
 
 class DiskFull(RunFailed):
-    """Raised if the disk is full where a run cannot go on without writing. Other ranks may not know of it."""
+    """The disk is full when a run cannot continue without writing. Other ranks may not know of it."""
 
 
 class RankFailed(Exception):
-    """An error that no rank foresaw ended a run of several ranks. It has been printed, and failure.json has it."""
+    """An error that no rank foresaw ended a run of several ranks. It has been printed, and failure.json holds it."""
 
 
 def run(config: RunConfig) -> int:
-    """Run every stage and write `output_dir`. If the run fails, rank 0 prints one line that says why.
+    """Run every stage and write `output_dir`. If the run fails, rank 0 prints the cause in one line.
 
     Returns:
         The exit status, the same on all ranks. It is 0 if the run succeeded, and 2 if the input is bad, which is nearly
@@ -78,12 +78,7 @@ def run(config: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class RunResults:
-    """What a finished run has.
-
-    Attributes:
-        summary: The content of summary.json.
-        checkpoint: The last checkpoint of the last stage.
-    """
+    """The content of a finished run's summary.json, and the last checkpoint of its last stage."""
 
     summary: dict[str, Any]
     checkpoint: Path
@@ -96,7 +91,7 @@ def run_stages(config: RunConfig) -> RunResults:
         ConfigError: The input is bad; it is raised on every rank.
         RunStopped: The run ended early because of a signal or a time limit. It is saved, and its report is written.
         RankFailed: Another error ended the run, on any of several ranks.
-        Exception: A `RunFailed` ended the run. Once stages have begun, every message names the newest checkpoint.
+        RunFailed: The run failed. Once stages have begun, every message names the newest checkpoint.
     """
     started = time.perf_counter()
     first = config.first
@@ -104,7 +99,7 @@ def run_stages(config: RunConfig) -> RunResults:
     if first.train.deterministic:
         compute_deterministically()
     keep_launch_order(first.parallel)
-    keep_nccl_on_loopback(_hosts_of_servers(config))
+    keep_nccl_on_loopback(_list_server_hosts(config))
     device, store = join(first.device, timeout_minutes)
     check_configuration(config, device)
     layout = build(first.parallel, device, first.train.seed, timeout_minutes, store)
@@ -137,8 +132,7 @@ def run_stages(config: RunConfig) -> RunResults:
                 lock.release()
 
 
-def _hosts_of_servers(config: RunConfig) -> list[str]:
-    """Return the hosts of the servers that run already."""
+def _list_server_hosts(config: RunConfig) -> list[str]:
     kinds = [kind for stage in config.stages.values() for kind in (stage.generation.vllm, stage.generation.sglang)]
     return [urlsplit(url).hostname or "" for kind in kinds for url in kind.urls]
 
@@ -152,7 +146,7 @@ def _run_locked(
     watch: RunWatch,
     attempts: Attempts,
 ) -> RunResults:
-    output_dir, earlier = Path(config.output_dir), earlier_run(config)
+    output_dir, earlier = Path(config.output_dir), find_earlier_run(config)
     ranks = layout.ranks
     ranks.run_on_rank0(lock.acquire)
     _prepare(lambda: _put_back_checkpoints(earlier), output_dir, ranks)
@@ -164,7 +158,7 @@ def _run_locked(
             log.LOGGER.info("stage %s: %s", name, describe_source(stage))
             if isinstance(stage.algorithm, RolloutConfig):
                 log.LOGGER.info("stage %s: %s", name, stage.algorithm.describe_step(stage.train))
-    run_yaml = ranks.all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
+    run_yaml = ranks.all_or_none(lambda: build_run_yaml(config, earlier))  # every rank has read before rank 0 writes
     _prepare(lambda: begin_output(config, run_yaml, lock, tokenizer), output_dir, ranks)
     watch.begin_writing()
     metrics_logger = ranks.all_or_none(lambda: open_metrics(config, layout, attempts))
@@ -176,22 +170,25 @@ def _run_locked(
     try:
         for name, stage_config in config.stages.items():
             directory = output_dir / "checkpoints" / name
-            results[name] = _finished_results(directory, stage_config)
-            if results[name] is not None:
-                _finish_export(directory, stage_config, ranks)
+            manifest = verify.find_last_manifest(directory, stage_config)
+            if manifest is not None:  # the stage has its last checkpoint already, but perhaps not its export
+                results[name] = manifest["results"]
+                exporter = Exporter(directory, ranks, stage_config.train.export_hf)
+                exporter.begin_missing()
+                exporter.wait()
             else:
                 has_trained = True
                 source = last[stage_before(config.stages, name)]
-                run_stage = partial(stages.run, name, directory, source, weights_source(config, output_dir, name))
-                results[name] = with_roll_backs(run_stage, stage_config.train, directory)
+                run_stage = partial(stages.run, name, directory, source, describe_weights(config, output_dir, name))
+                results[name] = run_with_roll_backs(run_stage, stage_config.train, directory)
             last[name] = newest = find_checkpoints(directory)[-1]
     except (ConfigError, RunFailed) as error:
         metrics_logger.close(has_failed=True)
-        raise type(error)(f"{error}; {_newest(newest, directory)}") from error
+        raise type(error)(f"{error}; {_describe_newest(newest, directory)}") from error
     except RunStopped as stopped:
         results[name] = stopped.results
         done = {name: result for name, result in results.items() if result}
-        summary = _summary(done, layout, time.perf_counter() - started)
+        summary = _summarise(done, layout, time.perf_counter() - started)
         attempts.end("stopped", f"stage {stopped.stage}, step {stopped.step}")
         metrics_logger.finish(summary | {"stopped": {"stage": stopped.stage, "step": stopped.step}})
         raise
@@ -199,13 +196,13 @@ def _run_locked(
         metrics_logger.close(has_failed=True)
         if disk.is_full(error):
             reason = disk.describe(error, output_dir)
-            raise DiskFull(f"the disk is full: {reason}; free space; {_newest(newest, directory)}") from error
+            raise DiskFull(f"the disk is full: {reason}; free space; {_describe_newest(newest, directory)}") from error
         raise
     assert newest is not None  # the last stage's last checkpoint
-    summary = _summary(results, layout, time.perf_counter() - started)
+    summary = _summarise(results, layout, time.perf_counter() - started)
     attempts.end("complete")
-    is_job = JOB in os.environ  # of a sweep, which says at its end what can be done
-    metrics_logger.finish(summary, [] if is_job else next_commands(config, tokenizer, newest), has_trained)
+    is_job = JOB in os.environ  # of a sweep, which lists commands at its end
+    metrics_logger.finish(summary, [] if is_job else list_next_commands(config, tokenizer, newest), has_trained)
     return RunResults(summary, newest)
 
 
@@ -214,9 +211,9 @@ def _put_back_checkpoints(output_dir: Path) -> None:
         put_back(stage)
 
 
-def _newest(of_stages_before: Path | None, directory: Path) -> str:
-    """Return in words which checkpoint of a run is the newest while it trains the stage of `directory`."""
-    newest = [of_stages_before, *find_checkpoints(directory)][-1]
+def _describe_newest(earlier: Path | None, directory: Path) -> str:
+    """Describe the newest checkpoint of a run while it trains the stage of `directory`."""
+    newest = [earlier, *find_checkpoints(directory)][-1]
     return f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
@@ -233,24 +230,7 @@ def _prepare(action: Callable[[], object], output_dir: Path, ranks: Ranks) -> No
         raise ConfigError(failure)
 
 
-def _finish_export(directory: Path, config: StageConfig, ranks: Ranks) -> None:
-    """Write the export of a finished stage's last checkpoint if an earlier run was ended before it. Collective.
-
-    Raises:
-        SaveFailed: It could not be written; raised on every rank.
-    """
-    exporter = Exporter(directory, ranks, config.train.export_hf)
-    exporter.begin_missing()
-    exporter.wait()
-
-
-def _finished_results(directory: Path, config: StageConfig) -> dict[str, Any] | None:
-    """Return the results of a stage that has its last checkpoint already, or None."""
-    manifest = verify.manifest_at_the_end(directory, config)
-    return None if manifest is None else manifest["results"]
-
-
-def _summary(results: dict[str, Any], layout: Topology, seconds: float) -> dict[str, Any]:
+def _summarise(results: dict[str, Any], layout: Topology, seconds: float) -> dict[str, Any]:
     eval_metrics = {name: result["measures"] for name, result in results.items()}
     return {
         "accuracy": {name: m["accuracy"] for name, m in eval_metrics.items() if "accuracy" in m},

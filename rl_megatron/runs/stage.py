@@ -25,14 +25,14 @@ from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.liveness import Position
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.step_profiler import StepProfiler
-from rl_megatron.runs.anomalies import Anomalies, described_sequences
+from rl_megatron.runs.anomalies import Anomalies, describe_sequences
 from rl_megatron.runs.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.runs.desync import DesyncCheck
 from rl_megatron.runs.evaluations import Evaluations
 from rl_megatron.runs.roll_back import RollBack
 from rl_megatron.runs.step_meter import StepMeter
 from rl_megatron.runs.stopping import RunStopped, Stopping
-from rl_megatron.runs.user_files import file_digests
+from rl_megatron.runs.user_files import digest_files
 from rl_megatron.timing import PhaseTimer
 from rl_megatron.training.loop import Closes, Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy
@@ -45,21 +45,15 @@ class Stage(Loop):
     """The loop of a stage. It owns the stage's checkpointer.
 
     Attributes:
-        policy: The model that is trained.
-        metrics_logger: The logger of the run's metrics.
-        checkpoints: The directory of the stage's checkpoints.
-        evaluations: Evaluates between steps, and has the newest results.
         weights_from: A description of the initial weights, which checkpoints store: the reference policy has them.
         critic: The critic, for algorithms that have one. It is saved and resumed with the policy.
         run_config: The run's configuration as YAML, which checkpoints store.
         progress_metric: The training metric that the progress line always shows.
-        meter: What a step costs; None if its costs are not reported.
-        profiler: What records chosen steps, or None.
+        meter: The meter of a step's costs; None if they are not reported.
         loader: The loader of the training data, whose position checkpoints keep.
-        stopping: Decides whether the run ends after a step.
         roll_back: The step that the stage is in, and the batches that it leaves out.
-        position: Where in the run this process is, for its heartbeat.
-        closing: What is closed with the stage, before its rollout engine.
+        position: The position of this process in the run, for its heartbeat.
+        closing: The parts that are closed with the stage, before its rollout engine.
     """
 
     name: str
@@ -84,7 +78,7 @@ class Stage(Loop):
 
     def __post_init__(self) -> None:
         self.checkpointer = Checkpointer(
-            self.checkpoints, self.config.train, self.policy, self.critic, self.stopping.saved,
+            self.checkpoints, self.config.train, self.policy, self.critic, self.stopping.record_save,
             self.metrics_logger.finish_writing,
         )  # fmt: skip
         train = self.config.train
@@ -95,7 +89,7 @@ class Stage(Loop):
         self._anomalies = Anomalies(self.config.train)
         self._desync = DesyncCheck(self.config.train.desync_check_every)
         self._batch: Batch | None = None  # that the policy was trained on in the current step
-        self._file_digests = file_digests(self.config)  # now, because the files are read now
+        self._file_digests = digest_files(self.config)  # now, because the files are read now
         self.timer.observer = self._enter
 
     @property
@@ -146,7 +140,7 @@ class Stage(Loop):
             self.metrics_logger.end_stage()
 
     def batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, Batch]]:
-        loader, topology = _loader_of(data, self.config.train), self.policy.topology
+        loader, topology = _to_loader(data, self.config.train), self.policy.topology
         self.use_loader(loader)
         for step in self.steps():
             part = loader.part(self.batch_number(step) - 1, topology.data_rank, topology.data)
@@ -155,7 +149,7 @@ class Stage(Loop):
             yield step, self.policy.distribute(batch, groups=together)
 
     def whole_batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, BatchedDataDict]]:
-        loader = _loader_of(data, self.config.train)
+        loader = _to_loader(data, self.config.train)
         self.use_loader(loader)
         for step in self.steps():
             yield step, loader.batch(self.batch_number(step) - 1)
@@ -168,7 +162,7 @@ class Stage(Loop):
         return self.batch_number(self.roll_back.step) + 1
 
     def distinct_batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[BatchedDataDict]:
-        return _loader_of(data, self.config.train).distinct_batches(self.config.train.steps)
+        return _to_loader(data, self.config.train).distinct_batches(self.config.train.steps)
 
     @property
     def reference_logprobs(self) -> Path:
@@ -193,10 +187,10 @@ class Stage(Loop):
         try:
             with self.timer.phase("train" if model is None else "train_critic"):
                 if self.meter is not None:
-                    self.meter.learned_from(model or self.policy, batch, is_policy=model is None)
+                    self.meter.count_step(model or self.policy, batch, is_policy=model is None)
                 options: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
                 if getattr(loss_fn, "on_policy_keys", ()):
-                    options["on_policy"] = True  # `recomputes_logprobs` says when the batch needs them
+                    options["on_policy"] = True  # `recomputes_logprobs` decides when the batch needs them
                 if (sizes := batch.trajectories.step_sizes(self.config.train.global_batch_size)) is not None:
                     options["sizes"] = sizes
                 return (model or self.policy).train(batch, loss_fn, **options)
@@ -209,11 +203,11 @@ class Stage(Loop):
         self.metrics_logger.record(step, report | ({} if self.meter is None else self.meter.metrics()))
         batch, self._batch = self._batch, None
         rewards = None if batch is None else batch.facts.get("rewards")
-        for anomaly in self._anomalies.of_step(step, report, rewards):
+        for anomaly in self._anomalies.check_step(step, report, rewards):
             if log.is_main_rank() and batch is not None:
-                self._warn_of(step, anomaly, batch)
+                self._warn(step, anomaly, batch)
 
-    def _warn_of(self, step: int, anomaly: str, batch: Batch) -> None:
+    def _warn(self, step: int, anomaly: str, batch: Batch) -> None:
         loader = self.loader
 
         def locations() -> list[str]:
@@ -223,7 +217,7 @@ class Stage(Loop):
         log.LOGGER.warning(
             "stage %s, step %d: %s; the step learned from %s; no further warning of this kind before step %d "
             "(train.anomaly_window=%d; 0 turns these warnings off)",
-            *(self.name, step, anomaly, described_sequences(batch, self.tokenizer, locations), step + window, window),
+            *(self.name, step, anomaly, describe_sequences(batch, self.tokenizer, locations), step + window, window),
         )
 
     def _enter(self, phase: str | None) -> None:
@@ -249,9 +243,7 @@ class Stage(Loop):
     def _stop_if_asked(self, step: int, is_saved: bool) -> None:
         """End the run if a signal asks for it, or if its time is nearly up. Collective.
 
-        Args:
-            step: The last step that was done.
-            is_saved: Whether its checkpoint is complete, or being written, or there is nothing to save.
+        `is_saved` is true if the checkpoint of `step`, the last one, is complete, is being written or is not needed.
         """
         reason = self.stopping.reason()
         if reason is None:
@@ -281,22 +273,20 @@ class Stage(Loop):
         )
 
 
-def _loader_of(data: Dataset | DataLoader[BatchedDataDict], train: TrainConfig) -> DataLoader[BatchedDataDict]:
+def _to_loader(data: Dataset | DataLoader[BatchedDataDict], train: TrainConfig) -> DataLoader[BatchedDataDict]:
     return data if isinstance(data, DataLoader) else build_in_memory_loader(data, train)
 
 
 class _Schedules:
-    """The part that checks how far the learning-rate schedules of a stage's models are; a model loads its own."""
+    """The check that the learning-rate schedules of a stage's models are at the right step; a model loads its own."""
 
     def __init__(self, models: Mapping[str, MegatronPolicy]):
-        """Check the schedules of these models, by name."""
         self._models = models
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many optimizer steps each schedule has counted."""
         schedules = {name: model.scheduler for name, model in self._models.items()}
         return {name: 0 if schedule is None else schedule.num_steps for name, schedule in schedules.items()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Check that each schedule has been loaded and goes on from there; see `MustBe.load_state_dict`."""
+        """Check that each schedule has been loaded and continues from there; see `MustBe.load_state_dict`."""
         MustBe(self.state_dict()).load_state_dict(state)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.directory import check_head, find_checkpoints, read_manifest
 from rl_megatron.config.algorithm_kinds import RolloutConfig
@@ -49,17 +49,7 @@ from rl_megatron.training.runner import FusedHead
 
 @dataclass(frozen=True)
 class StageRunner:
-    """What runs the stages of a run.
-
-    Attributes:
-        config: The configuration of the run.
-        layout: How models are sharded.
-        tokenizer: The tokenizer.
-        metrics_logger: What writes metrics.
-        run_yaml: The configuration as text, which checkpoints have.
-        stopping: What says that the run has to end early.
-        position: Where the run is, for reports of hangs and failures.
-    """
+    """The runner of a run's stages. Checkpoints hold `run_yaml`, and reports of hangs and failures the `position`."""
 
     config: RunConfig
     layout: Topology
@@ -78,20 +68,21 @@ class StageRunner:
             name: The name of the stage.
             directory: The directory of its checkpoints.
             weights: The checkpoint that it starts from; None: random weights.
-            weights_from: What these weights are, which its checkpoints record.
+            weights_from: A description of these weights, which its checkpoints record.
             roll_back: Its roll-backs so far.
         """
         config, layout = self.config.stages[name], self.layout
         tokenizer, logger = self.tokenizer, self.metrics_logger
-        algorithm, settings = algorithm_of(config), config.algorithm
+        algorithm, settings = get_algorithm(config), config.algorithm
         self.position.begin_stage(name, config.train.steps)
         steps = settings.optimizer_steps(config.train)
-        policy = _model(config, layout, tokenizer, weights, config.optimizer, steps, algorithm.head)
+        policy = _build_model(config, layout, tokenizer, weights, config.optimizer, steps, algorithm.head)
         critic = None
         if algorithm.critic is not None:
             steps = algorithm.critic.optimizer_steps(settings, config.train)
-            critic = _model(config, layout, tokenizer, weights, algorithm.critic.optimizer(settings), steps, "score")
-        check, replays = _logprob_check(config, policy, tokenizer), config.generation.router_replay
+            optimizer = algorithm.critic.optimizer(settings)
+            critic = _build_model(config, layout, tokenizer, weights, optimizer, steps, "score")
+        check, replays = _build_logprob_check(config, policy, tokenizer), config.generation.router_replay
         engine = build_engine(policy, config, logger.output_dir)
         engine = SyncedEngine(engine, check, layout.ranks, logger.note, needs_routing=replays)
         models = RewardModels(config, layout, tokenizer, lambda other: find_checkpoints(directory.parent / other)[-1])
@@ -148,15 +139,14 @@ class StageRunner:
 
 
 def _run_algorithm(stage: Stage, engine: SyncedEngine, rollouts: ScoredRollouts) -> None:
-    """Run the training loop of a stage, and close its engine."""
     config, policy, critics = stage.config, stage.policy, () if stage.critic is None else (stage.critic,)
     try:
-        with use_timer(stage.timer), _short_collections():
+        with use_timer(stage.timer), _shorten_collections():
             if isinstance(config.algorithm, RolloutConfig):
                 source = Sampler(stage, policy, engine, rollouts)
             else:
                 source = build_dataset_loader(config, stage.tokenizer)
-            algorithm_of(config).run(stage, policy, source, config.algorithm, *critics)
+            get_algorithm(config).run(stage, policy, source, config.algorithm, *critics)
     except (ConfigError, RunFailed):  # on every rank, once a step has begun
         stage.checkpointer.complete()
         raise
@@ -171,7 +161,7 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine, rollouts: ScoredRollouts)
 
 
 @contextmanager
-def _short_collections() -> Iterator[None]:
+def _shorten_collections() -> Iterator[None]:
     """Let Python's garbage collections skip the objects that exist before the steps, within the block.
 
     Otherwise a full collection scans a million objects of imported modules every few steps, which takes a quarter of a
@@ -194,13 +184,13 @@ def _shut_down(policy: MegatronPolicy, critic: MegatronPolicy | None) -> None:
         critic.shutdown()
 
 
-def _logprob_check(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> LogprobCheck:
+def _build_logprob_check(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> LogprobCheck:
     generation = config.generation
     limit = LIMITS[config.precision] if generation.gate_limit is None else generation.gate_limit
     return LogprobCheck(policy, tokenizer, make_sampling(config, tokenizer), generation.gate_prompts, limit)
 
 
-def _model(
+def _build_model(
     config: StageConfig,
     layout: Topology,
     tokenizer: Tokenizer,

@@ -1,4 +1,4 @@
-"""`StepMeter`: what a step costs, as metrics: times by phase, tokens and samples per second, MFU and peak memory."""
+"""`StepMeter`: the costs of a step as metrics: times by phase, tokens and samples per second, MFU and peak memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,10 @@ class StepMeter:
     """The costs of the steps of a stage. It owns the stage's timer.
 
     A step is everything between two calls of `metrics`: an evaluation or a save after a step counts in the next one.
-
-    Attributes:
-        timer: The timer of the stage's phases.
     """
 
     def __init__(self, topology: Topology, precision: str):
-        """Start without any costs.
-
-        Args:
-            topology: The layout.
-            precision: "fp32" or "bf16", on which the peak of the GPU depends.
-        """
+        """Start without any costs. The peak of the GPU depends on `precision`, "fp32" or "bf16"."""
         self._device, self._num_ranks, self._pipelined = topology.device, topology.world_size, topology.pipeline > 1
         clock, memory = (StreamClock(), DevicePeak()) if topology.is_cuda else (HostClock(), HostPeak())
         self.timer = PhaseTimer(clock, memory)
@@ -42,7 +34,7 @@ class StepMeter:
         self._samples = 0
         self._reduced: _OnHost | None = None
 
-    def learned_from(self, model: MegatronPolicy, batch: Batch, is_policy: bool) -> None:
+    def count_step(self, model: MegatronPolicy, batch: Batch, is_policy: bool) -> None:
         """Count a training step of `model` on all sequences of `batch`. Call it in the phase of the step."""
         lengths = batch.lengths.tolist()
         self.timer.count_tokens(sum(lengths))
@@ -69,37 +61,37 @@ class StepMeter:
             metrics["tflops_per_rank"] = flops / training / self._num_ranks / 1e12
             if self._peak_tflops is not None:
                 metrics["mfu"] = metrics["tflops_per_rank"] / self._peak_tflops
-        return metrics | self._over_ranks(times)
+        return metrics | self._reduce_over_ranks(times)
 
-    def _over_ranks(self, times: StepTimes) -> dict[str, float]:
+    def _reduce_over_ranks(self, times: StepTimes) -> dict[str, float]:
         """Return the largest peaks of memory of all ranks, and their mean share of pipeline bubbles.
 
         On a GPU they are those of the step before, because nobody waits for the GPU.
         """
         peaks = [float(times.peak_bytes.get(name, 0)) for name in OUTER_PHASES]
-        own = torch.tensor(peaks, dtype=torch.float64)
+        values = torch.tensor(peaks, dtype=torch.float64)
         if self._pipelined:
             training = times.sum_phase("train")
             waited = times.split_phase("train").get("pipeline_wait", 0.0) / training if training > 0 else 0.0
-            own = torch.cat([own, torch.tensor([waited / self._num_ranks], dtype=torch.float64)])
-        own = own.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else own
+            values = torch.cat([values, torch.tensor([waited / self._num_ranks], dtype=torch.float64)])
+        values = values.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else values
         if self._pipelined:
-            bubble = own[-1:].clone()
+            bubble = values[-1:].clone()
             dist.all_reduce(bubble)
-            own[-1:] = bubble  # the same on all ranks, so their largest is it
-        dist.all_reduce(own, dist.ReduceOp.MAX)
-        reduced = _OnHost(own)
-        known = self._reduced if self._device.type == "cuda" else reduced
+            values[-1:] = bubble  # already summed, so MAX leaves it unchanged
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        reduced = _OnHost(values)
+        available = self._reduced if self._device.type == "cuda" else reduced
         self._reduced = reduced
-        if known is None:
+        if available is None:
             return {}
-        *peaks, share = known.values() if self._pipelined else [*known.values(), 0.0]
-        found = {f"peak_memory_{name}_gb": peak / 1e9 for name, peak in zip(OUTER_PHASES, peaks, strict=True) if peak}
-        return found | ({"pipeline_bubble": share} if self._pipelined else {})
+        *peaks, share = available.values() if self._pipelined else [*available.values(), 0.0]
+        metrics = {f"peak_memory_{name}_gb": peak / 1e9 for name, peak in zip(OUTER_PHASES, peaks, strict=True) if peak}
+        return metrics | ({"pipeline_bubble": share} if self._pipelined else {})
 
 
 class _OnHost:
-    """The values of a tensor, which a GPU copies to the host while work goes on."""
+    """The values of a tensor, which a GPU copies to the host while work continues."""
 
     def __init__(self, tensor: torch.Tensor):
         self._event = torch.cuda.Event() if tensor.is_cuda else None

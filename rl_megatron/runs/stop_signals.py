@@ -12,11 +12,11 @@ from typing import Self
 from rl_megatron import log
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SAME_SIGNAL_SECONDS = 2.0  # a launcher sends on what its terminal has sent to the ranks as well
+SAME_SIGNAL_SECONDS = 2.0  # a launcher forwards signals that its terminal has sent to the ranks too
 
 
 class StopSignals:
-    """Keeps the first stop signal that this process gets, and lets a second one end the process at once.
+    """The first stop signal that this process gets; a second one ends the process at once.
 
     It is a context manager, which owns the handlers of `SIGNALS` while it is entered. Python takes handlers only in the
     main thread; in another thread, the context changes nothing.
@@ -25,19 +25,19 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._at = 0.0
-        self._before: dict[signal.Signals, object] = {}
+        self._handlers: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]  # it came from signal.signal
-        self._before = {}
+        self._handlers = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number)

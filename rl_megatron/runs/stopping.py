@@ -26,10 +26,8 @@ _OF_TRAIN, _OF_SLURM = 1001, 1002  # votes; smaller ones are signals
 class RunStopped(Exception):
     """A run ended early, as it was asked to. The same command continues it.
 
-    Attributes:
-        stage: The stage that it was in.
-        step: The last step that was done, which is saved.
-        results: The newest eval metrics and samples of the stage; empty if there are none.
+    `step` of `stage` is the last step that was done, and is saved. `results` are the newest eval metrics and samples of
+    the stage; empty if there are none.
     """
 
     def __init__(self, message: str, stage: str, step: int, results: dict[str, Any]):
@@ -38,10 +36,10 @@ class RunStopped(Exception):
 
 
 class Stopping:
-    """The limits of a run's time, and the signals that it got. All ranks ask it at the same places.
+    """The limits of a run's time, and the signals that it got. All ranks ask it at the same points.
 
-    A step is begun only if it can end, and be saved, before the limit. How long that takes is what the longest step and
-    the longest save took so far.
+    A step is begun only if it can end, and be saved, before the limit. The estimate of that time is the longest step
+    and the longest save so far.
     """
 
     def __init__(
@@ -52,17 +50,9 @@ class Stopping:
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.time,
     ):
-        """Start the clock.
-
-        Args:
-            signals: The signals that this process got; None if it does not keep them.
-            ranks: The ranks that ask.
-            save_by: `train.checkpoint_must_save_by`, or None.
-            environment: This process's environment.
-            clock: Returns seconds since 1970.
-        """
+        """Start the clock, which returns seconds since 1970. `save_by` is `train.checkpoint_must_save_by`."""
         self._signals, self._ranks, self._clock = signals or StopSignals(), ranks, clock
-        self._before = clock()
+        self._last_time = clock()
         self._longest_step, self._longest_save, self._has_begun = 0.0, 0.0, False
         self._limits: dict[int, float] = {}
         if save_by is not None:
@@ -71,23 +61,22 @@ class Stopping:
             self._limits[_OF_SLURM] = float(environment[SLURM_END]) - _LEAVING_SECONDS
         self._save_by = save_by
 
-    def saved(self, seconds: float) -> None:
-        """Take note of how long a save took."""
+    def record_save(self, seconds: float) -> None:
         self._longest_save = max(self._longest_save, seconds)
 
     def begin_step(self) -> None:
         """Start the time of a step, which includes its evaluation and its save."""
-        self._before, self._has_begun = self._clock(), True
+        self._last_time, self._has_begun = self._clock(), True
 
     def reason(self) -> str | None:
         """Return why the run has to end now, or None. Collective: every rank gets the same answer.
 
-        Raises:
-            ConfigError: A limit leaves no time for a single step. The same command would never get further.
+        A limit that leaves no time for a single step is a ConfigError, because the same command would never get
+        further.
         """
         now = self._clock()
-        self._longest_step = max(self._longest_step, now - self._before)
-        self._before = now
+        self._longest_step = max(self._longest_step, now - self._last_time)
+        self._last_time = now
         vote = 0 if self._signals.received is None else int(self._signals.received)
         write_step_times(self._longest_step, self._longest_save)
         needed = self._longest_step + (self._longest_save or _UNMEASURED_SAVE_SECONDS)

@@ -18,33 +18,33 @@ _READ_BYTES = 2**20  # of each file; data may be large, and its size is compared
 _PATHS = ("path", "eval_path", "chat_template")  # keys of the data section, and of the parts of data.mix
 
 
-def file_digests(stage: StageConfig) -> dict[str, str]:
+def digest_files(stage: StageConfig) -> dict[str, str]:
     """Return a digest of every file, directory and Python function of the user that decides what a stage learns.
 
     A digest is of the size and the first MiB of a file, of the names and sizes of the files of a directory, or of the
     source of a reward function that was passed from Python. The keys are paths and "the function NAME".
     """
     sections = TypeAdapter(StageConfig).dump_python(stage, mode="json")
-    named = [text for key, text in _texts(sections["data"]) if key in _PATHS]
-    named += [
+    patterns = [text for key, text in _texts(sections["data"]) if key in _PATHS]
+    patterns += [
         text.partition(".py:")[0] + ".py"
         for section in ("algorithm", "data", "loss", "reward", "rollout")
         for _, text in _texts(sections[section])
         if is_import_string(text) and ".py:" in text
     ]
-    named += [text for key, text in _texts(sections["reward"]) if key == "template"]  # of a judge
-    found = sorted({path for text in named for path in glob.glob(os.path.expanduser(text))})
+    patterns += [text for key, text in _texts(sections["reward"]) if key == "template"]  # of a judge
+    paths = sorted({path for pattern in patterns for path in glob.glob(os.path.expanduser(pattern))})
     functions = {
-        f"the function {each.name}": digest
-        for each in stage.reward.functions
-        if (digest := function_digest(each.name)) is not None
+        f"the function {function.name}": digest
+        for function in stage.reward.functions
+        if (digest := function_digest(function.name)) is not None
     }
-    return {path: _digest(Path(path)) for path in found} | functions
+    return {path: _digest(Path(path)) for path in paths} | functions
 
 
-def changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the files and functions whose digest is another one now, of those that are in both."""
-    return [path for path, digest in before.items() if now.get(path, digest) != digest]
+def find_changed_files(recorded: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the files and functions whose digest is different now, of those that are in both."""
+    return [path for path, digest in recorded.items() if now.get(path, digest) != digest]
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

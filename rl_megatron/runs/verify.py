@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.checkpoint.directory import Damaged, find_checkpoints, read_manifest
 from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
@@ -20,18 +20,16 @@ from rl_megatron.topology.ranks import Ranks
 def refuse_damage(config: RunConfig, output_dir: Path, ranks: Ranks) -> None:
     """Check every byte of the checkpoints that the run will load. Collective; each rank reads a share of the files.
 
-    Raises:
-        Damaged: A file is not as it was written. It is raised on every rank, and the message names the file and the
-            newest undamaged checkpoint.
+    `Damaged`, raised on every rank, names a file that is not as it was written, and the newest undamaged checkpoint.
     """
-    for path in _to_be_read(config, output_dir):
+    for path in _list_checkpoints_to_read(config, output_dir):
         try:
             verify_checkpoint(path, ranks)
         except Damaged as error:
-            raise with_remedy(error, path, config, partial(verify_checkpoint, ranks=ranks)) from error
+            raise add_remedy(error, path, config, partial(verify_checkpoint, ranks=ranks)) from error
 
 
-def manifest_at_the_end(directory: Path, stage: StageConfig) -> dict[str, Any] | None:
+def find_last_manifest(directory: Path, stage: StageConfig) -> dict[str, Any] | None:
     """Return the manifest of the checkpoint of a stage's last step, or None if there is no such checkpoint.
 
     That is the step `train.steps`, or one whose evaluation has reached a goal of `train.stop_at`.
@@ -45,7 +43,7 @@ def manifest_at_the_end(directory: Path, stage: StageConfig) -> dict[str, Any] |
     return manifest if has_ended else None
 
 
-def _to_be_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
+def _list_checkpoints_to_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
     """Yield the checkpoints that the run will load.
 
     They are the initial weights of the first unfinished stage, and the newest checkpoints of it and later stages.
@@ -55,30 +53,26 @@ def _to_be_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
     for name, stage in config.stages.items():
         directory = output_dir / "checkpoints" / name
         saved = find_checkpoints(directory)
-        finished = saved and manifest_at_the_end(directory, stage) is not None
+        finished = saved and find_last_manifest(directory, stage) is not None
         if not finished and not reads and begins_with is not None:
             yield begins_with
         reads = reads or not finished
         if saved:
             if reads:
                 yield saved[-1]
-            if not finished and algorithm_of(stage).critic is not None:
+            if not finished and get_algorithm(stage).critic is not None:
                 yield critic_checkpoints(directory) / saved[-1].name
             begins_with = saved[-1]
 
 
-def with_remedy(error: Damaged, damaged: Path, config: RunConfig, check: Callable[[Path], object]) -> Damaged:
+def add_remedy(error: Damaged, damaged: Path, config: RunConfig, check: Callable[[Path], object]) -> Damaged:
     """Return the error with a remedy: the newest undamaged checkpoint before `damaged`, and how to continue from it.
 
-    Args:
-        error: The error.
-        damaged: The damaged checkpoint.
-        config: The run.
-        check: Raises ConfigError for a damaged checkpoint.
+    `check` raises ConfigError for a damaged checkpoint.
     """
-    policys = damaged.parent.with_name(damaged.parent.name.removesuffix(".critic"))
-    before = [path for path in find_checkpoints(policys) if path.name < damaged.name]
-    good = next((path for path in reversed(before) if _is_whole(path, check)), None)
+    policy_directory = damaged.parent.with_name(damaged.parent.name.removesuffix(".critic"))
+    earlier = [path for path in find_checkpoints(policy_directory) if path.name < damaged.name]
+    good = next((path for path in reversed(earlier) if _is_whole(path, check)), None)
     return Damaged(f"{error}: {_remedy(damaged, good, config)}")
 
 

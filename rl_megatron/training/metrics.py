@@ -14,7 +14,7 @@ from rl_megatron.config.errors import RunFailed
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import Reduction
-from rl_megatron.losses.streams import first_nan
+from rl_megatron.losses.streams import find_nan
 from rl_megatron.topology.reductions import ALONE, RankReduction
 from rl_megatron.topology.topology import Topology
 from rl_megatron.topology.transfer import read_numbers, send
@@ -125,7 +125,7 @@ def _describe_failure(
     topology: Topology,
 ) -> str:
     culprits = {
-        index: first_nan(batches[index], {}, loss_fn.required_keys, loss_fn.next_token_keys)
+        index: find_nan(batches[index], {}, loss_fn.required_keys, loss_fn.next_token_keys)
         for index, report in enumerate(reports)
         if not torch.isfinite(report["loss"])
     }

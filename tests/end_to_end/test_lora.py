@@ -46,7 +46,7 @@ def test_a_stage_trains_a_new_adapter_beside_that_of_the_stage_before(tmp_path, 
     two = (*LORA, "stages.sft.peft.adapter_name=style", "stages.sft.peft.r=4")
     for given, message in {
         ("stages.sft.peft.adapter_name=default",): "stages.grpo.peft differs from that of an earlier stage, whose "
-        "adapter default it goes on with",
+        "adapter default it continues",
         ("stages.sft.peft.use_dora=true",): "peft.use_dora=true of the adapter style does not go together",
         ("stages.grpo.generation.engine=transformers", "stages.grpo.generation.refit=adapter"): "the model has the "
         "adapters style, default, and an engine takes one; set generation.refit=collective",

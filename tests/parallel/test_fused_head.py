@@ -144,15 +144,15 @@ def test_the_fused_head_in_bf16_is_as_close_to_fp32_as_whole_logits(ranks):
 
 def counts_of_blocks(parallel, batching):
     """Return (the number of tokens that the host counted, the largest true number) of each call of the fused head."""
-    found, plan_of = [], token_blocks.BlockPlan.of
+    found, from_counts = [], token_blocks.BlockPlan.from_counts
 
     def recorded(counts, shards, block_tokens, most_counted=None):
         found.append((most_counted, int(counts.view(shards, -1).sum(dim=1).max())))
-        return plan_of(counts, shards, block_tokens, most_counted)
+        return from_counts(counts, shards, block_tokens, most_counted)
 
     policy = build_policy(parallel, fused_head=SMALL_FUSED_HEAD, batching=batching)
     batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
-    with mock.patch.object(token_blocks.BlockPlan, "of", recorded):
+    with mock.patch.object(token_blocks.BlockPlan, "from_counts", recorded):
         policy.train(batch, ClippedPGLossFn({}), gbs=12)
         policy.get_logprobs(batch)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_megatron.algorithms.kto import with_reference_point
+from rl_megatron.algorithms.kto import add_reference_point
 from rl_megatron.batching.config import Batching
 from rl_megatron.losses import KTOLossFn, NLLLoss
 from tests.parallel.layouts import build_policy, gradients, weights, worst_relative_error
@@ -22,7 +22,7 @@ def kto_step(parallel: dict, batching: Batching):
     policy.train(batch, NLLLoss(), gbs=batch.size)
     batch["desirable"] = (torch.arange(10) % 3 != 0).float()
     batch["sample_mask"][5] = 0.0
-    batch = with_reference_point(batch, policy, pad_id=0, max_length=20, ranks=policy.topology.ranks)
+    batch = add_reference_point(batch, policy, pad_id=0, max_length=20, ranks=policy.topology.ranks)
     loss_fn = KTOLossFn({"beta": 0.5, "undesirable_weight": 1.5})
     policy.accumulate_gradients(batch, loss_fn)
     gradient = gradients(policy)

@@ -185,7 +185,7 @@ def costs_of_a_step() -> tuple[dict[str, float], int]:
     meter = StepMeter(policy.topology, "fp32")
     with meter.timer.phase("train"):
         policy.train(batch, NLLLoss(), gbs=6)
-        meter.learned_from(policy, Batch.from_whole(batch), is_policy=True)
+        meter.count_step(policy, Batch.from_whole(batch), is_policy=True)
     return meter.metrics(), int(batch["input_lengths"].sum())
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.algorithms.advantage_estimators import estimated_advantages, owned_together
-from rl_megatron.algorithms.covariances import with_covariance_mask
-from rl_megatron.algorithms.ppo import with_advantages
-from rl_megatron.algorithms.rollout import reward_kl, whole_trajectories, with_logprobs
+from rl_megatron.algorithms.advantage_estimators import estimate_advantages, group_for_owners
+from rl_megatron.algorithms.covariances import add_covariance_mask
+from rl_megatron.algorithms.ppo import add_advantages
+from rl_megatron.algorithms.rollout import add_logprobs, reward_kl, whole_trajectories
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.losses import build_loss
@@ -69,10 +69,10 @@ def grpo_step(parallel, batching, estimator, everywhere=False, covariances="none
     settings = {"reference_policy_kl_penalty": 0.05, "use_kl_in_reward": in_reward}
     loss = build_loss("clipped_pg", settings | COVARIANCES.get(covariances, {}))
     drawn, outcome = rollouts(policy, everywhere)
-    batch = policy.distribute(drawn, drawn.trajectories.step_sizes(3), owned_together(drawn, algorithm))
-    batch = with_logprobs(batch, policy, recompute=True, reference=True)
-    batch["advantages"] = estimated_advantages(batch, algorithm, loss)
-    batch = with_covariance_mask(batch, loss, seed=5)
+    batch = policy.distribute(drawn, drawn.trajectories.step_sizes(3), group_for_owners(drawn, algorithm))
+    batch = add_logprobs(batch, policy, recompute=True, reference=True)
+    batch["advantages"] = estimate_advantages(batch, algorithm, loss)
+    batch = add_covariance_mask(batch, loss, seed=5)
     found = outcome | learned_statistics(batch, 7) | logprob_mismatch(batch) | reward_kl(batch, loss)
     policy.accumulate_gradients(batch, loss)
     of_whole = gradients(policy)
@@ -90,9 +90,9 @@ def ppo_step(parallel, batching, everywhere=False):
     policy.freeze_reference()
     drawn, outcome = rollouts(policy, everywhere)
     batch = policy.distribute(drawn, drawn.trajectories.step_sizes(3), whole_trajectories(drawn))
-    batch = with_logprobs(batch, policy, recompute=True, reference=True)
+    batch = add_logprobs(batch, policy, recompute=True, reference=True)
     batch["values"] = critic.get_values(batch)["values"]
-    batch = with_advantages(batch, PPOConfig(gae_lambda=0.9, discount=0.95), loss)
+    batch = add_advantages(batch, PPOConfig(gae_lambda=0.9, discount=0.95), loss)
     found = outcome | learned_statistics(batch, 7)
     value_loss = build_loss("mse_value", {"cliprange": 0.2})
     critic.accumulate_gradients(batch, value_loss)

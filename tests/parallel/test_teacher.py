@@ -138,7 +138,7 @@ def learned_by_data(student: dict, teacher: dict | None, packed: bool, directory
     logprobs = torch.zeros(6, batch.width)
     logprobs[batch.numbers] = teachers.logprobs(batch)
     loss = build_loss("distillation", FULL)
-    metrics = policy.accumulate_gradients(teachers.with_topk(batch, loss), loss)
+    metrics = policy.accumulate_gradients(teachers.add_topk(batch, loss), loss)
     has_some = bool((batch.select_local(batch.facts["data_set"]) == 1).any())
     return metrics, gradients(policy), logprobs, has_some
 

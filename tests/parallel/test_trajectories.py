@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from rl_megatron.algorithms.advantage_estimators import estimated_advantages
+from rl_megatron.algorithms.advantage_estimators import estimate_advantages
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.trajectory_index import TrajectoryIndex
@@ -63,7 +63,7 @@ def batch_of(trajectories: list[Trajectory]) -> BatchedDataDict:
     batch["prev_logprobs"] = batch["generation_logprobs"].clone()
     batch["reference_policy_logprobs"] = batch["generation_logprobs"] - 0.1 * batch["token_mask"]
     settings = GRPOConfig(samples_per_prompt=2, advantage_estimator="group_relative_turns")
-    batch["advantages"] = estimated_advantages(Batch.from_whole(batch), settings, loss())
+    batch["advantages"] = estimate_advantages(Batch.from_whole(batch), settings, loss())
     return batch
 
 

@@ -54,7 +54,7 @@ def row_stats(
     for rows, skip in blocks:
         if skip:
             continue
-        x = _scaled(logits[rows, :num_columns], temperature, threshold, rows, tile)
+        x = _load(logits[rows, :num_columns], temperature, threshold, rows, tile)
         row_max = x.amax(dim=-1)
         # No shift makes a row with only −inf finite. Under the shift 0 it stays −inf, and its sums are exactly 0.
         x.sub_(row_max.masked_fill(row_max == -torch.inf, 0.0)[:, None])
@@ -122,7 +122,7 @@ def write_row_gradients(
         if skip:
             target.zero_()
             continue
-        x = _scaled(logits[rows, :num_columns], temperature, threshold, rows, tile)
+        x = _load(logits[rows, :num_columns], temperature, threshold, rows, tile)
         x.sub_(row_max[rows, None])
         if entropy_grad is None:
             gradient = exponentials(x, out=x).mul_((base[rows] / log_sum[rows].exp())[:, None])
@@ -151,7 +151,7 @@ def gather_columns(
     return x.masked_fill(columns < 0, 0.0)
 
 
-def _scaled(block: Tensor, temperature: Tensor | None, threshold: Tensor | None, rows: slice, tile: Tensor) -> Tensor:
+def _load(block: Tensor, temperature: Tensor | None, threshold: Tensor | None, rows: slice, tile: Tensor) -> Tensor:
     """Return the block in the tile's dtype, set to −inf below the threshold and divided by the temperature.
 
     The division comes after the conversion, because a quotient in the logits' dtype would be rounded.

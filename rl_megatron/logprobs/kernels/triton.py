@@ -54,16 +54,16 @@ def row_stats(
     waits for another before the row's end: if a lane's maximum rises from m to m', then with δ = m − m',
     t ← e^δ·(t + δ·s) and s ← e^δ·s.
     """
-    if _left_to_torch(logits):
+    if _needs_torch(logits):
         return torch_kernels.row_stats(logits, columns, num_columns, temperature, entropy, active, threshold)
     num_rows = logits.shape[0]
     if num_columns == 0 or num_rows == 0:
         return logits.new_tensor([-torch.inf, 0, 0, 0], dtype=torch.float32).repeat(num_rows, 1)
     stats = logits.new_empty(num_rows, 4, dtype=torch.float32)
-    block, num_warps = block_of(num_columns)
-    with _on_device_of(logits):
+    block, num_warps = choose_block(num_columns)
+    with _use_device(logits):
         row_stats_kernel[(num_rows,)](
-            stats, logits, *_packed(columns, active, temperature, threshold), _row_stride(logits), num_columns,
+            stats, logits, *_pack(columns, active, temperature, threshold), _row_stride(logits), num_columns,
             ENTROPY=entropy, BLOCK=block, num_warps=num_warps, enable_fp_fusion=False,
         )  # fmt: skip
     return stats
@@ -89,7 +89,7 @@ def write_row_gradients(
     write and stored after the last one. A column may then be given several times; its gradients are summed in the order
     given.
     """
-    if _left_to_torch(logits):
+    if _needs_torch(logits):
         torch_kernels.write_row_gradients(
             out, logits, num_columns, temperature, row_max, log_sum, base, entropy_grad, columns, column_grads, active,
             threshold,
@@ -99,11 +99,11 @@ def write_row_gradients(
     num_rows, num_targets = columns.shape
     if num_columns == 0 or num_rows == 0:
         return
-    block, num_warps = block_of(num_columns)
-    with _on_device_of(logits):
+    block, num_warps = choose_block(num_columns)
+    with _use_device(logits):
         row_gradients_kernel[(num_rows,)](
             out, logits,
-            *_packed(temperature, row_max, log_sum, base, entropy_grad, columns, column_grads, active, threshold),
+            *_pack(temperature, row_max, log_sum, base, entropy_grad, columns, column_grads, active, threshold),
             _row_stride(out), _row_stride(logits), num_columns, num_targets,
             TARGETS=triton.next_power_of_2(num_targets) if num_targets else 0, BLOCK=block, num_warps=num_warps,
             enable_fp_fusion=False,
@@ -116,7 +116,7 @@ def gather_columns(
     temperature: Float[Tensor, " rows"] | None,
 ) -> Float[Tensor, "rows ids"]:
     """Return `torch_kernels.gather_columns`, with x rounded like in these kernels."""
-    if _left_to_torch(logits):
+    if _needs_torch(logits):
         return torch_kernels.gather_columns(logits, columns, temperature)
     x = torch_kernels.gather_columns(logits, columns, None)
     return x if temperature is None else x * temperature.reciprocal()[:, None]
@@ -126,8 +126,8 @@ def local_columns(ids: Int[Tensor, "*tokens"], start: int, num_columns: int) -> 
     """Return `torch_kernels.local_columns`."""
     ids = ids.contiguous()
     columns = torch.empty_like(ids)
-    with _on_device_of(ids):
-        local_columns_kernel[_grid_of(ids.numel())](columns, ids, start, num_columns, ids.numel(), BLOCK=ROWS)
+    with _use_device(ids):
+        local_columns_kernel[_choose_grid(ids.numel())](columns, ids, start, num_columns, ids.numel(), BLOCK=ROWS)
     return columns
 
 
@@ -141,8 +141,8 @@ def merge_rows(
     logprobs, row_max, log_sum = parts.new_empty(3, num_rows).unbind(0)
     row_entropy = parts.new_empty(num_rows) if entropy else None
     active = torch.empty_like(ignored)
-    with _on_device_of(parts):
-        merge_rows_kernel[_grid_of(num_rows)](
+    with _use_device(parts):
+        merge_rows_kernel[_choose_grid(num_rows)](
             logprobs, row_entropy, row_max, log_sum, active, parts, ignored, parts.stride(0), num_parts, num_rows,
             BLOCK=ROWS, enable_fp_fusion=False,
         )  # fmt: skip
@@ -162,15 +162,15 @@ def target_slopes(
     base, touched = target_grad.new_empty(num_rows), torch.empty_like(active)
     if entropy_grad is None:
         entropy = None
-    with _on_device_of(target_grad):
-        target_slopes_kernel[_grid_of(num_rows)](
-            base, touched, *_packed(target_grad, entropy_grad, entropy, active), num_rows, BLOCK=ROWS,
+    with _use_device(target_grad):
+        target_slopes_kernel[_choose_grid(num_rows)](
+            base, touched, *_pack(target_grad, entropy_grad, entropy, active), num_rows, BLOCK=ROWS,
             enable_fp_fusion=False,
         )  # fmt: skip
     return base, touched
 
 
-def block_of(num_columns: int) -> tuple[int, int]:
+def choose_block(num_columns: int) -> tuple[int, int]:
     """Return (columns per step, warps) of a program.
 
     A thread has 16 columns of a step: two 128-bit loads of bf16 in flight. Eight warps are for rows of 65536 columns or
@@ -180,22 +180,22 @@ def block_of(num_columns: int) -> tuple[int, int]:
     return block, max(1, block // 512)
 
 
-def _left_to_torch(logits: Tensor) -> bool:
+def _needs_torch(logits: Tensor) -> bool:
     """Return whether the torch kernels must be used: for fp64 logits, or if columns are not contiguous in memory."""
     return logits.dtype == torch.float64 or (logits.shape[1] > 1 and logits.stride(1) != 1)
 
 
-def _on_device_of(tensor: Tensor) -> AbstractContextManager:
+def _use_device(tensor: Tensor) -> AbstractContextManager:
     """Return a context in which the tensor's GPU is the current one, because Triton launches on the current GPU."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def _packed(*tensors: Tensor | None) -> list[Tensor | None]:
+def _pack(*tensors: Tensor | None) -> list[Tensor | None]:
     """Return per-row arguments as contiguous tensors. A broadcast temperature, for example, has stride 0."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
-def _grid_of(num_rows: int) -> tuple[int]:
+def _choose_grid(num_rows: int) -> tuple[int]:
     """Return the grid of a kernel whose programs have `ROWS` rows. An empty grid could not be launched."""
     return (max(1, -(-num_rows // ROWS)),)
 
@@ -240,12 +240,12 @@ def row_stats_kernel(
         whole = num_columns // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):
             z = tl.load(logits + start + offsets)
-            m, weights, moments = _accumulated(z, lowest, scale, m, weights, moments, ENTROPY)
+            m, weights, moments = _accumulate(z, lowest, scale, m, weights, moments, ENTROPY)
         if whole < num_columns:
             z = tl.load(logits + whole + offsets, mask=whole + offsets < num_columns, other=-float("inf"))
-            m, weights, moments = _accumulated(z, lowest, scale, m, weights, moments, ENTROPY)
+            m, weights, moments = _accumulate(z, lowest, scale, m, weights, moments, ENTROPY)
         row_max = tl.max(m, axis=0)
-        decay, moments = _moved(m, row_max, scale, weights, moments, ENTROPY)
+        decay, moments = _move_maximum(m, row_max, scale, weights, moments, ENTROPY)
         s = tl.sum(weights * decay, axis=0)
         if ENTROPY:
             t = tl.sum(moments, axis=0) * LN_2
@@ -262,13 +262,13 @@ def row_stats_kernel(
 
 @triton.jit
 @no_type_check
-def _accumulated(z, lowest, scale, m, weights, moments, ENTROPY: tl.constexpr):
+def _accumulate(z, lowest, scale, m, weights, moments, ENTROPY: tl.constexpr):
     """Return (m, s, t) of each lane after one more block."""
     z = z.to(tl.float32)
     if lowest is not None:
         z = tl.where(z < lowest, -float("inf"), z)
     raised = tl.maximum(m, tl.max(z, axis=1))
-    decay, moments = _moved(m, raised, scale, weights, moments, ENTROPY)
+    decay, moments = _move_maximum(m, raised, scale, weights, moments, ENTROPY)
     y = (z - tl.where(raised == -float("inf"), 0.0, raised)[:, None]) * scale
     weight = tl.exp2(y)
     if ENTROPY:
@@ -278,7 +278,7 @@ def _accumulated(z, lowest, scale, m, weights, moments, ENTROPY: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _moved(m, raised, scale, weights, moments, ENTROPY: tl.constexpr):
+def _move_maximum(m, raised, scale, weights, moments, ENTROPY: tl.constexpr):
     """Return the factor of each lane's s if its maximum m becomes `raised`, and its t with it."""
     # A lane whose logits so far are −inf has the sums 0, and keeps them. Its shift must be finite: 0 · ∞ is NaN.
     shift = tl.where(m == -float("inf"), 0.0, (m - raised) * scale)

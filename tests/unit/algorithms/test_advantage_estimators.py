@@ -9,7 +9,7 @@ from rl_megatron.algorithms.advantage_estimators import (
     ADVANTAGES,
     AdvantageInputs,
     AdvantagesFailed,
-    estimated_advantages,
+    estimate_advantages,
     register_advantage,
 )
 from rl_megatron.algorithms.advantages import group_relative
@@ -67,18 +67,18 @@ def test_an_estimator_is_declared_and_reads_what_is_declared(rollouts, name):
 
 def test_the_advantages_of_samples_are_those_of_their_tokens(estimator, rollouts):
     mine = estimator("def mine(inputs):\n    return inputs.rewards * inputs.group_size + inputs.normalize_std\n")
-    found = estimated_advantages(whole(rollouts), mine, build_loss("clipped_pg"))
+    found = estimate_advantages(whole(rollouts), mine, build_loss("clipped_pg"))
     assert torch.equal(found, (rollouts["rewards"] * 2 + 1)[:, None] * rollouts["token_mask"])
 
 
 def test_a_function_of_tokens_gets_the_reward_at_the_last_and_may_return_anything_at_masked_ones(estimator, rollouts):
     mine = estimator("def mine(inputs):\n    return inputs.token_rewards + 1 / inputs.token_mask\n")
-    assert estimated_advantages(whole(rollouts), mine, build_loss("clipped_pg"))[0].tolist() == [0.0, 1.0, 2.0, 0.0]
+    assert estimate_advantages(whole(rollouts), mine, build_loss("clipped_pg"))[0].tolist() == [0.0, 1.0, 2.0, 0.0]
 
 
 def test_the_default_is_group_relative(rollouts):
     settings = load_config(["algorithm=grpo", "algorithm.samples_per_prompt=2"]).first.algorithm
-    found = estimated_advantages(whole(rollouts), settings, build_loss("clipped_pg"))
+    found = estimate_advantages(whole(rollouts), settings, build_loss("clipped_pg"))
     assert torch.equal(found, group_relative(rollouts["rewards"], 2)[:, None] * rollouts["token_mask"])
 
 
@@ -105,7 +105,7 @@ def test_a_function_that_does_not_suit_is_refused_when_the_configuration_is_load
 def test_a_function_may_have_further_parameters_with_defaults_and_may_read_every_key(estimator, rollouts):
     keys = ["algorithm.leave_one_out=true", "loss.use_kl_in_reward=true", "rollout.on_failure=mask_sample"]
     code = "def mine(inputs, scale=2):\n    return scale * inputs.rewards * inputs.leave_one_out\n"
-    found = estimated_advantages(whole(rollouts), estimator(code, *keys), build_loss("clipped_pg"))
+    found = estimate_advantages(whole(rollouts), estimator(code, *keys), build_loss("clipped_pg"))
     assert torch.equal(found, 2 * rollouts["rewards"][:, None] * rollouts["token_mask"])
 
 
@@ -136,7 +136,7 @@ def test_an_unknown_estimator_names_the_nearest():
 def test_a_wrong_result_is_named_and_ends_the_run_with_status_1(estimator, rollouts, body, message):
     mine = estimator(f"def mine(inputs):\n    return {body}\n")
     with pytest.raises(AdvantagesFailed, match=message):
-        estimated_advantages(whole(rollouts), mine, build_loss("clipped_pg"))
+        estimate_advantages(whole(rollouts), mine, build_loss("clipped_pg"))
     assert issubclass(AdvantagesFailed, RunFailed)
 
 
@@ -153,5 +153,5 @@ def mine(inputs):
     }
     mine = estimator(code)
     assert mine.reads_components and not config.algorithm.reads_components
-    found = estimated_advantages(whole(rollouts), mine, build_loss("clipped_pg"), config.reward)
+    found = estimate_advantages(whole(rollouts), mine, build_loss("clipped_pg"), config.reward)
     assert torch.equal(found, torch.tensor([1.0, 3.0, 0.0, 4.0])[:, None] * rollouts["token_mask"])

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_megatron.algorithms.advantage_estimators import estimated_advantages
+from rl_megatron.algorithms.advantage_estimators import estimate_advantages
 from rl_megatron.algorithms.grpo import grpo
 from rl_megatron.algorithms.on_policy_distillation import on_policy_distillation
 from rl_megatron.algorithms.teachers import Teachers
@@ -112,7 +112,7 @@ def test_a_step_without_any_informative_group_still_has_rollouts_and_no_gradient
     assert outcome["sampling_rounds"] == 3
     assert outcome["informative_groups"] == 0.0
     assert rollouts.size == 4
-    assert estimated_advantages(rollouts, GRPOConfig(samples_per_prompt=SIZE), None).count_nonzero() == 0
+    assert estimate_advantages(rollouts, GRPOConfig(samples_per_prompt=SIZE), None).count_nonzero() == 0
 
 
 def test_steps_do_not_share_rounds(collecting):
@@ -168,8 +168,8 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
 @pytest.mark.parametrize("name", ["grpo", "on_policy_distillation"])
 def test_the_engine_releases_its_memory_before_the_policy_learns(monkeypatch, name):
     monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo()))
-    teachers = SimpleNamespace(reads_whole=lambda loss_fn: None, with_topk=lambda batch, loss_fn: batch)
-    monkeypatch.setattr(Teachers, "of", lambda *arguments: teachers)
+    teachers = SimpleNamespace(find_whole_teacher=lambda loss_fn: None, add_topk=lambda batch, loss_fn: batch)
+    monkeypatch.setattr(Teachers, "load", lambda *arguments: teachers)
     done, sizes = [], ["algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}"]
     more = ["loss=distillation", "algorithm.teachers=[{path: teacher}]"] if name == "on_policy_distillation" else []
     engine = Scripted(always(DIFFER))

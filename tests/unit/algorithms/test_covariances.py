@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_megatron.algorithms.covariances import largest, selected_tokens, with_covariance_mask
+from rl_megatron.algorithms.covariances import add_covariance_mask, find_largest, select_tokens
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import ClippedPGLossConfig, build_loss
 from rl_megatron.topology.reductions import ALONE
@@ -35,7 +35,7 @@ def covariances(batch: BatchedDataDict) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("seed", range(3))
 def test_kl_cov_selects_the_share_of_tokens_with_the_highest_covariances(seed):
     batch = rollouts(seed)
-    found = selected_tokens(whole(batch), ClippedPGLossConfig(**KL_COV), seed=1)
+    found = select_tokens(whole(batch), ClippedPGLossConfig(**KL_COV), seed=1)
     covariance, counts = covariances(batch)
     wanted = torch.zeros(covariance.numel())
     wanted[covariance.flatten().topk(int(0.1 * counts.sum())).indices] = 1
@@ -46,7 +46,7 @@ def test_clip_cov_draws_its_share_of_tokens_between_the_bounds():
     batch = rollouts()
     covariance, counts = covariances(batch)
     candidates = (covariance > 0.2) & (covariance < 1.5)
-    drawn = [selected_tokens(whole(batch), ClippedPGLossConfig(**CLIP_COV), seed) != 0 for seed in range(200)]
+    drawn = [select_tokens(whole(batch), ClippedPGLossConfig(**CLIP_COV), seed) != 0 for seed in range(200)]
     assert all(found.sum() == int(0.1 * counts.sum()) and not (found & ~candidates).any() for found in drawn)
     shares = torch.stack(drawn).float().mean(0)[candidates]
     expected = 3 / candidates.sum()
@@ -57,25 +57,25 @@ def test_clip_cov_leaves_out_all_candidates_if_there_are_fewer_than_its_share():
     batch = rollouts()
     covariance, _ = covariances(batch)
     cfg = ClippedPGLossConfig(**CLIP_COV | {"clip_cov_ratio": 0.9})
-    assert torch.equal(selected_tokens(whole(batch), cfg, seed=1) != 0, (covariance > 0.2) & (covariance < 1.5))
+    assert torch.equal(select_tokens(whole(batch), cfg, seed=1) != 0, (covariance > 0.2) & (covariance < 1.5))
     nothing = ClippedPGLossConfig(**CLIP_COV | {"clip_cov_min": 90.0, "clip_cov_max": 99.0})
-    assert selected_tokens(whole(batch), nothing, seed=1).sum() == 0
+    assert select_tokens(whole(batch), nothing, seed=1).sum() == 0
 
 
 def test_at_least_one_token_is_selected_unless_none_counts():
     batch = rollouts()
     cfg = ClippedPGLossConfig(use_kl_cov=True, kl_cov_ratio=1e-6)
-    assert selected_tokens(whole(batch), cfg, seed=1).sum() == 1
+    assert select_tokens(whole(batch), cfg, seed=1).sum() == 1
     batch["sample_mask"] = torch.zeros(8)
-    assert selected_tokens(whole(batch), cfg, seed=1).sum() == 0
+    assert select_tokens(whole(batch), cfg, seed=1).sum() == 0
 
 
 def test_of_equal_values_the_earlier_tokens_are_the_largest():
     values, sequences = torch.tensor([1.0, 5.0, 2.0, 2.0, 2.0, 2.0]), torch.tensor([0, 0, 1, 1, 2, 2])
     for count, wanted in [(1, [1]), (2, [1, 2]), (4, [1, 2, 3, 4]), (5, [1, 2, 3, 4, 5]), (9, [0, 1, 2, 3, 4, 5])]:
-        assert largest(values, sequences, count, ALONE).nonzero().flatten().tolist() == wanted
+        assert find_largest(values, sequences, count, ALONE).nonzero().flatten().tolist() == wanted
 
 
 def test_a_loss_without_covariances_gets_no_mask():
-    assert "covariance_mask" not in with_covariance_mask(whole(rollouts()), build_loss("clipped_pg", {}), seed=1)
-    assert "covariance_mask" in with_covariance_mask(whole(rollouts()), build_loss("clipped_pg", KL_COV), seed=1)
+    assert "covariance_mask" not in add_covariance_mask(whole(rollouts()), build_loss("clipped_pg", {}), seed=1)
+    assert "covariance_mask" in add_covariance_mask(whole(rollouts()), build_loss("clipped_pg", KL_COV), seed=1)

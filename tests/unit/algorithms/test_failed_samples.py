@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rl_megatron.algorithms.advantage_estimators import ADVANTAGES, estimated_advantages
-from rl_megatron.algorithms.ppo import with_advantages
+from rl_megatron.algorithms.advantage_estimators import ADVANTAGES, estimate_advantages
+from rl_megatron.algorithms.ppo import add_advantages
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.trajectory_index import TRAJECTORY
 from rl_megatron.config.algorithms import GRPOConfig, OnlineDPOConfig, PPOConfig
@@ -106,7 +106,7 @@ def test_a_group_with_a_failed_sample_equals_a_smaller_group(name, options):
             (without(every), SIZE - 1, logits[kept]),
         ):
             algorithm = GRPOConfig(samples_per_prompt=size, advantage_estimator=name, **options)
-            advantages = estimated_advantages(Batch.from_whole(batch), algorithm, build_loss("clipped_pg", settings))
+            advantages = estimate_advantages(Batch.from_whole(batch), algorithm, build_loss("clipped_pg", settings))
             found.append((advantages, *loss_of(batch, advantages, settings, own)))
         (advantages, loss, gradient), (wanted, loss_wanted, gradient_wanted) = found
         assert wanted.count_nonzero() > 10
@@ -123,11 +123,11 @@ def test_a_group_with_a_failed_sample_equals_a_smaller_group(name, options):
 def test_groups_of_several_sizes_are_each_compared_alone(failed):
     """The last case leaves the second group without a sample."""
     every = rollouts()
-    found = estimated_advantages(whole(with_failures(every, failed)), GRPOConfig(samples_per_prompt=SIZE), None)
+    found = estimate_advantages(whole(with_failures(every, failed)), GRPOConfig(samples_per_prompt=SIZE), None)
     for first in range(0, every.size, SIZE):
         kept = [number for number in range(first, first + SIZE) if number not in failed]
         if kept:
-            alone = estimated_advantages(
+            alone = estimate_advantages(
                 whole(every.select_indices(kept)), GRPOConfig(samples_per_prompt=len(kept)), None
             )
             assert torch.equal(found[kept], alone)
@@ -136,8 +136,8 @@ def test_groups_of_several_sizes_are_each_compared_alone(failed):
 def test_ppo_whitens_over_the_samples_that_did_not_fail():
     every, loss = rollouts(), build_loss("clipped_pg")
     kept = [number for number in range(every.size) if number not in FAILED]
-    found = with_advantages(whole(with_failures(every)), PPOConfig(), loss)
-    wanted = with_advantages(whole(without(every)), PPOConfig(), loss)
+    found = add_advantages(whole(with_failures(every)), PPOConfig(), loss)
+    wanted = add_advantages(whole(without(every)), PPOConfig(), loss)
     for key in ("advantages", "returns"):
         assert torch.equal(found[key][kept], wanted[key]) and not found[key][list(FAILED)].any()
 

@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_megatron.algorithms.kto import HeldoutLabelled, imbalance, mismatched, reference_point, with_reference_point
+from rl_megatron.algorithms.kto import (
+    HeldoutLabelled,
+    add_reference_point,
+    describe_imbalance,
+    estimate_reference_point,
+    mismatch_answers,
+)
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.losses import KTOLossConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -47,29 +53,30 @@ class Policy:
 
 def test_a_prompt_gets_the_answer_of_the_sequence_before_it_as_in_trl():
     """TRL: KL_completion_ids = [completion_ids[-1]] + completion_ids[:-1]."""
-    pairs = mismatched(answers(), pad_id=9, max_length=5)
+    pairs = mismatch_answers(answers(), pad_id=9, max_length=5)
     assert pairs["input_ids"].tolist() == [[10, 33, 34, 9, 9], [20, 21, 11, 12, 13], [30, 31, 32, 22, 9]]
     assert pairs["token_mask"].tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 0, 1], [0, 0, 0, 1, 0]]
     assert pairs["input_lengths"].tolist() == [3, 5, 4] and pairs["sample_mask"].tolist() == [1, 1, 1]
 
 
 def test_mismatched_sequences_are_cut_at_the_models_length():
-    pairs = mismatched(answers(), pad_id=9, max_length=4)
+    pairs = mismatch_answers(answers(), pad_id=9, max_length=4)
     assert pairs["input_ids"].tolist() == [[10, 33, 34, 9], [20, 21, 11, 12], [30, 31, 32, 22]]
     assert pairs["token_mask"][1].tolist() == [0, 0, 1, 0]
 
 
 def test_the_reference_point_is_the_mean_over_mismatched_answers_but_at_least_0():
     expected = ((0.33 + 0.34) + (0.11 + 0.13) + 0.22) / 3
-    assert reference_point(answers(), Policy(), 9, 5, Ranks()) == pytest.approx(expected)
-    assert reference_point(answers(), Policy(-0.01), 9, 5, Ranks()) == 0.0
+    assert estimate_reference_point(answers(), Policy(), 9, 5, Ranks()) == pytest.approx(expected)
+    assert estimate_reference_point(answers(), Policy(-0.01), 9, 5, Ranks()) == 0.0
 
 
 def test_every_sequence_of_the_batch_gets_the_same_point_and_count():
     batch = answers()
     batch["sample_mask"][0] = 0.0
-    batch = with_reference_point(batch, Policy(), 9, 5, Ranks())
-    assert batch["reference_point"].tolist() == pytest.approx([reference_point(answers(), Policy(), 9, 5, Ranks())] * 3)
+    batch = add_reference_point(batch, Policy(), 9, 5, Ranks())
+    point = estimate_reference_point(answers(), Policy(), 9, 5, Ranks())
+    assert batch["reference_point"].tolist() == pytest.approx([point] * 3)
     assert batch["num_desirable"].tolist() == [1.0] * 3
     assert batch["reference_policy_logprobs"].shape == batch["input_ids"].shape
 
@@ -88,7 +95,7 @@ def test_every_sequence_of_the_batch_gets_the_same_point_and_count():
     ],
 )
 def test_labels_of_very_different_influence_are_warned_about(counts, weights, words):
-    found = imbalance(*counts, KTOLossConfig(**weights))
+    found = describe_imbalance(*counts, KTOLossConfig(**weights))
     if words is None:
         assert found is None
     else:

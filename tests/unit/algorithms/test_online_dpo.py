@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_megatron.algorithms.online_dpo import pairs_by_reward
+from rl_megatron.algorithms.online_dpo import select_pairs
 from rl_megatron.batching.trajectory_index import TRAJECTORY
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
@@ -30,20 +30,20 @@ def samples_of(pairs):
 
 
 def test_the_best_sample_of_a_group_is_chosen_and_the_worst_rejected():
-    pairs = pairs_by_reward(rollouts([1.0, 3.0, 0.0, 5.0, 2.0, 9.0]), 3)
+    pairs = select_pairs(rollouts([1.0, 3.0, 0.0, 5.0, 2.0, 9.0]), 3)
     assert samples_of(pairs) == [1, 2, 5, 4]
     assert pairs["sample_mask"].tolist() == [1, 1, 1, 1]
     assert set(pairs) == {"input_ids", "input_lengths", "token_mask", "sample_mask", "rewards", "temperature"}
 
 
 def test_a_group_of_equal_rewards_has_a_pair_that_does_not_count():
-    assert pairs_by_reward(rollouts(), 3)["sample_mask"].tolist() == [1, 1, 0, 0]
+    assert select_pairs(rollouts(), 3)["sample_mask"].tolist() == [1, 1, 0, 0]
 
 
 def test_samples_that_failed_are_left_out():
-    pairs = pairs_by_reward(rollouts(sample_mask=(1, 0, 1, 0, 0, 0)), 3)
+    pairs = select_pairs(rollouts(sample_mask=(1, 0, 1, 0, 0, 0)), 3)
     assert samples_of(pairs)[:2] == [0, 2] and pairs["sample_mask"].tolist() == [1, 1, 0, 0]
-    alone = pairs_by_reward(rollouts(sample_mask=(1, 0, 0, 1, 1, 1)), 3)
+    alone = select_pairs(rollouts(sample_mask=(1, 0, 0, 1, 1, 1)), 3)
     assert alone["sample_mask"].tolist() == [0, 0, 0, 0]
 
 
@@ -51,7 +51,7 @@ def test_a_trajectory_of_several_sequences_is_refused():
     split = rollouts()
     split[TRAJECTORY] = torch.tensor([0, 0, 1, 2, 3, 4])
     with pytest.raises(ConfigError, match="a trajectory of this step has several; set rollout.on_rewrite=keep"):
-        pairs_by_reward(split, 3)
+        select_pairs(split, 3)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_megatron.algorithms.advantage_estimators import estimated_advantages
+from rl_megatron.algorithms.advantage_estimators import estimate_advantages
 from rl_megatron.algorithms.advantages import group_relative
-from rl_megatron.algorithms.ppo import with_advantages
+from rl_megatron.algorithms.ppo import add_advantages
 from rl_megatron.algorithms.rollout import (
+    add_logprobs,
     needs_reference,
     recomputes_logprobs,
     reward_kl,
     rewards_per_token,
-    with_logprobs,
 )
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.trajectory_index import TrajectoryIndex
@@ -67,7 +67,7 @@ def test_groups_are_contiguous_and_scored(rollouts_of):
 
 def test_advantages_weigh_the_completion_and_not_the_prompt(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "0.5"], "bcd": ["22", "22"]})
-    found = estimated_advantages(whole(rollouts), algorithm(), None)
+    found = estimate_advantages(whole(rollouts), algorithm(), None)
     of_rows = group_relative(rollouts["rewards"], 2)
     assert of_rows[0] > 0 and of_rows[2] == 0
     assert torch.equal(found, of_rows[:, None] * rollouts["token_mask"])
@@ -76,7 +76,7 @@ def test_advantages_weigh_the_completion_and_not_the_prompt(rollouts_of):
 
 def test_the_algorithm_chooses_the_advantages(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["3", "1"]})
-    found = estimated_advantages(whole(rollouts), algorithm(leave_one_out=True, normalize_std=False), None)
+    found = estimate_advantages(whole(rollouts), algorithm(leave_one_out=True, normalize_std=False), None)
     assert found.amax(1).tolist() == [2.0, 0.0] and found.amin(1).tolist() == [0.0, -2.0]
 
 
@@ -93,7 +93,7 @@ def with_policies(rollouts):
 def test_reinforce_plus_plus_weighs_tokens_against_the_whole_batch(rollouts_of):
     rollouts = with_policies(rollouts_of({"a": ["1", "5"], "b": ["2", "22"]})[0])
     loss_fn = build_loss("clipped_pg", KL_IN_REWARD)
-    found = estimated_advantages(whole(rollouts), algorithm(advantage_estimator="reinforce_plus_plus"), loss_fn)
+    found = estimate_advantages(whole(rollouts), algorithm(advantage_estimator="reinforce_plus_plus"), loss_fn)
     penalty = 0.5 * 0.25
     to_go = torch.tensor([[1 - 2 * penalty, 1 - penalty], [5 - 2 * penalty, 5 - penalty]])
     sampled = rollouts["token_mask"].bool()
@@ -108,7 +108,7 @@ def test_ppo_rewards_include_the_kl_if_the_loss_does_not(rollouts_of):
     rollouts["values"] = 0.5 * rollouts["token_mask"]
     config = PPOConfig(gae_lambda=1.0, whiten_advantages=False)
     for cfg, penalty in [(KL_IN_REWARD, 0.125), (KL_IN_REWARD | {"use_kl_in_reward": False}, 0.0)]:
-        found = with_advantages(whole(rollouts), config, build_loss("clipped_pg", cfg))
+        found = add_advantages(whole(rollouts), config, build_loss("clipped_pg", cfg))
         assert found["returns"][0].tolist() == [0.0, 1 - 2 * penalty, 1 - penalty]
         assert found["advantages"][1].tolist() == [0.0, 4.5 - 2 * penalty, 4.5 - penalty]
 
@@ -223,8 +223,8 @@ def test_nothing_is_compared_here_if_the_logprobs_were_not_recomputed(rollouts_o
 
 def test_logprobs_of_the_engine_are_taken_only_if_they_are_asked_for(rollouts_of):
     rollouts = rollouts_of({"a": ["1", "2"]})[0]
-    assert "prev_logprobs" not in with_logprobs(rollouts, None, recompute=False, reference=False)
-    found = with_logprobs(rollouts, None, recompute=False, reference=False, from_engine=True)
+    assert "prev_logprobs" not in add_logprobs(rollouts, None, recompute=False, reference=False)
+    found = add_logprobs(rollouts, None, recompute=False, reference=False, from_engine=True)
     assert torch.equal(found["prev_logprobs"], rollouts["generation_logprobs"])
 
 

@@ -48,7 +48,7 @@ def test_each_sequence_learns_from_the_teachers_of_its_data_set():
     batch, student = batch_and_student()
     student.requires_grad_()
     tokens = batch["token_mask"][:, 1:].sum()
-    taught = teachers.with_topk(Batch.from_whole(batch), loss).local
+    taught = teachers.add_topk(Batch.from_whole(batch), loss).local
     value, _ = loss(student, taught, 4, tokens)
     torch.testing.assert_close(taught["teacher_weights"], SHARES[:, None])
     for model, share in zip(models, SHARES.unbind(1), strict=True):
@@ -71,7 +71,7 @@ def test_each_sequence_learns_from_the_teachers_of_its_data_set():
 def test_a_teacher_without_a_sequence_in_the_batch_reads_nothing():
     models, loss = [Table(1), Table(2)], build_loss("distillation")
     teachers = Teachers(models, [0.5, 0.5], Batching(sequences=4), TOP_K, [(), (CHAT,)])
-    taught = teachers.with_topk(Batch.from_whole(batch_and_student()[0] | {"data_set": torch.full((4,), SUMS)}), loss)
+    taught = teachers.add_topk(Batch.from_whole(batch_and_student()[0] | {"data_set": torch.full((4,), SUMS)}), loss)
     assert models[1].read == [] and len(models[0].read) == 4
     torch.testing.assert_close(taught["teacher_weights"], torch.tensor([[[1.0, 0.0]]] * 4))
 

@@ -18,7 +18,7 @@ def small_blocks(backend, monkeypatch):
     if backend == "triton":
         from rl_megatron.logprobs.kernels import triton as triton_kernels
 
-        monkeypatch.setattr(triton_kernels, "block_of", lambda num_columns: (16, 1))
+        monkeypatch.setattr(triton_kernels, "choose_block", lambda num_columns: (16, 1))
 
 
 def expected_stats(logits, columns, num_columns, temperature=None, threshold=None):

@@ -78,7 +78,7 @@ def print_variants(architecture):
     assert not kernels.INTERPRETED
     variants, of_rows = [], []
     for num_columns, dtype, absent, aligned in LOGITS:
-        block, warps = kernels.block_of(num_columns)
+        block, warps = kernels.choose_block(num_columns)
         for kernel, modes in ((kernels.row_stats_kernel, FORWARD), (kernels.row_gradients_kernel, BACKWARD)):
             for mode in modes if aligned else modes[:1]:
                 constants = {"BLOCK": block} | absent | mode

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_megatron.losses import ClippedPGLossFn, DPOLossFn, MSEValueLoss, NLLLoss, PreferenceLoss, build_loss
-from rl_megatron.losses.streams import first_nan
+from rl_megatron.losses.streams import find_nan
 from tests.contract.loss_cases import VOCAB, pair_batch, policy_batch, token_logits, value_batch
 
 BATCH = policy_batch(torch.Generator().manual_seed(0))
@@ -89,28 +89,28 @@ class TestFirstNaN:
     def test_what_the_loss_reads_comes_first(self):
         nan = torch.full((1, 3), torch.nan)
         batch = {"unread": nan, "returns": nan, "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
-        assert first_nan(batch, {"values": nan[:, 1:]}) == "values[0, 0]"
-        assert first_nan(batch, {"values": nan[:, 1:]}, ("returns",)) == "data['returns'][0, 0]"
-        assert first_nan(batch, {}, ("token_mask", "returns")) == "data['returns'][0, 0]"
-        assert first_nan(batch, {}) == "data['unread'][0, 0]"
+        assert find_nan(batch, {"values": nan[:, 1:]}) == "values[0, 0]"
+        assert find_nan(batch, {"values": nan[:, 1:]}, ("returns",)) == "data['returns'][0, 0]"
+        assert find_nan(batch, {}, ("token_mask", "returns")) == "data['returns'][0, 0]"
+        assert find_nan(batch, {}) == "data['unread'][0, 0]"
 
     def test_none_where_only_masked_entries_are(self):
         batch = {key: value.clone() for key, value in BATCH.items()}
         batch["advantages"][:, :2] = math.nan  # prompts
         batch["rewards"][2] = math.nan  # a masked sample
-        assert first_nan(batch, {}) is None
+        assert find_nan(batch, {}) is None
         batch["advantages"][3, 2] = math.nan
-        assert first_nan(batch, {}) == "data['advantages'][3, 2]"
+        assert find_nan(batch, {}) == "data['advantages'][3, 2]"
 
     def test_inputs_are_aligned_with_the_next_token(self):
         logprobs = torch.zeros(6, 7)
         logprobs[0, [0, 1]] = math.nan  # of tokens 1 and 2, of which 2 counts
-        assert first_nan(BATCH, {"next_token_logprobs": logprobs}) == "next_token_logprobs[0, 1]"
+        assert find_nan(BATCH, {"next_token_logprobs": logprobs}) == "next_token_logprobs[0, 1]"
 
     def test_streams_with_more_dimensions(self):
         wide = torch.zeros(6, 8, 3)
         wide[0, 4, 2] = math.nan
-        assert first_nan(BATCH | {"teacher": wide}, {}) == "data['teacher'][0, 4, 2]"
+        assert find_nan(BATCH | {"teacher": wide}, {}) == "data['teacher'][0, 4, 2]"
 
     def test_rolled_streams(self):
         """Row 0 counts tokens 2 … 7: entries 1 … 6 of what is rolled by −1."""
@@ -118,13 +118,13 @@ class TestFirstNaN:
         for position, named in [((0, 0), False), ((0, 1), True), ((0, 6), True), ((0, 7), False)]:
             rolled = batch["reference_policy_logprobs"].clone()
             rolled[position] = math.nan
-            found = first_nan(batch | {"reference_policy_logprobs": rolled}, {}, (), DPOLossFn.next_token_keys)
+            found = find_nan(batch | {"reference_policy_logprobs": rolled}, {}, (), DPOLossFn.next_token_keys)
             assert found == (f"data['reference_policy_logprobs'][0, {position[1]}]" if named else None)
 
     def test_tensors_that_are_no_streams_are_passed_over(self):
         batch = pair_batch(torch.Generator().manual_seed(0))
         others = {"rates": torch.full((3,), math.nan), "scale": torch.tensor(math.nan), "names": ["a", "b"]}
-        assert first_nan(others | batch, {}, (), frozenset()) is None
+        assert find_nan(others | batch, {}, (), frozenset()) is None
 
 
 @pytest.mark.parametrize(

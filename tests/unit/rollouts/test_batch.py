@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from rl_megatron.algorithms.advantage_estimators import estimated_advantages
+from rl_megatron.algorithms.advantage_estimators import estimate_advantages
 from rl_megatron.algorithms.advantages import (
     generalized_advantages,
     group_relative,
     group_relative_turns,
     reinforce_plus_plus,
 )
-from rl_megatron.algorithms.ppo import with_advantages
+from rl_megatron.algorithms.ppo import add_advantages
 from rl_megatron.algorithms.rollout import rewards_per_token
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.trajectory_index import TrajectoryIndex
@@ -97,13 +97,13 @@ def test_advantages_of_segments_are_those_of_one_long_sequence(batch):
     batch["values"] = torch.rand(4, 7, generator=torch.Generator().manual_seed(0))
     rewards, values, mask = rewards_per_token(batch, rows, None), batch["values"], batch["token_mask"]
     settings = {"discount": 0.9, "gae_lambda": 0.8}
-    made = with_advantages(Batch.from_whole(batch), PPOConfig(**settings, whiten_advantages=False), None)
+    made = add_advantages(Batch.from_whole(batch), PPOConfig(**settings, whiten_advantages=False), None)
     whole = [torch.cat([x[1], x[2]])[None] for x in (rewards, values, mask)]
     expected, returns = generalized_advantages(*whole, **settings)
     assert torch.equal(made["advantages"][1:3].flatten(), expected[0])
     assert torch.equal(made["returns"][1:3].flatten(), returns[0])
     assert torch.equal(rows.split(rows.join(values)), values)
-    plus = estimated_advantages(Batch.from_whole(batch), GRPOConfig(advantage_estimator="reinforce_plus_plus"), None)
+    plus = estimate_advantages(Batch.from_whole(batch), GRPOConfig(advantage_estimator="reinforce_plus_plus"), None)
     joined = [rows.join(x) for x in (rewards, mask)]
     assert torch.equal(plus, rows.split(reinforce_plus_plus(*joined)))
 
@@ -111,7 +111,7 @@ def test_advantages_of_segments_are_those_of_one_long_sequence(batch):
 def test_groups_are_of_trajectories(batch):
     batch = join([Batch.from_whole(batch), Batch.from_whole(batch)], 4).local
     assert batch["trajectory"].tolist() == [0, 1, 1, 2, 3] and batch.size == 5
-    found = estimated_advantages(Batch.from_whole(batch), GRPOConfig(samples_per_prompt=2), None)
+    found = estimate_advantages(Batch.from_whole(batch), GRPOConfig(samples_per_prompt=2), None)
     first, second = group_relative(torch.tensor([2.5, 4.0]), 2).tolist()  # the sibling of the last one has failed
     assert found.sum(1).tolist() == pytest.approx([3 * first, second, 2 * second, 0.0, 0.0])
     index = TrajectoryIndex(batch)
@@ -133,5 +133,5 @@ def test_estimators_of_turns_see_the_turns_of_whole_trajectories(batch):
     rewards, turns = index.join(rewards_per_token(batch, index, None)), index.join(batch["turn"])
     wanted = group_relative_turns(rewards, torch.where(index.join(batch["token_mask"]) > 0, turns, -1), 2)
     settings = GRPOConfig(samples_per_prompt=2, advantage_estimator="group_relative_turns")
-    found = estimated_advantages(Batch.from_whole(batch), settings, None)
+    found = estimate_advantages(Batch.from_whole(batch), settings, None)
     assert torch.equal(found, index.split(wanted)) and (found != 0).any(1).tolist() == [True, True, True, False, False]

@@ -10,7 +10,7 @@ import torch
 
 from rl_megatron.batching.batch import Batch
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.runs.anomalies import Anomalies, described_sequences
+from rl_megatron.runs.anomalies import Anomalies, describe_sequences
 from tests.unit.algorithms.fakes import Characters
 
 TRAIN = load_config([]).first.train
@@ -21,7 +21,7 @@ def warnings_of(losses=(), rewards=(), samples=(), **keys):
     anomalies, found = Anomalies(replace(TRAIN, **keys)), []
     for step in range(1, max(map(len, (losses, rewards, samples))) + 1):
         metrics = {name: series[step - 1] for name, series in (("loss", losses), ("reward", rewards)) if series}
-        found += [(step, what) for what in anomalies.of_step(step, metrics, samples[step - 1] if samples else None)]
+        found += [(step, what) for what in anomalies.check_step(step, metrics, samples[step - 1] if samples else None)]
     return found
 
 
@@ -103,9 +103,9 @@ def batch_of(texts, **more):
 
 def test_sequences_are_named_by_place_data_and_beginning():
     batch = batch_of(["one", "two\nlines", "x" * 90])
-    shown = described_sequences(batch, Characters(), lambda: ["a.jsonl:4", "", "a.jsonl:9"])
+    shown = describe_sequences(batch, Characters(), lambda: ["a.jsonl:4", "", "a.jsonl:9"])
     assert shown == f"sequences 0 (a.jsonl:4): 'one', 1: 'two lines', 2 (a.jsonl:9): '{'x' * 59}…'"
-    assert described_sequences(Batch.from_whole(batch_of(list("abcdefgh"))), Characters(), list).endswith(
+    assert describe_sequences(Batch.from_whole(batch_of(list("abcdefgh"))), Characters(), list).endswith(
         "5: 'f' and 2 more"
     )
 
@@ -113,4 +113,4 @@ def test_sequences_are_named_by_place_data_and_beginning():
 def test_of_rollouts_each_prompt_is_named_once():
     batch = batch_of(["1+1=2", "1+1=3", "2+2=4", "2+2=5"], prompt_lengths=torch.tensor([4, 4, 4, 4]))
     locations = SimpleNamespace()  # never called
-    assert described_sequences(batch, Characters(), locations) == "samples of prompts 0: '1+1=', 2: '2+2='"
+    assert describe_sequences(batch, Characters(), locations) == "samples of prompts 0: '1+1=', 2: '2+2='"

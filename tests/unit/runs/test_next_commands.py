@@ -8,14 +8,14 @@ import pytest
 from rl_megatron.cli.parser import build_parser
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.runs.next_commands import next_commands
+from rl_megatron.runs.next_commands import list_next_commands
 from tests.unit.algorithms.fakes import Characters
 
 
 def commands_of(*overrides, output_dir="outputs/run"):
     config = load_config([*overrides, f"output_dir={output_dir}"])
     checkpoint = Path(config.output_dir) / "checkpoints" / list(config.stages)[-1] / "step-000003"
-    return [command for _, command in next_commands(config, Characters(), checkpoint)]
+    return [command for _, command in list_next_commands(config, Characters(), checkpoint)]
 
 
 def test_they_inspect_export_and_go_on():

@@ -11,8 +11,14 @@ import yaml
 from rl_megatron.api.settings import run_config
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config, to_yaml
-from rl_megatron.runs.rerun import earlier_run, move_aside, recorded_config, refuse_changes, weights_source
-from rl_megatron.runs.user_files import file_digests
+from rl_megatron.runs.rerun import (
+    build_run_yaml,
+    describe_weights,
+    find_earlier_run,
+    move_aside,
+    refuse_changes,
+)
+from rl_megatron.runs.user_files import digest_files
 
 BASE = ("experiment=quickstart", "stages.sft.train.steps=8")
 
@@ -191,7 +197,7 @@ def test_the_record_of_a_finished_run_stays_as_it_is(run, loaded, logged):
     text = to_yaml(one) + "# the user's note\n"
     (run / "config.yaml").write_text(text)
     shorter = replace(one.first, train=replace(one.first.train, steps=600))
-    assert recorded_config(replace(one, stages={"pretrain": shorter}), run) == text
+    assert build_run_yaml(replace(one, stages={"pretrain": shorter}), run) == text
     assert logged == [
         f"stage pretrain: skipped, it is complete at step 650: {run}/checkpoints/pretrain/step-000650",
         "stage pretrain: settings that changed have no effect on it: train.steps: 650 → 600",
@@ -200,7 +206,7 @@ def test_the_record_of_a_finished_run_stays_as_it_is(run, loaded, logged):
 
 def test_finished_stages_keep_their_settings_and_a_resumed_one_says_what_changed(run, loaded, logged):
     config = loaded(*BASE, "stages.sft.train.steps=16", "train.keep_checkpoints=5")
-    stages = yaml.safe_load(recorded_config(config, run))["stages"]
+    stages = yaml.safe_load(build_run_yaml(config, run))["stages"]
     assert {name: stage["train"]["keep_checkpoints"] for name, stage in stages.items()} == {
         "pretrain": 2, "sft": 5, "grpo": 5,
     }  # fmt: skip
@@ -213,7 +219,7 @@ def test_finished_stages_keep_their_settings_and_a_resumed_one_says_what_changed
 def test_a_run_in_a_new_directory_says_nothing(tmp_path, loaded, logged):
     config = loaded(*BASE)
     refuse_changes(config)
-    assert recorded_config(config, tmp_path / "run") == to_yaml(config)
+    assert build_run_yaml(config, tmp_path / "run") == to_yaml(config)
     assert logged == []
 
 
@@ -223,7 +229,7 @@ def test_a_run_in_a_new_directory_says_nothing(tmp_path, loaded, logged):
 def test_without_resume_a_run_begins_anew_and_the_earlier_one_is_moved_aside(run, loaded, logged):
     anew = loaded(*BASE, "train.seed=7", "resume=false")
     refuse_changes(anew)
-    assert not earlier_run(anew).exists() and earlier_run(loaded(*BASE)) == run
+    assert not find_earlier_run(anew).exists() and find_earlier_run(loaded(*BASE)) == run
     files = sorted(path.relative_to(run) for path in run.rglob("*"))
     for number in ("previous", "previous-2"):
         move_aside(anew)
@@ -240,7 +246,7 @@ def test_a_run_that_goes_on_is_not_moved(run, loaded, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun restarts the ranks after a failure
     anew = loaded(*BASE, "resume=false")
     move_aside(anew)
-    assert run.exists() and earlier_run(anew) == run
+    assert run.exists() and find_earlier_run(anew) == run
 
 
 def test_without_a_run_there_nothing_is_moved(tmp_path, loaded):
@@ -265,15 +271,15 @@ def test_the_weights_that_a_stage_starts_from(tmp_path, monkeypatch):
     alone = load_config(["init_from=runs/a/", "train.seed=4"])
     given = f"init_from={tmp_path.resolve()}/runs/a"
     for same in ("runs/a", "runs/b/../a", str(tmp_path / "runs" / "a")):
-        assert weights_source(replace(alone, init_from=same), tmp_path, "sft") == given
-    assert weights_source(replace(alone, init_from=None), tmp_path, "sft").endswith("new weights of train.seed=4")
+        assert describe_weights(replace(alone, init_from=same), tmp_path, "sft") == given
+    assert describe_weights(replace(alone, init_from=None), tmp_path, "sft").endswith("new weights of train.seed=4")
     two = replace(alone, stages={"sft": alone.first, "dpo": alone.first})
-    assert weights_source(two, tmp_path, "sft") == given
+    assert describe_weights(two, tmp_path, "sft") == given
     found = []
     for steps in (50, 60, 80):  # not yet there; already there; gone past
         saved(tmp_path / "checkpoints" / "sft", steps)
         first = replace(alone.first, train=replace(alone.first.train, steps=60))
-        found.append(weights_source(replace(two, stages={"sft": first, "dpo": first}), tmp_path, "dpo"))
+        found.append(describe_weights(replace(two, stages={"sft": first, "dpo": first}), tmp_path, "dpo"))
     assert found == [f"step {step} of stage 'sft' (stages.sft.train.steps)" for step in (60, 60, 80)]
 
 
@@ -306,13 +312,13 @@ def test_a_changed_file_is_reported_when_a_run_goes_on(tmp_path, loaded, logged)
         "algorithm=grpo", f"data.path={tmp_path}/da*.jsonl", "data.format=chat", f"data.chat_template={template}",
         f"reward.functions=[{{path: {code}, name: right}}]",
     )  # fmt: skip
-    digests = file_digests(config.first)
+    digests = digest_files(config.first)
     assert digests.keys() == {str(data), str(code), str(template)}
     saved(tmp_path / "run" / "checkpoints" / "grpo", 4, to_yaml(config), user_files=digests)
-    recorded_config(config, tmp_path / "run")
+    build_run_yaml(config, tmp_path / "run")
     assert not any("changed" in line for line in logged)
     code.write_text("after")
-    recorded_config(config, tmp_path / "run")
+    build_run_yaml(config, tmp_path / "run")
     said = f"stage grpo: {code} changed since the stage began, so its steps up to 4 were trained with other content"
     assert said in logged
 
@@ -327,14 +333,14 @@ def test_a_changed_python_reward_function_is_reported_when_a_run_goes_on(tmp_pat
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1="}\n')
     config = settings(short)
-    digests = file_digests(config.first)
+    digests = digest_files(config.first)
     assert digests.keys() == {str(data), "the function short"}
     saved(tmp_path / "run" / "checkpoints" / "grpo", 4, to_yaml(config), user_files=digests)
-    recorded_config(settings(short), tmp_path / "run")
+    build_run_yaml(settings(short), tmp_path / "run")
     assert not any("changed" in line for line in logged)
 
     def short(completion):
         return 1.0 - len(completion)
 
-    recorded_config(settings(short), tmp_path / "run")
+    build_run_yaml(settings(short), tmp_path / "run")
     assert any(line.startswith("stage grpo: the function short changed since the stage began") for line in logged)

@@ -7,7 +7,7 @@ import pytest
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.runs import roll_back as roll_back_module
-from rl_megatron.runs.roll_back import with_roll_backs
+from rl_megatron.runs.roll_back import run_with_roll_backs
 from rl_megatron.training.metrics import NonFiniteLoss
 
 TRAIN = replace(load_config([]).first.train, on_nonfinite="roll_back", save_every=10, max_nonfinite_steps=2)
@@ -36,7 +36,7 @@ def run(monkeypatch, tmp_path):
                     saved.append(step)
             return list(batches.values())
 
-        return with_roll_backs(stage, replace(TRAIN, **train), tmp_path)
+        return run_with_roll_backs(stage, replace(TRAIN, **train), tmp_path)
 
     return run
 

@@ -36,7 +36,7 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     )  # fmt: skip
     fakes = {"SyncedEngine": closing("engine"), "Scorer": closing("scorer"), "build_evaluation": closing("evaluation")}
     fakes |= {"MegatronPolicy": None, "build_engine": None, "make_sampling": None, "LogprobCheck": None}
-    fakes |= {"Stage": stage, "algorithm_of": algorithm, "build_runner": closing("rollout worker")}
+    fakes |= {"Stage": stage, "get_algorithm": algorithm, "build_runner": closing("rollout worker")}
     fakes |= {"StepMeter": SimpleNamespace(timer=stage.timer), "StepProfiler": None, "build_dataset_loader": None}
     for name, made in fakes.items():
         monkeypatch.setattr(stage_runner, name, lambda *args, made=made, **options: made)

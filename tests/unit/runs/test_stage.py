@@ -23,7 +23,7 @@ from rl_megatron.runs import stage as stage_module
 from rl_megatron.runs.evaluations import Evaluations
 from rl_megatron.runs.stage import Stage
 from rl_megatron.runs.stopping import RunStopped
-from rl_megatron.runs.verify import manifest_at_the_end
+from rl_megatron.runs.verify import find_last_manifest
 from rl_megatron.timing import PhaseTimer
 from rl_megatron.training.metrics import NonFiniteLoss
 from tests.unit.algorithms.fakes import ONE_RANK, Characters, Echo, ScoredHere, Scripted, rollouts_of, whole
@@ -269,11 +269,11 @@ def test_a_finished_stage_is_known_by_its_last_step(monkeypatch, tmp_path):
     manifest = {"step": 6, "results": {"measures": {}}}
     monkeypatch.setattr("rl_megatron.runs.verify.find_checkpoints", lambda directory: [tmp_path])
     monkeypatch.setattr("rl_megatron.runs.verify.read_manifest", lambda path, model: manifest)
-    assert manifest_at_the_end(tmp_path, config) == manifest
+    assert find_last_manifest(tmp_path, config) == manifest
     manifest["step"] = 5
-    assert manifest_at_the_end(tmp_path, config) is None
+    assert find_last_manifest(tmp_path, config) is None
     monkeypatch.setattr("rl_megatron.runs.verify.find_checkpoints", lambda directory: [])
-    assert manifest_at_the_end(tmp_path, config) is None
+    assert find_last_manifest(tmp_path, config) is None
 
 
 @pytest.mark.parametrize(

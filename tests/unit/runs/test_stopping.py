@@ -27,7 +27,7 @@ def test_a_step_is_begun_only_if_it_and_its_save_can_end_before_the_limit():
     stopping.begin_step()
     clock.now += 100
     assert stopping.reason() is None, "500 s are left for a step of 100 s and a save that was never measured"
-    stopping.saved(150.0)
+    stopping.record_save(150.0)
     clock.now += 50
     assert stopping.reason() is None, "450 s are left for the longest step and the longest save, 250 s"
     clock.now += 210
@@ -37,7 +37,7 @@ def test_a_step_is_begun_only_if_it_and_its_save_can_end_before_the_limit():
 def test_the_end_of_a_slurm_job_leaves_time_to_end_the_job():
     clock = Clock()
     stopping = Stopping(environment={SLURM_END: "2000"}, clock=clock)
-    stopping.saved(20.0)
+    stopping.record_save(20.0)
     stopping.begin_step()
     clock.now = 1900.0
     stopping.begin_step()

@@ -8,7 +8,7 @@ from rl_megatron.checkpoint.directory import Damaged, name_checkpoint, publish, 
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.runs import verify
-from rl_megatron.runs.verify import refuse_damage, with_remedy
+from rl_megatron.runs.verify import add_remedy, refuse_damage
 from rl_megatron.topology.ranks import Ranks
 
 
@@ -59,7 +59,7 @@ def test_the_newest_undamaged_checkpoint_is_named(tmp_path, config):
         save(stage.with_name("ppo.critic"), step, config.first.model)
 
     def said(damaged, config=config):
-        return str(with_remedy(Damaged("damaged"), damaged, config, read_manifest))
+        return str(add_remedy(Damaged("damaged"), damaged, config, read_manifest))
 
     newest = stage / "step-000004"
     assert (
