@@ -30,10 +30,8 @@ def built(tmp_path, monkeypatch):
     """`built(kind, **settings)`: the batch of all items, and whether tokens were made for it."""
     monkeypatch.setattr(token_cache, "CACHE", TokenCache(smallest=0))
     made = []
-    make = token_cache.tracked
-    monkeypatch.setattr(
-        token_cache, "tracked", lambda items, what, total: made.append(what) or make(items, what, total)
-    )
+    make = token_cache.track
+    monkeypatch.setattr(token_cache, "track", lambda items, what, total: made.append(what) or make(items, what, total))
 
     def build(kind="answers", records=RECORDS, tokenizer=TOKENIZER, cache_dir=tmp_path / "cache", **settings):
         made.clear()
