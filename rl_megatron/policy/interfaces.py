@@ -80,7 +80,7 @@ class PolicyInterface(ABC):
         """End a training phase: put modules into evaluation mode."""
 
     @abstractmethod
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Write weights, optimizer, scheduler and position, so that training can continue bitwise."""
 
     @abstractmethod
