@@ -58,16 +58,16 @@ class Batches:
     optimizer_steps: int
 
     @classmethod
-    def of(cls, workload: Workload) -> Self:
+    def from_workload(cls, workload: Workload) -> Self:
         """Return the batches of a workload in its layout."""
         stage = workload.stage
         layout = ConfiguredLayout(workload.data, stage.parallel.context, sequence_multiple(stage.parallel))
-        return cls.in_layout(
+        return cls.from_layout(
             workload, layout, workload.most_per_microbatch, stage.train.batching, workload.filled_multiple
         )
 
     @classmethod
-    def in_layout(
+    def from_layout(
         cls, workload: Workload, layout: ConfiguredLayout, most: int, kind: BatchingKind, multiple: int
     ) -> Self:
         """Return the batches of a workload in any layout.
@@ -81,7 +81,9 @@ class Batches:
         """
 
         def shape(sequences: int, times: int, group_size: int) -> BatchShape:
-            sizes = MicrobatchSizes.of(sequences, layout.data, most, kind, group_size=group_size, multiple=multiple)
+            sizes = MicrobatchSizes.from_sequences(
+                sequences, layout.data, most, kind, group_size=group_size, multiple=multiple
+            )
             return BatchShape(
                 tuple(
                     (

@@ -45,12 +45,13 @@ def training_bytes(
             gradients are in buffers with alignment.
         overlap: `optimizer.overlap`, which splits the buffers of the first stage into buckets.
     """
-    place = shape.place(rank)
-    buffers = plan_gradient_buffers(shape, place.stage, distributed=distributed, overlap=overlap)
+    rank_place = shape.place(rank)
+    buffers = plan_gradient_buffers(shape, rank_place.stage, distributed=distributed, overlap=overlap)
     elements = sum(buffer.elements for buffer in buffers)
     if distributed and shape.has_replicas:
         of_rank = sum(
-            buffer.shard_elements(place.expert_data if buffer.of_experts else place.data) for buffer in buffers
+            buffer.shard_elements(rank_place.expert_data if buffer.of_experts else rank_place.data)
+            for buffer in buffers
         )
     else:
         of_rank = elements

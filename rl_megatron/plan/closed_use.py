@@ -25,7 +25,7 @@ from rl_megatron.plan.settings import Settings
 
 # Operators of a layer's forward pass, without experts, of each expert, of a microbatch's loss with its gradient, and of
 # an optimizer step, as counted on the portable layers.
-_OPERATORS_OF_LAYER, _OPERATORS_OF_EXPERT, _OPERATORS_OF_LOSS, _OPERATORS_OF_OPTIMIZER = 14, 8, 300, 20
+_OPERATORS_PER_LAYER, _OPERATORS_PER_EXPERT, _OPERATORS_PER_LOSS, _OPERATORS_PER_OPTIMIZER = 14, 8, 300, 20
 # How often a forward and a backward pass read or write what a layer keeps for backward.
 _PASSES_OVER_ACTIVATIONS = 14
 _FORWARD_PASSES = 5  # of these, in a forward pass alone
@@ -33,7 +33,7 @@ _FORWARD_PASSES = 5  # of these, in a forward pass alone
 _UPDATE_TRAFFIC = 2.5
 
 
-def closed_use_of(settings: Settings, stage: int) -> RankUse:
+def estimate_use(settings: Settings, stage: int) -> RankUse:
     """Return what a rank of a pipeline stage uses in each phase of a step.
 
     Args:
@@ -44,7 +44,7 @@ def closed_use_of(settings: Settings, stage: int) -> RankUse:
     kind: RankKind = "last stage" if stage == stages - 1 else "middle stage" if stage else "first stage"
     phases = tuple(_Phases(settings, stage).all())
     if settings.servers is not None:
-        phases = settings.servers.beside(phases)
+        phases = settings.servers.add_memory_to(phases)
     return RankUse(kind, stage * settings.shape.stage_ranks, phases)
 
 
@@ -54,7 +54,7 @@ class _Phases:
     def __init__(self, settings: Settings, stage: int):
         self._settings, self._stage, self._shape = settings, stage, settings.shape
         parallel = self._shape.parallel
-        self._kept = settings.held(stage)
+        self._kept = settings.count_static_bytes(stage)
         self._size = closed_forms.element_bytes(settings.precision)
         self._weights = self._size * sum(self._shape.elements(stage))
         self._is_last = stage == parallel.pipeline - 1
@@ -65,7 +65,7 @@ class _Phases:
         self._delta_layers = sum(count for kind, count in self._kinds.items() if kind.has_delta_rule)
         local_experts = (self._shape.model.num_experts or 0) // parallel.expert
         self._operators = (
-            self._layers * _OPERATORS_OF_LAYER + self._expert_layers * local_experts * _OPERATORS_OF_EXPERT
+            self._layers * _OPERATORS_PER_LAYER + self._expert_layers * local_experts * _OPERATORS_PER_EXPERT
         )
 
     def all(self) -> Iterator[PhaseUse]:
@@ -112,8 +112,8 @@ class _Phases:
                 settings.computed_share
                 * self._flops(shape, batch, lambda flops: flops.with_backward(shape.model.recompute), all_tokens=False)
             ),
-            kernels=count * (passes * self._operators + self._is_last * _OPERATORS_OF_LOSS)
-            + steps * _OPERATORS_OF_OPTIMIZER,
+            kernels=count * (passes * self._operators + self._is_last * _OPERATORS_PER_LOSS)
+            + steps * _OPERATORS_PER_OPTIMIZER,
             memory_bytes=round(
                 settings.computed_share
                 * (_PASSES_OVER_ACTIVATIONS + _FORWARD_PASSES * recomputes)
@@ -123,8 +123,8 @@ class _Phases:
                 + steps * _UPDATE_TRAFFIC * held.optimizer
             ),
             collectives=(
-                *self._of_layers(batch, count, forwards=2 if recomputes else 1, backwards=1),
-                *self._of_gradients(shape, distributed),
+                *self._list_layer_collectives(batch, count, forwards=2 if recomputes else 1, backwards=1),
+                *self._list_gradient_collectives(shape, distributed),
             ),
         )
 
@@ -148,7 +148,7 @@ class _Phases:
                 settings.computed_share * _FORWARD_PASSES * self._layers * self._bytes_of_layer(batch.tokens)
                 + count * self._weights
             ),
-            collectives=tuple(self._of_layers(batch, count, forwards=1, backwards=0)),
+            collectives=tuple(self._list_layer_collectives(batch, count, forwards=1, backwards=0)),
             host_bytes=arriving,
         )  # fmt: skip
 
@@ -177,7 +177,7 @@ class _Phases:
         if tensor > 1:
             exchanges.append(Collective("all_reduce", "tensor", tensor, hidden, round(passes * 2 * self._layers)))
         if self._expert_layers:
-            exchanges += self._between_experts(hidden * shape.model.experts_per_token, round(passes), 1)
+            exchanges += self._list_expert_collectives(hidden * shape.model.experts_per_token, round(passes), 1)
         return PhaseUse(
             "generate",
             peak,
@@ -216,7 +216,9 @@ class _Phases:
         peak = replace(refit.peak, optimizer=refit.peak.optimizer - moved)
         return replace(refit, peak=peak, after_bytes=refit.after_bytes - moved, host_bytes=refit.host_bytes + moved)
 
-    def _of_layers(self, batch: BatchShape, count: int, *, forwards: int, backwards: int) -> Iterator[Collective]:
+    def _list_layer_collectives(
+        self, batch: BatchShape, count: int, *, forwards: int, backwards: int
+    ) -> Iterator[Collective]:
         """Yield the collectives of the layers, for `count` microbatches with so many forward and backward passes."""
         model, parallel = self._shape.model, self._shape.parallel
         tokens = self._settings.computed_share * batch.tokens / count  # of a microbatch, on average
@@ -243,15 +245,15 @@ class _Phases:
                 yield Collective("all_to_all", "context", parallel.context, sent, calls)
         if self._expert_layers:
             routed = round(between * model.experts_per_token * model.hidden_size * self._size)
-            yield from self._between_experts(routed, count, both)
+            yield from self._list_expert_collectives(routed, count, both)
         if parallel.pipeline > 1:
             sent, per_stage = round(between * model.hidden_size * self._size), parallel.virtual_pipeline
             # A forward pass sends to the next stage, a backward pass to the one before. Recomputation sends nothing.
-            before, after = per_stage - (self._stage == 0), per_stage - self._is_last
-            yield Collective("send", "pipeline", parallel.pipeline, sent, count * (after + backwards * before))
-            yield Collective("recv", "pipeline", parallel.pipeline, sent, count * (before + backwards * after))
+            earlier, later = per_stage - (self._stage == 0), per_stage - self._is_last
+            yield Collective("send", "pipeline", parallel.pipeline, sent, count * (later + backwards * earlier))
+            yield Collective("recv", "pipeline", parallel.pipeline, sent, count * (earlier + backwards * later))
 
-    def _between_experts(self, routed: int, count: int, passes: int) -> Iterator[Collective]:
+    def _list_expert_collectives(self, routed: int, count: int, passes: int) -> Iterator[Collective]:
         """Yield the collectives that send tokens to experts and back.
 
         Args:
@@ -265,7 +267,7 @@ class _Phases:
         if parallel.expert_tensor > 1:
             yield Collective("all_to_all", "expert", parallel.expert_tensor, routed * parallel.expert_tensor, 2 * calls)
 
-    def _of_gradients(self, shape: ShardedShape, distributed: bool) -> Iterator[Collective]:
+    def _list_gradient_collectives(self, shape: ShardedShape, distributed: bool) -> Iterator[Collective]:
         """Yield the collectives of optimizer steps: gradients are summed, and updated weights are gathered."""
         steps = self._settings.batches.optimizer_steps
         shards = (shape.data_shards, shape.expert_shards)

@@ -24,7 +24,7 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.plan.closed_use import closed_use_of
+from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.devices import Cluster
 from rl_megatron.plan.mean_lengths import with_mean_lengths
 from rl_megatron.plan.phases import RankUse
@@ -60,7 +60,7 @@ def plan(config: RunConfig, section: PlanConfig, options: argparse.Namespace) ->
     """
     _check(options)
     name, stage = _stage(config, options.stage)
-    cluster = Cluster.of(section, options.gpu, options.nodes, options.gpus_per_node)
+    cluster = Cluster.from_config(section, options.gpu, options.nodes, options.gpus_per_node)
     if cluster.world_size > _MOST_RANKS:
         raise ConfigError(
             f"--nodes {cluster.nodes} × --gpus-per-node {cluster.gpus_per_node} = {cluster.world_size} ranks: a plan "
@@ -75,7 +75,7 @@ def plan(config: RunConfig, section: PlanConfig, options: argparse.Namespace) ->
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES, highlight=False)
     if options.search:
         return _search(config, name, stage, section, cluster, options, console)
-    report = _report(name, workload_of(stage, cluster.world_size, section), section, cluster, options)
+    report = _report(name, build_workload(stage, cluster.world_size, section), section, cluster, options)
     if options.json:
         print_json(report.as_json())
     else:
@@ -104,7 +104,7 @@ def _check_picture(file: Path) -> None:
         raise ConfigError(f"--picture {file} cannot be written: its directory is missing or may not be written to")
 
 
-def workload_of(stage: StageConfig, world_size: int, section: PlanConfig) -> Workload:
+def build_workload(stage: StageConfig, world_size: int, section: PlanConfig) -> Workload:
     """Return the workload of a stage.
 
     Raises:
@@ -165,11 +165,11 @@ def _stage(config: RunConfig, name: str | None) -> tuple[str, StageConfig]:
 def _report(
     name: str, workload: Workload, section: PlanConfig, cluster: Cluster, options: argparse.Namespace
 ) -> Report:
-    servers = Servers.of(workload, cluster)
-    settings = replace(Settings.of(workload, section.mean_response_tokens), servers=servers)
+    servers = Servers.from_workload(workload, cluster)
+    settings = replace(Settings.from_workload(workload, section.mean_response_tokens), servers=servers)
     stages = stages_to_plan(settings, cluster)
     if options.closed_forms:
-        uses = means = tuple(closed_use_of(settings, stage) for stage in stages)
+        uses = means = tuple(estimate_use(settings, stage) for stage in stages)
         source = _CLOSED_FORMS
     else:
         uses = run_stages(workload, stages, options.exact, servers)
@@ -199,11 +199,11 @@ def run_stages(workload: Workload, stages: Sequence[int], exact: bool, servers: 
         exact: Run all layers.
         servers: The rollout engine's processes, whose memory counts if they share the GPUs.
     """
-    from rl_megatron.plan.run import use_of  # slow to import
+    from rl_megatron.plan.run import measure_use  # slow to import
 
     stage_ranks = workload.world_size // workload.stage.parallel.pipeline
-    uses = [use_of(workload, stage * stage_ranks, exact=exact) for stage in stages]
-    return tuple(uses if servers is None else (replace(use, phases=servers.beside(use.phases)) for use in uses))
+    uses = [measure_use(workload, stage * stage_ranks, exact=exact) for stage in stages]
+    return tuple(uses if servers is None else (replace(use, phases=servers.add_memory_to(use.phases)) for use in uses))
 
 
 def _search(
@@ -218,16 +218,18 @@ def _search(
     """Print the ranking of layouts with the command line of the first, and return the exit status."""
     if options.picture is not None:
         raise ConfigError(f"--picture {options.picture} shows one layout; plan that layout without --search")
-    workload = workload_of(without_layout(stage), cluster.world_size, section)
+    workload = build_workload(without_layout(stage), cluster.world_size, section)
     result = search(workload, cluster, section.mean_response_tokens)
-    own = name if len(config.stages) > 1 else None
+    stage_name = name if len(config.stages) > 1 else None
     wanted = 0 if options.closed_forms else options.verify
-    verified = _verified(result, stage, section, cluster, wanted, options.exact)
-    fits = [place for place, run in verified.items() if run <= cluster.usable_bytes]
+    verified = _run_best(result, stage, section, cluster, wanted, options.exact)
+    fits = [position for position, run in verified.items() if run <= cluster.usable_bytes]
     chosen = fits[:1] if wanted else [1][: len(result.ranked)]
-    commands = {place: command_line(result.ranked[place - 1], options, own, cluster) for place in chosen}
+    commands = {
+        position: command_line(result.ranked[position - 1], options, stage_name, cluster) for position in chosen
+    }
     if options.json:
-        print_json(search_as_json(result, commands, verified, own, options.top))
+        print_json(search_as_json(result, commands, verified, stage_name, options.top))
     else:
         print_search(result, console, commands, verified, cluster.usable_bytes, options.top)
         for note in _layers_note(stage):
@@ -237,28 +239,32 @@ def _search(
     return 0 if commands else 1
 
 
-def _verified(
+def _run_best(
     result: Search, stage: StageConfig, section: PlanConfig, cluster: Cluster, wanted: int, exact: bool
 ) -> dict[int, int]:
-    """Return the peak bytes of the best layouts by their place, of which so many as wanted fit.
+    """Return the peak bytes of the best layouts by their position, of which so many as wanted fit.
 
     At most three times as many are run, and if none of them fits, the one with the lowest peak by closed forms.
     """
-    found: dict[int, int] = {}
+    peaks: dict[int, int] = {}
     if not wanted or not result.ranked:
-        return found
+        return peaks
     ranked = dict(enumerate(result.ranked, 1))
-    lowest = min(ranked, key=lambda place: ranked[place].peak_bytes)
-    for place in dict.fromkeys([*list(ranked)[: 3 * wanted], lowest]):
-        candidate = ranked[place]
-        if place == lowest and place > 3 * wanted and any(peak <= cluster.usable_bytes for peak in found.values()):
+    lowest = min(ranked, key=lambda position: ranked[position].peak_bytes)
+    for position in dict.fromkeys([*list(ranked)[: 3 * wanted], lowest]):
+        candidate = ranked[position]
+        if (
+            position == lowest
+            and position > 3 * wanted
+            and any(peak <= cluster.usable_bytes for peak in peaks.values())
+        ):
             break
-        workload = workload_of(candidate.stage(stage), cluster.world_size, section)
+        workload = build_workload(candidate.stage(stage), cluster.world_size, section)
         stages = stages_to_plan(candidate.settings, cluster)
-        found[place] = max(use.peak_phase.peak_bytes for use in run_stages(workload, stages, exact, result.servers))
-        if sum(peak <= cluster.usable_bytes for peak in found.values()) == wanted:
+        peaks[position] = max(use.peak_phase.peak_bytes for use in run_stages(workload, stages, exact, result.servers))
+        if sum(peak <= cluster.usable_bytes for peak in peaks.values()) == wanted:
             break
-    return found
+    return peaks
 
 
 def _why_no_command(result: Search, verified: Mapping[int, int]) -> str:

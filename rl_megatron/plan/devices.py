@@ -49,7 +49,7 @@ class Cluster:
     link_efficiency: float
 
     @classmethod
-    def of(cls, plan: PlanConfig, gpu: str, nodes: int, gpus_per_node: int) -> Cluster:
+    def from_config(cls, plan: PlanConfig, gpu: str, nodes: int, gpus_per_node: int) -> Cluster:
         """Return the cluster that the options and the section `plan` describe.
 
         Raises:
@@ -85,10 +85,10 @@ def _gpu(plan: PlanConfig, name: str) -> Gpu:
         "fp32_tflops": plan.gpu_fp32_tflops,
         "memory_gb_per_s": plan.gpu_memory_gb_per_s,
     }
-    given = {key: value for key, value in numbers.items() if value is not None}
+    overrides = {key: value for key, value in numbers.items() if value is not None}
     if name in GPUS:
-        return replace(GPUS[name], **given)
-    missing = [f"plan.gpu_{key}=…" for key in ("memory_gib", "bf16_tflops", "memory_gb_per_s") if key not in given]
+        return replace(GPUS[name], **overrides)
+    missing = [f"plan.gpu_{key}=…" for key in ("memory_gib", "bf16_tflops", "memory_gb_per_s") if key not in overrides]
     if missing:
         raise ConfigError(
             f"--gpu {name}: the table has no such GPU{nearest(name.lower(), GPUS)}; for another one, give its numbers: "
@@ -99,14 +99,14 @@ def _gpu(plan: PlanConfig, name: str) -> Gpu:
             f"--gpu {name}: the link within a node is unknown; give plan.link, one of {', '.join(LINKS)}, or "
             "plan.link_gb_per_s=…"
         )
-    return Gpu(name=name, link=plan.link or "", **({"fp32_tflops": given["bf16_tflops"] / 16} | given))
+    return Gpu(name=name, link=plan.link or "", **({"fp32_tflops": overrides["bf16_tflops"] / 16} | overrides))
 
 
-def _bandwidth(key: str, name: str, table: dict[str, float], given: float | None) -> float:
+def _bandwidth(key: str, name: str, table: dict[str, float], override: float | None) -> float:
     """Return the bandwidth that is given, or that of a name. A wrong name is refused even beside a number."""
     if name and name not in table:
         raise ConfigError(
             f"plan.{key}={name}: the table has no such {key}{nearest(name, table)}; for another one, give "
             f"plan.{key}_gb_per_s=… without plan.{key}"
         )
-    return table[name] if given is None else given
+    return table[name] if override is None else override

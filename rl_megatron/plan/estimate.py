@@ -65,9 +65,9 @@ def phase_seconds(
     compute = computed_share * use.flops / (cluster.compute_efficiency * cluster.gpu.tflops(precision) * 1e12)
     memory = use.memory_bytes / (cluster.memory_efficiency * cluster.gpu.memory_gb_per_s * 1e9)
     launch = use.kernels * SECONDS_PER_LAUNCH
-    seconds = [(each, collective_seconds(each, cluster, parallel)) for each in use.collectives]
+    seconds = [(collective, collective_seconds(collective, cluster, parallel)) for collective in use.collectives]
     communication = sum(time for _, time in seconds)
-    in_pipeline = sum(time for each, time in seconds if each.group not in ("data", "world"))
+    in_pipeline = sum(time for collective, time in seconds if collective.group not in ("data", "world"))
     busy = max(compute + memory, launch) + in_pipeline
     return PhaseSeconds(compute, memory, launch, communication, busy * _waiting_share(use, parallel, microbatches))
 

@@ -25,10 +25,10 @@ def with_mean_lengths(use: RankUse, settings: Settings) -> RankUse:
         batch = batches.training if is_training else batches.rollout
         number = settings.mean_number(batch, batches.optimizer_steps if is_training else 1)
         shares[name] = (settings.computed_share, number / batch.number)
-    return replace(use, phases=tuple(_scaled(phase, *shares.get(phase.name, (1.0, 1.0))) for phase in use.phases))
+    return replace(use, phases=tuple(_scale(phase, *shares.get(phase.name, (1.0, 1.0))) for phase in use.phases))
 
 
-def _scaled(phase: PhaseUse, share: float, of_calls: float) -> PhaseUse:
+def _scale(phase: PhaseUse, share: float, of_calls: float) -> PhaseUse:
     """Return a phase with a share of its operations and bytes, and a share of its calls."""
     if share == of_calls == 1.0:
         return phase
@@ -38,10 +38,14 @@ def _scaled(phase: PhaseUse, share: float, of_calls: float) -> PhaseUse:
         kernels=round(of_calls * phase.kernels),
         memory_bytes=round(share * phase.memory_bytes),
         collectives=tuple(
-            replace(each, bytes=round(each.bytes * share / of_calls), count=max(1, round(each.count * of_calls)))
-            if _is_of_tokens(each)
-            else each
-            for each in phase.collectives
+            replace(
+                collective,
+                bytes=round(collective.bytes * share / of_calls),
+                count=max(1, round(collective.count * of_calls)),
+            )
+            if _is_of_tokens(collective)
+            else collective
+            for collective in phase.collectives
         ),
     )
 

@@ -20,7 +20,7 @@ class MicrobatchSizes:
     counts: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(
+    def from_sequences(
         cls, sequences: int, data: int, most: int, kind: BatchingKind, *, group_size: int = 1, multiple: int = 1
     ) -> MicrobatchSizes:
         """Return the microbatches of a global batch.

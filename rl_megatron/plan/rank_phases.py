@@ -25,7 +25,14 @@ from rl_megatron.losses import as_loss
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.build import Head, unwrap
-from rl_megatron.plan.measured import Measured, along_microbatches, of_decoding, of_steps, one_after_the_other, without
+from rl_megatron.plan.measured import (
+    Measured,
+    combine_decoding,
+    combine_sequential,
+    extrapolate_microbatches,
+    repeat,
+    subtract,
+)
 from rl_megatron.plan.microbatches import MicrobatchSizes
 from rl_megatron.plan.phases import PhaseName
 from rl_megatron.plan.workload import Workload
@@ -168,10 +175,10 @@ class RankPhases:
 
         work = self.workload
         of_batches = [
-            of_steps(self._along_microbatches(run, sequences, work.microbatches(sequences)), steps)
+            repeat(self._along_microbatches(run, sequences, work.microbatches(sequences)), steps)
             for sequences, steps in work.optimizer_batches
         ]
-        return one_after_the_other(of_batches)
+        return combine_sequential(of_batches)
 
     def _along_microbatches(
         self, run: Callable[[int], Measured], sequences: int, microbatches: MicrobatchSizes
@@ -188,13 +195,13 @@ class RankPhases:
         if microbatches.number <= enough + depth:
             return run(sequences)
         few, more = run(data * enough * most), run(data * (enough + depth) * most)
-        result = along_microbatches(few, more, (microbatches.number - enough) / depth)
+        result = extrapolate_microbatches(few, more, (microbatches.number - enough) / depth)
         if microbatches.smallest == most:
             return result
         lacking = most - microbatches.smallest  # in one microbatch of `less`
         less = run(data * ((enough + depth) * most - lacking))
         lacking_of_all = microbatches.number * most - microbatches.sequences
-        return without(result, more, less, lacking_of_all / lacking)
+        return subtract(result, more, less, lacking_of_all / lacking)
 
     def _batch(self, count: int, keys: Iterable[str]) -> BatchedDataDict:
         """Return a global batch of so many sequences. All of them have the same length."""
@@ -252,14 +259,14 @@ class RankPhases:
         with self.ledger.phase("generate") as first, decoder.active():
             decoder.advance()
         if work.response_tokens == 1:
-            return of_decoding(prompt[0], first[0], first[0], 1, total / slots)
+            return combine_decoding(prompt[0], first[0], first[0], 1, total / slots)
         del decoder
         decoder = decoder_with(work.response_tokens - 1)
         with decoder.active():
             read(decoder)
         with self.ledger.phase("generate") as last, decoder.active():
             decoder.advance()
-        return of_decoding(prompt[0], first[0], last[0], work.response_tokens, total / slots)
+        return combine_decoding(prompt[0], first[0], last[0], work.response_tokens, total / slots)
 
     def refit(self) -> Measured:
         """Fill the buckets of a weight sync, and sum them over the ranks."""
@@ -272,10 +279,10 @@ class RankPhases:
             max_bytes = round(generation.refit_bucket_mb * _MEGABYTE)
             sender = policy.weights
             if generation.refit == "adapter":
-                for _ in _filled(WeightSender(policy.model, BaseExporter).get_exporter(max_bytes), num_buffers=1):
+                for _ in _fill_buckets(WeightSender(policy.model, BaseExporter).get_exporter(max_bytes), num_buffers=1):
                     pass  # engines get the base when they start
                 sender = WeightSender(policy.model, AdapterExporter)
-            for filled in _filled(sender.get_exporter(max_bytes)):
+            for filled in _fill_buckets(sender.get_exporter(max_bytes)):
                 dist.all_reduce(filled)
         if offloads and policy.optimizer is not None:  # as training does; the host keeps its copies
             policy.memory.restore_optimizer()
@@ -305,7 +312,7 @@ class RankPhases:
             self._models.pop().shutdown()
 
 
-def _filled(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Tensor]:
+def _fill_buckets(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Tensor]:
     """Yield the filled buckets of an exporter, in so many buffers by turns."""
     buckets = exporter.plan.buckets
     buffers = [exporter.allocate_buffer() for _ in buckets[:num_buffers]]

@@ -34,7 +34,7 @@ class Report:
         cluster: Where.
         uses: What a rank of the first, a middle and the last pipeline stage uses.
         estimate: The time of a step.
-        source: How `uses` were found, for the reader.
+        source: How `uses` were computed, for the reader.
         servers: The rollout engine's processes, or None if the policy generates itself or nothing is sampled.
     """
 
@@ -98,7 +98,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(_memory_table(report))
     verdict = "fits" if report.fits else "does not fit"
     console.print(
-        f"Memory: {verdict}. The peak of {report.peak_bytes / GIB:.2f} GiB {_compared(report)}; the margin "
+        f"Memory: {verdict}. The peak of {report.peak_bytes / GIB:.2f} GiB {_compare_peak(report)}; the margin "
         f"is {report.cluster.memory_margin:.0%}. Host memory of a node: {report.host_bytes_per_node / GIB:.1f} GiB."
     )
     console.print(_time_table(report.uses, report.estimate))
@@ -106,19 +106,19 @@ def print_report(report: Report, console: Console) -> None:
     if report.servers is not None:
         console.print(report.servers.note)
     syncs = {
-        (phase.name, place): count
+        (phase.name, location): count
         for use in report.uses
         for phase in use.phases
         if phase.name in report.estimate.phases
-        for place, count in phase.syncs
+        for location, count in phase.syncs
         if count >= _FEWEST_SYNCS
     }
-    for (phase, place), count in sorted(syncs.items(), key=lambda item: -item[1])[:_MOST_PLACES]:
-        console.print(f"In {phase}, the host waits for the GPU {count} times at {place}.")
+    for (phase, location), count in sorted(syncs.items(), key=lambda item: -item[1])[:_MOST_PLACES]:
+        console.print(f"In {phase}, the host waits for the GPU {count} times at {location}.")
     console.print(report.source)
 
 
-def _compared(report: Report) -> str:
+def _compare_peak(report: Report) -> str:
     total = report.cluster.gpu.memory_gib
     if report.free_share < 0:
         return f"exceeds {total:g} GiB by {report.peak_bytes / GIB - total:.2f} GiB"
@@ -208,7 +208,7 @@ def _time_table(uses: Sequence[RankUse], estimate: StepEstimate) -> Table:
 
 
 def _in_collectives(phase: PhaseUse) -> int:
-    return sum(each.bytes * each.count for each in phase.collectives)
+    return sum(collective.bytes * collective.count for collective in phase.collectives)
 
 
 def _verdict_of_time(estimate: StepEstimate, servers: Servers | None) -> str:
@@ -233,19 +233,19 @@ def print_search(
     Args:
         result: The result.
         console: Where to print.
-        commands: The command line of candidates, by their place.
-        verified: The peak bytes of candidates that were run, by their place.
+        commands: The command line of candidates, by their position.
+        verified: The peak bytes of candidates that were run, by their position.
         usable_bytes: The bytes that fit.
         top: How many candidates to print.
     """
     table = Table(title=f"The {min(top, len(result.ranked))} fastest layouts (estimates)", title_justify="left")
     for name in ("#", "layout", "settings", "peak GiB", "run GiB", "step s", "train s", "MFU"):
         table.add_column(name, justify="left" if name in ("layout", "settings") else "right")
-    for place, candidate in enumerate(result.ranked[:top], 1):
-        estimate, run = candidate.estimate, verified.get(place)
+    for position, candidate in enumerate(result.ranked[:top], 1):
+        estimate, run = candidate.estimate, verified.get(position)
         was_run = "" if run is None else f"{run / GIB:.1f}" + " !" * (run > usable_bytes)
         table.add_row(
-            str(place), _degrees(candidate), _choices(candidate), f"{candidate.peak_bytes / GIB:.1f}", was_run,
+            str(position), _degrees(candidate), _choices(candidate), f"{candidate.peak_bytes / GIB:.1f}", was_run,
             f"{estimate.seconds:.3g}", f"{estimate.phases['train'].total:.3g}", f"{estimate.mfu:.0%}",
         )  # fmt: skip
     console.print(table)
@@ -261,11 +261,11 @@ def print_search(
     )
     if result.servers is not None:
         console.print(f"{result.servers.note} Steps are without generation.")
-    for place, run in verified.items():
+    for position, run in verified.items():
         verdict = "and fits" if run <= usable_bytes else "which does not fit"
-        console.print(f"Layout {place} was run on fake GPUs: its peak is {run / GIB:.2f} GiB, {verdict}.")
-    for place, command in commands.items():
-        console.print(f"The command line of layout {place}, on each node:")
+        console.print(f"Layout {position} was run on fake GPUs: its peak is {run / GIB:.2f} GiB, {verdict}.")
+    for position, command in commands.items():
+        console.print(f"The command line of layout {position}, on each node:")
         console.print(command, soft_wrap=True)
 
 
@@ -302,11 +302,11 @@ def search_as_json(
             {
                 "overrides": candidate.overrides(stage),
                 "peak_bytes": candidate.peak_bytes,
-                "run_peak_bytes": verified.get(place),
+                "run_peak_bytes": verified.get(position),
                 "estimate": _estimate_as_json(candidate.estimate),
-                "command": commands.get(place),
+                "command": commands.get(position),
             }
-            for place, candidate in enumerate(result.ranked[:top], 1)
+            for position, candidate in enumerate(result.ranked[:top], 1)
         ],
     }
 
@@ -346,19 +346,19 @@ def draw(report: Report, file: Path) -> None:
 
 def _draw_rank(axes: Any, use: RankUse, cluster: Cluster) -> None:
     colours = {name: f"C{index}" for index, name in enumerate(_CATEGORIES)}
-    for place, phase in enumerate(use.phases):
+    for position, phase in enumerate(use.phases):
         if len(phase.timeline) > 1:
             operators, live = zip(*phase.timeline, strict=True)
             last = max(operators) or 1
             axes.fill_between(
-                [place - 0.45 + 0.9 * operator / last for operator in operators], [size / GIB for size in live],
-                color="0.75", step="post", label="live bytes over operators" if place == 0 else None,
+                [position - 0.45 + 0.9 * operator / last for operator in operators], [size / GIB for size in live],
+                color="0.75", step="post", label="live bytes over operators" if position == 0 else None,
             )  # fmt: skip
-        width, left = (0.9, place) if len(phase.timeline) < 2 else (0.08, place - 0.45)
+        width, left = (0.9, position) if len(phase.timeline) < 2 else (0.08, position - 0.45)
         bottom = 0.0
         for name in _CATEGORIES:
             height = getattr(phase.peak, name) / GIB
-            label = _TITLES.get(name, name) if place == 0 else None
+            label = _TITLES.get(name, name) if position == 0 else None
             axes.bar(left, height, width, bottom=bottom, color=colours[name], label=label)
             bottom += height
     axes.axhline(cluster.gpu.memory_gib, color="black", linewidth=1, label=f"memory of {cluster.gpu.name}")
@@ -370,14 +370,14 @@ def _draw_rank(axes: Any, use: RankUse, cluster: Cluster) -> None:
 
 
 def _rank_as_json(use: RankUse) -> dict[str, Any]:
-    found = asdict(use)
-    for phase, of_use in zip(found["phases"], use.phases, strict=True):
+    result = asdict(use)
+    for phase, of_use in zip(result["phases"], use.phases, strict=True):
         phase["peak_bytes"] = of_use.peak_bytes
-    return found
+    return result
 
 
 def _estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
-    found = asdict(estimate)
+    result = asdict(estimate)
     for name, seconds in estimate.phases.items():
-        found["phases"][name]["total"] = seconds.total
-    return found
+        result["phases"][name]["total"] = seconds.total
+    return result

@@ -9,9 +9,9 @@ from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.plan.depth import two_depths
 from rl_megatron.plan.fake_cuda import FakeCuda
-from rl_megatron.plan.fake_cuda.patches import patched
-from rl_megatron.plan.ledger import Ledger, place_of
-from rl_megatron.plan.measured import Measured, along_depth
+from rl_megatron.plan.fake_cuda.patches import patch_attribute
+from rl_megatron.plan.ledger import Ledger, locate_error
+from rl_megatron.plan.measured import Measured, extrapolate_depth
 from rl_megatron.plan.phases import PhaseName, RankKind, RankUse
 from rl_megatron.plan.rank_phases import RankPhases
 from rl_megatron.plan.workload import Workload
@@ -28,7 +28,7 @@ def planned_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topo
     stage = workload.stage
     with FakeCuda(rank, workload.world_size, ledger), ExitStack() as replaced:
         for owner, name, value in torch_optimizers():  # those of Transformer Engine need a GPU
-            replaced.enter_context(patched(owner, name, value))
+            replaced.enter_context(patch_attribute(owner, name, value))
         topology = start_topology(stage.parallel, device="cuda", seed=stage.train.seed)
         ledger.begin_topology(topology)
         padded = padded_vocab_size(stage.model.vocab_size or workload.vocab_size, stage.parallel.tensor)
@@ -39,7 +39,7 @@ def planned_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topo
             leave()
 
 
-def use_of(workload: Workload, rank: int, *, exact: bool = False) -> RankUse:
+def measure_use(workload: Workload, rank: int, *, exact: bool = False) -> RankUse:
     """Return what `rank` uses in each phase of a step of the workload. The process must not have started a device.
 
     Args:
@@ -50,16 +50,16 @@ def use_of(workload: Workload, rank: int, *, exact: bool = False) -> RankUse:
     Raises:
         ConfigError: A phase cannot be run, or this process has started another device.
     """
-    wanted = phases_of(workload)
-    depths = None if exact else two_depths(workload, stage_of(workload, rank))
+    wanted = list_phases(workload)
+    depths = None if exact else two_depths(workload, find_stage(workload, rank))
     if depths is None:
         measured = run_phases(workload, rank, Ledger(), wanted)
     else:
-        measured = _of_two_depths(workload, rank, wanted, depths)
-    return RankUse(kind_of(workload, rank), rank, tuple(each.use() for each in measured))
+        measured = _measure_at_two_depths(workload, rank, wanted, depths)
+    return RankUse(find_kind(workload, rank), rank, tuple(phase.use() for phase in measured))
 
 
-def _of_two_depths(
+def _measure_at_two_depths(
     workload: Workload, rank: int, wanted: Sequence[PhaseName], depths: tuple[Workload, Workload, float]
 ) -> list[Measured]:
     """Return what phases use. Those without a forward pass are run with all layers, since they take little time."""
@@ -68,28 +68,28 @@ def _of_two_depths(
     forward: list[PhaseName] = [name for name in wanted if name in _FORWARD]
     earlier: list[PhaseName] = [name for name in wanted if name == "refit"]  # it frees gradients until training
     # Each in a run of its own: a weight sync frees the gradients, and a save follows training, which allocates them.
-    whole = [each for name in others for each in run_phases(workload, rank, Ledger(), [name])]
+    whole = [phase for name in others for phase in run_phases(workload, rank, Ledger(), [name])]
     of_shallow, of_deep = (
         run_phases(run, rank, Ledger(), earlier + forward)[1 + len(earlier) :] for run in (shallow, deep)
     )
-    found = {each.name: each for each in whole}
+    measured = {phase.name: phase for phase in whole}
     pairs = zip(of_shallow, of_deep, strict=True)
-    found |= {few.name: along_depth(few, many, factor) for few, many in pairs}
-    ordered = [found["build"]]
+    measured |= {few.name: extrapolate_depth(few, many, factor) for few, many in pairs}
+    ordered = [measured["build"]]
     for name in wanted:
         # What the phases before have left is still there.
-        ordered.append(found[name] if name in _FORWARD else found[name].after_others(ordered[-1].after))
+        ordered.append(measured[name] if name in _FORWARD else measured[name].start_at(ordered[-1].end_bytes))
     return ordered
 
 
-def stage_of(workload: Workload, rank: int) -> int:
+def find_stage(workload: Workload, rank: int) -> int:
     """Return the pipeline stage of a rank. The ranks of a stage follow each other."""
     return rank // (workload.world_size // workload.stage.parallel.pipeline)
 
 
-def kind_of(workload: Workload, rank: int) -> RankKind:
+def find_kind(workload: Workload, rank: int) -> RankKind:
     """Return the kind of a rank. With one pipeline stage, it is the last, which has the loss."""
-    stage = stage_of(workload, rank)
+    stage = find_stage(workload, rank)
     if stage == workload.stage.parallel.pipeline - 1:
         return "last stage"
     return "middle stage" if stage else "first stage"
@@ -109,7 +109,7 @@ def run_phases(
     Raises:
         ConfigError: A phase raised an error, which is the cause; or this process has started another device.
     """
-    wanted = set(phases_of(workload) if phases is None else phases)
+    wanted = set(list_phases(workload) if phases is None else phases)
     runs: list[tuple[PhaseName, Callable[[RankPhases], Measured]]] = [
         ("build", RankPhases.build),
         ("refit", RankPhases.refit),
@@ -126,26 +126,26 @@ def run_phases(
         phases_of_rank = RankPhases(workload, topology, ledger)
         for name, run in runs:
             if name == "build" or name in wanted:
-                with _named(name, workload, rank):
+                with _describe_errors(name, workload, rank):
                     measured.append(run(phases_of_rank))
         phases_of_rank.close()
     return measured
 
 
 @contextmanager
-def _named(phase: PhaseName, workload: Workload, rank: int) -> Iterator[None]:
+def _describe_errors(phase: PhaseName, workload: Workload, rank: int) -> Iterator[None]:
     """Let an error within the block say in which phase of which rank it was raised."""
     try:
         yield
     except Exception as error:
-        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__} at {place_of(error)}: "
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__} at {locate_error(error)}: "
         raise ConfigError(
-            f"phase {phase} cannot be run on fake GPUs as rank {rank} ({kind_of(workload, rank)}): {kind}{error}; "
+            f"phase {phase} cannot be run on fake GPUs as rank {rank} ({find_kind(workload, rank)}): {kind}{error}; "
             "--closed-forms plans without running anything"
         ) from error
 
 
-def phases_of(workload: Workload) -> tuple[PhaseName, ...]:
+def list_phases(workload: Workload) -> tuple[PhaseName, ...]:
     """Return the phases that a step of a workload has, besides "build"."""
     stage = workload.stage
     in_processes = workload.generates and ENGINE_DECLARATIONS[stage.generation.engine].runs_in_processes

@@ -16,7 +16,7 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import closed_forms
 from rl_megatron.plan.batches import Batches
-from rl_megatron.plan.closed_use import closed_use_of
+from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.devices import Cluster
 from rl_megatron.plan.microbatches import MicrobatchSizes
 from rl_megatron.plan.phases import RankUse
@@ -88,7 +88,7 @@ class Candidate:
             stage: The name of the stage, if the run has several.
         """
         settings, parallel = self.settings, self.settings.shape.parallel
-        own = "" if stage is None else f"stages.{stage}."
+        prefix = "" if stage is None else f"stages.{stage}."
         usual = ParallelConfig()
         chosen: dict[str, Any] = {
             f"parallel.{field.name}": getattr(parallel, field.name)
@@ -97,14 +97,14 @@ class Candidate:
         }
         chosen |= {
             "model.recompute": settings.shape.model.recompute,
-            f"{own}train.batching": "packed",
-            f"{own}train.micro_batch_tokens": settings.microbatch.tokens,
-            f"{own}train.fused_head": settings.fused_head,
+            f"{prefix}train.batching": "packed",
+            f"{prefix}train.micro_batch_tokens": settings.microbatch.tokens,
+            f"{prefix}train.fused_head": settings.fused_head,
         }
         if settings.reference is not None:
-            chosen[f"{own}train.reference"] = settings.reference
+            chosen[f"{prefix}train.reference"] = settings.reference
         if settings.completions:
-            chosen[f"{own}generation.batch_size"] = settings.decoded_together
+            chosen[f"{prefix}generation.batch_size"] = settings.decoded_together
         return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in chosen.items()}
 
 
@@ -150,12 +150,14 @@ class _Searcher:
         model = workload.stage.model
         self._models = {recompute: _with_recompute(model, recompute) for recompute in _RECOMPUTE}
         self._template = replace(
-            Settings.of(workload, mean_response_tokens), pads=False, servers=Servers.of(workload, cluster)
+            Settings.from_workload(workload, mean_response_tokens),
+            pads=False,
+            servers=Servers.from_workload(workload, cluster),
         )
         self._placements = ("resident", "offload") if workload.uses_reference else (None,)
         self._per_step = min(workload.stage.train.global_batch_size, workload.sequences_per_step)
         self._rejected: Counter[str] = Counter()
-        self._found: list[Candidate] = []
+        self._candidates: list[Candidate] = []
         # Combinations of each layout: recomputation, fused head, sequences of a microbatch, batching, placement.
         self._of_layout = len(_RECOMPUTE) * 2 * len(_SEQUENCES) * len(_BATCHING) * len(self._placements)
 
@@ -163,14 +165,14 @@ class _Searcher:
         layouts = 0
         for parallel in self._layouts():
             layouts += 1
-            before = len(self._found)
+            first = len(self._candidates)
             self._try_layout(parallel)
-            of_layout = self._found[before:]
-            self._found[before:] = sorted(of_layout, key=_seconds)[:1]
+            of_layout = self._candidates[first:]
+            self._candidates[first:] = sorted(of_layout, key=_seconds)[:1]
             self._reject(REASONS["slower"], len(of_layout) - 1)
-        self._found.sort(key=_seconds)
+        self._candidates.sort(key=_seconds)
         considered, servers = layouts * self._of_layout, self._template.servers
-        return Search(tuple(self._found), dict(self._rejected.most_common()), considered, servers)
+        return Search(tuple(self._candidates), dict(self._rejected.most_common()), considered, servers)
 
     def _reject(self, reason: str, count: int) -> None:
         if count > 0:
@@ -205,7 +207,7 @@ class _Searcher:
             data = validate(parallel, cluster.world_size)
             validate_model(self._models["none"], parallel)
         except ConfigError as error:
-            return self._reject(rule_of(error), all_of_them)
+            return self._reject(extract_rule(error), all_of_them)
         if data > self._per_step // self._workload.group_size:
             return self._reject(REASONS["idle"], all_of_them)
         self._reject(REASONS["batching"], all_of_them - all_of_them // len(_BATCHING))
@@ -244,8 +246,8 @@ class _Searcher:
                 self._reject(REASONS["microbatch"], of_size)
                 continue
             # Packs are balanced, so that not even the largest may have as many as it could.
-            most = MicrobatchSizes.of(self._per_step, data, sequences, "packed", group_size=group).largest
-            sized = replace(template, batches=Batches.in_layout(workload, layout, most, "packed", multiple))
+            most = MicrobatchSizes.from_sequences(self._per_step, data, sequences, "packed", group_size=group).largest
+            sized = replace(template, batches=Batches.from_layout(workload, layout, most, "packed", multiple))
             for fused_head in (False, True):
                 self._try_memory(replace(sized, fused_head=fused_head), shapes)
 
@@ -262,7 +264,7 @@ class _Searcher:
             if isinstance(fitting, str):
                 self._reject(fitting, 1)
                 continue
-            self._found.append(self._candidate(fitting))
+            self._candidates.append(self._candidate(fitting))
             for later, _ in tried[index + 1 :]:
                 slower = "no recomputation" if later != recompute else "no offload"
                 self._reject(REASONS[slower], 1)
@@ -272,7 +274,7 @@ class _Searcher:
         """Return why training does not fit, or None. It is much faster than all phases."""
         limit, shape = self._cluster.usable_bytes, settings.shape
         for stage in shape.stages_of_kinds():
-            kept = settings.held(stage).total
+            kept = settings.count_static_bytes(stage).total
             if kept > limit:
                 return REASONS["state"]
             tokens = settings.microbatch.tokens
@@ -304,7 +306,7 @@ class _Searcher:
 
     def _candidate(self, settings: Settings) -> Candidate:
         stages = settings.shape.stages_of_kinds()
-        uses = [closed_use_of(settings, stage) for stage in stages]
+        uses = [estimate_use(settings, stage) for stage in stages]
         return Candidate(settings, estimate_step(uses, settings, self._cluster), max(map(_peak, uses)))
 
 
@@ -328,7 +330,7 @@ def _peaks(settings: Settings) -> dict[str, int]:
     """Return the peak of each phase, on the pipeline stage where it is highest."""
     peaks: Counter[str] = Counter()
     for stage in settings.shape.stages_of_kinds():
-        peaks |= Counter({phase.name: phase.peak_bytes for phase in closed_use_of(settings, stage).phases})
+        peaks |= Counter({phase.name: phase.peak_bytes for phase in estimate_use(settings, stage).phases})
     return dict(peaks)
 
 
@@ -340,7 +342,7 @@ def _with_recompute(model: ModelConfig, recompute: Any) -> ModelConfig:
     return replace(model, recompute=recompute)
 
 
-def rule_of(error: ConfigError) -> str:
+def extract_rule(error: ConfigError) -> str:
     """Return the rule that a layout breaks, without its numbers: "parallel.tensor must divide model.hidden_size"."""
     clause = re.split(r"[;:]|, which", str(error))[0]
     return re.sub(r"=(\d+|true|false)|( = \d+)|(?<=world size) \d+|\b\d+ (?=ranks)", "", clause)

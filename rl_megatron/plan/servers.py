@@ -33,7 +33,7 @@ class Servers:
     bytes_on_gpu: int
 
     @classmethod
-    def of(cls, workload: Workload, cluster: Cluster) -> Self | None:
+    def from_workload(cls, workload: Workload, cluster: Cluster) -> Self | None:
         """Return the processes of a workload's engine, or None if the policy generates itself or nothing is sampled."""
         if not workload.syncs_weights:
             return None
@@ -48,7 +48,7 @@ class Servers:
                 num_bytes = settings.kv_cache_memory_bytes + weights // settings.tensor_parallel_size
         return cls(generation.engine, releases_memory(generation), num_bytes)
 
-    def beside(self, phases: Iterable[PhaseUse]) -> tuple[PhaseUse, ...]:
+    def add_memory_to(self, phases: Iterable[PhaseUse]) -> tuple[PhaseUse, ...]:
         """Return phases of the policy with the memory that servers have on the same GPU meanwhile.
 
         The first weight sync has servers that have just started, with all their memory.

@@ -61,7 +61,7 @@ class Settings:
     servers: Servers | None = None
 
     @classmethod
-    def of(cls, workload: Workload, mean_response_tokens: int | None = None) -> Self:
+    def from_workload(cls, workload: Workload, mean_response_tokens: int | None = None) -> Self:
         """Return the settings of a workload.
 
         Args:
@@ -87,7 +87,7 @@ class Settings:
             precision=stage.precision,
             distributed=stage.optimizer.distributed,
             fused_head=stage.train.fused_head,
-            batches=Batches.of(workload),
+            batches=Batches.from_workload(workload),
             pads=stage.train.batching == "padded",
             reference=stage.train.reference if workload.uses_reference else None,
             recomputes_logprobs=workload.recomputes_logprobs,
@@ -125,7 +125,7 @@ class Settings:
         """Return whether a reference policy has weights of its own on the device. With adapters it has none."""
         return self.reference == "resident" and self.shape.lora is None
 
-    def held(self, stage: int) -> Bytes:
+    def count_static_bytes(self, stage: int) -> Bytes:
         """Return what a rank of a stage holds between phases: weights, gradients and optimizer state of all models."""
         of_models = [
             closed_forms.mean_training_bytes(shape, stage, precision=self.precision, distributed=distributed)

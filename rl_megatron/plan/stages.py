@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_megatron.plan.closed_use import closed_use_of
+from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.devices import Cluster
 from rl_megatron.plan.settings import Settings
 from rl_megatron.plan.step import estimate_step
@@ -14,7 +14,7 @@ def stages_to_plan(settings: Settings, cluster: Cluster) -> list[int]:
     last = middle.pop() if middle else first
     chosen = {first, last}
     if middle:
-        uses = {stage: closed_use_of(settings, stage) for stage in middle}
+        uses = {stage: estimate_use(settings, stage) for stage in middle}
         chosen.add(max(middle, key=lambda stage: uses[stage].peak_phase.peak_bytes))
         chosen.add(max(middle, key=lambda stage: estimate_step([uses[stage]], settings, cluster).seconds))
     return sorted(chosen)

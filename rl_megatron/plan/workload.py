@@ -145,7 +145,7 @@ class Workload:
             sequences: The sequences of the global batch, over all ranks.
             group_size: The sequences that have to share a microbatch, by default those of training.
         """
-        return MicrobatchSizes.of(
+        return MicrobatchSizes.from_sequences(
             sequences, self.data, self.most_per_microbatch, self.stage.train.batching,
             group_size=group_size or self.group_size, multiple=self.filled_multiple,
         )  # fmt: skip

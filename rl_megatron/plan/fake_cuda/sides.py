@@ -19,19 +19,19 @@ _active: Sides | None = None
 class Observer:
     """What `FakeCuda` reports. Every method does nothing; subclasses override those they need."""
 
-    def allocated(self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: Any) -> None:
+    def on_allocation(self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: Any) -> None:
         """Take note of a tensor that an operator returned, on the device or on the host. Its memory may be known."""
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def on_resize(self, storage: torch.UntypedStorage) -> None:
         """Take note that memory may have another size than before. It is 0 if it has been freed for a while."""
 
-    def launched(self, operator: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def on_launch(self, operator: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Take note of an operator on the device."""
 
-    def waited(self, reason: str) -> None:
+    def on_wait(self, reason: str) -> None:
         """Take note that the host waits for the device."""
 
-    def communicated(self, kind: str, group: dist.ProcessGroup, num_bytes: int) -> None:
+    def on_communication(self, kind: str, group: dist.ProcessGroup, num_bytes: int) -> None:
         """Take note of a collective, or of a message between pipeline stages."""
 
 
@@ -47,7 +47,7 @@ class Sides:
         self.experts = BalancedExperts()
         self._on_host: set[int] = set()  # storages of tensors on the host that are too large to be real
 
-    def device_of(self, tensor: Tensor) -> torch.device:
+    def find_device(self, tensor: Tensor) -> torch.device:
         """Return the device that a tensor claims to be on. The tensor's own `device` must not be asked."""
         if not is_meta(tensor):
             return CPU
@@ -63,7 +63,7 @@ class Sides:
         if storage._cdata not in self._on_host:
             self._on_host.add(storage._cdata)
             weakref.finalize(storage, self._on_host.discard, storage._cdata)
-            self.observer.allocated(storage, tensor, False, None)
+            self.observer.on_allocation(storage, tensor, False, None)
 
 
 def is_active() -> bool:
@@ -71,11 +71,11 @@ def is_active() -> bool:
     return _active is not None
 
 
-def launched(operator: Any, operands: tuple, result: Any) -> Any:
+def report_launch(operator: Any, operands: tuple, result: Any) -> Any:
     """Report a kernel that torch does not see, as `operator` of `operands`, and return its result."""
     if _active is not None:
         with torch._C.DisableTorchFunction():
-            _active.observer.launched(operator, operands, {}, result)
+            _active.observer.on_launch(operator, operands, {}, result)
     return result
 
 

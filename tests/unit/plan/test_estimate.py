@@ -18,7 +18,7 @@ ROUND = PlanConfig(
     gpu_memory_gib=10, gpu_bf16_tflops=100, gpu_memory_gb_per_s=1000, link_gb_per_s=100, network_gb_per_s=10,
     compute_efficiency=0.5, memory_efficiency=0.5, link_efficiency=0.5,
 )  # fmt: skip
-CLUSTER = Cluster.of(ROUND, "mine", nodes=4, gpus_per_node=4)
+CLUSTER = Cluster.from_config(ROUND, "mine", nodes=4, gpus_per_node=4)
 SECOND = 50 * 10**12  # operations of a second
 
 
@@ -99,11 +99,11 @@ def test_collectives_take_the_links_and_network_cards_that_their_group_has(colle
 )
 def test_unknown_hardware_is_refused_with_the_list_and_the_keys_for_numbers(section, gpu, message):
     with pytest.raises(ConfigError, match=message):
-        Cluster.of(section, gpu, 1, 8)
+        Cluster.from_config(section, gpu, 1, 8)
 
 
 def test_numbers_replace_those_of_the_table():
-    cluster = Cluster.of(PlanConfig(gpu_memory_gib=64.0, memory_margin=0.5), "h100", 2, 8)
+    cluster = Cluster.from_config(PlanConfig(gpu_memory_gib=64.0, memory_margin=0.5), "h100", 2, 8)
     assert cluster.gpu == replace(GPUS["h100"], memory_gib=64.0)
     assert (cluster.world_size, cluster.usable_bytes) == (16, 2**35)
 
