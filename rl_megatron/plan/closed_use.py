@@ -19,9 +19,8 @@ from rl_megatron.model.flops import ForwardFlops, count_decoding_flops, count_fo
 from rl_megatron.model.lora.targets import build_weight_table
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import closed_forms
-from rl_megatron.plan.batches import BatchShape
 from rl_megatron.plan.phases import Collective, PhaseName, PhaseUse, RankKind, RankUse
-from rl_megatron.plan.settings import Settings
+from rl_megatron.plan.settings import BatchShape, Settings
 
 # Operators of a layer's forward pass, without experts, of each expert, of a microbatch's loss with its gradient, and of
 # an optimizer step, as counted on the portable layers.

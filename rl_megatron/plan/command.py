@@ -26,14 +26,12 @@ from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.devices import Cluster
-from rl_megatron.plan.mean_lengths import with_mean_lengths
+from rl_megatron.plan.estimate import apply_mean_lengths, choose_stages, estimate_step
 from rl_megatron.plan.phases import RankUse
 from rl_megatron.plan.report import Report, draw, print_json, print_report, print_search, search_as_json
 from rl_megatron.plan.search import Candidate, Search, search, without_layout
 from rl_megatron.plan.servers import Servers
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.stages import stages_to_plan
-from rl_megatron.plan.step import estimate_step
 from rl_megatron.plan.workload import Critic, Workload
 
 _WIDTH_IN_FILES = 150  # wide enough for the tables
@@ -167,13 +165,13 @@ def _report(
 ) -> Report:
     servers = Servers.from_workload(workload, cluster)
     settings = replace(Settings.from_workload(workload, section.mean_response_tokens), servers=servers)
-    stages = stages_to_plan(settings, cluster)
+    stages = choose_stages(settings, cluster)
     if options.closed_forms:
         uses = means = tuple(estimate_use(settings, stage) for stage in stages)
         source = _CLOSED_FORMS
     else:
         uses = run_stages(workload, stages, options.exact, servers)
-        means = tuple(with_mean_lengths(use, settings) for use in uses)
+        means = tuple(apply_mean_lengths(use, settings) for use in uses)
         ranks = ", ".join(str(use.rank) for use in uses)
         depth = "with all layers" if options.exact else "stacks of many equal layers at two depths"
         source = f"The phases of a step were run on fake GPUs as rank(s) {ranks}, {depth} (docs/plan.md)."
@@ -226,7 +224,7 @@ def _search(
     fits = [position for position, run in verified.items() if run <= cluster.usable_bytes]
     chosen = fits[:1] if wanted else [1][: len(result.ranked)]
     commands = {
-        position: command_line(result.ranked[position - 1], options, stage_name, cluster) for position in chosen
+        position: build_command_line(result.ranked[position - 1], options, stage_name, cluster) for position in chosen
     }
     if options.json:
         print_json(search_as_json(result, commands, verified, stage_name, options.top))
@@ -260,7 +258,7 @@ def _run_best(
         ):
             break
         workload = build_workload(candidate.stage(stage), cluster.world_size, section)
-        stages = stages_to_plan(candidate.settings, cluster)
+        stages = choose_stages(candidate.settings, cluster)
         peaks[position] = max(use.peak_phase.peak_bytes for use in run_stages(workload, stages, exact, result.servers))
         if sum(peak <= cluster.usable_bytes for peak in peaks.values()) == wanted:
             break
@@ -277,7 +275,7 @@ def _why_no_command(result: Search, verified: Mapping[int, int]) -> str:
     )
 
 
-def command_line(candidate: Candidate, options: argparse.Namespace, stage: str | None, cluster: Cluster) -> str:
+def build_command_line(candidate: Candidate, options: argparse.Namespace, stage: str | None, cluster: Cluster) -> str:
     """Return the command line that trains with a candidate, to be started on each node with its own NODE_RANK."""
     chosen = candidate.overrides(stage)
     replaced = {*chosen, *_REPLACED}

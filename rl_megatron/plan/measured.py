@@ -12,8 +12,8 @@ from rl_megatron.plan.phases import Bytes, Collective, PhaseName, PhaseUse
 CATEGORIES = tuple(field.name for field in fields(Bytes))
 _TIMELINE_POINTS = 512
 
-# What is counted: ("flops",), ("kernels",), ("memory_bytes",), ("sync", location), or the calls or bytes of a collective,
-# with its kind, group, group size and location.
+# What is counted: ("flops",), ("kernels",), ("memory_bytes",), ("sync", location), or the calls or bytes of a
+# collective, with its kind, group, group size and location.
 Count = tuple
 Live = tuple[int, ...]  # live bytes by category, in the order of CATEGORIES
 

@@ -33,9 +33,8 @@ from rl_megatron.plan.measured import (
     repeat,
     subtract,
 )
-from rl_megatron.plan.microbatches import MicrobatchSizes
 from rl_megatron.plan.phases import PhaseName
-from rl_megatron.plan.workload import Workload
+from rl_megatron.plan.workload import MicrobatchSizes, Workload
 from rl_megatron.topology.topology import Topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.reference import ReferenceModel

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.plan.devices import GIB, Cluster
+from rl_megatron.plan.estimate import StepEstimate
 from rl_megatron.plan.phases import Bytes, PhaseUse, RankUse
 from rl_megatron.plan.search import Candidate, Search
 from rl_megatron.plan.servers import Servers
-from rl_megatron.plan.step import StepEstimate
 from rl_megatron.plan.workload import Workload
 
 _CATEGORIES = tuple(field.name for field in fields(Bytes))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.plan.depth import two_depths
+from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.fake_cuda import FakeCuda
 from rl_megatron.plan.fake_cuda.patches import patch_attribute
 from rl_megatron.plan.ledger import Ledger, locate_error
@@ -23,7 +24,7 @@ _FORWARD: tuple[PhaseName, ...] = ("generate", "logprobs", "reference", "values"
 
 
 @contextmanager
-def planned_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topology]:
+def run_as_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topology]:
     """Start the device without data as one rank of the workload, within the block."""
     stage = workload.stage
     with FakeCuda(rank, workload.world_size, ledger), ExitStack() as replaced:
@@ -51,7 +52,7 @@ def measure_use(workload: Workload, rank: int, *, exact: bool = False) -> RankUs
         ConfigError: A phase cannot be run, or this process has started another device.
     """
     wanted = list_phases(workload)
-    depths = None if exact else two_depths(workload, find_stage(workload, rank))
+    depths = None if exact else choose_depths(workload, find_stage(workload, rank))
     if depths is None:
         measured = run_phases(workload, rank, Ledger(), wanted)
     else:
@@ -122,7 +123,7 @@ def run_phases(
         ("save", RankPhases.save),
     ]
     measured = []
-    with planned_rank(workload, rank, ledger) as topology:
+    with run_as_rank(workload, rank, ledger) as topology:
         phases_of_rank = RankPhases(workload, topology, ledger)
         for name, run in runs:
             if name == "build" or name in wanted:
@@ -160,3 +161,44 @@ def list_phases(workload: Workload) -> tuple[PhaseName, ...]:
         "save": True,
     }
     return tuple(name for name, is_present in present.items() if is_present)
+
+
+_SHALLOW = 2  # equal layers of a model chunk, or periods of them, in the shallower of the two runs
+
+
+def choose_depths(workload: Workload, stage: int) -> tuple[Workload, Workload, float] | None:
+    """Return a shallow and a deeper workload, and f so that use = shallow + f · (deeper − shallow) on a pipeline stage.
+
+    Layers may differ in two ways. The first few may be dense while the others have experts: the runs then have as many
+    dense layers, and fewer of the others. Every few layers, one may attend to all tokens while the others have a
+    window or the gated delta rule: the runs then have whole periods. The result is None if the layers differ in another
+    way, or are few.
+    """
+    model, parallel = workload.stage.model, workload.stage.parallel
+    shape = ShardedShape(model, parallel, workload.world_size, workload.vocab_size, workload.head)
+    model_chunks = shape.layers(stage)
+    depth = len(model_chunks[0])
+    if any(len(layers) != depth for layers in model_chunks):
+        return None
+    of_windows = model.global_attention_every if model.sliding_window is not None else None
+    period = of_windows or model.full_attention_every or 1
+    of_dense = model.first_dense_layers if model.num_experts is not None else 0
+    if of_dense and (parallel.virtual_pipeline > 1 or of_dense > len(shape.layers(0)[0])):
+        return None
+    dense = of_dense if stage == 0 else 0  # dense layers of this stage
+    varied = depth - dense
+    shallow = _SHALLOW * period
+    if varied % period or (period > 1 and any(layers.start % period for layers in model_chunks)):
+        return None
+    if varied <= 2 * shallow + 1 or (of_dense and not dense and of_dense > shallow):
+        return None
+    runs = [_with_depth(workload, dense + count) for count in (shallow, 2 * shallow)]
+    return runs[0], runs[1], (varied - shallow) / shallow
+
+
+def _with_depth(workload: Workload, depth: int) -> Workload:
+    """Return the workload with `depth` layers in every model chunk."""
+    stage = workload.stage
+    parallel = replace(stage.parallel, first_stage_layers=None, last_stage_layers=None)
+    model = replace(stage.model, num_layers=depth * parallel.pipeline * parallel.virtual_pipeline)
+    return replace(workload, stage=replace(stage, model=model, parallel=parallel))

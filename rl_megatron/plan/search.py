@@ -15,15 +15,13 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import closed_forms
-from rl_megatron.plan.batches import Batches
 from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.devices import Cluster
-from rl_megatron.plan.microbatches import MicrobatchSizes
+from rl_megatron.plan.estimate import StepEstimate, estimate_step
 from rl_megatron.plan.phases import RankUse
 from rl_megatron.plan.servers import Servers
-from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.step import StepEstimate, estimate_step
-from rl_megatron.plan.workload import Workload
+from rl_megatron.plan.settings import Batches, Settings
+from rl_megatron.plan.workload import MicrobatchSizes, Workload
 from rl_megatron.topology.degrees import ConfiguredLayout, sequence_multiple, validate, validate_model
 
 _TENSOR = (1, 2, 4, 8, 16)

@@ -1,4 +1,4 @@
-"""What the parts of `FakeCuda` share: which tensors are on which side, and who is told of what happens."""
+"""What the parts of `FakeCuda` share: which tensors are on which side, the observer, and the tokens of each expert."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from rl_megatron.plan.fake_cuda.experts import BalancedExperts
 
 CUDA, META, CPU = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 
@@ -98,3 +96,33 @@ def names_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, int) and not isinstance(device, bool)
+
+
+class BalancedExperts:
+    """The number of tokens that each expert gets if routers spread them evenly, for the dispatcher of one layer."""
+
+    def __init__(self) -> None:
+        self._dispatcher: Any = None
+        self._routed = 0  # this rank's tokens times the experts of each
+
+    def begin(self, dispatcher: Any, routing_map: Tensor) -> None:
+        """Take note of the layer that is running, and of its tokens."""
+        self._dispatcher, self._routed = dispatcher, routing_map.size(0) * dispatcher.config.moe_router_topk
+
+    def counts(self, tensor: Tensor) -> Tensor:
+        """Return the counts that the dispatcher copies to the host in the place of `tensor`.
+
+        All ranks have the same number of tokens.
+        """
+        dispatcher = self._dispatcher
+        of_expert = torch.full((dispatcher.num_experts,), self._routed // dispatcher.num_experts)
+        of_expert[: self._routed % dispatcher.num_experts] += 1
+        mine = of_expert[dispatcher.local_expert_indices]
+        answers = {
+            "input_splits": of_expert.view(dispatcher.ep_size, -1).sum(1),
+            "output_splits": mine.sum().expand(dispatcher.ep_size),
+            "output_splits_tp": mine.sum().expand(dispatcher.tp_size) * dispatcher.ep_size,
+            "tokens_per_expert": mine * (dispatcher.ep_size * dispatcher.tp_size),
+            "num_global_tokens_per_local_expert": mine.expand(dispatcher.ep_size * dispatcher.tp_size, -1),
+        }
+        return next(answer for name, answer in answers.items() if getattr(dispatcher, name) is tensor).contiguous()

@@ -18,10 +18,10 @@ from rl_megatron.plan import command
 from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.command import build_workload
 from rl_megatron.plan.devices import GIB, Cluster
+from rl_megatron.plan.estimate import choose_stages
 from rl_megatron.plan.phases import Bytes, PhaseUse, RankUse
 from rl_megatron.plan.search import search, without_layout
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.stages import stages_to_plan
 from rl_megatron.plan.workload import Workload
 
 SMALL = ["plan", "algorithm=grpo", "data=arithmetic", "model=nano", "model.vocab_size=512", "precision=bf16"]
@@ -182,7 +182,7 @@ def test_stages_between_are_represented_by_the_fullest():
     settings = Settings.from_workload(workload)
     peaks = [estimate_use(settings, each).peak_phase.peak_bytes for each in range(6)]
     assert peaks[2] == max(peaks[1:5]) > peaks[1]  # stage 1 has a dense layer
-    chosen = stages_to_plan(settings, Cluster.from_config(PlanConfig(), "h100", 1, 6))
+    chosen = choose_stages(settings, Cluster.from_config(PlanConfig(), "h100", 1, 6))
     assert chosen == [0, 2, 5]
 
 

@@ -12,13 +12,11 @@ from rl_megatron.config.plan import PlanConfig
 from rl_megatron.plan.closed_forms import logits_bytes
 from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.devices import Cluster
+from rl_megatron.plan.estimate import apply_mean_lengths, estimate_step
 from rl_megatron.plan.ledger import Ledger
-from rl_megatron.plan.mean_lengths import with_mean_lengths
-from rl_megatron.plan.microbatches import MicrobatchSizes
 from rl_megatron.plan.run import run_phases
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.step import estimate_step
-from rl_megatron.plan.workload import Workload
+from rl_megatron.plan.workload import MicrobatchSizes, Workload
 from rl_megatron.topology.degrees import ConfiguredLayout
 from tests.unit.plan.planned import EXPERTS, workload
 
@@ -131,7 +129,7 @@ def test_shorter_mean_responses_take_fewer_and_smaller_collectives_run_or_not():
     longest, mean = Settings.from_workload(work), Settings.from_workload(work, 8)
     share = (32 + 8) / (32 + 32)
     closed, whole = estimate_use(mean, 0), estimate_use(longest, 0)
-    for shorter in (closed, with_mean_lengths(whole, mean)):
+    for shorter in (closed, apply_mean_lengths(whole, mean)):
         for name, of_bytes in (("train", share), ("logprobs", share), ("generate", 8 / 32)):
             few, many = (next(phase for phase in use.phases if phase.name == name) for use in (shorter, whole))
             amounts = [
@@ -142,7 +140,7 @@ def test_shorter_mean_responses_take_fewer_and_smaller_collectives_run_or_not():
             assert few.kernels < 0.7 * many.kernels, name
     gradients = [
         [each for each in use.phases[-2].collectives if each.group == "data"]
-        for use in (with_mean_lengths(whole, mean), whole)
+        for use in (apply_mean_lengths(whole, mean), whole)
     ]
     assert gradients[0] == gradients[1]
 

@@ -26,9 +26,8 @@ from rl_megatron.plan import ledger
 from rl_megatron.plan.closed_forms import training_bytes
 from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.command import build_workload
-from rl_megatron.plan.depth import two_depths
 from rl_megatron.plan.ledger import Ledger
-from rl_megatron.plan.run import find_kind, measure_use, planned_rank, run_phases
+from rl_megatron.plan.run import choose_depths, find_kind, measure_use, run_as_rank, run_phases
 from rl_megatron.plan.settings import Settings
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.unit.plan.planned import EXPERTS, measured, workload
@@ -174,7 +173,7 @@ def _bytes_of_calls(data):
         input_ids=torch.zeros_like(of_response, dtype=torch.long), token_mask=of_response,
         sample_mask=torch.ones(4 * data),
     )  # fmt: skip
-    with planned_rank(work, 0, ledger) as topology:
+    with run_as_rank(work, 0, ledger) as topology:
         policy = MegatronPolicy(
             work.stage.model, topology, vocab_size=work.vocab_size, precision="bf16",
             optimizer=replace(work.stage.optimizer, distributed=False),  # its state would shrink instead
@@ -256,7 +255,7 @@ def test_an_error_in_a_phase_keeps_its_traceback_as_the_cause(fresh_process):
 
 
 def _depths(*overrides, stage=0, world_size=4):
-    found = two_depths(workload(world_size, *overrides), stage)
+    found = choose_depths(workload(world_size, *overrides), stage)
     return None if found is None else ([run.stage.model.num_layers for run in found[:2]], found[2])
 
 

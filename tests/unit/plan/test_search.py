@@ -12,11 +12,11 @@ from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.plan import search as searching
 from rl_megatron.plan.closed_use import estimate_use
-from rl_megatron.plan.command import build_workload, command_line
+from rl_megatron.plan.command import build_command_line, build_workload
 from rl_megatron.plan.devices import Cluster
+from rl_megatron.plan.estimate import estimate_step
 from rl_megatron.plan.search import search, without_layout
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.step import estimate_step
 from rl_megatron.topology.degrees import validate, validate_model
 
 DEFAULTS = PlanConfig()
@@ -39,7 +39,7 @@ def searched(overrides: list[str], nodes: int, gpu: str = "h200", section: PlanC
 def chosen_stage(candidate, overrides: list[str], cluster: Cluster):
     """Return the stage that the command line of a candidate starts."""
     options = argparse.Namespace(overrides=overrides, config_dir=None)
-    words = shlex.split(command_line(candidate, options, None, cluster))
+    words = shlex.split(build_command_line(candidate, options, None, cluster))
     return load_config(words[words.index("train") + 1 :]).first
 
 

@@ -9,8 +9,8 @@ from rl_megatron.config.plan import PlanConfig
 from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.command import build_workload
 from rl_megatron.plan.devices import Cluster
+from rl_megatron.plan.estimate import StepEstimate, estimate_step
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.step import StepEstimate, estimate_step
 
 GRPO = (
     "algorithm=grpo", "model=llama3_1_8b", "model.vocab_size=128256", "data.task.name=arithmetic", "precision=bf16",
