@@ -153,7 +153,7 @@ def activation_bytes(
         stage: The pipeline stage.
         tokens: The tokens of a microbatch, over all ranks that share it.
         precision: "bf16" or "fp32".
-        microbatches: The microbatches of an optimizer step, or None for so many that the pipeline is full.
+        microbatches: The microbatches of an optimizer step, or None if they fill the pipeline.
     """
     model, held = shape.model, _microbatches_in_flight(shape, stage, microbatches)
     of_kinds = [

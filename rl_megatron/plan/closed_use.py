@@ -1,4 +1,4 @@
-"""What a rank uses in each phase, by closed forms alone: for the search over layouts, and where nothing is run.
+"""What a rank uses in each phase, by closed forms alone: for the search over layouts, and if nothing is run.
 
 Parameters, gradients, optimizer state and FLOPs are exact, up to alignment. Activations, operators, the bytes that they
 read and write, and collectives are estimates: docs/plan.md has the formulas.
@@ -33,22 +33,17 @@ _UPDATE_TRAFFIC = 2.5
 
 
 def estimate_use(settings: Settings, stage: int) -> RankUse:
-    """Return what a rank of a pipeline stage uses in each phase of a step.
-
-    Args:
-        settings: The settings.
-        stage: The pipeline stage.
-    """
+    """Estimate what a rank of a pipeline stage uses in each phase of a step."""
     stages = settings.shape.parallel.pipeline
     kind: RankKind = "last stage" if stage == stages - 1 else "middle stage" if stage else "first stage"
-    phases = tuple(_Phases(settings, stage).all())
+    phases = tuple(_Phases(settings, stage).list_all())
     if settings.servers is not None:
         phases = settings.servers.add_memory_to(phases)
     return RankUse(kind, stage * settings.shape.stage_ranks, phases)
 
 
 class _Phases:
-    """The phases of one rank."""
+    """The phases of a step on one rank."""
 
     def __init__(self, settings: Settings, stage: int):
         self._settings, self._stage, self._shape = settings, stage, settings.shape
@@ -67,7 +62,7 @@ class _Phases:
             self._layers * _OPERATORS_PER_LAYER + self._expert_layers * local_experts * _OPERATORS_PER_EXPERT
         )
 
-    def all(self) -> Iterator[PhaseUse]:
+    def list_all(self) -> Iterator[PhaseUse]:
         """Yield the phases in their order."""
         settings, kept = self._settings, self._kept
         yield PhaseUse("build", kept, kept.total)
@@ -218,7 +213,7 @@ class _Phases:
     def _list_layer_collectives(
         self, batch: BatchShape, count: int, *, forwards: int, backwards: int
     ) -> Iterator[Collective]:
-        """Yield the collectives of the layers, for `count` microbatches with so many forward and backward passes."""
+        """Yield the collectives of the layers, for `count` microbatches with these numbers of passes."""
         model, parallel = self._shape.model, self._shape.parallel
         tokens = self._settings.computed_share * batch.tokens / count  # of a microbatch, on average
         local = tokens / parallel.context
@@ -283,7 +278,7 @@ class _Phases:
                 yield Collective("all_reduce", "data", size, gradients, steps)
 
     def _bytes_of_layer(self, tokens: int) -> float:
-        """Return the bytes that the largest layer of the stage keeps of so many tokens."""
+        """Return the bytes that the largest layer of the stage keeps of that many tokens."""
         return max(
             closed_forms.layer_activation_bytes(self._shape, kind, tokens=tokens, precision=self._settings.precision)
             for kind in self._kinds
@@ -300,12 +295,17 @@ class _Phases:
         )
 
     def _flops(
-        self, shape: ShardedShape, batch: BatchShape, of_microbatch: Callable[[ForwardFlops], int], *, all_tokens: bool
+        self,
+        shape: ShardedShape,
+        batch: BatchShape,
+        count_microbatch: Callable[[ForwardFlops], int],
+        *,
+        all_tokens: bool,
     ) -> int:
-        """Return the operations of all microbatches of a batch, of which each has what a function says."""
+        """Return the operations of all microbatches of a batch, each counted by `count_microbatch`."""
         return sum(
             count
-            * of_microbatch(
+            * count_microbatch(
                 count_forward_flops(
                     shape, self._stage, microbatch, fused_head=self._settings.fused_head, all_tokens=all_tokens
                 )

@@ -43,21 +43,16 @@ _CLOSED_FORMS = (
 
 
 def plan(config: RunConfig, section: PlanConfig, options: argparse.Namespace) -> int:
-    """Print the plan of a stage or the result of a search, and return the exit status.
-
-    Args:
-        config: The run.
-        section: The section `plan`.
-        options: The options of the command, which rl_megatron/cli/parser.py declares.
+    """Print the plan of a stage or the result of a search; rl_megatron/cli/parser.py declares the options.
 
     Returns:
-        0 if the stage, or a layout that was found, fits the memory; 1 otherwise.
+        The exit status: 0 if the stage, or a layout that was found, fits the memory; 1 otherwise.
 
     Raises:
         ConfigError: The GPU or a link is unknown, the layout does not fit the model, or a phase cannot be planned.
     """
     _check(options)
-    name, stage = _stage(config, options.stage)
+    name, stage = _choose_stage(config, options.stage)
     cluster = Cluster.from_config(section, options.gpu, options.nodes, options.gpus_per_node)
     if cluster.world_size > _MOST_RANKS:
         raise ConfigError(
@@ -73,7 +68,7 @@ def plan(config: RunConfig, section: PlanConfig, options: argparse.Namespace) ->
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES, highlight=False)
     if options.search:
         return _search(config, name, stage, section, cluster, options, console)
-    report = _report(name, build_workload(stage, cluster.world_size, section), section, cluster, options)
+    report = _build_report(name, build_workload(stage, cluster.world_size, section), section, cluster, options)
     if options.json:
         print_json(report.as_json())
     else:
@@ -103,12 +98,8 @@ def _check_picture(file: Path) -> None:
 
 
 def build_workload(stage: StageConfig, world_size: int, section: PlanConfig) -> Workload:
-    """Return the workload of a stage.
-
-    Raises:
-        ConfigError: The layout does not fit the model or the ranks, or the lengths do not fit the model.
-    """
-    prompt, response = _lengths(stage, section)
+    """Return the workload of a stage, with the critic and the passes that its algorithm needs."""
+    prompt, response = _choose_lengths(stage, section)
     algorithm, settings = get_algorithm(stage), stage.algorithm
     needs, critic = algorithm.critic, None
     if needs is not None:
@@ -117,12 +108,12 @@ def build_workload(stage: StageConfig, world_size: int, section: PlanConfig) -> 
     if isinstance(stage.algorithm, PolicyGradientConfig):
         recomputes = recomputes_logprobs(stage, stage.algorithm, configured_loss(stage.loss))
     return Workload(
-        stage, world_size, _vocab_size(stage), prompt, response, uses_reference=algorithm.uses_reference(stage),
+        stage, world_size, _find_vocab_size(stage), prompt, response, uses_reference=algorithm.uses_reference(stage),
         recomputes_logprobs=recomputes, critic=critic, head=algorithm.head,
     )  # fmt: skip
 
 
-def _lengths(stage: StageConfig, section: PlanConfig) -> tuple[int, int]:
+def _choose_lengths(stage: StageConfig, section: PlanConfig) -> tuple[int, int]:
     """Return the tokens of a prompt and of a response, by default all that the model and the stage allow."""
     longest = stage.model.max_sequence_length
     reads_windows = stage.algorithm.learns_from == DOCUMENTS
@@ -140,7 +131,7 @@ def _lengths(stage: StageConfig, section: PlanConfig) -> tuple[int, int]:
     return prompt, response
 
 
-def _vocab_size(stage: StageConfig) -> int:
+def _find_vocab_size(stage: StageConfig) -> int:
     """Return the vocabulary: the model's, or that of a tokenizer which the run would train."""
     if stage.model.vocab_size is not None:
         return stage.model.vocab_size
@@ -152,7 +143,7 @@ def _vocab_size(stage: StageConfig) -> int:
     return stage.tokenizer.vocab_size
 
 
-def _stage(config: RunConfig, name: str | None) -> tuple[str, StageConfig]:
+def _choose_stage(config: RunConfig, name: str | None) -> tuple[str, StageConfig]:
     """Return the chosen stage, by default the last."""
     name = list(config.stages)[-1] if name is None else name
     if name not in config.stages:
@@ -160,7 +151,7 @@ def _stage(config: RunConfig, name: str | None) -> tuple[str, StageConfig]:
     return name, config.stages[name]
 
 
-def _report(
+def _build_report(
     name: str, workload: Workload, section: PlanConfig, cluster: Cluster, options: argparse.Namespace
 ) -> Report:
     servers = Servers.from_workload(workload, cluster)
@@ -175,12 +166,12 @@ def _report(
         ranks = ", ".join(str(use.rank) for use in uses)
         depth = "with all layers" if options.exact else "stacks of many equal layers at two depths"
         source = f"The phases of a step were run on fake GPUs as rank(s) {ranks}, {depth} (docs/plan.md)."
-    source = " ".join([source, *_layers_note(workload.stage)])
+    source = " ".join([source, *_note_backend(workload.stage)])
     return Report(name, workload, cluster, uses, estimate_step(means, settings, cluster), source, servers)
 
 
-def _layers_note(stage: StageConfig) -> list[str]:
-    """Return what a plan says if the run itself may take Transformer Engine's layers and optimizer, or nothing."""
+def _note_backend(stage: StageConfig) -> list[str]:
+    """Return a note if the run itself may take Transformer Engine's layers and optimizer, or nothing."""
     backend = stage.model.backend
     is_taken = backend == "transformer_engine" or (
         backend == "auto" and importlib.util.find_spec("transformer_engine") is not None
@@ -189,13 +180,9 @@ def _layers_note(stage: StageConfig) -> list[str]:
 
 
 def run_stages(workload: Workload, stages: Sequence[int], exact: bool, servers: Servers | None) -> tuple[RankUse, ...]:
-    """Run the phases of a step on fake GPUs, as a rank of each of some pipeline stages.
+    """Run the phases of a step on fake GPUs, as the first rank of each of these pipeline stages.
 
-    Args:
-        workload: What to run.
-        stages: The pipeline stages.
-        exact: Run all layers.
-        servers: The rollout engine's processes, whose memory counts if they share the GPUs.
+    With `exact`, all layers are run. The memory of `servers` counts if they share the GPUs.
     """
     from rl_megatron.plan.run import measure_use  # slow to import
 
@@ -230,19 +217,19 @@ def _search(
         print_json(search_as_json(result, commands, verified, stage_name, options.top))
     else:
         print_search(result, console, commands, verified, cluster.usable_bytes, options.top)
-        for note in _layers_note(stage):
+        for note in _note_backend(stage):
             console.print(note)
         if not commands:
-            console.print(_why_no_command(result, verified))
+            console.print(_explain_no_command(result, verified))
     return 0 if commands else 1
 
 
 def _run_best(
     result: Search, stage: StageConfig, section: PlanConfig, cluster: Cluster, wanted: int, exact: bool
 ) -> dict[int, int]:
-    """Return the peak bytes of the best layouts by their position, of which so many as wanted fit.
+    """Run the best layouts until `wanted` of them fit, and return their peak bytes by position.
 
-    At most three times as many are run, and if none of them fits, the one with the lowest peak by closed forms.
+    At most 3 · `wanted` are run, and if none of them fits, the one with the lowest peak by closed forms.
     """
     peaks: dict[int, int] = {}
     if not wanted or not result.ranked:
@@ -265,8 +252,8 @@ def _run_best(
     return peaks
 
 
-def _why_no_command(result: Search, verified: Mapping[int, int]) -> str:
-    """Return why a search has found nothing, and what to do."""
+def _explain_no_command(result: Search, verified: Mapping[int, int]) -> str:
+    """Return why a search has no result, and what to do."""
     if not result.ranked:
         return "No layout fits: take more or larger GPUs, shorter sequences, or a smaller model."
     return (

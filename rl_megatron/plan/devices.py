@@ -1,4 +1,4 @@
-"""A small table of links, and the cluster that a plan is made for."""
+"""The bandwidths of links and networks, and the cluster of a plan."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ class Cluster:
     """Equal nodes of equal GPUs.
 
     Attributes:
-        gpu: The GPU.
-        nodes: The number of nodes.
-        gpus_per_node: The GPUs of a node.
         link_gb_per_s: The bandwidth of a GPU within its node, in one direction.
         network_gb_per_s: The bandwidth of a GPU between nodes, in one direction.
         memory_margin: The share of memory to leave free.
@@ -68,7 +65,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Return the number of GPUs, of which each is a rank."""
+        """Return the number of GPUs, which is that of ranks."""
         return self.nodes * self.gpus_per_node
 
     @property
@@ -78,7 +75,7 @@ class Cluster:
 
 
 def _gpu(plan: PlanConfig, name: str) -> Gpu:
-    """Return a GPU of the table, or one of the numbers that are given."""
+    """Return a GPU of the table with the numbers of the section `plan`, or one of these numbers alone."""
     numbers = {
         "memory_gib": plan.gpu_memory_gib,
         "bf16_tflops": plan.gpu_bf16_tflops,
@@ -103,7 +100,7 @@ def _gpu(plan: PlanConfig, name: str) -> Gpu:
 
 
 def _bandwidth(key: str, name: str, table: dict[str, float], override: float | None) -> float:
-    """Return the bandwidth that is given, or that of a name. A wrong name is refused even beside a number."""
+    """Return the override, or the bandwidth of a name. An unknown name is refused in both cases."""
     if name and name not in table:
         raise ConfigError(
             f"plan.{key}={name}: the table has no such {key}{nearest(name, table)}; for another one, give "

@@ -19,7 +19,9 @@ SECONDS_PER_LAUNCH = 5e-6  # the host's time for one operator; it runs ahead of 
 _SECONDS_PER_COLLECTIVE = 20e-6  # besides the time for its bytes
 # The bytes that a rank sends, as a multiple of the whole tensor's bytes · (n − 1) / n.
 _TIMES_SENT = {"all_reduce": 2.0}
-_WITH_MICROBATCHES = ("logprobs", "reference", "values", "train_critic", "train")  # pipelined phases
+_ROLLOUT_PASSES = ("logprobs", "reference", "values")  # one pass over all sequences of a step, before its updates
+_SEQUENCE_PHASES = (*_ROLLOUT_PASSES, "train_critic", "train")  # whole sequences, in pipelined microbatches
+_OUTSIDE_STEP = ("build", "save")  # a step does not build, and rarely saves
 _MESSAGES = frozenset({"send", "recv"})
 _WHOLE = _MESSAGES | {"broadcast"}  # these send the whole tensor
 
@@ -56,10 +58,10 @@ def estimate_phase(
     microbatches: int,
     computed_share: float = 1.0,
 ) -> PhaseSeconds:
-    """Return an estimate of the time of a phase.
+    """Estimate the time of a phase on the pipeline stage whose use is given.
 
     Args:
-        use: What the phase uses on a rank of the slowest pipeline stage.
+        use: What the phase uses on a rank of the stage.
         cluster: The cluster.
         parallel: The layout.
         precision: "bf16" or "fp32".
@@ -81,13 +83,13 @@ def _waiting_share(use: PhaseUse, parallel: ParallelConfig, microbatches: int) -
     others = parallel.pipeline - 1
     if use.name == "generate":
         return float(others)  # a token passes all stages before the next one
-    if use.name in _WITH_MICROBATCHES:
+    if use.name in _SEQUENCE_PHASES:
         return others / (microbatches * parallel.virtual_pipeline)
     return 0.0
 
 
 def estimate_collective(collective: Collective, cluster: Cluster, parallel: ParallelConfig) -> float:
-    """Return an estimate of the time of equal collectives: their bytes over the slowest link, and a latency each.
+    """Estimate the time of equal collectives: their bytes over the slowest link, and a latency for each.
 
     Each GPU has a network card of its own. A ring over several nodes enters and leaves a node once for each of the
     group's ranks there, so these share its bytes. In an all-to-all, each rank sends to ranks of its own node over the
@@ -124,10 +126,6 @@ def _span(collective: Collective, cluster: Cluster, parallel: ParallelConfig) ->
     }[collective.group]
 
 
-_NOT_OF_STEP = ("build", "save")  # a step does not build, and rarely saves
-_OF_ROLLOUTS = ("logprobs", "reference", "values")  # one pass over all sequences of a step, before its updates
-
-
 @dataclass(frozen=True)
 class StepEstimate:
     """An estimate of the time of a step.
@@ -149,21 +147,15 @@ class StepEstimate:
 
 
 def estimate_step(uses: Sequence[RankUse], settings: Settings, cluster: Cluster) -> StepEstimate:
-    """Return an estimate of the time of a step.
-
-    Args:
-        uses: What ranks of the pipeline's stages use.
-        settings: The settings of the workload.
-        cluster: The cluster.
-    """
+    """Estimate the time of a step from what one rank of each planned pipeline stage uses."""
     parallel, phases, chosen = settings.shape.parallel, {}, {}
     ranks_of_stage = cluster.world_size // parallel.pipeline
     for use in uses:
         for phase in use.phases:
-            if phase.name in _NOT_OF_STEP:
+            if phase.name in _OUTSIDE_STEP:
                 continue
             batches = settings.batches
-            consecutive = settings.mean_number(batches.rollout if phase.name in _OF_ROLLOUTS else batches.step)
+            consecutive = settings.mean_number(batches.rollout if phase.name in _ROLLOUT_PASSES else batches.step)
             computed = _computed_share(settings, phase.name, use.rank // ranks_of_stage)
             seconds = estimate_phase(phase, cluster, parallel, settings.precision, consecutive, computed)
             if phase.name not in phases or seconds.total > phases[phase.name].total:
@@ -189,15 +181,9 @@ def _model_flops(settings: Settings) -> float:
 
 
 def _computed_share(settings: Settings, name: PhaseName, stage: int) -> float:
-    """Return the share of a phase's operations that kernels compute: causal attention skips pairs of tokens.
-
-    Args:
-        settings: The settings of the workload.
-        name: The phase.
-        stage: The pipeline stage.
-    """
-    learns, reads = name in ("train", "train_critic"), name in ("logprobs", "reference", "values")
-    if not learns and not reads:
+    """Return the share of a phase's operations that kernels compute: causal attention skips pairs of tokens."""
+    reads = name in _ROLLOUT_PASSES
+    if name not in _SEQUENCE_PHASES:
         return 1.0
     head = "score" if name in ("train_critic", "values") else settings.shape.head
     shape = replace(settings.shape, head=head)
@@ -209,7 +195,10 @@ def _computed_share(settings: Settings, name: PhaseName, stage: int) -> float:
 
 
 def choose_stages(settings: Settings, cluster: Cluster) -> list[int]:
-    """Return the stages, in their order, by closed forms."""
+    """Choose the pipeline stages that represent all: first, last, and of the others the fullest and the slowest.
+
+    Closed forms find the fullest and the slowest. The stages are in their order.
+    """
     first, *middle = settings.shape.stages_of_kinds()
     last = middle.pop() if middle else first
     chosen = {first, last}
@@ -220,20 +209,12 @@ def choose_stages(settings: Settings, cluster: Cluster) -> list[int]:
     return sorted(chosen)
 
 
-_OF_SEQUENCES = ("logprobs", "reference", "values", "train_critic", "train")  # phases that compute whole sequences
-
-
 def apply_mean_lengths(use: RankUse, settings: Settings) -> RankUse:
-    """Return what a rank that was run with the longest responses uses on average; peaks stay.
-
-    Args:
-        use: What was counted.
-        settings: The settings, which know the mean length.
-    """
+    """Return the mean use of a rank that was run with the longest responses. Peaks are unchanged."""
     of_responses = settings.mean_response_tokens / settings.response_tokens
     batches = settings.batches
     shares = {"generate": (of_responses, of_responses)}
-    for name in _OF_SEQUENCES:
+    for name in _SEQUENCE_PHASES:
         is_training = name.startswith("train")
         batch = batches.training if is_training else batches.rollout
         number = settings.mean_number(batch, batches.optimizer_steps if is_training else 1)

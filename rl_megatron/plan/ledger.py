@@ -55,15 +55,10 @@ class Ledger(fake_cuda.Observer):
     Attributes:
         logits_width: The last dimension by which logits are known, or None.
         held: Live bytes on the device by the location (file and line) that allocated them.
-        held_at_peak: `held` at the peak of the current phase, if `keeps_locations`.
+        held_at_peak: `held` at the peak of the current phase, if `keeps_locations`, which takes time.
     """
 
     def __init__(self, keeps_locations: bool = False) -> None:
-        """Begin with nothing.
-
-        Args:
-            keeps_locations: Keep `held_at_peak`, which takes time.
-        """
         self.logits_width: int | None = None
         self.held: Counter[str] = Counter()
         self._keeps_locations = keeps_locations
@@ -200,7 +195,6 @@ class Ledger(fake_cuda.Observer):
         return self._launches[operator]
 
     def on_wait(self, reason: str) -> None:
-        """Count a wait at its location."""
         self._counts["sync", _locate_call()] += 1
 
     def on_communication(self, kind: str, group: dist.ProcessGroup, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What was counted while a phase ran, and what more microbatches, layers, tokens or steps would add to it."""
+"""What a phase was measured to use, and what it would use with more microbatches, layers, tokens or steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ Live = tuple[int, ...]  # live bytes by category, in the order of CATEGORIES
 
 @dataclass(frozen=True)
 class Measured:
-    """A phase on one rank.
+    """The use of a phase on one rank.
 
     Attributes:
-        name: The phase.
-        counts: What was counted.
         peaks: By the location (file and line) of an allocation, the live bytes after it, when they were most.
-        start_bytes: The live bytes at the beginning.
-        end_bytes: The live bytes at the end.
+        start_bytes: The live bytes at the beginning; `end_bytes` are those at the end.
         host_bytes: What the host held for the rank at its peak.
         timeline: (number of the operator, live bytes after it).
     """
@@ -79,13 +76,13 @@ def _collective(key: Count, calls: float, num_bytes: float) -> Collective:
 
 
 def extrapolate_microbatches(few: Measured, more: Measured, factor: float) -> Measured:
-    """Return few + factor · (more − few), with the memory of `more`, in which the pipeline is full."""
+    """Return few + factor · (more − few), with the memory of `more`, whose pipeline is full."""
     host_bytes = _extrapolate(few.host_bytes, more.host_bytes, factor)
     return replace(more, counts=_sum((1 - factor, few), (factor, more)), host_bytes=host_bytes)
 
 
 def repeat(one: Measured, count: float) -> Measured:
-    """Return what `count` such steps use, one after the other."""
+    """Return what `count` such steps use in sequence."""
     return replace(one, counts=_sum((count, one)))
 
 
@@ -96,16 +93,16 @@ def combine_sequential(parts: Sequence[Measured]) -> Measured:
     return replace(highest, counts=_sum(*((1.0, part) for part in parts)), host_bytes=host_bytes)
 
 
-def subtract(all_of_it: Measured, more: Measured, less: Measured, factor: float) -> Measured:
-    """Return all of it − factor · (more − less), with the memory of all of it."""
-    return replace(all_of_it, counts=_sum((1.0, all_of_it), (-factor, more), (factor, less)))
+def subtract(whole: Measured, more: Measured, less: Measured, factor: float) -> Measured:
+    """Return whole − factor · (more − less), with the memory of `whole`."""
+    return replace(whole, counts=_sum((1.0, whole), (-factor, more), (factor, less)))
 
 
 def extrapolate_depth(shallow: Measured, deep: Measured, factor: float) -> Measured:
     """Return shallow + factor · (deep − shallow), memory included.
 
-    The peak of few layers may be at another location than the peak of many. So the live bytes at each location grow by
-    themselves, and the highest of them is the peak.
+    The peak of few layers may be at another location than the peak of many. So the live bytes are extrapolated
+    at each location, and the highest of them is the peak.
     """
     start_bytes = _extrapolate(shallow.start_bytes, deep.start_bytes, factor)
     end_bytes = _extrapolate(shallow.end_bytes, deep.end_bytes, factor)
@@ -128,12 +125,12 @@ def extrapolate_depth(shallow: Measured, deep: Measured, factor: float) -> Measu
 
 
 def combine_decoding(prompts: Measured, first: Measured, last: Measured, tokens: int, rounds: float) -> Measured:
-    """Return what it takes to generate completions.
+    """Return what the generation of completions uses.
 
     Args:
-        prompts: What it takes to read the prompts.
-        first: What the first token of each completion takes.
-        last: What the last one takes, which reads the longest cache. The others lie between the two.
+        prompts: The use while the prompts are read.
+        first: The use of the first token of each completion.
+        last: The use of the last token, which reads the longest cache. The others lie between the two.
         tokens: The tokens of each completion.
         rounds: How many times the slots are filled.
     """

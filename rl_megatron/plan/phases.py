@@ -47,11 +47,8 @@ class Collective:
     """Equal collectives of a phase on one rank.
 
     Attributes:
-        kind: The operation: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "recv".
-        group: The process group.
-        group_size: The ranks of that group.
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "recv".
         bytes: The bytes of the whole tensor on one rank, for each call.
-        count: The calls.
     """
 
     kind: str
@@ -66,7 +63,6 @@ class PhaseUse:
     """What one rank uses in one phase.
 
     Attributes:
-        name: The phase.
         peak: The live bytes at the moment when they are most.
         after_bytes: The live bytes at the end of the phase.
         flops: Floating-point operations of matrix products and attention, as torch's FlopCounterMode counts them.
@@ -100,8 +96,6 @@ class RankUse:
     """What a rank of one kind uses in every phase of a step.
 
     Attributes:
-        kind: The pipeline stage of the rank.
-        rank: The rank that was planned.
         phases: The phases, in the order in which a step has them.
     """
 

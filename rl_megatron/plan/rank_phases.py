@@ -49,7 +49,7 @@ _MEGABYTE = 1 << 20
 
 
 class PhaseCounter(Protocol):
-    """What counts a phase: `Ledger` on fake GPUs. On a real device, something else may measure the same phases."""
+    """The counter of a phase: `Ledger` on fake GPUs. On a real device, another class may measure the same phases."""
 
     def phase(self, name: PhaseName) -> AbstractContextManager[list[Measured]]:
         """Count a phase within the block. The list has what it used when the block has ended."""
@@ -62,13 +62,7 @@ class PhaseCounter(Protocol):
 
 @dataclass
 class RankPhases:
-    """A policy, its critic if it has one, and the phases of a step. `build` comes first.
-
-    Attributes:
-        workload: What runs.
-        topology: The layout.
-        ledger: What counts.
-    """
+    """A policy, its critic if it has one, and the phases of a step. `build` comes first."""
 
     workload: Workload
     topology: Topology
@@ -77,12 +71,10 @@ class RankPhases:
 
     @property
     def policy(self) -> MegatronPolicy:
-        """Return the policy."""
         return self._models[0]
 
     @property
     def critic(self) -> MegatronPolicy:
-        """Return the critic."""
         return self._models[1]
 
     def build(self) -> Measured:
@@ -185,7 +177,7 @@ class RankPhases:
         """Return what a global batch uses. If it has many microbatches, smaller batches are run.
 
         Args:
-            run: Runs a global batch of so many sequences.
+            run: Runs a global batch of that many sequences.
             sequences: The sequences of the global batch.
             microbatches: The microbatches of it on this rank.
         """
@@ -203,7 +195,7 @@ class RankPhases:
         return subtract(result, more, less, lacking_of_all / lacking)
 
     def _batch(self, count: int, keys: Iterable[str]) -> BatchedDataDict:
-        """Return a global batch of so many sequences. All of them have the same length."""
+        """Return a global batch of `count` sequences of the same length."""
         work = self.workload
         length = work.sequence_tokens
         of_response = torch.zeros(count, length)
@@ -229,7 +221,7 @@ class RankPhases:
     def generate(self) -> Measured:
         """Generate the completions of this rank's prompts with the embedded engine.
 
-        The first and the last token of each completion are generated. What the others need lies between.
+        Only the first and the last token of each completion are generated. The use of the others lies between.
         """
         work, policy, generation = self.workload, self.policy, self.workload.stage.generation
         replicas = self.topology.groups.dp_cp.size()
@@ -312,7 +304,7 @@ class RankPhases:
 
 
 def _fill_buckets(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Tensor]:
-    """Yield the filled buckets of an exporter, in so many buffers by turns."""
+    """Yield the filled buckets of an exporter, with `num_buffers` buffers by turns."""
     buckets = exporter.plan.buckets
     buffers = [exporter.allocate_buffer() for _ in buckets[:num_buffers]]
     for index, _ in enumerate(buckets):
@@ -320,7 +312,7 @@ def _fill_buckets(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Te
 
 
 def _written_tensors(state: object) -> Iterator[Tensor]:
-    """Yield the tensors of a sharded state that this rank writes: it is the first of those that have them."""
+    """Yield the tensors of a sharded state that this rank writes, because it is the first rank that has them."""
     if isinstance(state, dict):
         for value in state.values():
             yield from _written_tensors(value)

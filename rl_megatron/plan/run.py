@@ -41,34 +41,31 @@ def run_as_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topol
 
 
 def measure_use(workload: Workload, rank: int, *, exact: bool = False) -> RankUse:
-    """Return what `rank` uses in each phase of a step of the workload. The process must not have started a device.
+    """Run each phase of a step as `rank`, and return what it uses. The process must not have started a device.
 
-    Args:
-        workload: What to plan.
-        rank: The rank to run as.
-        exact: Run all layers. Otherwise stacks of equal layers are run at two depths, if they are deep.
+    With `exact`, all layers are run. Otherwise deep stacks of equal layers are run at two depths.
 
     Raises:
         ConfigError: A phase cannot be run, or this process has started another device.
     """
-    wanted = list_phases(workload)
+    phases = list_phases(workload)
     depths = None if exact else choose_depths(workload, find_stage(workload, rank))
     if depths is None:
-        measured = run_phases(workload, rank, Ledger(), wanted)
+        measured = run_phases(workload, rank, Ledger(), phases)
     else:
-        measured = _measure_at_two_depths(workload, rank, wanted, depths)
+        measured = _measure_at_two_depths(workload, rank, phases, depths)
     return RankUse(find_kind(workload, rank), rank, tuple(phase.use() for phase in measured))
 
 
 def _measure_at_two_depths(
-    workload: Workload, rank: int, wanted: Sequence[PhaseName], depths: tuple[Workload, Workload, float]
+    workload: Workload, rank: int, phases: Sequence[PhaseName], depths: tuple[Workload, Workload, float]
 ) -> list[Measured]:
-    """Return what phases use. Those without a forward pass are run with all layers, since they take little time."""
+    """Return what phases use. Those without a forward pass take little time and are run with all layers."""
     shallow, deep, factor = depths
-    others: list[PhaseName] = [name for name in wanted if name not in _FORWARD]
-    forward: list[PhaseName] = [name for name in wanted if name in _FORWARD]
-    earlier: list[PhaseName] = [name for name in wanted if name == "refit"]  # it frees gradients until training
-    # Each in a run of its own: a weight sync frees the gradients, and a save follows training, which allocates them.
+    others: list[PhaseName] = [name for name in phases if name not in _FORWARD]
+    forward: list[PhaseName] = [name for name in phases if name in _FORWARD]
+    earlier: list[PhaseName] = [name for name in phases if name == "refit"]  # it frees gradients until training
+    # Each has a run of its own: a weight sync frees the gradients, and a save follows training, which allocates them.
     whole = [phase for name in others for phase in run_phases(workload, rank, Ledger(), [name])]
     of_shallow, of_deep = (
         run_phases(run, rank, Ledger(), earlier + forward)[1 + len(earlier) :] for run in (shallow, deep)
@@ -77,8 +74,8 @@ def _measure_at_two_depths(
     pairs = zip(of_shallow, of_deep, strict=True)
     measured |= {few.name: extrapolate_depth(few, many, factor) for few, many in pairs}
     ordered = [measured["build"]]
-    for name in wanted:
-        # What the phases before have left is still there.
+    for name in phases:
+        # The memory that earlier phases have left is still allocated.
         ordered.append(measured[name] if name in _FORWARD else measured[name].start_at(ordered[-1].end_bytes))
     return ordered
 
@@ -99,13 +96,7 @@ def find_kind(workload: Workload, rank: int) -> RankKind:
 def run_phases(
     workload: Workload, rank: int, ledger: Ledger, phases: Iterable[PhaseName] | None = None
 ) -> list[Measured]:
-    """Run the phases of one step of a workload as `rank`, and return what each used.
-
-    Args:
-        workload: What to run.
-        rank: The rank to run as.
-        ledger: What counts.
-        phases: The phases to run besides "build"; by default those that the workload's step has.
+    """Run "build" and other phases, by default all of a step, as `rank`, and return what each used.
 
     Raises:
         ConfigError: A phase raised an error, which is the cause; or this process has started another device.
@@ -135,7 +126,7 @@ def run_phases(
 
 @contextmanager
 def _describe_errors(phase: PhaseName, workload: Workload, rank: int) -> Iterator[None]:
-    """Let an error within the block say in which phase of which rank it was raised."""
+    """Raise an error within the block again as a `ConfigError` that names the phase and the rank."""
     try:
         yield
     except Exception as error:
@@ -167,10 +158,10 @@ _SHALLOW = 2  # equal layers of a model chunk, or periods of them, in the shallo
 
 
 def choose_depths(workload: Workload, stage: int) -> tuple[Workload, Workload, float] | None:
-    """Return a shallow and a deeper workload, and f so that use = shallow + f · (deeper − shallow) on a pipeline stage.
+    """Choose two workloads with fewer layers, and f so that use = shallow + f · (deep − shallow) on a pipeline stage.
 
-    Layers may differ in two ways. The first few may be dense while the others have experts: the runs then have as many
-    dense layers, and fewer of the others. Every few layers, one may attend to all tokens while the others have a
+    Layers may differ in two ways. The first few may be dense while the others have experts: the runs then have that
+    many dense layers, and fewer of the others. Every few layers, one may attend to all tokens while the others have a
     window or the gated delta rule: the runs then have whole periods. The result is None if the layers differ in another
     way, or are few.
     """

@@ -1,4 +1,4 @@
-"""Rank the layouts of a workload on a cluster by closed forms, and say why the others were rejected."""
+"""Rank the layouts of a workload on a cluster by closed forms, and report why the others were rejected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from rl_megatron.config.algorithm_kinds import PairsConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.model.sharded_shape import ShardedShape
@@ -18,7 +17,6 @@ from rl_megatron.plan import closed_forms
 from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.devices import Cluster
 from rl_megatron.plan.estimate import StepEstimate, estimate_step
-from rl_megatron.plan.phases import RankUse
 from rl_megatron.plan.servers import Servers
 from rl_megatron.plan.settings import Batches, Settings
 from rl_megatron.plan.workload import MicrobatchSizes, Workload
@@ -54,13 +52,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its settings that fits the memory.
-
-    Attributes:
-        settings: The settings.
-        estimate: The time of a step.
-        peak_bytes: The highest peak of the pipeline's stages.
-    """
+    """A layout that fits the memory, with its settings, the time of a step and the highest peak of its stages."""
 
     settings: Settings
     estimate: StepEstimate
@@ -80,11 +72,7 @@ class Candidate:
         return replace(base, model=shape.model, parallel=shape.parallel, train=train, generation=generation)
 
     def overrides(self, stage: str | None) -> dict[str, str]:
-        """Return the keys that the search has chosen, as overrides of `train`.
-
-        Args:
-            stage: The name of the stage, if the run has several.
-        """
+        """Return the keys that the search has chosen, as overrides of `train`. A run with one stage passes None."""
         settings, parallel = self.settings, self.settings.shape.parallel
         prefix = "" if stage is None else f"stages.{stage}."
         usual = ParallelConfig()
@@ -112,8 +100,8 @@ class Search:
 
     Attributes:
         ranked: The candidates that fit, fastest first.
-        rejected: How many combinations were rejected, by reason.
-        considered: How many combinations there were.
+        rejected: The number of rejected combinations, by reason.
+        considered: The number of all combinations.
         servers: The rollout engine's processes, or None if the policy generates itself.
     """
 
@@ -124,12 +112,9 @@ class Search:
 
 
 def search(workload: Workload, cluster: Cluster, mean_response_tokens: int | None = None) -> Search:
-    """Return the layouts of a workload that fit a cluster, fastest first.
+    """Search the layouts that fit a cluster, for the workload of a stage `without_layout`.
 
-    Args:
-        workload: The workload, of a stage `without_layout`.
-        cluster: The cluster.
-        mean_response_tokens: The mean tokens of a response, or None if all are the longest.
+    Without `mean_response_tokens`, all responses are the longest.
     """
     return _Searcher(workload, cluster, mean_response_tokens).run()
 
@@ -146,7 +131,7 @@ class _Searcher:
     def __init__(self, workload: Workload, cluster: Cluster, mean_response_tokens: int | None):
         self._workload, self._cluster = workload, cluster
         model = workload.stage.model
-        self._models = {recompute: _with_recompute(model, recompute) for recompute in _RECOMPUTE}
+        self._models = {recompute: replace(model, recompute=recompute) for recompute in _RECOMPUTE}
         self._template = replace(
             Settings.from_workload(workload, mean_response_tokens),
             pads=False,
@@ -157,7 +142,7 @@ class _Searcher:
         self._rejected: Counter[str] = Counter()
         self._candidates: list[Candidate] = []
         # Combinations of each layout: recomputation, fused head, sequences of a microbatch, batching, placement.
-        self._of_layout = len(_RECOMPUTE) * 2 * len(_SEQUENCES) * len(_BATCHING) * len(self._placements)
+        self._combinations = len(_RECOMPUTE) * 2 * len(_SEQUENCES) * len(_BATCHING) * len(self._placements)
 
     def run(self) -> Search:
         layouts = 0
@@ -169,7 +154,7 @@ class _Searcher:
             self._candidates[first:] = sorted(of_layout, key=_seconds)[:1]
             self._reject(REASONS["slower"], len(of_layout) - 1)
         self._candidates.sort(key=_seconds)
-        considered, servers = layouts * self._of_layout, self._template.servers
+        considered, servers = layouts * self._combinations, self._template.servers
         return Search(tuple(self._candidates), dict(self._rejected.most_common()), considered, servers)
 
     def _reject(self, reason: str, count: int) -> None:
@@ -184,7 +169,7 @@ class _Searcher:
         for tensor in (t for t in _TENSOR if t <= world):
             for sequence in (False, True)[: 1 + (tensor > 1)]:
                 for pipeline in stages:
-                    for last, virtual in _layers_of_stages(model.num_layers, pipeline):
+                    for last, virtual in _list_stage_depths(model.num_layers, pipeline):
                         for context in (c for c in _CONTEXT if tensor * pipeline * c <= world):
                             for expert in experts:
                                 yield ParallelConfig(
@@ -194,7 +179,7 @@ class _Searcher:
 
     def _try_layout(self, parallel: ParallelConfig) -> None:
         """Keep the combinations of a layout that fit, and count the others by their reasons."""
-        cluster, all_of_them = self._cluster, self._of_layout
+        cluster, all_of_them = self._cluster, self._combinations
         if parallel.tensor > cluster.gpus_per_node:
             return self._reject(REASONS["node"], all_of_them)
         if parallel.tensor > 1 and not parallel.sequence:
@@ -262,14 +247,14 @@ class _Searcher:
             if isinstance(fitting, str):
                 self._reject(fitting, 1)
                 continue
-            self._candidates.append(self._candidate(fitting))
+            self._candidates.append(self._estimate(fitting))
             for later, _ in tried[index + 1 :]:
                 slower = "no recomputation" if later != recompute else "no offload"
                 self._reject(REASONS[slower], 1)
             return
 
     def _why_too_large(self, settings: Settings) -> str | None:
-        """Return why training does not fit, or None. It is much faster than all phases."""
+        """Return why training does not fit, or None. The check is much faster than that of all phases."""
         limit, shape = self._cluster.usable_bytes, settings.shape
         for stage in shape.stages_of_kinds():
             kept = settings.count_static_bytes(stage).total
@@ -302,13 +287,14 @@ class _Searcher:
                 return REASONS["generation"]
             settings = replace(settings, decoded_together=settings.decoded_together // 2)
 
-    def _candidate(self, settings: Settings) -> Candidate:
+    def _estimate(self, settings: Settings) -> Candidate:
         stages = settings.shape.stages_of_kinds()
         uses = [estimate_use(settings, stage) for stage in stages]
-        return Candidate(settings, estimate_step(uses, settings, self._cluster), max(map(_peak, uses)))
+        peak_bytes = max(use.peak_phase.peak_bytes for use in uses)
+        return Candidate(settings, estimate_step(uses, settings, self._cluster), peak_bytes)
 
 
-def _layers_of_stages(num_layers: int, pipeline: int) -> Iterator[tuple[int | None, int]]:
+def _list_stage_depths(num_layers: int, pipeline: int) -> Iterator[tuple[int | None, int]]:
     """Yield (layers of the last stage or None for as many as others have, model chunks of a stage)."""
     if pipeline == 1:
         yield None, 1
@@ -330,14 +316,6 @@ def _peaks(settings: Settings) -> dict[str, int]:
     for stage in settings.shape.stages_of_kinds():
         peaks |= Counter({phase.name: phase.peak_bytes for phase in estimate_use(settings, stage).phases})
     return dict(peaks)
-
-
-def _peak(use: RankUse) -> int:
-    return use.peak_phase.peak_bytes
-
-
-def _with_recompute(model: ModelConfig, recompute: Any) -> ModelConfig:
-    return replace(model, recompute=recompute)
 
 
 def extract_rule(error: ConfigError) -> str:

@@ -1,4 +1,4 @@
-"""A rollout engine in processes of its own: what a plan leaves out of it, and what its servers take of the GPUs."""
+"""A rollout engine in other processes: which part of it a plan omits, and how much GPU memory its servers take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class Servers:
     """The engine's processes.
 
     Attributes:
-        engine: `generation.engine`.
         releases_memory: Whether they release their memory while the policy trains.
         bytes_on_gpu: What a server takes of a GPU that it shares with the policy, or 0 on GPUs of its own.
     """
@@ -49,9 +48,9 @@ class Servers:
         return cls(generation.engine, releases_memory(generation), num_bytes)
 
     def add_memory_to(self, phases: Iterable[PhaseUse]) -> tuple[PhaseUse, ...]:
-        """Return phases of the policy with the memory that servers have on the same GPU meanwhile.
+        """Return phases of the policy with the memory that servers have on the same GPU at that time.
 
-        The first weight sync has servers that have just started, with all their memory.
+        At the first weight sync, servers have just started and have all their memory.
         """
         return tuple(
             replace(phase, peak=replace(phase.peak, servers=self.bytes_on_gpu))
@@ -62,7 +61,7 @@ class Servers:
 
     @property
     def note(self) -> str:
-        """Return what a plan does not have, for the reader."""
+        """Return what the plan omits, for the reader."""
         runs = f"Generation runs in processes of engine {self.engine}"
         if not self.bytes_on_gpu:
             return f"{runs} and is in neither the time nor the memory."

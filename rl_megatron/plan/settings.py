@@ -53,7 +53,6 @@ class Batches:
         rollout: A forward pass over all sequences, as for logprobs.
         learned_sequences: The sequences that all ranks learn from, each as often as it is learned from, and no padding
             sequence.
-        optimizer_steps: The optimizer steps.
     """
 
     step: BatchShape
@@ -64,7 +63,7 @@ class Batches:
 
     @classmethod
     def from_workload(cls, workload: Workload) -> Self:
-        """Return the batches of a workload in its layout."""
+        """Plan the batches of a workload in its own layout."""
         stage = workload.stage
         layout = ConfiguredLayout(workload.data, stage.parallel.context, sequence_multiple(stage.parallel))
         return cls.from_layout(
@@ -75,7 +74,7 @@ class Batches:
     def from_layout(
         cls, workload: Workload, layout: ConfiguredLayout, most: int, kind: BatchingKind, multiple: int
     ) -> Self:
-        """Return the batches of a workload in any layout.
+        """Plan the batches of a workload in any layout.
 
         Args:
             workload: The workload, whose layout and batching are not read.
@@ -121,8 +120,6 @@ class Settings:
         shape: The model in its layout, with its recomputation.
         precision: "bf16" or "fp32".
         distributed: `optimizer.distributed`.
-        fused_head: `train.fused_head`.
-        batches: The microbatches of a training step on a data-parallel rank.
         pads: Whether every sequence is padded to the longest of its batch.
         reference: Where the reference policy is kept, or None without one.
         recomputes_logprobs: Whether the policy computes logprobs before it learns.
@@ -130,9 +127,7 @@ class Settings:
         completions: Completions that each model replica generates in a step, or 0.
         prompts: The different prompts of these.
         decoded_together: The completions that are decoded together.
-        prompt_tokens: The tokens of a prompt.
         response_tokens: The tokens of the longest response.
-        mean_response_tokens: The mean tokens of a response.
         bucket_bytes: The bytes of a bucket of a weight sync, or 0 without one.
         sends_adapter: Whether a weight sync sends the adapter alone.
         servers: The rollout engine's processes, or None if the policy itself generates or no GPU is chosen.
@@ -159,11 +154,7 @@ class Settings:
 
     @classmethod
     def from_workload(cls, workload: Workload, mean_response_tokens: int | None = None) -> Self:
-        """Return the settings of a workload.
-
-        Args:
-            workload: The workload.
-            mean_response_tokens: The mean tokens of a response, or None if all are the longest.
+        """Return the settings of a workload; without a mean, all responses are the longest.
 
         Raises:
             ConfigError: The mean exceeds the longest.
@@ -246,10 +237,5 @@ class Settings:
         return 1.0 if self.pads else self.useful_share
 
     def mean_number(self, batch: BatchShape, at_least: int = 1) -> int:
-        """Return how many microbatches a batch has with responses of the mean length.
-
-        Args:
-            batch: The batch, as it is if all responses are the longest.
-            at_least: The optimizer steps, each of which has a microbatch.
-        """
+        """Return how many microbatches a batch has with responses of the mean length, but at least `at_least`."""
         return min(batch.number, max(at_least, math.ceil(self.computed_share * batch.number)))

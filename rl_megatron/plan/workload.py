@@ -33,7 +33,7 @@ class MicrobatchSizes:
     def from_sequences(
         cls, sequences: int, data: int, most: int, kind: BatchingKind, *, group_size: int = 1, multiple: int = 1
     ) -> MicrobatchSizes:
-        """Return the microbatches of a global batch.
+        """Cut a global batch of equally long sequences into microbatches, as rl_megatron/batching does.
 
         Args:
             sequences: The sequences of the global batch, over all ranks.
@@ -81,12 +81,7 @@ class MicrobatchSizes:
 
 @dataclass(frozen=True)
 class Critic:
-    """The critic of a stage, a second model with a score head.
-
-    Attributes:
-        optimizer: Its optimizer section.
-        loss: The name and settings of its loss.
-    """
+    """The critic of a stage, a second model with a score head, its own optimizer and its own loss."""
 
     optimizer: OptimizerConfig
     loss: Mapping[str, Any]
@@ -97,14 +92,9 @@ class Workload:
     """A stage on a number of ranks. Every sequence has the same number of tokens.
 
     Attributes:
-        stage: The configuration of the stage.
-        world_size: The number of ranks.
-        vocab_size: The tokens of the vocabulary.
         prompt_tokens: The tokens of a prompt; they are read, but not learned from.
         response_tokens: The tokens of a response, or of whatever is learned from.
-        uses_reference: Whether a reference policy computes logprobs of the batch.
         recomputes_logprobs: Whether the policy computes the logprobs of a rollout before it learns from it.
-        critic: The critic, or None without one.
         head: The policy's head: "score" for a reward model.
     """
 
@@ -179,11 +169,7 @@ class Workload:
 
     @property
     def most_per_microbatch(self) -> int:
-        """Return the most sequences that one microbatch on one data-parallel rank may have.
-
-        Raises:
-            ConfigError: Not even one fits `train.micro_batch_tokens`.
-        """
+        """Return the most sequences that one microbatch on one data-parallel rank may have."""
         train, parallel = self.stage.train, self.stage.parallel
         if train.batching == "padded":
             return train.micro_batch_size
@@ -201,12 +187,7 @@ class Workload:
         return fits
 
     def microbatches(self, sequences: int, group_size: int | None = None) -> MicrobatchSizes:
-        """Return the microbatches of a global batch of so many sequences, on the rank that has the most.
-
-        Args:
-            sequences: The sequences of the global batch, over all ranks.
-            group_size: The sequences that have to share a microbatch, by default those of training.
-        """
+        """Return the microbatches of a global batch, on the rank that has the most. Groups default to training's."""
         return MicrobatchSizes.from_sequences(
             sequences, self.data, self.most_per_microbatch, self.stage.train.batching,
             group_size=group_size or self.group_size, multiple=self.filled_multiple,

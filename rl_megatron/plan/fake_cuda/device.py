@@ -23,7 +23,7 @@ class FakeCuda:
     Args:
         rank: The rank that runs.
         world_size: The number of ranks of the job.
-        observer: What is told of operators, memory, collectives and waits.
+        observer: It gets operators, memory, collectives and waits.
 
     Raises:
         ConfigError: This process has been started on the CPU, or has joined a process group.

@@ -42,7 +42,7 @@ class Operators(TorchDispatchMode):
             fake = [x for x in tensors if x.is_meta]
             if not fake and kwargs.get("device") != META:
                 result = func(*args, **kwargs)
-                self._note_host(result)
+                self._report_host_memory(result)
                 return result
             on_host = bool(fake) and all(self._sides.is_on_host(x) for x in fake)
             if func in _READS:
@@ -65,7 +65,7 @@ class Operators(TorchDispatchMode):
                 return result
             if func in _DEPENDS_ON_DATA:
                 raise RuntimeError(
-                    f"{func.name()} returns as many values as the data says, which is unknown without a GPU"
+                    f"{func.name()} returns a number of values that depends on the data, which is unknown without a GPU"
                 )
             self._check_devices(func, args, kwargs, tensors)
             # Without data, torch up to 2.12 takes the dtype for a factor.
@@ -76,7 +76,7 @@ class Operators(TorchDispatchMode):
             observer.on_launch(func, args, kwargs, result)
             return result
 
-    def _note_host(self, result: Any) -> None:
+    def _report_host_memory(self, result: Any) -> None:
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._sides.observer.on_allocation(tensor.untyped_storage(), tensor, False, None)
@@ -84,14 +84,14 @@ class Operators(TorchDispatchMode):
     def _to_host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if tensor.numel() * dtype.itemsize <= _REAL_COPY_BYTES:
             result = torch.full(tensor.shape, _planned_value(tensor.dtype), dtype=dtype)
-            self._note_host(result)
+            self._report_host_memory(result)
             return result
         result = torch.empty_like(tensor, dtype=dtype)
         self._sides.put_on_host(result)
         return result
 
     def _check_devices(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
-        """Refuse tensors of both devices, as CUDA does, and note the transfers and reads within an operator."""
+        """Refuse tensors of both devices, as CUDA does, and report the transfers and reads within an operator."""
         observer = self._sides.observer
         real = [x for x in tensors if not x.is_meta or self._sides.is_on_host(x)]
         if func in (aten._to_copy.default, aten.copy_.default):
@@ -143,5 +143,5 @@ def _non_blocking(args: tuple, kwargs: dict) -> bool:
 
 
 def _planned_value(dtype: torch.dtype) -> bool | int | float:
-    """Return what a read of the device gives. It lets a step go on: counts are above 0, and flags are true."""
+    """Return the value that a read of the device gives. A step continues: counts are above 0, and flags are true."""
     return 1.0 if dtype.is_floating_point else dtype == torch.bool

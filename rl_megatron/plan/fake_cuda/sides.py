@@ -15,7 +15,7 @@ _active: Sides | None = None
 
 
 class Observer:
-    """What `FakeCuda` reports. Every method does nothing; subclasses override those they need."""
+    """The receiver of what `FakeCuda` reports. Its methods do nothing; subclasses override those they need."""
 
     def on_allocation(self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: Any) -> None:
         """Take note of a tensor that an operator returned, on the device or on the host. Its memory may be known."""
@@ -34,11 +34,7 @@ class Observer:
 
 
 class Sides:
-    """The device and the host of an active `FakeCuda`.
-
-    Args:
-        observer: What is told of operators, memory, collectives and waits.
-    """
+    """The device and the host of an active `FakeCuda`."""
 
     def __init__(self, observer: Observer):
         self.observer = observer
@@ -56,7 +52,7 @@ class Sides:
         return bool(self._on_host) and tensor.untyped_storage()._cdata in self._on_host
 
     def put_on_host(self, tensor: Tensor) -> None:
-        """Let a tensor without data belong to the host."""
+        """Assign a tensor without data to the host."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._on_host:
             self._on_host.add(storage._cdata)
@@ -78,7 +74,7 @@ def report_launch(operator: Any, operands: tuple, result: Any) -> Any:
 
 
 def activate(sides: Sides | None) -> None:
-    """Set which device is active; None if none is."""
+    """Set which device is active, or None."""
     global _active
     _active = sides
 
@@ -110,7 +106,7 @@ class BalancedExperts:
         self._dispatcher, self._routed = dispatcher, routing_map.size(0) * dispatcher.config.moe_router_topk
 
     def counts(self, tensor: Tensor) -> Tensor:
-        """Return the counts that the dispatcher copies to the host in the place of `tensor`.
+        """Return the counts that the dispatcher copies to the host instead of `tensor`.
 
         All ranks have the same number of tokens.
         """

@@ -1,6 +1,6 @@
 """What takes the place of this package's functions on fake CUDA: Triton's kernels, and what would read or write values.
 
-The package itself does not know of fake devices. Everything that it does otherwise on one is listed here.
+The package itself does not know of fake devices. Everything that it does differently on one is listed here.
 """
 
 from __future__ import annotations
