@@ -49,14 +49,16 @@ def training_bytes(
     buffers = plan_gradient_buffers(shape, rank_place.stage, distributed=distributed, overlap=overlap)
     elements = sum(buffer.elements for buffer in buffers)
     if distributed and shape.has_replicas:
-        of_rank = sum(
+        optimizer_elements = sum(
             buffer.shard_elements(rank_place.expert_data if buffer.of_experts else rank_place.data)
             for buffer in buffers
         )
     else:
-        of_rank = elements
+        optimizer_elements = elements
     return TrainingBytes(
-        element_bytes(precision) * elements, GRADIENT_BYTES * elements, optimizer_bytes_per_element(precision) * of_rank
+        element_bytes(precision) * elements,
+        GRADIENT_BYTES * elements,
+        optimizer_bytes_per_element(precision) * optimizer_elements,
     )
 
 
@@ -122,8 +124,8 @@ def layer_activation_elements(model: ModelConfig, kind: LayerKind) -> int:
 def reading_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: str) -> float:
     """Return the bytes that a rank of a stage holds while prompts are read into the cache of the embedded engine.
 
-    Between attention and MLP nothing is split then. megatron-core's calls hold a layer's input and the embeddings until
-    they return.
+    At that time, nothing is split between attention and MLP. megatron-core's calls hold a layer's input and the
+    embeddings until they return.
 
     Args:
         shape: The model in its layout.

@@ -200,7 +200,7 @@ class _Phases:
         return PhaseUse("refit", peak, peak.total - buffers, memory_bytes=4 * whole, collectives=(sums,))
 
     def _with_offload(self, refit: PhaseUse) -> PhaseUse:
-        """Return a weight sync with the policy's optimizer state on the host, if servers take its place meanwhile."""
+        """Return a weight sync, with the optimizer state on the host if servers take its place during the sync."""
         settings, (shape, distributed) = self._settings, self._settings.models[0]
         if settings.servers is None or not settings.servers.releases_memory:
             return refit
@@ -248,12 +248,9 @@ class _Phases:
             yield Collective("recv", "pipeline", parallel.pipeline, sent, count * (earlier + backwards * later))
 
     def _list_expert_collectives(self, routed: int, count: int, passes: int) -> Iterator[Collective]:
-        """Yield the collectives that send tokens to experts and back.
+        """Yield the collectives that send tokens to experts and back, in `passes` passes of `count` microbatches.
 
-        Args:
-            routed: The bytes of a rank's tokens in a microbatch, once for each of their experts.
-            count: The number of microbatches.
-            passes: The number of forward and backward passes of each.
+        `routed` are the bytes of a rank's tokens in a microbatch, once for each of their experts.
         """
         parallel, calls = self._shape.parallel, count * self._expert_layers * passes
         if parallel.expert > 1:

@@ -30,9 +30,9 @@ class Cluster:
         link_gb_per_s: The bandwidth of a GPU within its node, in one direction.
         network_gb_per_s: The bandwidth of a GPU between nodes, in one direction.
         memory_margin: The share of memory to leave free.
-        compute_efficiency: What matrix products achieve of the GPU's FLOPs.
-        memory_efficiency: What operators achieve of the bandwidth of its memory.
-        link_efficiency: What collectives achieve of the bandwidth of links.
+        compute_efficiency: The share of the GPU's FLOPs that matrix products achieve.
+        memory_efficiency: The share of its memory bandwidth that operators achieve.
+        link_efficiency: The share of the links' bandwidth that collectives achieve.
     """
 
     gpu: Gpu

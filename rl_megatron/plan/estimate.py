@@ -16,7 +16,7 @@ from rl_megatron.plan.phases import Collective, PhaseName, PhaseUse, RankUse
 from rl_megatron.plan.settings import Settings
 
 SECONDS_PER_LAUNCH = 5e-6  # the host's time for one operator; it runs ahead of the GPU, unless operators are small
-_SECONDS_PER_COLLECTIVE = 20e-6  # besides the time for its bytes
+_SECONDS_PER_COLLECTIVE = 20e-6  # in addition to the time for its bytes
 # The bytes that a rank sends, as a multiple of the whole tensor's bytes · (n − 1) / n.
 _TIMES_SENT = {"all_reduce": 2.0}
 _ROLLOUT_PASSES = ("logprobs", "reference", "values")  # one pass over all sequences of a step, before its updates
@@ -33,7 +33,7 @@ class PhaseSeconds:
     Attributes:
         compute: Matrix products and attention.
         memory: Reading and writing the operands of all operators.
-        launch: What the host takes to launch the operators.
+        launch: The host's time to launch the operators.
         communication: Collectives, none of which is assumed to overlap with computation.
         waiting: The time in which a pipeline stage waits for others.
     """
@@ -133,7 +133,6 @@ class StepEstimate:
     Attributes:
         phases: The time of each phase, on the pipeline stage that takes longest for it.
         uses: What that stage uses in the phase.
-        seconds: The time of a step.
         mfu: Model FLOPs utilisation of training: the operations that its result depends on, as a share of what the
             GPUs can do in that time. Attention is causal, and the head counts for tokens that are learned from.
         tokens_per_second: Tokens that all GPUs learn from in a second of the step, prompts included.

@@ -50,10 +50,10 @@ _ATTENTION = {
 
 
 class Ledger(fake_cuda.Observer):
-    """What one rank uses, phase by phase.
+    """The counts of one rank, phase by phase.
 
     Attributes:
-        logits_width: The last dimension by which logits are known, or None.
+        logits_width: The last dimension by which logits are recognised, or None.
         held: Live bytes on the device by the location (file and line) that allocated them.
         held_at_peak: `held` at the peak of the current phase, if `keeps_locations`, which takes time.
     """
@@ -123,7 +123,7 @@ class Ledger(fake_cuda.Observer):
             self.on_resize(storage)  # an operator may have made the memory of an output larger
             return
         location = _locate_call() if on_device and storage.nbytes() else ""
-        self._allocations[key] = _Allocation(0, self._category(tensor, location, operator), location, on_device)
+        self._allocations[key] = _Allocation(0, self._choose_category(tensor, location, operator), location, on_device)
         weakref.finalize(storage, self._on_free, key)
         self.on_resize(storage)
 
@@ -154,7 +154,7 @@ class Ledger(fake_cuda.Observer):
             if self._keeps_locations:
                 self.held_at_peak = Counter(self.held)
 
-    def _category(self, tensor: Tensor, location: str, operator: Any) -> int:
+    def _choose_category(self, tensor: Tensor, location: str, operator: Any) -> int:
         category = "activations"
         is_upload = operator is aten._to_copy.default and location.startswith("rl_megatron/")
         if self.logits_width is not None and tensor.dim() > 1 and tensor.size(-1) == self.logits_width:

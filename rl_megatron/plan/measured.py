@@ -25,7 +25,7 @@ class Measured:
     Attributes:
         peaks: By the location (file and line) of an allocation, the live bytes after it, when they were most.
         start_bytes: The live bytes at the beginning; `end_bytes` are those at the end.
-        host_bytes: What the host held for the rank at its peak.
+        host_bytes: The host memory of the rank at its peak.
         timeline: (number of the operator, live bytes after it).
     """
 
@@ -132,7 +132,7 @@ def combine_decoding(prompts: Measured, first: Measured, last: Measured, tokens:
         first: The use of the first token of each completion.
         last: The use of the last token, which reads the longest cache. The others lie between the two.
         tokens: The tokens of each completion.
-        rounds: How many times the slots are filled.
+        rounds: The number of times that the slots are filled.
     """
     counts = _sum((rounds, prompts), (rounds * tokens / 2, first), (rounds * tokens / 2, last))
     peaks: dict[str, Live] = {}

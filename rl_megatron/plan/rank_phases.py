@@ -81,17 +81,17 @@ class RankPhases:
         """Build the policy, the critic and the reference policy."""
         work = self.workload
         with self.ledger.phase("build") as result:
-            self._models.append(self._model(work.stage.optimizer, work.head))
+            self._models.append(self._build_model(work.stage.optimizer, work.head))
             self._label(self.policy)
             if work.critic is not None:
-                self._models.append(self._model(work.critic.optimizer, "score"))
+                self._models.append(self._build_model(work.critic.optimizer, "score"))
                 self._label(self.critic)
             if work.uses_reference:
                 self.policy.freeze_reference()
                 self._label(self.policy)
         return result[0]
 
-    def _model(self, optimizer: OptimizerConfig, head: Head) -> MegatronPolicy:
+    def _build_model(self, optimizer: OptimizerConfig, head: Head) -> MegatronPolicy:
         stage = self.workload.stage
         return MegatronPolicy(
             replace(stage.model, backend="portable"), self.topology, vocab_size=self.workload.vocab_size,
@@ -126,60 +126,57 @@ class RankPhases:
 
     def logprobs(self) -> Measured:
         """Compute logprobs of all sequences of a step."""
-        return self._forward("logprobs", self.policy.get_logprobs)
+        return self._run_forward("logprobs", self.policy.get_logprobs)
 
     def reference(self) -> Measured:
         """Compute the reference policy's logprobs of all sequences of a step."""
-        return self._forward("reference", self.policy.get_reference_policy_logprobs)
+        return self._run_forward("reference", self.policy.get_reference_policy_logprobs)
 
     def values(self) -> Measured:
         """Compute the critic's values of all sequences of a step."""
-        return self._forward("values", self.critic.get_values)
+        return self._run_forward("values", self.critic.get_values)
 
-    def _forward(self, name: PhaseName, compute: Callable[[BatchedDataDict], object]) -> Measured:
+    def _run_forward(self, name: PhaseName, compute: Callable[[BatchedDataDict], object]) -> Measured:
         def run(sequences: int) -> Measured:
-            batch = self._batch(sequences, ("input_ids", "input_lengths", "temperature"))
+            batch = self._build_batch(sequences, ("input_ids", "input_lengths", "temperature"))
             with self.ledger.phase(name) as result:
                 compute(batch)
             return result[0]
 
         work = self.workload
-        return self._along_microbatches(run, work.sequences_per_step, work.microbatches_of_rollout)
+        return self._run_microbatches(run, work.sequences_per_step, work.microbatches_of_rollout)
 
     def train(self) -> Measured:
         """Take the policy's optimizer steps of a step."""
-        return self._train("train", self.policy, configured_loss(self.workload.stage.loss))
+        return self._run_training("train", self.policy, configured_loss(self.workload.stage.loss))
 
     def train_critic(self) -> Measured:
         """Take the critic's optimizer steps of a step."""
         assert self.workload.critic is not None  # the phase is run only with one
-        return self._train("train_critic", self.critic, configured_loss(self.workload.critic.loss))
+        return self._run_training("train_critic", self.critic, configured_loss(self.workload.critic.loss))
 
-    def _train(self, name: PhaseName, model: MegatronPolicy, loss: LossFunction) -> Measured:
+    def _run_training(self, name: PhaseName, model: MegatronPolicy, loss: LossFunction) -> Measured:
         keys = ("input_ids", "input_lengths", "temperature", *as_loss(loss).required_keys)
 
         def run(sequences: int) -> Measured:
-            batch = self._batch(sequences, keys)
+            batch = self._build_batch(sequences, keys)
             with self.ledger.phase(name) as result:
                 model.train(batch, loss, gbs=batch.size, on_policy=True)
             return result[0]
 
         work = self.workload
         of_batches = [
-            repeat(self._along_microbatches(run, sequences, work.microbatches(sequences)), steps)
+            repeat(self._run_microbatches(run, sequences, work.microbatches(sequences)), steps)
             for sequences, steps in work.optimizer_batches
         ]
         return combine_sequential(of_batches)
 
-    def _along_microbatches(
+    def _run_microbatches(
         self, run: Callable[[int], Measured], sequences: int, microbatches: MicrobatchSizes
     ) -> Measured:
         """Return what a global batch uses. If it has many microbatches, smaller batches are run.
 
-        Args:
-            run: Runs a global batch of that many sequences.
-            sequences: The sequences of the global batch.
-            microbatches: The microbatches of it on this rank.
+        `run` takes the sequences of a global batch, and `microbatches` are those of the whole one on this rank.
         """
         data, depth = self.topology.data, self.topology.pipeline
         enough, most = 2 * depth + depth * (self.topology.virtual_pipeline > 1), microbatches.largest
@@ -194,16 +191,16 @@ class RankPhases:
         lacking_of_all = microbatches.number * most - microbatches.sequences
         return subtract(result, more, less, lacking_of_all / lacking)
 
-    def _batch(self, count: int, keys: Iterable[str]) -> BatchedDataDict:
+    def _build_batch(self, count: int, keys: Iterable[str]) -> BatchedDataDict:
         """Return a global batch of `count` sequences of the same length."""
         work = self.workload
         length = work.sequence_tokens
-        of_response = torch.zeros(count, length)
-        of_response[:, work.prompt_tokens :] = 1.0
+        response_mask = torch.zeros(count, length)
+        response_mask[:, work.prompt_tokens :] = 1.0
         batch = BatchedDataDict(
             input_ids=torch.zeros(count, length, dtype=torch.long),
             input_lengths=torch.full((count,), length),
-            token_mask=of_response,
+            token_mask=response_mask,
             sample_mask=torch.ones(count),
         )
         for key in keys:
@@ -215,7 +212,7 @@ class RankPhases:
                 dtype = torch.long if key.endswith("indices") else torch.float32
                 batch[key] = torch.zeros(count, length, _TOP_K, dtype=dtype)
             else:
-                batch[key] = of_response.clone()
+                batch[key] = response_mask.clone()
         return batch
 
     def generate(self) -> Measured:
@@ -304,7 +301,7 @@ class RankPhases:
 
 
 def _fill_buckets(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Tensor]:
-    """Yield the filled buckets of an exporter, with `num_buffers` buffers by turns."""
+    """Yield the filled buckets of an exporter, with `num_buffers` buffers in turn."""
     buckets = exporter.plan.buckets
     buffers = [exporter.allocate_buffer() for _ in buckets[:num_buffers]]
     for index, _ in enumerate(buckets):

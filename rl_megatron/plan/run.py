@@ -138,7 +138,7 @@ def _describe_errors(phase: PhaseName, workload: Workload, rank: int) -> Iterato
 
 
 def list_phases(workload: Workload) -> tuple[PhaseName, ...]:
-    """Return the phases that a step of a workload has, besides "build"."""
+    """Return the phases that a step of a workload has, except "build"."""
     stage = workload.stage
     in_processes = workload.generates and ENGINE_DECLARATIONS[stage.generation.engine].runs_in_processes
     present: dict[PhaseName, bool] = {
@@ -183,11 +183,11 @@ def choose_depths(workload: Workload, stage: int) -> tuple[Workload, Workload, f
         return None
     if varied <= 2 * shallow + 1 or (of_dense and not dense and of_dense > shallow):
         return None
-    runs = [_with_depth(workload, dense + count) for count in (shallow, 2 * shallow)]
+    runs = [_set_depth(workload, dense + count) for count in (shallow, 2 * shallow)]
     return runs[0], runs[1], (varied - shallow) / shallow
 
 
-def _with_depth(workload: Workload, depth: int) -> Workload:
+def _set_depth(workload: Workload, depth: int) -> Workload:
     """Return the workload with `depth` layers in every model chunk."""
     stage = workload.stage
     parallel = replace(stage.parallel, first_stage_layers=None, last_stage_layers=None)

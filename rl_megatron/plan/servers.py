@@ -15,7 +15,7 @@ from rl_megatron.plan.phases import PhaseUse
 from rl_megatron.plan.workload import Workload
 
 _SHARE = 0.92  # vLLM's default of gpu_memory_utilization
-_BEFORE = ("build",)  # servers start after the policy was built
+_WITHOUT_SERVERS = ("build",)  # servers start after the policy was built
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Servers:
 
     Attributes:
         releases_memory: Whether they release their memory while the policy trains.
-        bytes_on_gpu: What a server takes of a GPU that it shares with the policy, or 0 on GPUs of its own.
+        bytes_on_gpu: The memory of a server on a GPU that it shares with the policy, or 0 on GPUs of its own.
     """
 
     engine: str
@@ -54,7 +54,7 @@ class Servers:
         """
         return tuple(
             replace(phase, peak=replace(phase.peak, servers=self.bytes_on_gpu))
-            if phase.name == "refit" or not (self.releases_memory or phase.name in _BEFORE)
+            if phase.name == "refit" or not (self.releases_memory or phase.name in _WITHOUT_SERVERS)
             else phase
             for phase in phases
         )

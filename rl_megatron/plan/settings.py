@@ -114,7 +114,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the closed forms need of a workload, in plain numbers. The search changes some of them.
+    """The numbers of a workload that closed forms and estimates need. The search changes some of them.
 
     Attributes:
         shape: The model in its layout, with its recomputation.
@@ -129,7 +129,7 @@ class Settings:
         decoded_together: The completions that are decoded together.
         response_tokens: The tokens of the longest response.
         bucket_bytes: The bytes of a bucket of a weight sync, or 0 without one.
-        sends_adapter: Whether a weight sync sends the adapter alone.
+        sends_adapter: Whether a weight sync sends only the adapter.
         servers: The rollout engine's processes, or None if the policy itself generates or no GPU is chosen.
     """
 

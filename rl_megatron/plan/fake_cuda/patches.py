@@ -1,9 +1,9 @@
-"""What `FakeCuda` replaces in torch and megatron-core while it is active.
+"""The functions of torch and megatron-core that `FakeCuda` replaces while it is active.
 
 - Functions of `torch.cuda` ask the driver, for streams, events, generators and memory.
 - `Module._apply` drops the marks of parameters that change their device from "cpu" to "meta".
 - For a backward pass, torch switches off the mode of functions, although the pass runs Python code.
-- `UntypedStorage.resize_`, by which megatron-core frees gradient buffers, is no operator.
+- `UntypedStorage.resize_`, by which megatron-core frees gradient buffers, is not an operator.
 - `new_group` would write an entry to the store for each of thousands of groups without this rank.
 - megatron-core reads the generator's state, and the number of tokens of each expert.
 """
@@ -28,7 +28,7 @@ _MISSING = object()
 
 
 def list_replacements(sides: Sides, functions: TorchFunctionMode) -> list[tuple[Any, str, Any]]:
-    """Return what is replaced: owner, name of the attribute, and what takes its place."""
+    """Return what is replaced: owner, name of the attribute, and its replacement."""
     return [
         *_list_cuda_replacements(sides),
         *_list_torch_replacements(sides, functions),

@@ -1,4 +1,4 @@
-"""What takes the place of this package's functions on fake CUDA: Triton's kernels, and what would read or write values.
+"""Replacements of this package's functions on fake CUDA: Triton's kernels, and what would read or write values.
 
 The package itself does not know of fake devices. Everything that it does differently on one is listed here.
 """
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def list_stand_ins() -> list[tuple[Any, str, Any]]:
-    """Return what is replaced: owner, name of the attribute, and what takes its place."""
+    """Return what is replaced: owner, name of the attribute, and its replacement."""
     triton_layers = SimpleNamespace(
         turn_heads=_turn_heads, gated_silu=_gated_silu, gated_silu_gradient=_gated_silu_gradient
     )
