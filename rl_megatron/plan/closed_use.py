@@ -156,8 +156,8 @@ class _Phases:
         )
         new = settings.mean_response_tokens
         passes, width = new * settings.completions / together, prompt + new / 2
-        of_prompt = prompt * count_decoding_flops(shape, self._stage, columns=prompt)
-        of_token = count_decoding_flops(shape, self._stage, columns=width)
+        prompt_flops = prompt * count_decoding_flops(shape, self._stage, columns=prompt)
+        token_flops = count_decoding_flops(shape, self._stage, columns=width)
         logits = 4 * together * shape.vocab_shard * 2 if self._is_last else 0  # fp32, and a copy to sample from
         texts = min(settings.prompts, together, max(1, PROMPT_TOKENS["cuda"] // max(1, prompt)))
         reading = closed_forms.reading_bytes(
@@ -176,7 +176,7 @@ class _Phases:
             "generate",
             peak,
             self._kept.total,
-            flops=round(settings.prompts * of_prompt + settings.completions * new * of_token),
+            flops=round(settings.prompts * prompt_flops + settings.completions * new * token_flops),
             kernels=round(passes * self._operators),
             memory_bytes=round(passes * (self._weights + cache * width / columns)),
             collectives=tuple(exchanges),

@@ -175,8 +175,8 @@ def _model_flops(settings: Settings) -> float:
     whole = settings.microbatch
     real = replace(whole, padded_lengths=whole.lengths)
     total = sum(count_forward_flops(settings.shape, stage, real, fused_head=True).of_model for stage in range(stages))
-    of_rank = settings.batches.learned_sequences / settings.shape.data
-    return settings.useful_share * of_rank / len(whole.lengths) * total / stages
+    rank_sequences = settings.batches.learned_sequences / settings.shape.data
+    return settings.useful_share * rank_sequences / len(whole.lengths) * total / stages
 
 
 def _computed_share(settings: Settings, name: PhaseName, stage: int) -> float:
@@ -210,9 +210,9 @@ def choose_stages(settings: Settings, cluster: Cluster) -> list[int]:
 
 def apply_mean_lengths(use: RankUse, settings: Settings) -> RankUse:
     """Return the mean use of a rank that was run with the longest responses. Peaks are unchanged."""
-    of_responses = settings.mean_response_tokens / settings.response_tokens
+    response_share = settings.mean_response_tokens / settings.response_tokens
     batches = settings.batches
-    shares = {"generate": (of_responses, of_responses)}
+    shares = {"generate": (response_share, response_share)}
     for name in _SEQUENCE_PHASES:
         is_training = name.startswith("train")
         batch = batches.training if is_training else batches.rollout
@@ -221,20 +221,20 @@ def apply_mean_lengths(use: RankUse, settings: Settings) -> RankUse:
     return replace(use, phases=tuple(_scale(phase, *shares.get(phase.name, (1.0, 1.0))) for phase in use.phases))
 
 
-def _scale(phase: PhaseUse, share: float, of_calls: float) -> PhaseUse:
+def _scale(phase: PhaseUse, share: float, call_share: float) -> PhaseUse:
     """Return a phase with a share of its operations and bytes, and a share of its calls."""
-    if share == of_calls == 1.0:
+    if share == call_share == 1.0:
         return phase
     return replace(
         phase,
         flops=round(share * phase.flops),
-        kernels=round(of_calls * phase.kernels),
+        kernels=round(call_share * phase.kernels),
         memory_bytes=round(share * phase.memory_bytes),
         collectives=tuple(
             replace(
                 collective,
-                bytes=round(collective.bytes * share / of_calls),
-                count=max(1, round(collective.count * of_calls)),
+                bytes=round(collective.bytes * share / call_share),
+                count=max(1, round(collective.count * call_share)),
             )
             if _is_of_tokens(collective)
             else collective

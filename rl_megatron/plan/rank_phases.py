@@ -165,11 +165,11 @@ class RankPhases:
             return result[0]
 
         work = self.workload
-        of_batches = [
+        batch_uses = [
             repeat(self._run_microbatches(run, sequences, work.microbatches(sequences)), steps)
             for sequences, steps in work.optimizer_batches
         ]
-        return combine_sequential(of_batches)
+        return combine_sequential(batch_uses)
 
     def _run_microbatches(
         self, run: Callable[[int], Measured], sequences: int, microbatches: MicrobatchSizes

@@ -362,8 +362,8 @@ def _draw_rank(axes: Any, use: RankUse, cluster: Cluster) -> None:
 
 def _rank_as_json(use: RankUse) -> dict[str, Any]:
     result = asdict(use)
-    for phase, of_use in zip(result["phases"], use.phases, strict=True):
-        phase["peak_bytes"] = of_use.peak_bytes
+    for phase, phase_use in zip(result["phases"], use.phases, strict=True):
+        phase["peak_bytes"] = phase_use.peak_bytes
     return result
 
 

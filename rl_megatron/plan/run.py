@@ -67,11 +67,11 @@ def _measure_at_two_depths(
     earlier: list[PhaseName] = [name for name in phases if name == "refit"]  # it frees gradients until training
     # Each has a run of its own: a weight sync frees the gradients, and a save follows training, which allocates them.
     whole = [phase for name in others for phase in run_phases(workload, rank, Ledger(), [name])]
-    of_shallow, of_deep = (
+    shallow_phases, deep_phases = (
         run_phases(run, rank, Ledger(), earlier + forward)[1 + len(earlier) :] for run in (shallow, deep)
     )
     measured = {phase.name: phase for phase in whole}
-    pairs = zip(of_shallow, of_deep, strict=True)
+    pairs = zip(shallow_phases, deep_phases, strict=True)
     measured |= {few.name: extrapolate_depth(few, many, factor) for few, many in pairs}
     ordered = [measured["build"]]
     for name in phases:
@@ -171,19 +171,19 @@ def choose_depths(workload: Workload, stage: int) -> tuple[Workload, Workload, f
     depth = len(model_chunks[0])
     if any(len(layers) != depth for layers in model_chunks):
         return None
-    of_windows = model.global_attention_every if model.sliding_window is not None else None
-    period = of_windows or model.full_attention_every or 1
-    of_dense = model.first_dense_layers if model.num_experts is not None else 0
-    if of_dense and (parallel.virtual_pipeline > 1 or of_dense > len(shape.layers(0)[0])):
+    window_period = model.global_attention_every if model.sliding_window is not None else None
+    period = window_period or model.full_attention_every or 1
+    dense_layers = model.first_dense_layers if model.num_experts is not None else 0
+    if dense_layers and (parallel.virtual_pipeline > 1 or dense_layers > len(shape.layers(0)[0])):
         return None
-    dense = of_dense if stage == 0 else 0  # dense layers of this stage
-    varied = depth - dense
+    stage_dense = dense_layers if stage == 0 else 0  # dense layers of this stage
+    varied = depth - stage_dense
     shallow = _SHALLOW * period
     if varied % period or (period > 1 and any(layers.start % period for layers in model_chunks)):
         return None
-    if varied <= 2 * shallow + 1 or (of_dense and not dense and of_dense > shallow):
+    if varied <= 2 * shallow + 1 or (dense_layers and not stage_dense and dense_layers > shallow):
         return None
-    runs = [_set_depth(workload, dense + count) for count in (shallow, 2 * shallow)]
+    runs = [_set_depth(workload, stage_dense + count) for count in (shallow, 2 * shallow)]
     return runs[0], runs[1], (varied - shallow) / shallow
 
 

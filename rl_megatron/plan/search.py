@@ -150,9 +150,9 @@ class _Searcher:
             layouts += 1
             first = len(self._candidates)
             self._try_layout(parallel)
-            of_layout = self._candidates[first:]
-            self._candidates[first:] = sorted(of_layout, key=_seconds)[:1]
-            self._reject(REASONS["slower"], len(of_layout) - 1)
+            fitting = self._candidates[first:]
+            self._candidates[first:] = sorted(fitting, key=_seconds)[:1]
+            self._reject(REASONS["slower"], len(fitting) - 1)
         self._candidates.sort(key=_seconds)
         considered, servers = layouts * self._combinations, self._template.servers
         return Search(tuple(self._candidates), dict(self._rejected.most_common()), considered, servers)
@@ -200,9 +200,9 @@ class _Searcher:
         return None
 
     def _try_microbatches(self, parallel: ParallelConfig, data: int) -> None:
-        workload, of_size = self._workload, 2 * 2 * len(self._placements)
+        workload, combinations = self._workload, 2 * 2 * len(self._placements)
         group = workload.group_size
-        of_rank = -(-self._per_step // data // group) * group
+        rank_sequences = -(-self._per_step // data // group) * group
         layout = ConfiguredLayout(data, parallel.context, sequence_multiple(parallel))
         replicas, per_step = data * parallel.context, workload.sequences_per_step
         completions = -(-per_step // replicas) if workload.generates_itself else 0
@@ -225,8 +225,8 @@ class _Searcher:
         }
         multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
         for sequences in (group * size for size in _SEQUENCES):
-            if sequences > of_rank:
-                self._reject(REASONS["microbatch"], of_size)
+            if sequences > rank_sequences:
+                self._reject(REASONS["microbatch"], combinations)
                 continue
             # Packs are balanced, so that not even the largest may have as many as it could.
             most = MicrobatchSizes.from_sequences(self._per_step, data, sequences, "packed", group_size=group).largest

@@ -215,15 +215,15 @@ class Settings:
 
     def count_static_bytes(self, stage: int) -> Bytes:
         """Return what a rank of a stage holds between phases: weights, gradients and optimizer state of all models."""
-        of_models = [
+        model_bytes = [
             closed_forms.mean_training_bytes(shape, stage, precision=self.precision, distributed=distributed)
             for shape, distributed in self.models
         ]
-        copies = [*of_models, *[of_models[0]] * self.copies_on_device]
+        copies = [*model_bytes, *[model_bytes[0]] * self.copies_on_device]
         return Bytes(
             sum(model.parameters for model in copies),
-            sum(model.gradients for model in of_models),
-            sum(model.optimizer for model in of_models),
+            sum(model.gradients for model in model_bytes),
+            sum(model.optimizer for model in model_bytes),
         )
 
     @property

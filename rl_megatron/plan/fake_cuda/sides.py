@@ -111,11 +111,11 @@ class BalancedExperts:
         All ranks have the same number of tokens.
         """
         dispatcher = self._dispatcher
-        of_expert = torch.full((dispatcher.num_experts,), self._routed // dispatcher.num_experts)
-        of_expert[: self._routed % dispatcher.num_experts] += 1
-        mine = of_expert[dispatcher.local_expert_indices]
+        expert_tokens = torch.full((dispatcher.num_experts,), self._routed // dispatcher.num_experts)
+        expert_tokens[: self._routed % dispatcher.num_experts] += 1
+        mine = expert_tokens[dispatcher.local_expert_indices]
         answers = {
-            "input_splits": of_expert.view(dispatcher.ep_size, -1).sum(1),
+            "input_splits": expert_tokens.view(dispatcher.ep_size, -1).sum(1),
             "output_splits": mine.sum().expand(dispatcher.ep_size),
             "output_splits_tp": mine.sum().expand(dispatcher.tp_size) * dispatcher.ep_size,
             "tokens_per_expert": mine * (dispatcher.ep_size * dispatcher.tp_size),
