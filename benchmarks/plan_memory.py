@@ -29,7 +29,7 @@ from rich.table import Table
 
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.plan.ledger import Ledger
-from rl_megatron.plan.run import run_phases, stage_of
+from rl_megatron.plan.run import find_stage, run_phases
 from rl_megatron.plan.workload import Workload
 
 _GIB = 2**30
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             seconds = time.perf_counter() - began
             static = build.peak.parameters + build.peak.gradients + build.peak.optimizer
             table.add_row(
-                case.name, f"{stage_of(workload, rank)}", f"{static / _GIB:.2f}", f"{train.peak_bytes / _GIB:.2f}",
+                case.name, f"{find_stage(workload, rank)}", f"{static / _GIB:.2f}", f"{train.peak_bytes / _GIB:.2f}",
                 f"{train.flops / 1e12:.1f}", f"{train.kernels:,}", f"{sum(count for _, count in train.syncs):,}",
                 f"{seconds:.1f}",
             )  # fmt: skip

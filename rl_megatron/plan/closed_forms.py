@@ -45,17 +45,20 @@ def training_bytes(
             gradients are in buffers with alignment.
         overlap: `optimizer.overlap`, which splits the buffers of the first stage into buckets.
     """
-    place = shape.place(rank)
-    buffers = plan_gradient_buffers(shape, place.stage, distributed=distributed, overlap=overlap)
+    rank_place = shape.place(rank)
+    buffers = plan_gradient_buffers(shape, rank_place.stage, distributed=distributed, overlap=overlap)
     elements = sum(buffer.elements for buffer in buffers)
     if distributed and shape.has_replicas:
-        of_rank = sum(
-            buffer.shard_elements(place.expert_data if buffer.of_experts else place.data) for buffer in buffers
+        optimizer_elements = sum(
+            buffer.shard_elements(rank_place.expert_data if buffer.of_experts else rank_place.data)
+            for buffer in buffers
         )
     else:
-        of_rank = elements
+        optimizer_elements = elements
     return TrainingBytes(
-        element_bytes(precision) * elements, GRADIENT_BYTES * elements, optimizer_bytes_per_element(precision) * of_rank
+        element_bytes(precision) * elements,
+        GRADIENT_BYTES * elements,
+        optimizer_bytes_per_element(precision) * optimizer_elements,
     )
 
 
@@ -100,8 +103,8 @@ def attention_elements(model: ModelConfig, kind: LayerKind) -> int:
 
 
 def _delta_rule_elements(shape: DeltaShape) -> int:
-    of_value_head = 6 * shape.value + 4 * shape.key + 3 * BLOCK + shape.key * shape.value // BLOCK
-    in_fp32 = 6 * shape.key + 2 * BLOCK + shape.values * of_value_head
+    value_head_elements = 6 * shape.value + 4 * shape.key + 3 * BLOCK + shape.key * shape.value // BLOCK
+    in_fp32 = 6 * shape.key + 2 * BLOCK + shape.values * value_head_elements
     return shape.groups * (shape.projected + (shape.kernel + 2) * shape.convolved + 2 * in_fp32)
 
 
@@ -121,8 +124,8 @@ def layer_activation_elements(model: ModelConfig, kind: LayerKind) -> int:
 def reading_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: str) -> float:
     """Return the bytes that a rank of a stage holds while prompts are read into the cache of the embedded engine.
 
-    Between attention and MLP nothing is split then. megatron-core's calls hold a layer's input and the embeddings until
-    they return.
+    At that time, nothing is split between attention and MLP. megatron-core's calls hold a layer's input and the
+    embeddings until they return.
 
     Args:
         shape: The model in its layout.
@@ -133,11 +136,14 @@ def reading_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: st
     model, tensor = shape.model, shape.parallel.tensor
     kinds = shape.layer_counts(stage)
     width = model.expert_ffn_hidden_size or model.ffn_hidden_size
-    of_experts = model.experts_per_token * (4 * model.hidden_size + 2 * width)
-    of_shared = 3 * (model.shared_expert_ffn_hidden_size or 0) / tensor
+    expert_elements = model.experts_per_token * (4 * model.hidden_size + 2 * width)
+    shared_elements = 3 * (model.shared_expert_ffn_hidden_size or 0) / tensor
     within = max(
         *(attention_elements(model, kind) / tensor for kind in kinds),
-        *(of_experts + of_shared if kind.has_experts else 3 * model.ffn_hidden_size / tensor for kind in kinds),
+        *(
+            expert_elements + shared_elements if kind.has_experts else 3 * model.ffn_hidden_size / tensor
+            for kind in kinds
+        ),
     )
     return element_bytes(precision) * tokens * (4 * model.hidden_size + within)
 
@@ -152,18 +158,18 @@ def activation_bytes(
         stage: The pipeline stage.
         tokens: The tokens of a microbatch, over all ranks that share it.
         precision: "bf16" or "fp32".
-        microbatches: The microbatches of an optimizer step, or None for so many that the pipeline is full.
+        microbatches: The microbatches of an optimizer step, or None if they fill the pipeline.
     """
     model, held = shape.model, _microbatches_in_flight(shape, stage, microbatches)
-    of_kinds = [
+    bytes_by_kind = [
         (count, layer_activation_bytes(shape, kind, tokens=tokens, precision=precision))
         for kind, count in shape.layer_counts(stage).items()
     ]
     if model.recompute == "full":
         between = tokens / shape.parallel.context / (shape.parallel.tensor if shape.parallel.sequence else 1)
-        kept = element_bytes(precision) * between * model.hidden_size * sum(count for count, _ in of_kinds)
-        return held * kept + max((size for _, size in of_kinds), default=0.0)
-    return held * sum(count * size for count, size in of_kinds)
+        kept = element_bytes(precision) * between * model.hidden_size * sum(count for count, _ in bytes_by_kind)
+        return held * kept + max((size for _, size in bytes_by_kind), default=0.0)
+    return held * sum(count * size for count, size in bytes_by_kind)
 
 
 def backward_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: str) -> float:
@@ -263,11 +269,11 @@ def cache_bytes(shape: ShardedShape, stage: int, *, sequences: int, columns: int
     """
     slots, width = -(-sequences // 8) * 8 + 1, -(-columns // 32) * 32
     token = cached_elements(shape.model) * element_bytes(precision)
-    of_layers = [
+    layer_bytes = [
         count * (_state_bytes(DeltaShape.of(shape.model), precision) if kind.has_delta_rule else width * token)
         for kind, count in shape.layer_counts(stage).items()
     ]
-    return slots * sum(of_layers) // shape.parallel.tensor
+    return slots * sum(layer_bytes) // shape.parallel.tensor
 
 
 def _state_bytes(shape: DeltaShape, precision: str) -> int:
@@ -280,5 +286,5 @@ def cached_elements(model: ModelConfig) -> int:
     """Return the elements of a token's keys and values in a layer, of all heads. Latents are not kept instead."""
     if model.kv_lora_rank is None:
         return 2 * head_size(model) * model.num_query_groups
-    of_head = LatentShape.of(model)
-    return (of_head.query + of_head.value) * model.num_attention_heads
+    head_shape = LatentShape.of(model)
+    return (head_shape.query + head_shape.value) * model.num_attention_heads

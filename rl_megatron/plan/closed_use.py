@@ -1,4 +1,4 @@
-"""What a rank uses in each phase, by closed forms alone: for the search over layouts, and where nothing is run.
+"""What a rank uses in each phase, by closed forms alone: for the search over layouts, and if nothing is run.
 
 Parameters, gradients, optimizer state and FLOPs are exact, up to alignment. Activations, operators, the bytes that they
 read and write, and collectives are estimates: docs/plan.md has the formulas.
@@ -19,13 +19,12 @@ from rl_megatron.model.flops import ForwardFlops, count_decoding_flops, count_fo
 from rl_megatron.model.lora.targets import build_weight_table
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import closed_forms
-from rl_megatron.plan.batches import BatchShape
 from rl_megatron.plan.phases import Collective, PhaseName, PhaseUse, RankKind, RankUse
-from rl_megatron.plan.settings import Settings
+from rl_megatron.plan.settings import BatchShape, Settings
 
 # Operators of a layer's forward pass, without experts, of each expert, of a microbatch's loss with its gradient, and of
 # an optimizer step, as counted on the portable layers.
-_OPERATORS_OF_LAYER, _OPERATORS_OF_EXPERT, _OPERATORS_OF_LOSS, _OPERATORS_OF_OPTIMIZER = 14, 8, 300, 20
+_OPERATORS_PER_LAYER, _OPERATORS_PER_EXPERT, _OPERATORS_PER_LOSS, _OPERATORS_PER_OPTIMIZER = 14, 8, 300, 20
 # How often a forward and a backward pass read or write what a layer keeps for backward.
 _PASSES_OVER_ACTIVATIONS = 14
 _FORWARD_PASSES = 5  # of these, in a forward pass alone
@@ -33,28 +32,23 @@ _FORWARD_PASSES = 5  # of these, in a forward pass alone
 _UPDATE_TRAFFIC = 2.5
 
 
-def closed_use_of(settings: Settings, stage: int) -> RankUse:
-    """Return what a rank of a pipeline stage uses in each phase of a step.
-
-    Args:
-        settings: The settings.
-        stage: The pipeline stage.
-    """
+def estimate_use(settings: Settings, stage: int) -> RankUse:
+    """Estimate what a rank of a pipeline stage uses in each phase of a step."""
     stages = settings.shape.parallel.pipeline
     kind: RankKind = "last stage" if stage == stages - 1 else "middle stage" if stage else "first stage"
-    phases = tuple(_Phases(settings, stage).all())
+    phases = tuple(_Phases(settings, stage).list_all())
     if settings.servers is not None:
-        phases = settings.servers.beside(phases)
+        phases = settings.servers.add_memory_to(phases)
     return RankUse(kind, stage * settings.shape.stage_ranks, phases)
 
 
 class _Phases:
-    """The phases of one rank."""
+    """The phases of a step on one rank."""
 
     def __init__(self, settings: Settings, stage: int):
         self._settings, self._stage, self._shape = settings, stage, settings.shape
         parallel = self._shape.parallel
-        self._kept = settings.held(stage)
+        self._kept = settings.count_static_bytes(stage)
         self._size = closed_forms.element_bytes(settings.precision)
         self._weights = self._size * sum(self._shape.elements(stage))
         self._is_last = stage == parallel.pipeline - 1
@@ -65,10 +59,10 @@ class _Phases:
         self._delta_layers = sum(count for kind, count in self._kinds.items() if kind.has_delta_rule)
         local_experts = (self._shape.model.num_experts or 0) // parallel.expert
         self._operators = (
-            self._layers * _OPERATORS_OF_LAYER + self._expert_layers * local_experts * _OPERATORS_OF_EXPERT
+            self._layers * _OPERATORS_PER_LAYER + self._expert_layers * local_experts * _OPERATORS_PER_EXPERT
         )
 
-    def all(self) -> Iterator[PhaseUse]:
+    def list_all(self) -> Iterator[PhaseUse]:
         """Yield the phases in their order."""
         settings, kept = self._settings, self._kept
         yield PhaseUse("build", kept, kept.total)
@@ -112,8 +106,8 @@ class _Phases:
                 settings.computed_share
                 * self._flops(shape, batch, lambda flops: flops.with_backward(shape.model.recompute), all_tokens=False)
             ),
-            kernels=count * (passes * self._operators + self._is_last * _OPERATORS_OF_LOSS)
-            + steps * _OPERATORS_OF_OPTIMIZER,
+            kernels=count * (passes * self._operators + self._is_last * _OPERATORS_PER_LOSS)
+            + steps * _OPERATORS_PER_OPTIMIZER,
             memory_bytes=round(
                 settings.computed_share
                 * (_PASSES_OVER_ACTIVATIONS + _FORWARD_PASSES * recomputes)
@@ -123,8 +117,8 @@ class _Phases:
                 + steps * _UPDATE_TRAFFIC * held.optimizer
             ),
             collectives=(
-                *self._of_layers(batch, count, forwards=2 if recomputes else 1, backwards=1),
-                *self._of_gradients(shape, distributed),
+                *self._list_layer_collectives(batch, count, forwards=2 if recomputes else 1, backwards=1),
+                *self._list_gradient_collectives(shape, distributed),
             ),
         )
 
@@ -148,7 +142,7 @@ class _Phases:
                 settings.computed_share * _FORWARD_PASSES * self._layers * self._bytes_of_layer(batch.tokens)
                 + count * self._weights
             ),
-            collectives=tuple(self._of_layers(batch, count, forwards=1, backwards=0)),
+            collectives=tuple(self._list_layer_collectives(batch, count, forwards=1, backwards=0)),
             host_bytes=arriving,
         )  # fmt: skip
 
@@ -162,8 +156,8 @@ class _Phases:
         )
         new = settings.mean_response_tokens
         passes, width = new * settings.completions / together, prompt + new / 2
-        of_prompt = prompt * count_decoding_flops(shape, self._stage, columns=prompt)
-        of_token = count_decoding_flops(shape, self._stage, columns=width)
+        prompt_flops = prompt * count_decoding_flops(shape, self._stage, columns=prompt)
+        token_flops = count_decoding_flops(shape, self._stage, columns=width)
         logits = 4 * together * shape.vocab_shard * 2 if self._is_last else 0  # fp32, and a copy to sample from
         texts = min(settings.prompts, together, max(1, PROMPT_TOKENS["cuda"] // max(1, prompt)))
         reading = closed_forms.reading_bytes(
@@ -177,12 +171,12 @@ class _Phases:
         if tensor > 1:
             exchanges.append(Collective("all_reduce", "tensor", tensor, hidden, round(passes * 2 * self._layers)))
         if self._expert_layers:
-            exchanges += self._between_experts(hidden * shape.model.experts_per_token, round(passes), 1)
+            exchanges += self._list_expert_collectives(hidden * shape.model.experts_per_token, round(passes), 1)
         return PhaseUse(
             "generate",
             peak,
             self._kept.total,
-            flops=round(settings.prompts * of_prompt + settings.completions * new * of_token),
+            flops=round(settings.prompts * prompt_flops + settings.completions * new * token_flops),
             kernels=round(passes * self._operators),
             memory_bytes=round(passes * (self._weights + cache * width / columns)),
             collectives=tuple(exchanges),
@@ -206,7 +200,7 @@ class _Phases:
         return PhaseUse("refit", peak, peak.total - buffers, memory_bytes=4 * whole, collectives=(sums,))
 
     def _with_offload(self, refit: PhaseUse) -> PhaseUse:
-        """Return a weight sync with the policy's optimizer state on the host, if servers take its place meanwhile."""
+        """Return a weight sync, with the optimizer state on the host if servers take its place during the sync."""
         settings, (shape, distributed) = self._settings, self._settings.models[0]
         if settings.servers is None or not settings.servers.releases_memory:
             return refit
@@ -216,8 +210,10 @@ class _Phases:
         peak = replace(refit.peak, optimizer=refit.peak.optimizer - moved)
         return replace(refit, peak=peak, after_bytes=refit.after_bytes - moved, host_bytes=refit.host_bytes + moved)
 
-    def _of_layers(self, batch: BatchShape, count: int, *, forwards: int, backwards: int) -> Iterator[Collective]:
-        """Yield the collectives of the layers, for `count` microbatches with so many forward and backward passes."""
+    def _list_layer_collectives(
+        self, batch: BatchShape, count: int, *, forwards: int, backwards: int
+    ) -> Iterator[Collective]:
+        """Yield the collectives of the layers, for `count` microbatches with these numbers of passes."""
         model, parallel = self._shape.model, self._shape.parallel
         tokens = self._settings.computed_share * batch.tokens / count  # of a microbatch, on average
         local = tokens / parallel.context
@@ -243,21 +239,18 @@ class _Phases:
                 yield Collective("all_to_all", "context", parallel.context, sent, calls)
         if self._expert_layers:
             routed = round(between * model.experts_per_token * model.hidden_size * self._size)
-            yield from self._between_experts(routed, count, both)
+            yield from self._list_expert_collectives(routed, count, both)
         if parallel.pipeline > 1:
             sent, per_stage = round(between * model.hidden_size * self._size), parallel.virtual_pipeline
             # A forward pass sends to the next stage, a backward pass to the one before. Recomputation sends nothing.
-            before, after = per_stage - (self._stage == 0), per_stage - self._is_last
-            yield Collective("send", "pipeline", parallel.pipeline, sent, count * (after + backwards * before))
-            yield Collective("recv", "pipeline", parallel.pipeline, sent, count * (before + backwards * after))
+            earlier, later = per_stage - (self._stage == 0), per_stage - self._is_last
+            yield Collective("send", "pipeline", parallel.pipeline, sent, count * (later + backwards * earlier))
+            yield Collective("recv", "pipeline", parallel.pipeline, sent, count * (earlier + backwards * later))
 
-    def _between_experts(self, routed: int, count: int, passes: int) -> Iterator[Collective]:
-        """Yield the collectives that send tokens to experts and back.
+    def _list_expert_collectives(self, routed: int, count: int, passes: int) -> Iterator[Collective]:
+        """Yield the collectives that send tokens to experts and back, in `passes` passes of `count` microbatches.
 
-        Args:
-            routed: The bytes of a rank's tokens in a microbatch, once for each of their experts.
-            count: The number of microbatches.
-            passes: The number of forward and backward passes of each.
+        `routed` are the bytes of a rank's tokens in a microbatch, once for each of their experts.
         """
         parallel, calls = self._shape.parallel, count * self._expert_layers * passes
         if parallel.expert > 1:
@@ -265,7 +258,7 @@ class _Phases:
         if parallel.expert_tensor > 1:
             yield Collective("all_to_all", "expert", parallel.expert_tensor, routed * parallel.expert_tensor, 2 * calls)
 
-    def _of_gradients(self, shape: ShardedShape, distributed: bool) -> Iterator[Collective]:
+    def _list_gradient_collectives(self, shape: ShardedShape, distributed: bool) -> Iterator[Collective]:
         """Yield the collectives of optimizer steps: gradients are summed, and updated weights are gathered."""
         steps = self._settings.batches.optimizer_steps
         shards = (shape.data_shards, shape.expert_shards)
@@ -282,7 +275,7 @@ class _Phases:
                 yield Collective("all_reduce", "data", size, gradients, steps)
 
     def _bytes_of_layer(self, tokens: int) -> float:
-        """Return the bytes that the largest layer of the stage keeps of so many tokens."""
+        """Return the bytes that the largest layer of the stage keeps of that many tokens."""
         return max(
             closed_forms.layer_activation_bytes(self._shape, kind, tokens=tokens, precision=self._settings.precision)
             for kind in self._kinds
@@ -299,12 +292,17 @@ class _Phases:
         )
 
     def _flops(
-        self, shape: ShardedShape, batch: BatchShape, of_microbatch: Callable[[ForwardFlops], int], *, all_tokens: bool
+        self,
+        shape: ShardedShape,
+        batch: BatchShape,
+        count_microbatch: Callable[[ForwardFlops], int],
+        *,
+        all_tokens: bool,
     ) -> int:
-        """Return the operations of all microbatches of a batch, of which each has what a function says."""
+        """Return the operations of all microbatches of a batch, each counted by `count_microbatch`."""
         return sum(
             count
-            * of_microbatch(
+            * count_microbatch(
                 count_forward_flops(
                     shape, self._stage, microbatch, fused_head=self._settings.fused_head, all_tokens=all_tokens
                 )

@@ -24,16 +24,14 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.plan.closed_use import closed_use_of
+from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.devices import Cluster
-from rl_megatron.plan.mean_lengths import with_mean_lengths
+from rl_megatron.plan.estimate import apply_mean_lengths, choose_stages, estimate_step
 from rl_megatron.plan.phases import RankUse
 from rl_megatron.plan.report import Report, draw, print_json, print_report, print_search, search_as_json
 from rl_megatron.plan.search import Candidate, Search, search, without_layout
 from rl_megatron.plan.servers import Servers
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.stages import stages_to_plan
-from rl_megatron.plan.step import estimate_step
 from rl_megatron.plan.workload import Critic, Workload
 
 _WIDTH_IN_FILES = 150  # wide enough for the tables
@@ -45,22 +43,17 @@ _CLOSED_FORMS = (
 
 
 def plan(config: RunConfig, section: PlanConfig, options: argparse.Namespace) -> int:
-    """Print the plan of a stage or the result of a search, and return the exit status.
-
-    Args:
-        config: The run.
-        section: The section `plan`.
-        options: The options of the command, which rl_megatron/cli/parser.py declares.
+    """Print the plan of a stage or the result of a search; rl_megatron/cli/parser.py declares the options.
 
     Returns:
-        0 if the stage, or a layout that was found, fits the memory; 1 otherwise.
+        The exit status: 0 if the stage, or a layout that was found, fits the memory; 1 otherwise.
 
     Raises:
         ConfigError: The GPU or a link is unknown, the layout does not fit the model, or a phase cannot be planned.
     """
     _check(options)
-    name, stage = _stage(config, options.stage)
-    cluster = Cluster.of(section, options.gpu, options.nodes, options.gpus_per_node)
+    name, stage = _choose_stage(config, options.stage)
+    cluster = Cluster.from_config(section, options.gpu, options.nodes, options.gpus_per_node)
     if cluster.world_size > _MOST_RANKS:
         raise ConfigError(
             f"--nodes {cluster.nodes} × --gpus-per-node {cluster.gpus_per_node} = {cluster.world_size} ranks: a plan "
@@ -75,7 +68,7 @@ def plan(config: RunConfig, section: PlanConfig, options: argparse.Namespace) ->
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES, highlight=False)
     if options.search:
         return _search(config, name, stage, section, cluster, options, console)
-    report = _report(name, workload_of(stage, cluster.world_size, section), section, cluster, options)
+    report = _build_report(name, build_workload(stage, cluster.world_size, section), section, cluster, options)
     if options.json:
         print_json(report.as_json())
     else:
@@ -104,13 +97,9 @@ def _check_picture(file: Path) -> None:
         raise ConfigError(f"--picture {file} cannot be written: its directory is missing or may not be written to")
 
 
-def workload_of(stage: StageConfig, world_size: int, section: PlanConfig) -> Workload:
-    """Return the workload of a stage.
-
-    Raises:
-        ConfigError: The layout does not fit the model or the ranks, or the lengths do not fit the model.
-    """
-    prompt, response = _lengths(stage, section)
+def build_workload(stage: StageConfig, world_size: int, section: PlanConfig) -> Workload:
+    """Return the workload of a stage, with the critic and the passes that its algorithm needs."""
+    prompt, response = _choose_lengths(stage, section)
     algorithm, settings = get_algorithm(stage), stage.algorithm
     needs, critic = algorithm.critic, None
     if needs is not None:
@@ -119,12 +108,12 @@ def workload_of(stage: StageConfig, world_size: int, section: PlanConfig) -> Wor
     if isinstance(stage.algorithm, PolicyGradientConfig):
         recomputes = recomputes_logprobs(stage, stage.algorithm, configured_loss(stage.loss))
     return Workload(
-        stage, world_size, _vocab_size(stage), prompt, response, uses_reference=algorithm.uses_reference(stage),
+        stage, world_size, _find_vocab_size(stage), prompt, response, uses_reference=algorithm.uses_reference(stage),
         recomputes_logprobs=recomputes, critic=critic, head=algorithm.head,
     )  # fmt: skip
 
 
-def _lengths(stage: StageConfig, section: PlanConfig) -> tuple[int, int]:
+def _choose_lengths(stage: StageConfig, section: PlanConfig) -> tuple[int, int]:
     """Return the tokens of a prompt and of a response, by default all that the model and the stage allow."""
     longest = stage.model.max_sequence_length
     reads_windows = stage.algorithm.learns_from == DOCUMENTS
@@ -142,7 +131,7 @@ def _lengths(stage: StageConfig, section: PlanConfig) -> tuple[int, int]:
     return prompt, response
 
 
-def _vocab_size(stage: StageConfig) -> int:
+def _find_vocab_size(stage: StageConfig) -> int:
     """Return the vocabulary: the model's, or that of a tokenizer which the run would train."""
     if stage.model.vocab_size is not None:
         return stage.model.vocab_size
@@ -154,7 +143,7 @@ def _vocab_size(stage: StageConfig) -> int:
     return stage.tokenizer.vocab_size
 
 
-def _stage(config: RunConfig, name: str | None) -> tuple[str, StageConfig]:
+def _choose_stage(config: RunConfig, name: str | None) -> tuple[str, StageConfig]:
     """Return the chosen stage, by default the last."""
     name = list(config.stages)[-1] if name is None else name
     if name not in config.stages:
@@ -162,27 +151,27 @@ def _stage(config: RunConfig, name: str | None) -> tuple[str, StageConfig]:
     return name, config.stages[name]
 
 
-def _report(
+def _build_report(
     name: str, workload: Workload, section: PlanConfig, cluster: Cluster, options: argparse.Namespace
 ) -> Report:
-    servers = Servers.of(workload, cluster)
-    settings = replace(Settings.of(workload, section.mean_response_tokens), servers=servers)
-    stages = stages_to_plan(settings, cluster)
+    servers = Servers.from_workload(workload, cluster)
+    settings = replace(Settings.from_workload(workload, section.mean_response_tokens), servers=servers)
+    stages = choose_stages(settings, cluster)
     if options.closed_forms:
-        uses = means = tuple(closed_use_of(settings, stage) for stage in stages)
+        uses = means = tuple(estimate_use(settings, stage) for stage in stages)
         source = _CLOSED_FORMS
     else:
         uses = run_stages(workload, stages, options.exact, servers)
-        means = tuple(with_mean_lengths(use, settings) for use in uses)
+        means = tuple(apply_mean_lengths(use, settings) for use in uses)
         ranks = ", ".join(str(use.rank) for use in uses)
         depth = "with all layers" if options.exact else "stacks of many equal layers at two depths"
         source = f"The phases of a step were run on fake GPUs as rank(s) {ranks}, {depth} (docs/plan.md)."
-    source = " ".join([source, *_layers_note(workload.stage)])
+    source = " ".join([source, *_note_backend(workload.stage)])
     return Report(name, workload, cluster, uses, estimate_step(means, settings, cluster), source, servers)
 
 
-def _layers_note(stage: StageConfig) -> list[str]:
-    """Return what a plan says if the run itself may take Transformer Engine's layers and optimizer, or nothing."""
+def _note_backend(stage: StageConfig) -> list[str]:
+    """Return a note if the run itself may take Transformer Engine's layers and optimizer, or nothing."""
     backend = stage.model.backend
     is_taken = backend == "transformer_engine" or (
         backend == "auto" and importlib.util.find_spec("transformer_engine") is not None
@@ -191,19 +180,15 @@ def _layers_note(stage: StageConfig) -> list[str]:
 
 
 def run_stages(workload: Workload, stages: Sequence[int], exact: bool, servers: Servers | None) -> tuple[RankUse, ...]:
-    """Run the phases of a step on fake GPUs, as a rank of each of some pipeline stages.
+    """Run the phases of a step on fake GPUs, as the first rank of each of these pipeline stages.
 
-    Args:
-        workload: What to run.
-        stages: The pipeline stages.
-        exact: Run all layers.
-        servers: The rollout engine's processes, whose memory counts if they share the GPUs.
+    With `exact`, all layers are run. The memory of `servers` counts if they share the GPUs.
     """
-    from rl_megatron.plan.run import use_of  # slow to import
+    from rl_megatron.plan.run import measure_use  # slow to import
 
     stage_ranks = workload.world_size // workload.stage.parallel.pipeline
-    uses = [use_of(workload, stage * stage_ranks, exact=exact) for stage in stages]
-    return tuple(uses if servers is None else (replace(use, phases=servers.beside(use.phases)) for use in uses))
+    uses = [measure_use(workload, stage * stage_ranks, exact=exact) for stage in stages]
+    return tuple(uses if servers is None else (replace(use, phases=servers.add_memory_to(use.phases)) for use in uses))
 
 
 def _search(
@@ -218,51 +203,57 @@ def _search(
     """Print the ranking of layouts with the command line of the first, and return the exit status."""
     if options.picture is not None:
         raise ConfigError(f"--picture {options.picture} shows one layout; plan that layout without --search")
-    workload = workload_of(without_layout(stage), cluster.world_size, section)
+    workload = build_workload(without_layout(stage), cluster.world_size, section)
     result = search(workload, cluster, section.mean_response_tokens)
-    own = name if len(config.stages) > 1 else None
+    stage_name = name if len(config.stages) > 1 else None
     wanted = 0 if options.closed_forms else options.verify
-    verified = _verified(result, stage, section, cluster, wanted, options.exact)
-    fits = [place for place, run in verified.items() if run <= cluster.usable_bytes]
+    verified = _run_best(result, stage, section, cluster, wanted, options.exact)
+    fits = [position for position, run in verified.items() if run <= cluster.usable_bytes]
     chosen = fits[:1] if wanted else [1][: len(result.ranked)]
-    commands = {place: command_line(result.ranked[place - 1], options, own, cluster) for place in chosen}
+    commands = {
+        position: build_command_line(result.ranked[position - 1], options, stage_name, cluster) for position in chosen
+    }
     if options.json:
-        print_json(search_as_json(result, commands, verified, own, options.top))
+        print_json(search_as_json(result, commands, verified, stage_name, options.top))
     else:
         print_search(result, console, commands, verified, cluster.usable_bytes, options.top)
-        for note in _layers_note(stage):
+        for note in _note_backend(stage):
             console.print(note)
         if not commands:
-            console.print(_why_no_command(result, verified))
+            console.print(_explain_no_command(result, verified))
     return 0 if commands else 1
 
 
-def _verified(
+def _run_best(
     result: Search, stage: StageConfig, section: PlanConfig, cluster: Cluster, wanted: int, exact: bool
 ) -> dict[int, int]:
-    """Return the peak bytes of the best layouts by their place, of which so many as wanted fit.
+    """Run the best layouts until `wanted` of them fit, and return their peak bytes by position.
 
-    At most three times as many are run, and if none of them fits, the one with the lowest peak by closed forms.
+    At most 3 · `wanted` are run, and if none of them fits, the one with the lowest peak by closed forms.
     """
-    found: dict[int, int] = {}
+    peaks: dict[int, int] = {}
     if not wanted or not result.ranked:
-        return found
+        return peaks
     ranked = dict(enumerate(result.ranked, 1))
-    lowest = min(ranked, key=lambda place: ranked[place].peak_bytes)
-    for place in dict.fromkeys([*list(ranked)[: 3 * wanted], lowest]):
-        candidate = ranked[place]
-        if place == lowest and place > 3 * wanted and any(peak <= cluster.usable_bytes for peak in found.values()):
+    lowest = min(ranked, key=lambda position: ranked[position].peak_bytes)
+    for position in dict.fromkeys([*list(ranked)[: 3 * wanted], lowest]):
+        candidate = ranked[position]
+        if (
+            position == lowest
+            and position > 3 * wanted
+            and any(peak <= cluster.usable_bytes for peak in peaks.values())
+        ):
             break
-        workload = workload_of(candidate.stage(stage), cluster.world_size, section)
-        stages = stages_to_plan(candidate.settings, cluster)
-        found[place] = max(use.peak_phase.peak_bytes for use in run_stages(workload, stages, exact, result.servers))
-        if sum(peak <= cluster.usable_bytes for peak in found.values()) == wanted:
+        workload = build_workload(candidate.stage(stage), cluster.world_size, section)
+        stages = choose_stages(candidate.settings, cluster)
+        peaks[position] = max(use.peak_phase.peak_bytes for use in run_stages(workload, stages, exact, result.servers))
+        if sum(peak <= cluster.usable_bytes for peak in peaks.values()) == wanted:
             break
-    return found
+    return peaks
 
 
-def _why_no_command(result: Search, verified: Mapping[int, int]) -> str:
-    """Return why a search has found nothing, and what to do."""
+def _explain_no_command(result: Search, verified: Mapping[int, int]) -> str:
+    """Return why a search has no result, and what to do."""
     if not result.ranked:
         return "No layout fits: take more or larger GPUs, shorter sequences, or a smaller model."
     return (
@@ -271,7 +262,7 @@ def _why_no_command(result: Search, verified: Mapping[int, int]) -> str:
     )
 
 
-def command_line(candidate: Candidate, options: argparse.Namespace, stage: str | None, cluster: Cluster) -> str:
+def build_command_line(candidate: Candidate, options: argparse.Namespace, stage: str | None, cluster: Cluster) -> str:
     """Return the command line that trains with a candidate, to be started on each node with its own NODE_RANK."""
     chosen = candidate.overrides(stage)
     replaced = {*chosen, *_REPLACED}

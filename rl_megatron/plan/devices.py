@@ -1,4 +1,4 @@
-"""A small table of links, and the cluster that a plan is made for."""
+"""The bandwidths of links and networks, and the cluster of a plan."""
 
 from __future__ import annotations
 
@@ -27,15 +27,12 @@ class Cluster:
     """Equal nodes of equal GPUs.
 
     Attributes:
-        gpu: The GPU.
-        nodes: The number of nodes.
-        gpus_per_node: The GPUs of a node.
         link_gb_per_s: The bandwidth of a GPU within its node, in one direction.
         network_gb_per_s: The bandwidth of a GPU between nodes, in one direction.
         memory_margin: The share of memory to leave free.
-        compute_efficiency: What matrix products achieve of the GPU's FLOPs.
-        memory_efficiency: What operators achieve of the bandwidth of its memory.
-        link_efficiency: What collectives achieve of the bandwidth of links.
+        compute_efficiency: The share of the GPU's FLOPs that matrix products achieve.
+        memory_efficiency: The share of its memory bandwidth that operators achieve.
+        link_efficiency: The share of the links' bandwidth that collectives achieve.
     """
 
     gpu: Gpu
@@ -49,7 +46,7 @@ class Cluster:
     link_efficiency: float
 
     @classmethod
-    def of(cls, plan: PlanConfig, gpu: str, nodes: int, gpus_per_node: int) -> Cluster:
+    def from_config(cls, plan: PlanConfig, gpu: str, nodes: int, gpus_per_node: int) -> Cluster:
         """Return the cluster that the options and the section `plan` describe.
 
         Raises:
@@ -68,7 +65,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Return the number of GPUs, of which each is a rank."""
+        """Return the number of GPUs, which is that of ranks."""
         return self.nodes * self.gpus_per_node
 
     @property
@@ -78,17 +75,17 @@ class Cluster:
 
 
 def _gpu(plan: PlanConfig, name: str) -> Gpu:
-    """Return a GPU of the table, or one of the numbers that are given."""
+    """Return a GPU of the table with the numbers of the section `plan`, or one of these numbers alone."""
     numbers = {
         "memory_gib": plan.gpu_memory_gib,
         "bf16_tflops": plan.gpu_bf16_tflops,
         "fp32_tflops": plan.gpu_fp32_tflops,
         "memory_gb_per_s": plan.gpu_memory_gb_per_s,
     }
-    given = {key: value for key, value in numbers.items() if value is not None}
+    overrides = {key: value for key, value in numbers.items() if value is not None}
     if name in GPUS:
-        return replace(GPUS[name], **given)
-    missing = [f"plan.gpu_{key}=…" for key in ("memory_gib", "bf16_tflops", "memory_gb_per_s") if key not in given]
+        return replace(GPUS[name], **overrides)
+    missing = [f"plan.gpu_{key}=…" for key in ("memory_gib", "bf16_tflops", "memory_gb_per_s") if key not in overrides]
     if missing:
         raise ConfigError(
             f"--gpu {name}: the table has no such GPU{nearest(name.lower(), GPUS)}; for another one, give its numbers: "
@@ -99,14 +96,14 @@ def _gpu(plan: PlanConfig, name: str) -> Gpu:
             f"--gpu {name}: the link within a node is unknown; give plan.link, one of {', '.join(LINKS)}, or "
             "plan.link_gb_per_s=…"
         )
-    return Gpu(name=name, link=plan.link or "", **({"fp32_tflops": given["bf16_tflops"] / 16} | given))
+    return Gpu(name=name, link=plan.link or "", **({"fp32_tflops": overrides["bf16_tflops"] / 16} | overrides))
 
 
-def _bandwidth(key: str, name: str, table: dict[str, float], given: float | None) -> float:
-    """Return the bandwidth that is given, or that of a name. A wrong name is refused even beside a number."""
+def _bandwidth(key: str, name: str, table: dict[str, float], override: float | None) -> float:
+    """Return the override, or the bandwidth of a name. An unknown name is refused in both cases."""
     if name and name not in table:
         raise ConfigError(
             f"plan.{key}={name}: the table has no such {key}{nearest(name, table)}; for another one, give "
             f"plan.{key}_gb_per_s=… without plan.{key}"
         )
-    return table[name] if given is None else given
+    return table[name] if override is None else override

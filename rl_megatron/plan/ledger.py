@@ -1,4 +1,4 @@
-"""`Ledger`: counts what a rank does on fake GPUs: live bytes, operators, collectives and waits, each with its place."""
+"""The `Ledger`, which counts what a rank does on fake GPUs: memory, operators, collectives and waits, by location."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from rl_megatron.plan import fake_cuda
-from rl_megatron.plan.measured import CATEGORIES, Count, Live, Measured, thinned
+from rl_megatron.plan.measured import CATEGORIES, Count, Live, Measured, thin_timeline
 from rl_megatron.plan.phases import GroupName, PhaseName
 from rl_megatron.topology import transfer
 from rl_megatron.topology.topology import Topology
@@ -31,7 +31,7 @@ _GROUPS: dict[str, GroupName] = {
 }  # fmt: skip
 _TORCH = str(Path(torch.__file__).parent)
 _FAKE_CUDA = str(Path(fake_cuda.__file__).parent)
-_NOT_A_PLACE = (_FAKE_CUDA, transfer.__file__, __file__, "<")  # callers of these are of interest
+_SKIPPED_FILES = (_FAKE_CUDA, transfer.__file__, __file__, "<")  # callers of these are of interest
 # Operators that allocate or rename memory, and launch nothing.
 _NO_KERNELS = {
     f"aten::{name}"
@@ -50,26 +50,21 @@ _ATTENTION = {
 
 
 class Ledger(fake_cuda.Observer):
-    """What one rank uses, phase by phase.
+    """The counts of one rank, phase by phase.
 
     Attributes:
-        logits_width: The last dimension by which logits are known, or None.
-        held: Live bytes on the device by the place (file and line) that allocated them.
-        held_at_peak: `held` at the peak of the current phase, if `keeps_places`.
+        logits_width: The last dimension by which logits are recognised, or None.
+        held: Live bytes on the device by the location (file and line) that allocated them.
+        held_at_peak: `held` at the peak of the current phase, if `keeps_locations`, which takes time.
     """
 
-    def __init__(self, keeps_places: bool = False) -> None:
-        """Begin with nothing.
-
-        Args:
-            keeps_places: Keep `held_at_peak`, which takes time.
-        """
+    def __init__(self, keeps_locations: bool = False) -> None:
         self.logits_width: int | None = None
         self.held: Counter[str] = Counter()
-        self._keeps_places = keeps_places
+        self._keeps_locations = keeps_locations
         self._live = [0] * len(CATEGORIES)
         self._now = self._host_now = 0
-        self._known: dict[int, _Allocation] = {}
+        self._allocations: dict[int, _Allocation] = {}
         self._group_names: dict[str, GroupName] = {}
         self._pipeline = 1
         self._launches: dict[Any, bool] = {}
@@ -79,7 +74,7 @@ class Ledger(fake_cuda.Observer):
         self._peaks: dict[str, Live] = {"before": tuple(self._live)}
         self._peak_of: dict[str, int] = {}
         self._peak, self.held_at_peak = self._now, Counter(self.held)
-        self._before = self._now
+        self._start_bytes = self._now
         self._host_peak = self._host_now
         self._counts: Counter[Count] = Counter()
         self._kernels = 0
@@ -96,11 +91,11 @@ class Ledger(fake_cuda.Observer):
         """Count the memory of tensors that exist as `category` from now on."""
         index = CATEGORIES.index(category)
         for tensor in tensors:
-            known = None if tensor is None else self._known.get(tensor.untyped_storage()._cdata)
-            if known is not None and known.on_device:
-                self._live[known.category] -= known.num_bytes
-                self._live[index] += known.num_bytes
-                known.category = index
+            allocation = None if tensor is None else self._allocations.get(tensor.untyped_storage()._cdata)
+            if allocation is not None and allocation.on_device:
+                self._live[allocation.category] -= allocation.num_bytes
+                self._live[index] += allocation.num_bytes
+                allocation.category = index
 
     @contextmanager
     def phase(self, name: PhaseName) -> Iterator[list[Measured]]:
@@ -112,63 +107,65 @@ class Ledger(fake_cuda.Observer):
         result: list[Measured] = []
         yield result
         if name == "build":
-            self._peaks = _relabelled(self._peaks, tuple(self._live))
+            self._peaks = _relabel(self._peaks, tuple(self._live))
         counts = {**self._counts, ("kernels",): float(self._kernels)}
-        timeline = thinned(self._timeline)
-        result.append(Measured(name, counts, dict(self._peaks), self._before, self._now, self._host_peak, timeline))
+        timeline = thin_timeline(self._timeline)
+        result.append(
+            Measured(name, counts, dict(self._peaks), self._start_bytes, self._now, self._host_peak, timeline)
+        )
 
     # --- what `FakeCuda` reports ---
 
-    def allocated(self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: Any) -> None:
+    def on_allocation(self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: Any) -> None:
         """Count new memory."""
         key = storage._cdata
-        if key in self._known:
-            self.resized(storage)  # an operator may have made the memory of an output larger
+        if key in self._allocations:
+            self.on_resize(storage)  # an operator may have made the memory of an output larger
             return
-        place = _place() if on_device and storage.nbytes() else ""
-        self._known[key] = _Allocation(0, self._category(tensor, place, operator), place, on_device)
-        weakref.finalize(storage, self._freed, key)
-        self.resized(storage)
+        location = _locate_call() if on_device and storage.nbytes() else ""
+        self._allocations[key] = _Allocation(0, self._choose_category(tensor, location, operator), location, on_device)
+        weakref.finalize(storage, self._on_free, key)
+        self.on_resize(storage)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def on_resize(self, storage: torch.UntypedStorage) -> None:
         """Count memory at the size that it has now."""
-        known = self._known.get(storage._cdata)
-        if known is not None:
-            self._change(known, storage.nbytes())
+        allocation = self._allocations.get(storage._cdata)
+        if allocation is not None:
+            self._change(allocation, storage.nbytes())
 
-    def _freed(self, key: int) -> None:
-        self._change(self._known.pop(key), 0)
+    def _on_free(self, key: int) -> None:
+        self._change(self._allocations.pop(key), 0)
 
-    def _change(self, known: _Allocation, num_bytes: int) -> None:
+    def _change(self, allocation: _Allocation, num_bytes: int) -> None:
         """Count an allocation with another size, and take note if the live bytes are most then."""
-        change, known.num_bytes = num_bytes - known.num_bytes, num_bytes
-        if not known.on_device:
+        change, allocation.num_bytes = num_bytes - allocation.num_bytes, num_bytes
+        if not allocation.on_device:
             self._host_now += change
             self._host_peak = max(self._host_peak, self._host_now)
             return
-        place = known.place
-        self._live[known.category] += change
-        self.held[place] += change
+        location = allocation.location
+        self._live[allocation.category] += change
+        self.held[location] += change
         self._now += change
-        if change > 0 and self._now > self._peak_of.get(place, 0):
-            self._peak_of[place], self._peaks[place] = self._now, tuple(self._live)
+        if change > 0 and self._now > self._peak_of.get(location, 0):
+            self._peak_of[location], self._peaks[location] = self._now, tuple(self._live)
         if self._now > self._peak:
             self._peak = self._now
-            if self._keeps_places:
+            if self._keeps_locations:
                 self.held_at_peak = Counter(self.held)
 
-    def _category(self, tensor: Tensor, place: str, operator: Any) -> int:
+    def _choose_category(self, tensor: Tensor, location: str, operator: Any) -> int:
         category = "activations"
-        is_upload = operator is aten._to_copy.default and place.startswith("rl_megatron/")
+        is_upload = operator is aten._to_copy.default and location.startswith("rl_megatron/")
         if self.logits_width is not None and tensor.dim() > 1 and tensor.size(-1) == self.logits_width:
             category = "logits"
-        elif place.startswith("rl_megatron/generation/slot_cache.py") and operator is aten.new_zeros.default:
+        elif location.startswith("rl_megatron/generation/slot_cache.py") and operator is aten.new_zeros.default:
             category = "kv_cache"
-        elif place.startswith("rl_megatron/weight_sync/") or (is_upload and "/model/" not in place):
+        elif location.startswith("rl_megatron/weight_sync/") or (is_upload and "/model/" not in location):
             category = "buffers"
         return CATEGORIES.index(category)
 
-    def launched(self, operator: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def on_launch(self, operator: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Count an operator."""
         formula = flop_registry.get(operator._overloadpacket)
         if formula is not None:
@@ -197,18 +194,17 @@ class Ledger(fake_cuda.Observer):
             self._launches[operator] = not is_view and operator.name() not in _NO_KERNELS
         return self._launches[operator]
 
-    def waited(self, reason: str) -> None:
-        """Count a wait at its place."""
-        self._counts["sync", _place()] += 1
+    def on_wait(self, reason: str) -> None:
+        self._counts["sync", _locate_call()] += 1
 
-    def communicated(self, kind: str, group: dist.ProcessGroup, num_bytes: int) -> None:
+    def on_communication(self, kind: str, group: dist.ProcessGroup, num_bytes: int) -> None:
         """Count a collective."""
         if group.size() > 1:
             name, size = self._group_names.get(group.group_name, "world"), group.size()
             if kind in ("send", "recv") and name == "world":
                 # With two pipeline stages, megatron-core sends in one direction over the group of all ranks.
                 name, size = "pipeline", self._pipeline
-            key = (kind, name, size, _place())
+            key = (kind, name, size, _locate_call())
             self._counts["calls", *key] += 1
             self._counts["bytes", *key] += num_bytes
 
@@ -226,36 +222,36 @@ def _with_all_heads(operands: list[Any], before_query: int) -> list[Any]:
 class _Allocation:
     """One piece of memory."""
 
-    __slots__ = ("category", "num_bytes", "on_device", "place")
+    __slots__ = ("category", "num_bytes", "on_device", "location")
 
-    def __init__(self, num_bytes: int, category: int, place: str, on_device: bool):
-        self.num_bytes, self.category, self.place, self.on_device = num_bytes, category, place, on_device
+    def __init__(self, num_bytes: int, category: int, location: str, on_device: bool):
+        self.num_bytes, self.category, self.location, self.on_device = num_bytes, category, location, on_device
 
 
-def _relabelled(peaks: dict[str, Live], end: Live) -> dict[str, Live]:
+def _relabel(peaks: dict[str, Live], end: Live) -> dict[str, Live]:
     """Return peaks above `end` with the categories of `end`, and what was freed since as activations."""
     index = CATEGORIES.index("activations")
-    above = {place: sum(live) - sum(end) for place, live in peaks.items() if sum(live) > sum(end)}
-    higher = {place: (*end[:index], end[index] + more, *end[index + 1 :]) for place, more in above.items()}
+    above = {location: sum(live) - sum(end) for location, live in peaks.items() if sum(live) > sum(end)}
+    higher = {location: (*end[:index], end[index] + more, *end[index + 1 :]) for location, more in above.items()}
     return {"end": end, **higher}
 
 
-def _place() -> str:
+def _locate_call() -> str:
     """Return "file:line" of the innermost call that is neither torch's nor the ledger's own."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, *_NOT_A_PLACE)):
+        if not name.startswith((_TORCH, *_SKIPPED_FILES)):
             return f"{short_name(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return "torch's backward pass:0"
 
 
-def place_of(error: BaseException) -> str:
-    """Return "file:line" of the innermost call in which an error was raised, as `_place` chooses it."""
+def locate_error(error: BaseException) -> str:
+    """Return "file:line" of the innermost call in which an error was raised, as `_locate_call` chooses it."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [frame for frame in frames if not frame[0].startswith((_TORCH, *_NOT_A_PLACE))]
-    name, line = (own or frames)[-1]
+    callers = [frame for frame in frames if not frame[0].startswith((_TORCH, *_SKIPPED_FILES))]
+    name, line = (callers or frames)[-1]
     return f"{short_name(name)}:{line}"
 
 

@@ -1,4 +1,4 @@
-"""What was counted while a phase ran, and what more microbatches, layers, tokens or steps would add to it."""
+"""What a phase was measured to use, and what it would use with more microbatches, layers, tokens or steps."""
 
 from __future__ import annotations
 
@@ -12,31 +12,28 @@ from rl_megatron.plan.phases import Bytes, Collective, PhaseName, PhaseUse
 CATEGORIES = tuple(field.name for field in fields(Bytes))
 _TIMELINE_POINTS = 512
 
-# A counted thing: ("flops",), ("kernels",), ("memory_bytes",), ("sync", place), or a collective's calls or bytes, with
-# its kind, group, group size and place.
+# What is counted: ("flops",), ("kernels",), ("memory_bytes",), ("sync", location), or the calls or bytes of a
+# collective, with its kind, group, group size and location.
 Count = tuple
 Live = tuple[int, ...]  # live bytes by category, in the order of CATEGORIES
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A phase on one rank.
+    """The use of a phase on one rank.
 
     Attributes:
-        name: The phase.
-        counts: What was counted.
-        peaks: By the place (file and line) of an allocation, the live bytes after it, when they were most.
-        before: The live bytes at the beginning.
-        after: The live bytes at the end.
-        host_bytes: What the host held for the rank at its peak.
+        peaks: By the location (file and line) of an allocation, the live bytes after it, when they were most.
+        start_bytes: The live bytes at the beginning; `end_bytes` are those at the end.
+        host_bytes: The host memory of the rank at its peak.
         timeline: (number of the operator, live bytes after it).
     """
 
     name: PhaseName
     counts: dict[Count, float]
     peaks: dict[str, Live]
-    before: int
-    after: int
+    start_bytes: int
+    end_bytes: int
     host_bytes: int
     timeline: tuple[tuple[int, int], ...]
 
@@ -45,12 +42,14 @@ class Measured:
         """Return the live bytes at the peak."""
         return max(self.peaks.values(), key=sum)
 
-    def after_others(self, before: int) -> Measured:
+    def start_at(self, start_bytes: int) -> Measured:
         """Return the phase as it would be if more bytes were live at its beginning. They count as activations."""
-        more, index = before - self.before, CATEGORIES.index("activations")
-        peaks = {place: (*live[:index], live[index] + more, *live[index + 1 :]) for place, live in self.peaks.items()}
+        more, index = start_bytes - self.start_bytes, CATEGORIES.index("activations")
+        peaks = {
+            location: (*live[:index], live[index] + more, *live[index + 1 :]) for location, live in self.peaks.items()
+        }
         timeline = tuple((number, live + more) for number, live in self.timeline)
-        return replace(self, peaks=peaks, before=before, after=self.after + more, timeline=timeline)
+        return replace(self, peaks=peaks, start_bytes=start_bytes, end_bytes=self.end_bytes + more, timeline=timeline)
 
     def use(self) -> PhaseUse:
         """Return the phase as the report shows it."""
@@ -60,7 +59,7 @@ class Measured:
         return PhaseUse(
             self.name,
             Bytes(**dict(zip(CATEGORIES, self.peak, strict=True))),
-            after_bytes=self.after,
+            after_bytes=self.end_bytes,
             flops=round(counts.get(("flops",), 0)),
             kernels=round(counts.get(("kernels",), 0)),
             memory_bytes=round(counts.get(("memory_bytes",), 0)),
@@ -76,76 +75,80 @@ def _collective(key: Count, calls: float, num_bytes: float) -> Collective:
     return Collective(kind, group, group_size, round(num_bytes / calls), round(calls))
 
 
-def along_microbatches(few: Measured, more: Measured, factor: float) -> Measured:
-    """Return few + factor · (more − few), with the memory of `more`, in which the pipeline is full."""
-    host_bytes = _line(few.host_bytes, more.host_bytes, factor)
+def extrapolate_microbatches(few: Measured, more: Measured, factor: float) -> Measured:
+    """Return few + factor · (more − few), with the memory of `more`, whose pipeline is full."""
+    host_bytes = _extrapolate(few.host_bytes, more.host_bytes, factor)
     return replace(more, counts=_sum((1 - factor, few), (factor, more)), host_bytes=host_bytes)
 
 
-def of_steps(one: Measured, count: float) -> Measured:
-    """Return what `count` such steps use, one after the other."""
+def repeat(one: Measured, count: float) -> Measured:
+    """Return what `count` such steps use in sequence."""
     return replace(one, counts=_sum((count, one)))
 
 
-def one_after_the_other(parts: Sequence[Measured]) -> Measured:
+def combine_sequential(parts: Sequence[Measured]) -> Measured:
     """Return what all parts use, with the memory of the one that has the highest peak."""
     highest = max(parts, key=lambda part: sum(part.peak))
     host_bytes = max(part.host_bytes for part in parts)
     return replace(highest, counts=_sum(*((1.0, part) for part in parts)), host_bytes=host_bytes)
 
 
-def without(all_of_it: Measured, more: Measured, less: Measured, factor: float) -> Measured:
-    """Return all of it − factor · (more − less), with the memory of all of it."""
-    return replace(all_of_it, counts=_sum((1.0, all_of_it), (-factor, more), (factor, less)))
+def subtract(whole: Measured, more: Measured, less: Measured, factor: float) -> Measured:
+    """Return whole − factor · (more − less), with the memory of `whole`."""
+    return replace(whole, counts=_sum((1.0, whole), (-factor, more), (factor, less)))
 
 
-def along_depth(shallow: Measured, deep: Measured, factor: float) -> Measured:
+def extrapolate_depth(shallow: Measured, deep: Measured, factor: float) -> Measured:
     """Return shallow + factor · (deep − shallow), memory included.
 
-    The peak of few layers may be at another place than the peak of many. So the live bytes at each place grow by
-    themselves, and the highest of them is the peak.
+    The peak of few layers may be at another location than the peak of many. So the live bytes are extrapolated
+    at each location, and the highest of them is the peak.
     """
-    before, after = _line(shallow.before, deep.before, factor), _line(shallow.after, deep.after, factor)
+    start_bytes = _extrapolate(shallow.start_bytes, deep.start_bytes, factor)
+    end_bytes = _extrapolate(shallow.end_bytes, deep.end_bytes, factor)
     peaks = {
-        place: tuple(_line(a, b, factor) for a, b in zip(shallow.peaks[place], live, strict=True))
-        for place, live in deep.peaks.items()
-        if place in shallow.peaks
+        location: tuple(_extrapolate(a, b, factor) for a, b in zip(shallow.peaks[location], live, strict=True))
+        for location, live in deep.peaks.items()
+        if location in shallow.peaks
     }
     counts = _sum((1 - factor, shallow), (factor, deep))
     # The picture is that of the deeper stack, drawn to scale.
     width = counts.get(("kernels",), 0) / max(1, deep.counts.get(("kernels",), 0))
     highest = max(map(sum, peaks.values()))
-    height = (highest - before) / max(1, sum(deep.peak) - deep.before)
+    height = (highest - start_bytes) / max(1, sum(deep.peak) - deep.start_bytes)
     timeline = tuple(
-        (round(number * width), before + round((live - deep.before) * height)) for number, live in deep.timeline
+        (round(number * width), start_bytes + round((live - deep.start_bytes) * height))
+        for number, live in deep.timeline
     )
-    host_bytes = _line(shallow.host_bytes, deep.host_bytes, factor)
-    return Measured(deep.name, counts, peaks, before, after, host_bytes, timeline)
+    host_bytes = _extrapolate(shallow.host_bytes, deep.host_bytes, factor)
+    return Measured(deep.name, counts, peaks, start_bytes, end_bytes, host_bytes, timeline)
 
 
-def of_decoding(prompts: Measured, first: Measured, last: Measured, tokens: int, rounds: float) -> Measured:
-    """Return what it takes to generate completions.
+def combine_decoding(prompts: Measured, first: Measured, last: Measured, tokens: int, rounds: float) -> Measured:
+    """Return what the generation of completions uses.
 
     Args:
-        prompts: What it takes to read the prompts.
-        first: What the first token of each completion takes.
-        last: What the last one takes, which reads the longest cache. The others lie between the two.
+        prompts: The use while the prompts are read.
+        first: The use of the first token of each completion.
+        last: The use of the last token, which reads the longest cache. The others lie between the two.
         tokens: The tokens of each completion.
-        rounds: How many times the slots are filled.
+        rounds: The number of times that the slots are filled.
     """
     counts = _sum((rounds, prompts), (rounds * tokens / 2, first), (rounds * tokens / 2, last))
     peaks: dict[str, Live] = {}
     for part in (prompts, first, last):
-        peaks |= {place: live for place, live in part.peaks.items() if sum(live) > sum(peaks.get(place, ()))}
+        peaks |= {location: live for location, live in part.peaks.items() if sum(live) > sum(peaks.get(location, ()))}
     timeline, start = [], 0
     for part in (prompts, first, last):
         timeline += [(start + number, live) for number, live in part.timeline]
         start += round(part.counts.get(("kernels",), 0))
     host_bytes = max(part.host_bytes for part in (prompts, first, last))
-    return Measured(prompts.name, counts, peaks, prompts.before, prompts.before, host_bytes, thinned(timeline))
+    return Measured(
+        prompts.name, counts, peaks, prompts.start_bytes, prompts.start_bytes, host_bytes, thin_timeline(timeline)
+    )
 
 
-def thinned(timeline: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def thin_timeline(timeline: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return at most `_TIMELINE_POINTS` points, each the highest of those that it stands for."""
     step = math.ceil(len(timeline) / _TIMELINE_POINTS)
     return tuple(max(timeline[i : i + step], key=lambda point: point[1]) for i in range(0, len(timeline), step))
@@ -159,5 +162,5 @@ def _sum(*parts: tuple[float, Measured]) -> dict[Count, float]:
     return dict(total)
 
 
-def _line(shallow: int, deep: int, factor: float) -> int:
+def _extrapolate(shallow: int, deep: int, factor: float) -> int:
     return round(shallow + factor * (deep - shallow))

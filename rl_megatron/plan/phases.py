@@ -20,11 +20,11 @@ class Bytes:
         parameters: The weights of the policy, the critic and the reference policy.
         gradients: The buffers that gradients are summed in.
         optimizer: Adam's moments and the fp32 copy of the weights.
-        activations: What the forward pass keeps for the backward pass, and temporary tensors.
+        activations: Tensors that the forward pass keeps for the backward pass, and temporary tensors.
         logits: Logits and their gradient.
         buffers: Batches, token positions, masks, and the buckets of a weight sync.
         kv_cache: Keys and values of the sequences that are being decoded.
-        servers: What servers of the rollout engine take on the same GPU.
+        servers: The memory of rollout servers on the same GPU.
     """
 
     parameters: int = 0
@@ -47,11 +47,8 @@ class Collective:
     """Equal collectives of a phase on one rank.
 
     Attributes:
-        kind: The operation: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "recv".
-        group: The process group.
-        group_size: The ranks of that group.
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "recv".
         bytes: The bytes of the whole tensor on one rank, for each call.
-        count: The calls.
     """
 
     kind: str
@@ -63,16 +60,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class PhaseUse:
-    """What one rank uses in one phase.
+    """The use of one phase on one rank.
 
     Attributes:
-        name: The phase.
         peak: The live bytes at the moment when they are most.
         after_bytes: The live bytes at the end of the phase.
         flops: Floating-point operations of matrix products and attention, as torch's FlopCounterMode counts them.
         kernels: The operators that were launched.
         memory_bytes: The bytes that these operators read and write.
-        collectives: The collectives.
         syncs: The host syncs: (file and line, how often).
         host_bytes: The host memory of this rank at its peak, with what it holds throughout.
         timeline: (number of the operator, live bytes after it), for a picture.
@@ -97,11 +92,9 @@ class PhaseUse:
 
 @dataclass(frozen=True)
 class RankUse:
-    """What a rank of one kind uses in every phase of a step.
+    """The use of every phase of a step on a rank of one kind.
 
     Attributes:
-        kind: The pipeline stage of the rank.
-        rank: The rank that was planned.
         phases: The phases, in the order in which a step has them.
     """
 

@@ -25,10 +25,16 @@ from rl_megatron.losses import as_loss
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.build import Head, unwrap
-from rl_megatron.plan.measured import Measured, along_microbatches, of_decoding, of_steps, one_after_the_other, without
-from rl_megatron.plan.microbatches import MicrobatchSizes
+from rl_megatron.plan.measured import (
+    Measured,
+    combine_decoding,
+    combine_sequential,
+    extrapolate_microbatches,
+    repeat,
+    subtract,
+)
 from rl_megatron.plan.phases import PhaseName
-from rl_megatron.plan.workload import Workload
+from rl_megatron.plan.workload import MicrobatchSizes, Workload
 from rl_megatron.topology.topology import Topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.reference import ReferenceModel
@@ -43,7 +49,7 @@ _MEGABYTE = 1 << 20
 
 
 class PhaseCounter(Protocol):
-    """What counts a phase: `Ledger` on fake GPUs. On a real device, something else may measure the same phases."""
+    """The counter of a phase: `Ledger` on fake GPUs. On a real device, another class may measure the same phases."""
 
     def phase(self, name: PhaseName) -> AbstractContextManager[list[Measured]]:
         """Count a phase within the block. The list has what it used when the block has ended."""
@@ -56,13 +62,7 @@ class PhaseCounter(Protocol):
 
 @dataclass
 class RankPhases:
-    """A policy, its critic if it has one, and the phases of a step. `build` comes first.
-
-    Attributes:
-        workload: What runs.
-        topology: The layout.
-        ledger: What counts.
-    """
+    """A policy, its critic if it has one, and the phases of a step. `build` comes first."""
 
     workload: Workload
     topology: Topology
@@ -71,29 +71,27 @@ class RankPhases:
 
     @property
     def policy(self) -> MegatronPolicy:
-        """Return the policy."""
         return self._models[0]
 
     @property
     def critic(self) -> MegatronPolicy:
-        """Return the critic."""
         return self._models[1]
 
     def build(self) -> Measured:
         """Build the policy, the critic and the reference policy."""
         work = self.workload
         with self.ledger.phase("build") as result:
-            self._models.append(self._model(work.stage.optimizer, work.head))
+            self._models.append(self._build_model(work.stage.optimizer, work.head))
             self._label(self.policy)
             if work.critic is not None:
-                self._models.append(self._model(work.critic.optimizer, "score"))
+                self._models.append(self._build_model(work.critic.optimizer, "score"))
                 self._label(self.critic)
             if work.uses_reference:
                 self.policy.freeze_reference()
                 self._label(self.policy)
         return result[0]
 
-    def _model(self, optimizer: OptimizerConfig, head: Head) -> MegatronPolicy:
+    def _build_model(self, optimizer: OptimizerConfig, head: Head) -> MegatronPolicy:
         stage = self.workload.stage
         return MegatronPolicy(
             replace(stage.model, backend="portable"), self.topology, vocab_size=self.workload.vocab_size,
@@ -128,84 +126,81 @@ class RankPhases:
 
     def logprobs(self) -> Measured:
         """Compute logprobs of all sequences of a step."""
-        return self._forward("logprobs", self.policy.get_logprobs)
+        return self._run_forward("logprobs", self.policy.get_logprobs)
 
     def reference(self) -> Measured:
         """Compute the reference policy's logprobs of all sequences of a step."""
-        return self._forward("reference", self.policy.get_reference_policy_logprobs)
+        return self._run_forward("reference", self.policy.get_reference_policy_logprobs)
 
     def values(self) -> Measured:
         """Compute the critic's values of all sequences of a step."""
-        return self._forward("values", self.critic.get_values)
+        return self._run_forward("values", self.critic.get_values)
 
-    def _forward(self, name: PhaseName, compute: Callable[[BatchedDataDict], object]) -> Measured:
+    def _run_forward(self, name: PhaseName, compute: Callable[[BatchedDataDict], object]) -> Measured:
         def run(sequences: int) -> Measured:
-            batch = self._batch(sequences, ("input_ids", "input_lengths", "temperature"))
+            batch = self._build_batch(sequences, ("input_ids", "input_lengths", "temperature"))
             with self.ledger.phase(name) as result:
                 compute(batch)
             return result[0]
 
         work = self.workload
-        return self._along_microbatches(run, work.sequences_per_step, work.microbatches_of_rollout)
+        return self._run_microbatches(run, work.sequences_per_step, work.microbatches_of_rollout)
 
     def train(self) -> Measured:
         """Take the policy's optimizer steps of a step."""
-        return self._train("train", self.policy, configured_loss(self.workload.stage.loss))
+        return self._run_training("train", self.policy, configured_loss(self.workload.stage.loss))
 
     def train_critic(self) -> Measured:
         """Take the critic's optimizer steps of a step."""
         assert self.workload.critic is not None  # the phase is run only with one
-        return self._train("train_critic", self.critic, configured_loss(self.workload.critic.loss))
+        return self._run_training("train_critic", self.critic, configured_loss(self.workload.critic.loss))
 
-    def _train(self, name: PhaseName, model: MegatronPolicy, loss: LossFunction) -> Measured:
+    def _run_training(self, name: PhaseName, model: MegatronPolicy, loss: LossFunction) -> Measured:
         keys = ("input_ids", "input_lengths", "temperature", *as_loss(loss).required_keys)
 
         def run(sequences: int) -> Measured:
-            batch = self._batch(sequences, keys)
+            batch = self._build_batch(sequences, keys)
             with self.ledger.phase(name) as result:
                 model.train(batch, loss, gbs=batch.size, on_policy=True)
             return result[0]
 
         work = self.workload
-        of_batches = [
-            of_steps(self._along_microbatches(run, sequences, work.microbatches(sequences)), steps)
+        batch_uses = [
+            repeat(self._run_microbatches(run, sequences, work.microbatches(sequences)), steps)
             for sequences, steps in work.optimizer_batches
         ]
-        return one_after_the_other(of_batches)
+        return combine_sequential(batch_uses)
 
-    def _along_microbatches(
+    def _run_microbatches(
         self, run: Callable[[int], Measured], sequences: int, microbatches: MicrobatchSizes
     ) -> Measured:
         """Return what a global batch uses. If it has many microbatches, smaller batches are run.
 
-        Args:
-            run: Runs a global batch of so many sequences.
-            sequences: The sequences of the global batch.
-            microbatches: The microbatches of it on this rank.
+        `run` takes the sequences of a global batch, and `microbatches` are those of the whole one on this rank.
         """
         data, depth = self.topology.data, self.topology.pipeline
         enough, most = 2 * depth + depth * (self.topology.virtual_pipeline > 1), microbatches.largest
         if microbatches.number <= enough + depth:
             return run(sequences)
         few, more = run(data * enough * most), run(data * (enough + depth) * most)
-        result = along_microbatches(few, more, (microbatches.number - enough) / depth)
+        result = extrapolate_microbatches(few, more, (microbatches.number - enough) / depth)
         if microbatches.smallest == most:
             return result
         lacking = most - microbatches.smallest  # in one microbatch of `less`
         less = run(data * ((enough + depth) * most - lacking))
         lacking_of_all = microbatches.number * most - microbatches.sequences
-        return without(result, more, less, lacking_of_all / lacking)
+        return subtract(result, more, less, lacking_of_all / lacking)
 
-    def _batch(self, count: int, keys: Iterable[str]) -> BatchedDataDict:
-        """Return a global batch of so many sequences. All of them have the same length."""
+    def _build_batch(self, count: int, keys: Iterable[str]) -> BatchedDataDict:
+        """Return a global batch of `count` sequences of the same length."""
         work = self.workload
         length = work.sequence_tokens
-        of_response = torch.zeros(count, length)
-        of_response[:, work.prompt_tokens :] = 1.0
+        response_mask = torch.zeros(count, length)
+        response_mask[:, work.prompt_tokens :] = 1.0
         batch = BatchedDataDict(
             input_ids=torch.zeros(count, length, dtype=torch.long),
             input_lengths=torch.full((count,), length),
-            token_mask=of_response,
+            token_mask=response_mask,
             sample_mask=torch.ones(count),
         )
         for key in keys:
@@ -217,13 +212,13 @@ class RankPhases:
                 dtype = torch.long if key.endswith("indices") else torch.float32
                 batch[key] = torch.zeros(count, length, _TOP_K, dtype=dtype)
             else:
-                batch[key] = of_response.clone()
+                batch[key] = response_mask.clone()
         return batch
 
     def generate(self) -> Measured:
         """Generate the completions of this rank's prompts with the embedded engine.
 
-        The first and the last token of each completion are generated. What the others need lies between.
+        Only the first and the last token of each completion are generated. The use of the others lies between.
         """
         work, policy, generation = self.workload, self.policy, self.workload.stage.generation
         replicas = self.topology.groups.dp_cp.size()
@@ -252,14 +247,14 @@ class RankPhases:
         with self.ledger.phase("generate") as first, decoder.active():
             decoder.advance()
         if work.response_tokens == 1:
-            return of_decoding(prompt[0], first[0], first[0], 1, total / slots)
+            return combine_decoding(prompt[0], first[0], first[0], 1, total / slots)
         del decoder
         decoder = decoder_with(work.response_tokens - 1)
         with decoder.active():
             read(decoder)
         with self.ledger.phase("generate") as last, decoder.active():
             decoder.advance()
-        return of_decoding(prompt[0], first[0], last[0], work.response_tokens, total / slots)
+        return combine_decoding(prompt[0], first[0], last[0], work.response_tokens, total / slots)
 
     def refit(self) -> Measured:
         """Fill the buckets of a weight sync, and sum them over the ranks."""
@@ -272,10 +267,10 @@ class RankPhases:
             max_bytes = round(generation.refit_bucket_mb * _MEGABYTE)
             sender = policy.weights
             if generation.refit == "adapter":
-                for _ in _filled(WeightSender(policy.model, BaseExporter).get_exporter(max_bytes), num_buffers=1):
+                for _ in _fill_buckets(WeightSender(policy.model, BaseExporter).get_exporter(max_bytes), num_buffers=1):
                     pass  # engines get the base when they start
                 sender = WeightSender(policy.model, AdapterExporter)
-            for filled in _filled(sender.get_exporter(max_bytes)):
+            for filled in _fill_buckets(sender.get_exporter(max_bytes)):
                 dist.all_reduce(filled)
         if offloads and policy.optimizer is not None:  # as training does; the host keeps its copies
             policy.memory.restore_optimizer()
@@ -305,8 +300,8 @@ class RankPhases:
             self._models.pop().shutdown()
 
 
-def _filled(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Tensor]:
-    """Yield the filled buckets of an exporter, in so many buffers by turns."""
+def _fill_buckets(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Tensor]:
+    """Yield the filled buckets of an exporter, with `num_buffers` buffers in turn."""
     buckets = exporter.plan.buckets
     buffers = [exporter.allocate_buffer() for _ in buckets[:num_buffers]]
     for index, _ in enumerate(buckets):
@@ -314,7 +309,7 @@ def _filled(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Tensor]:
 
 
 def _written_tensors(state: object) -> Iterator[Tensor]:
-    """Yield the tensors of a sharded state that this rank writes: it is the first of those that have them."""
+    """Yield the tensors of a sharded state that this rank writes, because it is the first rank that has them."""
     if isinstance(state, dict):
         for value in state.values():
             yield from _written_tensors(value)

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.plan.devices import GIB, Cluster
+from rl_megatron.plan.estimate import StepEstimate
 from rl_megatron.plan.phases import Bytes, PhaseUse, RankUse
 from rl_megatron.plan.search import Candidate, Search
 from rl_megatron.plan.servers import Servers
-from rl_megatron.plan.step import StepEstimate
 from rl_megatron.plan.workload import Workload
 
 _CATEGORIES = tuple(field.name for field in fields(Bytes))
@@ -29,12 +29,8 @@ class Report:
     """A plan of one layout.
 
     Attributes:
-        name: The name of the stage.
-        workload: What is planned.
-        cluster: Where.
         uses: What a rank of the first, a middle and the last pipeline stage uses.
-        estimate: The time of a step.
-        source: How `uses` were found, for the reader.
+        source: How `uses` were computed, for the reader.
         servers: The rollout engine's processes, or None if the policy generates itself or nothing is sampled.
     """
 
@@ -67,7 +63,7 @@ class Report:
         return self.cluster.gpus_per_node * max(phase.host_bytes for use in self.uses for phase in use.phases)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan for programs. Bytes and seconds are numbers without a unit's prefix."""
+        """Return the plan for programs, in bytes and seconds."""
         return {
             "stage": self.name,
             "source": self.source,
@@ -93,39 +89,39 @@ class Report:
 
 def print_report(report: Report, console: Console) -> None:
     """Print the tables of a plan."""
-    for line in _heading(report.name, report.workload, report.cluster):
+    for line in _describe_plan(report.name, report.workload, report.cluster):
         console.print(line)
-    console.print(_memory_table(report))
+    console.print(_build_memory_table(report))
     verdict = "fits" if report.fits else "does not fit"
     console.print(
-        f"Memory: {verdict}. The peak of {report.peak_bytes / GIB:.2f} GiB {_compared(report)}; the margin "
+        f"Memory: {verdict}. The peak of {report.peak_bytes / GIB:.2f} GiB {_describe_peak(report)}; the margin "
         f"is {report.cluster.memory_margin:.0%}. Host memory of a node: {report.host_bytes_per_node / GIB:.1f} GiB."
     )
-    console.print(_time_table(report.uses, report.estimate))
-    console.print(_verdict_of_time(report.estimate, report.servers))
+    console.print(_build_time_table(report.uses, report.estimate))
+    console.print(_describe_time(report.estimate, report.servers))
     if report.servers is not None:
         console.print(report.servers.note)
     syncs = {
-        (phase.name, place): count
+        (phase.name, location): count
         for use in report.uses
         for phase in use.phases
         if phase.name in report.estimate.phases
-        for place, count in phase.syncs
+        for location, count in phase.syncs
         if count >= _FEWEST_SYNCS
     }
-    for (phase, place), count in sorted(syncs.items(), key=lambda item: -item[1])[:_MOST_PLACES]:
-        console.print(f"In {phase}, the host waits for the GPU {count} times at {place}.")
+    for (phase, location), count in sorted(syncs.items(), key=lambda item: -item[1])[:_MOST_PLACES]:
+        console.print(f"In {phase}, the host waits for the GPU {count} times at {location}.")
     console.print(report.source)
 
 
-def _compared(report: Report) -> str:
+def _describe_peak(report: Report) -> str:
     total = report.cluster.gpu.memory_gib
     if report.free_share < 0:
         return f"exceeds {total:g} GiB by {report.peak_bytes / GIB - total:.2f} GiB"
     return f"leaves {report.free_share:.0%} of {total:g} GiB"
 
 
-def _heading(name: str, workload: Workload, cluster: Cluster) -> Iterable[str]:
+def _describe_plan(name: str, workload: Workload, cluster: Cluster) -> Iterable[str]:
     stage, gpu = workload.stage, cluster.gpu
     parallel = stage.parallel
     degrees = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
@@ -139,7 +135,7 @@ def _heading(name: str, workload: Workload, cluster: Cluster) -> Iterable[str]:
     train = stage.train
     yield (
         f"{workload.prompt_tokens} prompt and {workload.response_tokens} response tokens; {stage.precision}; "
-        f"vocabulary {stage.model.vocab_size or workload.vocab_size}; {_microbatches(workload)} for "
+        f"vocabulary {stage.model.vocab_size or workload.vocab_size}; {_describe_microbatches(workload)} for "
         f"each of {workload.optimizer_steps} optimizer step(s); "
         f"recomputation {stage.model.recompute}; fused head {'on' if train.fused_head else 'off'}"
     )
@@ -150,12 +146,12 @@ def _heading(name: str, workload: Workload, cluster: Cluster) -> Iterable[str]:
         )
 
 
-def _microbatches(workload: Workload) -> str:
+def _describe_microbatches(workload: Workload) -> str:
     counts = workload.microbatches_of_step.counts
     return " and ".join(f"{count} microbatch(es) of {size} sequence(s)" for size, count in counts)
 
 
-def _memory_table(report: Report) -> Table:
+def _build_memory_table(report: Report) -> Table:
     shown = [name for name in _CATEGORIES if any(getattr(p.peak, name) for u in report.uses for p in u.phases)]
     table = Table(title="GiB on a rank at the peak of each phase", title_justify="left")
     table.add_column("rank")
@@ -168,7 +164,7 @@ def _memory_table(report: Report) -> Table:
             too_large = phase.peak_bytes > report.cluster.usable_bytes
             peak = f"{phase.peak_bytes / GIB:.2f}" + " !" * too_large
             table.add_row(
-                _kind(use, report.uses),
+                _describe_kind(use, report.uses),
                 phase.name,
                 *cells,
                 peak,
@@ -177,14 +173,14 @@ def _memory_table(report: Report) -> Table:
     return table
 
 
-def _kind(use: RankUse, uses: Sequence[RankUse]) -> str:
+def _describe_kind(use: RankUse, uses: Sequence[RankUse]) -> str:
     if len(uses) == 1:
         return "each"
     alike = sum(other.kind == use.kind for other in uses)
     return use.kind if alike == 1 else f"{use.kind}, rank {use.rank}"
 
 
-def _time_table(uses: Sequence[RankUse], estimate: StepEstimate) -> Table:
+def _build_time_table(uses: Sequence[RankUse], estimate: StepEstimate) -> Table:
     table = Table(title="Estimates for a step, on the slowest pipeline stage (not measured)", title_justify="left")
     table.add_column("phase")
     for name in (
@@ -202,16 +198,16 @@ def _time_table(uses: Sequence[RankUse], estimate: StepEstimate) -> Table:
     for name, seconds in estimate.phases.items():
         phase = estimate.uses[name]
         parts = (seconds.compute, seconds.memory, seconds.launch, seconds.communication, seconds.waiting, seconds.total)
-        amounts = (phase.flops / 1e12, phase.memory_bytes / 1e9, _in_collectives(phase) / 1e9)
+        amounts = (phase.flops / 1e12, phase.memory_bytes / 1e9, _count_collective_bytes(phase) / 1e9)
         table.add_row(name, *(f"{amount:,.1f}" for amount in amounts), *(f"{part:.3g}" for part in parts))
     return table
 
 
-def _in_collectives(phase: PhaseUse) -> int:
-    return sum(each.bytes * each.count for each in phase.collectives)
+def _count_collective_bytes(phase: PhaseUse) -> int:
+    return sum(collective.bytes * collective.count for collective in phase.collectives)
 
 
-def _verdict_of_time(estimate: StepEstimate, servers: Servers | None) -> str:
+def _describe_time(estimate: StepEstimate, servers: Servers | None) -> str:
     step = "a step" if servers is None else "a step without generation"
     return (
         f"Estimate: {estimate.seconds:.3g} s for {step}, {estimate.tokens_per_second:,.0f} tokens/s of the whole step "
@@ -228,25 +224,20 @@ def print_search(
     usable_bytes: float,
     top: int,
 ) -> None:
-    """Print the best layouts of a search, why others were rejected, and a command line.
+    """Print the `top` best layouts of a search, why others were rejected, and a command line.
 
-    Args:
-        result: The result.
-        console: Where to print.
-        commands: The command line of candidates, by their place.
-        verified: The peak bytes of candidates that were run, by their place.
-        usable_bytes: The bytes that fit.
-        top: How many candidates to print.
+    `commands` and `verified` (peak bytes of candidates that were run) have positions in the ranking as keys.
     """
     table = Table(title=f"The {min(top, len(result.ranked))} fastest layouts (estimates)", title_justify="left")
     for name in ("#", "layout", "settings", "peak GiB", "run GiB", "step s", "train s", "MFU"):
         table.add_column(name, justify="left" if name in ("layout", "settings") else "right")
-    for place, candidate in enumerate(result.ranked[:top], 1):
-        estimate, run = candidate.estimate, verified.get(place)
+    for position, candidate in enumerate(result.ranked[:top], 1):
+        estimate, run = candidate.estimate, verified.get(position)
         was_run = "" if run is None else f"{run / GIB:.1f}" + " !" * (run > usable_bytes)
         table.add_row(
-            str(place), _degrees(candidate), _choices(candidate), f"{candidate.peak_bytes / GIB:.1f}", was_run,
-            f"{estimate.seconds:.3g}", f"{estimate.phases['train'].total:.3g}", f"{estimate.mfu:.0%}",
+            str(position), _describe_degrees(candidate), _describe_choices(candidate),
+            f"{candidate.peak_bytes / GIB:.1f}", was_run, f"{estimate.seconds:.3g}",
+            f"{estimate.phases['train'].total:.3g}", f"{estimate.mfu:.0%}",
         )  # fmt: skip
     console.print(table)
     rejected = Table(title="Why others were rejected", title_justify="left")
@@ -261,15 +252,15 @@ def print_search(
     )
     if result.servers is not None:
         console.print(f"{result.servers.note} Steps are without generation.")
-    for place, run in verified.items():
+    for position, run in verified.items():
         verdict = "and fits" if run <= usable_bytes else "which does not fit"
-        console.print(f"Layout {place} was run on fake GPUs: its peak is {run / GIB:.2f} GiB, {verdict}.")
-    for place, command in commands.items():
-        console.print(f"The command line of layout {place}, on each node:")
+        console.print(f"Layout {position} was run on fake GPUs: its peak is {run / GIB:.2f} GiB, {verdict}.")
+    for position, command in commands.items():
+        console.print(f"The command line of layout {position}, on each node:")
         console.print(command, soft_wrap=True)
 
 
-def _degrees(candidate: Candidate) -> str:
+def _describe_degrees(candidate: Candidate) -> str:
     shape = candidate.settings.shape
     parallel = shape.parallel
     shown = {
@@ -280,7 +271,7 @@ def _degrees(candidate: Candidate) -> str:
     return ", ".join(f"{name} {degree}" for name, degree in shown.items() if degree not in (None, 1)) or "one rank"
 
 
-def _choices(candidate: Candidate) -> str:
+def _describe_choices(candidate: Candidate) -> str:
     settings = candidate.settings
     chosen = [f"{settings.microbatch.tokens} tokens × {settings.microbatches}"]
     chosen += [f"recompute {settings.shape.model.recompute}"] * (settings.shape.model.recompute != "none")
@@ -302,11 +293,11 @@ def search_as_json(
             {
                 "overrides": candidate.overrides(stage),
                 "peak_bytes": candidate.peak_bytes,
-                "run_peak_bytes": verified.get(place),
+                "run_peak_bytes": verified.get(position),
                 "estimate": _estimate_as_json(candidate.estimate),
-                "command": commands.get(place),
+                "command": commands.get(position),
             }
-            for place, candidate in enumerate(result.ranked[:top], 1)
+            for position, candidate in enumerate(result.ranked[:top], 1)
         ],
     }
 
@@ -346,19 +337,19 @@ def draw(report: Report, file: Path) -> None:
 
 def _draw_rank(axes: Any, use: RankUse, cluster: Cluster) -> None:
     colours = {name: f"C{index}" for index, name in enumerate(_CATEGORIES)}
-    for place, phase in enumerate(use.phases):
+    for position, phase in enumerate(use.phases):
         if len(phase.timeline) > 1:
             operators, live = zip(*phase.timeline, strict=True)
             last = max(operators) or 1
             axes.fill_between(
-                [place - 0.45 + 0.9 * operator / last for operator in operators], [size / GIB for size in live],
-                color="0.75", step="post", label="live bytes over operators" if place == 0 else None,
+                [position - 0.45 + 0.9 * operator / last for operator in operators], [size / GIB for size in live],
+                color="0.75", step="post", label="live bytes over operators" if position == 0 else None,
             )  # fmt: skip
-        width, left = (0.9, place) if len(phase.timeline) < 2 else (0.08, place - 0.45)
+        width, left = (0.9, position) if len(phase.timeline) < 2 else (0.08, position - 0.45)
         bottom = 0.0
         for name in _CATEGORIES:
             height = getattr(phase.peak, name) / GIB
-            label = _TITLES.get(name, name) if place == 0 else None
+            label = _TITLES.get(name, name) if position == 0 else None
             axes.bar(left, height, width, bottom=bottom, color=colours[name], label=label)
             bottom += height
     axes.axhline(cluster.gpu.memory_gib, color="black", linewidth=1, label=f"memory of {cluster.gpu.name}")
@@ -370,14 +361,14 @@ def _draw_rank(axes: Any, use: RankUse, cluster: Cluster) -> None:
 
 
 def _rank_as_json(use: RankUse) -> dict[str, Any]:
-    found = asdict(use)
-    for phase, of_use in zip(found["phases"], use.phases, strict=True):
-        phase["peak_bytes"] = of_use.peak_bytes
-    return found
+    result = asdict(use)
+    for phase, phase_use in zip(result["phases"], use.phases, strict=True):
+        phase["peak_bytes"] = phase_use.peak_bytes
+    return result
 
 
 def _estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
-    found = asdict(estimate)
+    result = asdict(estimate)
     for name, seconds in estimate.phases.items():
-        found["phases"][name]["total"] = seconds.total
-    return found
+        result["phases"][name]["total"] = seconds.total
+    return result

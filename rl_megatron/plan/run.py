@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.plan.depth import two_depths
+from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.fake_cuda import FakeCuda
-from rl_megatron.plan.fake_cuda.patches import patched
-from rl_megatron.plan.ledger import Ledger, place_of
-from rl_megatron.plan.measured import Measured, along_depth
+from rl_megatron.plan.fake_cuda.patches import patch_attribute
+from rl_megatron.plan.ledger import Ledger, locate_error
+from rl_megatron.plan.measured import Measured, extrapolate_depth
 from rl_megatron.plan.phases import PhaseName, RankKind, RankUse
 from rl_megatron.plan.rank_phases import RankPhases
 from rl_megatron.plan.workload import Workload
@@ -23,12 +24,12 @@ _FORWARD: tuple[PhaseName, ...] = ("generate", "logprobs", "reference", "values"
 
 
 @contextmanager
-def planned_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topology]:
+def run_as_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topology]:
     """Start the device without data as one rank of the workload, within the block."""
     stage = workload.stage
     with FakeCuda(rank, workload.world_size, ledger), ExitStack() as replaced:
         for owner, name, value in torch_optimizers():  # those of Transformer Engine need a GPU
-            replaced.enter_context(patched(owner, name, value))
+            replaced.enter_context(patch_attribute(owner, name, value))
         topology = start_topology(stage.parallel, device="cuda", seed=stage.train.seed)
         ledger.begin_topology(topology)
         padded = padded_vocab_size(stage.model.vocab_size or workload.vocab_size, stage.parallel.tensor)
@@ -39,57 +40,54 @@ def planned_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topo
             leave()
 
 
-def use_of(workload: Workload, rank: int, *, exact: bool = False) -> RankUse:
-    """Return what `rank` uses in each phase of a step of the workload. The process must not have started a device.
+def measure_use(workload: Workload, rank: int, *, exact: bool = False) -> RankUse:
+    """Run each phase of a step as `rank`, and return what it uses. The process must not have started a device.
 
-    Args:
-        workload: What to plan.
-        rank: The rank to run as.
-        exact: Run all layers. Otherwise stacks of equal layers are run at two depths, if they are deep.
+    With `exact`, all layers are run. Otherwise deep stacks of equal layers are run at two depths.
 
     Raises:
         ConfigError: A phase cannot be run, or this process has started another device.
     """
-    wanted = phases_of(workload)
-    depths = None if exact else two_depths(workload, stage_of(workload, rank))
+    phases = list_phases(workload)
+    depths = None if exact else choose_depths(workload, find_stage(workload, rank))
     if depths is None:
-        measured = run_phases(workload, rank, Ledger(), wanted)
+        measured = run_phases(workload, rank, Ledger(), phases)
     else:
-        measured = _of_two_depths(workload, rank, wanted, depths)
-    return RankUse(kind_of(workload, rank), rank, tuple(each.use() for each in measured))
+        measured = _measure_at_two_depths(workload, rank, phases, depths)
+    return RankUse(find_kind(workload, rank), rank, tuple(phase.use() for phase in measured))
 
 
-def _of_two_depths(
-    workload: Workload, rank: int, wanted: Sequence[PhaseName], depths: tuple[Workload, Workload, float]
+def _measure_at_two_depths(
+    workload: Workload, rank: int, phases: Sequence[PhaseName], depths: tuple[Workload, Workload, float]
 ) -> list[Measured]:
-    """Return what phases use. Those without a forward pass are run with all layers, since they take little time."""
+    """Return what phases use. Those without a forward pass take little time and are run with all layers."""
     shallow, deep, factor = depths
-    others: list[PhaseName] = [name for name in wanted if name not in _FORWARD]
-    forward: list[PhaseName] = [name for name in wanted if name in _FORWARD]
-    earlier: list[PhaseName] = [name for name in wanted if name == "refit"]  # it frees gradients until training
-    # Each in a run of its own: a weight sync frees the gradients, and a save follows training, which allocates them.
-    whole = [each for name in others for each in run_phases(workload, rank, Ledger(), [name])]
-    of_shallow, of_deep = (
+    others: list[PhaseName] = [name for name in phases if name not in _FORWARD]
+    forward: list[PhaseName] = [name for name in phases if name in _FORWARD]
+    earlier: list[PhaseName] = [name for name in phases if name == "refit"]  # it frees gradients until training
+    # Each has a run of its own: a weight sync frees the gradients, and a save follows training, which allocates them.
+    whole = [phase for name in others for phase in run_phases(workload, rank, Ledger(), [name])]
+    shallow_phases, deep_phases = (
         run_phases(run, rank, Ledger(), earlier + forward)[1 + len(earlier) :] for run in (shallow, deep)
     )
-    found = {each.name: each for each in whole}
-    pairs = zip(of_shallow, of_deep, strict=True)
-    found |= {few.name: along_depth(few, many, factor) for few, many in pairs}
-    ordered = [found["build"]]
-    for name in wanted:
-        # What the phases before have left is still there.
-        ordered.append(found[name] if name in _FORWARD else found[name].after_others(ordered[-1].after))
+    measured = {phase.name: phase for phase in whole}
+    pairs = zip(shallow_phases, deep_phases, strict=True)
+    measured |= {few.name: extrapolate_depth(few, many, factor) for few, many in pairs}
+    ordered = [measured["build"]]
+    for name in phases:
+        # The memory that earlier phases have left is still allocated.
+        ordered.append(measured[name] if name in _FORWARD else measured[name].start_at(ordered[-1].end_bytes))
     return ordered
 
 
-def stage_of(workload: Workload, rank: int) -> int:
+def find_stage(workload: Workload, rank: int) -> int:
     """Return the pipeline stage of a rank. The ranks of a stage follow each other."""
     return rank // (workload.world_size // workload.stage.parallel.pipeline)
 
 
-def kind_of(workload: Workload, rank: int) -> RankKind:
+def find_kind(workload: Workload, rank: int) -> RankKind:
     """Return the kind of a rank. With one pipeline stage, it is the last, which has the loss."""
-    stage = stage_of(workload, rank)
+    stage = find_stage(workload, rank)
     if stage == workload.stage.parallel.pipeline - 1:
         return "last stage"
     return "middle stage" if stage else "first stage"
@@ -98,18 +96,12 @@ def kind_of(workload: Workload, rank: int) -> RankKind:
 def run_phases(
     workload: Workload, rank: int, ledger: Ledger, phases: Iterable[PhaseName] | None = None
 ) -> list[Measured]:
-    """Run the phases of one step of a workload as `rank`, and return what each used.
-
-    Args:
-        workload: What to run.
-        rank: The rank to run as.
-        ledger: What counts.
-        phases: The phases to run besides "build"; by default those that the workload's step has.
+    """Run "build" and other phases, by default all of a step, as `rank`, and return what each used.
 
     Raises:
         ConfigError: A phase raised an error, which is the cause; or this process has started another device.
     """
-    wanted = set(phases_of(workload) if phases is None else phases)
+    wanted = set(list_phases(workload) if phases is None else phases)
     runs: list[tuple[PhaseName, Callable[[RankPhases], Measured]]] = [
         ("build", RankPhases.build),
         ("refit", RankPhases.refit),
@@ -122,31 +114,31 @@ def run_phases(
         ("save", RankPhases.save),
     ]
     measured = []
-    with planned_rank(workload, rank, ledger) as topology:
+    with run_as_rank(workload, rank, ledger) as topology:
         phases_of_rank = RankPhases(workload, topology, ledger)
         for name, run in runs:
             if name == "build" or name in wanted:
-                with _named(name, workload, rank):
+                with _describe_errors(name, workload, rank):
                     measured.append(run(phases_of_rank))
         phases_of_rank.close()
     return measured
 
 
 @contextmanager
-def _named(phase: PhaseName, workload: Workload, rank: int) -> Iterator[None]:
-    """Let an error within the block say in which phase of which rank it was raised."""
+def _describe_errors(phase: PhaseName, workload: Workload, rank: int) -> Iterator[None]:
+    """Raise an error within the block again as a `ConfigError` that names the phase and the rank."""
     try:
         yield
     except Exception as error:
-        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__} at {place_of(error)}: "
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__} at {locate_error(error)}: "
         raise ConfigError(
-            f"phase {phase} cannot be run on fake GPUs as rank {rank} ({kind_of(workload, rank)}): {kind}{error}; "
+            f"phase {phase} cannot be run on fake GPUs as rank {rank} ({find_kind(workload, rank)}): {kind}{error}; "
             "--closed-forms plans without running anything"
         ) from error
 
 
-def phases_of(workload: Workload) -> tuple[PhaseName, ...]:
-    """Return the phases that a step of a workload has, besides "build"."""
+def list_phases(workload: Workload) -> tuple[PhaseName, ...]:
+    """Return the phases that a step of a workload has, except "build"."""
     stage = workload.stage
     in_processes = workload.generates and ENGINE_DECLARATIONS[stage.generation.engine].runs_in_processes
     present: dict[PhaseName, bool] = {
@@ -160,3 +152,44 @@ def phases_of(workload: Workload) -> tuple[PhaseName, ...]:
         "save": True,
     }
     return tuple(name for name, is_present in present.items() if is_present)
+
+
+_SHALLOW = 2  # equal layers of a model chunk, or periods of them, in the shallower of the two runs
+
+
+def choose_depths(workload: Workload, stage: int) -> tuple[Workload, Workload, float] | None:
+    """Choose two workloads with fewer layers, and f so that use = shallow + f · (deep − shallow) on a pipeline stage.
+
+    Layers may differ in two ways. The first few may be dense while the others have experts: the runs then have that
+    many dense layers, and fewer of the others. Every few layers, one may attend to all tokens while the others have a
+    window or the gated delta rule: the runs then have whole periods. The result is None if the layers differ in another
+    way, or are few.
+    """
+    model, parallel = workload.stage.model, workload.stage.parallel
+    shape = ShardedShape(model, parallel, workload.world_size, workload.vocab_size, workload.head)
+    model_chunks = shape.layers(stage)
+    depth = len(model_chunks[0])
+    if any(len(layers) != depth for layers in model_chunks):
+        return None
+    window_period = model.global_attention_every if model.sliding_window is not None else None
+    period = window_period or model.full_attention_every or 1
+    dense_layers = model.first_dense_layers if model.num_experts is not None else 0
+    if dense_layers and (parallel.virtual_pipeline > 1 or dense_layers > len(shape.layers(0)[0])):
+        return None
+    stage_dense = dense_layers if stage == 0 else 0  # dense layers of this stage
+    varied = depth - stage_dense
+    shallow = _SHALLOW * period
+    if varied % period or (period > 1 and any(layers.start % period for layers in model_chunks)):
+        return None
+    if varied <= 2 * shallow + 1 or (dense_layers and not stage_dense and dense_layers > shallow):
+        return None
+    runs = [_set_depth(workload, stage_dense + count) for count in (shallow, 2 * shallow)]
+    return runs[0], runs[1], (varied - shallow) / shallow
+
+
+def _set_depth(workload: Workload, depth: int) -> Workload:
+    """Return the workload with `depth` layers in every model chunk."""
+    stage = workload.stage
+    parallel = replace(stage.parallel, first_stage_layers=None, last_stage_layers=None)
+    model = replace(stage.model, num_layers=depth * parallel.pipeline * parallel.virtual_pipeline)
+    return replace(workload, stage=replace(stage, model=model, parallel=parallel))

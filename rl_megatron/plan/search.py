@@ -1,4 +1,4 @@
-"""Rank the layouts of a workload on a cluster by closed forms, and say why the others were rejected."""
+"""Rank the layouts of a workload on a cluster by closed forms, and report why the others were rejected."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from typing import Any
 
 from rl_megatron.config.algorithm_kinds import PairsConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import closed_forms
-from rl_megatron.plan.batches import Batches
-from rl_megatron.plan.closed_use import closed_use_of
+from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.devices import Cluster
-from rl_megatron.plan.microbatches import MicrobatchSizes
-from rl_megatron.plan.phases import RankUse
+from rl_megatron.plan.estimate import StepEstimate, estimate_step
 from rl_megatron.plan.servers import Servers
-from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.step import StepEstimate, estimate_step
-from rl_megatron.plan.workload import Workload
+from rl_megatron.plan.settings import Batches, Settings
+from rl_megatron.plan.workload import MicrobatchSizes, Workload
 from rl_megatron.topology.degrees import ConfiguredLayout, sequence_multiple, validate, validate_model
 
 _TENSOR = (1, 2, 4, 8, 16)
@@ -56,13 +52,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its settings that fits the memory.
-
-    Attributes:
-        settings: The settings.
-        estimate: The time of a step.
-        peak_bytes: The highest peak of the pipeline's stages.
-    """
+    """A layout that fits the memory, with its settings, the time of a step and the highest peak of its stages."""
 
     settings: Settings
     estimate: StepEstimate
@@ -82,13 +72,9 @@ class Candidate:
         return replace(base, model=shape.model, parallel=shape.parallel, train=train, generation=generation)
 
     def overrides(self, stage: str | None) -> dict[str, str]:
-        """Return the keys that the search has chosen, as overrides of `train`.
-
-        Args:
-            stage: The name of the stage, if the run has several.
-        """
+        """Return the keys that the search has chosen, as overrides of `train`. A run with one stage passes None."""
         settings, parallel = self.settings, self.settings.shape.parallel
-        own = "" if stage is None else f"stages.{stage}."
+        prefix = "" if stage is None else f"stages.{stage}."
         usual = ParallelConfig()
         chosen: dict[str, Any] = {
             f"parallel.{field.name}": getattr(parallel, field.name)
@@ -97,14 +83,14 @@ class Candidate:
         }
         chosen |= {
             "model.recompute": settings.shape.model.recompute,
-            f"{own}train.batching": "packed",
-            f"{own}train.micro_batch_tokens": settings.microbatch.tokens,
-            f"{own}train.fused_head": settings.fused_head,
+            f"{prefix}train.batching": "packed",
+            f"{prefix}train.micro_batch_tokens": settings.microbatch.tokens,
+            f"{prefix}train.fused_head": settings.fused_head,
         }
         if settings.reference is not None:
-            chosen[f"{own}train.reference"] = settings.reference
+            chosen[f"{prefix}train.reference"] = settings.reference
         if settings.completions:
-            chosen[f"{own}generation.batch_size"] = settings.decoded_together
+            chosen[f"{prefix}generation.batch_size"] = settings.decoded_together
         return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in chosen.items()}
 
 
@@ -114,8 +100,8 @@ class Search:
 
     Attributes:
         ranked: The candidates that fit, fastest first.
-        rejected: How many combinations were rejected, by reason.
-        considered: How many combinations there were.
+        rejected: The number of rejected combinations, by reason.
+        considered: The number of all combinations.
         servers: The rollout engine's processes, or None if the policy generates itself.
     """
 
@@ -126,12 +112,9 @@ class Search:
 
 
 def search(workload: Workload, cluster: Cluster, mean_response_tokens: int | None = None) -> Search:
-    """Return the layouts of a workload that fit a cluster, fastest first.
+    """Search the layouts that fit a cluster, for the workload of a stage `without_layout`.
 
-    Args:
-        workload: The workload, of a stage `without_layout`.
-        cluster: The cluster.
-        mean_response_tokens: The mean tokens of a response, or None if all are the longest.
+    Without `mean_response_tokens`, all responses are the longest.
     """
     return _Searcher(workload, cluster, mean_response_tokens).run()
 
@@ -148,29 +131,31 @@ class _Searcher:
     def __init__(self, workload: Workload, cluster: Cluster, mean_response_tokens: int | None):
         self._workload, self._cluster = workload, cluster
         model = workload.stage.model
-        self._models = {recompute: _with_recompute(model, recompute) for recompute in _RECOMPUTE}
+        self._models = {recompute: replace(model, recompute=recompute) for recompute in _RECOMPUTE}
         self._template = replace(
-            Settings.of(workload, mean_response_tokens), pads=False, servers=Servers.of(workload, cluster)
+            Settings.from_workload(workload, mean_response_tokens),
+            pads=False,
+            servers=Servers.from_workload(workload, cluster),
         )
         self._placements = ("resident", "offload") if workload.uses_reference else (None,)
         self._per_step = min(workload.stage.train.global_batch_size, workload.sequences_per_step)
         self._rejected: Counter[str] = Counter()
-        self._found: list[Candidate] = []
+        self._candidates: list[Candidate] = []
         # Combinations of each layout: recomputation, fused head, sequences of a microbatch, batching, placement.
-        self._of_layout = len(_RECOMPUTE) * 2 * len(_SEQUENCES) * len(_BATCHING) * len(self._placements)
+        self._combinations = len(_RECOMPUTE) * 2 * len(_SEQUENCES) * len(_BATCHING) * len(self._placements)
 
     def run(self) -> Search:
         layouts = 0
         for parallel in self._layouts():
             layouts += 1
-            before = len(self._found)
+            first = len(self._candidates)
             self._try_layout(parallel)
-            of_layout = self._found[before:]
-            self._found[before:] = sorted(of_layout, key=_seconds)[:1]
-            self._reject(REASONS["slower"], len(of_layout) - 1)
-        self._found.sort(key=_seconds)
-        considered, servers = layouts * self._of_layout, self._template.servers
-        return Search(tuple(self._found), dict(self._rejected.most_common()), considered, servers)
+            fitting = self._candidates[first:]
+            self._candidates[first:] = sorted(fitting, key=_seconds)[:1]
+            self._reject(REASONS["slower"], len(fitting) - 1)
+        self._candidates.sort(key=_seconds)
+        considered, servers = layouts * self._combinations, self._template.servers
+        return Search(tuple(self._candidates), dict(self._rejected.most_common()), considered, servers)
 
     def _reject(self, reason: str, count: int) -> None:
         if count > 0:
@@ -184,7 +169,7 @@ class _Searcher:
         for tensor in (t for t in _TENSOR if t <= world):
             for sequence in (False, True)[: 1 + (tensor > 1)]:
                 for pipeline in stages:
-                    for last, virtual in _layers_of_stages(model.num_layers, pipeline):
+                    for last, virtual in _list_stage_depths(model.num_layers, pipeline):
                         for context in (c for c in _CONTEXT if tensor * pipeline * c <= world):
                             for expert in experts:
                                 yield ParallelConfig(
@@ -194,7 +179,7 @@ class _Searcher:
 
     def _try_layout(self, parallel: ParallelConfig) -> None:
         """Keep the combinations of a layout that fit, and count the others by their reasons."""
-        cluster, all_of_them = self._cluster, self._of_layout
+        cluster, all_of_them = self._cluster, self._combinations
         if parallel.tensor > cluster.gpus_per_node:
             return self._reject(REASONS["node"], all_of_them)
         if parallel.tensor > 1 and not parallel.sequence:
@@ -205,7 +190,7 @@ class _Searcher:
             data = validate(parallel, cluster.world_size)
             validate_model(self._models["none"], parallel)
         except ConfigError as error:
-            return self._reject(rule_of(error), all_of_them)
+            return self._reject(extract_rule(error), all_of_them)
         if data > self._per_step // self._workload.group_size:
             return self._reject(REASONS["idle"], all_of_them)
         self._reject(REASONS["batching"], all_of_them - all_of_them // len(_BATCHING))
@@ -215,9 +200,9 @@ class _Searcher:
         return None
 
     def _try_microbatches(self, parallel: ParallelConfig, data: int) -> None:
-        workload, of_size = self._workload, 2 * 2 * len(self._placements)
+        workload, combinations = self._workload, 2 * 2 * len(self._placements)
         group = workload.group_size
-        of_rank = -(-self._per_step // data // group) * group
+        rank_sequences = -(-self._per_step // data // group) * group
         layout = ConfiguredLayout(data, parallel.context, sequence_multiple(parallel))
         replicas, per_step = data * parallel.context, workload.sequences_per_step
         completions = -(-per_step // replicas) if workload.generates_itself else 0
@@ -240,12 +225,12 @@ class _Searcher:
         }
         multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
         for sequences in (group * size for size in _SEQUENCES):
-            if sequences > of_rank:
-                self._reject(REASONS["microbatch"], of_size)
+            if sequences > rank_sequences:
+                self._reject(REASONS["microbatch"], combinations)
                 continue
             # Packs are balanced, so that not even the largest may have as many as it could.
-            most = MicrobatchSizes.of(self._per_step, data, sequences, "packed", group_size=group).largest
-            sized = replace(template, batches=Batches.in_layout(workload, layout, most, "packed", multiple))
+            most = MicrobatchSizes.from_sequences(self._per_step, data, sequences, "packed", group_size=group).largest
+            sized = replace(template, batches=Batches.from_layout(workload, layout, most, "packed", multiple))
             for fused_head in (False, True):
                 self._try_memory(replace(sized, fused_head=fused_head), shapes)
 
@@ -262,17 +247,17 @@ class _Searcher:
             if isinstance(fitting, str):
                 self._reject(fitting, 1)
                 continue
-            self._found.append(self._candidate(fitting))
+            self._candidates.append(self._estimate(fitting))
             for later, _ in tried[index + 1 :]:
                 slower = "no recomputation" if later != recompute else "no offload"
                 self._reject(REASONS[slower], 1)
             return
 
     def _why_too_large(self, settings: Settings) -> str | None:
-        """Return why training does not fit, or None. It is much faster than all phases."""
+        """Return why training does not fit, or None. The check is much faster than that of all phases."""
         limit, shape = self._cluster.usable_bytes, settings.shape
         for stage in shape.stages_of_kinds():
-            kept = settings.held(stage).total
+            kept = settings.count_static_bytes(stage).total
             if kept > limit:
                 return REASONS["state"]
             tokens = settings.microbatch.tokens
@@ -302,13 +287,14 @@ class _Searcher:
                 return REASONS["generation"]
             settings = replace(settings, decoded_together=settings.decoded_together // 2)
 
-    def _candidate(self, settings: Settings) -> Candidate:
+    def _estimate(self, settings: Settings) -> Candidate:
         stages = settings.shape.stages_of_kinds()
-        uses = [closed_use_of(settings, stage) for stage in stages]
-        return Candidate(settings, estimate_step(uses, settings, self._cluster), max(map(_peak, uses)))
+        uses = [estimate_use(settings, stage) for stage in stages]
+        peak_bytes = max(use.peak_phase.peak_bytes for use in uses)
+        return Candidate(settings, estimate_step(uses, settings, self._cluster), peak_bytes)
 
 
-def _layers_of_stages(num_layers: int, pipeline: int) -> Iterator[tuple[int | None, int]]:
+def _list_stage_depths(num_layers: int, pipeline: int) -> Iterator[tuple[int | None, int]]:
     """Yield (layers of the last stage or None for as many as others have, model chunks of a stage)."""
     if pipeline == 1:
         yield None, 1
@@ -328,19 +314,11 @@ def _peaks(settings: Settings) -> dict[str, int]:
     """Return the peak of each phase, on the pipeline stage where it is highest."""
     peaks: Counter[str] = Counter()
     for stage in settings.shape.stages_of_kinds():
-        peaks |= Counter({phase.name: phase.peak_bytes for phase in closed_use_of(settings, stage).phases})
+        peaks |= Counter({phase.name: phase.peak_bytes for phase in estimate_use(settings, stage).phases})
     return dict(peaks)
 
 
-def _peak(use: RankUse) -> int:
-    return use.peak_phase.peak_bytes
-
-
-def _with_recompute(model: ModelConfig, recompute: Any) -> ModelConfig:
-    return replace(model, recompute=recompute)
-
-
-def rule_of(error: ConfigError) -> str:
+def extract_rule(error: ConfigError) -> str:
     """Return the rule that a layout breaks, without its numbers: "parallel.tensor must divide model.hidden_size"."""
     clause = re.split(r"[;:]|, which", str(error))[0]
     return re.sub(r"=(\d+|true|false)|( = \d+)|(?<=world size) \d+|\b\d+ (?=ranks)", "", clause)

@@ -1,4 +1,4 @@
-"""A rollout engine in processes of its own: what a plan leaves out of it, and what its servers take of the GPUs."""
+"""A rollout engine in other processes: which part of it a plan omits, and how much GPU memory its servers take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_megatron.plan.phases import PhaseUse
 from rl_megatron.plan.workload import Workload
 
 _SHARE = 0.92  # vLLM's default of gpu_memory_utilization
-_BEFORE = ("build",)  # servers start after the policy was built
+_WITHOUT_SERVERS = ("build",)  # servers start after the policy was built
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,8 @@ class Servers:
     """The engine's processes.
 
     Attributes:
-        engine: `generation.engine`.
         releases_memory: Whether they release their memory while the policy trains.
-        bytes_on_gpu: What a server takes of a GPU that it shares with the policy, or 0 on GPUs of its own.
+        bytes_on_gpu: The memory of a server on a GPU that it shares with the policy, or 0 on GPUs of its own.
     """
 
     engine: str
@@ -33,7 +32,7 @@ class Servers:
     bytes_on_gpu: int
 
     @classmethod
-    def of(cls, workload: Workload, cluster: Cluster) -> Self | None:
+    def from_workload(cls, workload: Workload, cluster: Cluster) -> Self | None:
         """Return the processes of a workload's engine, or None if the policy generates itself or nothing is sampled."""
         if not workload.syncs_weights:
             return None
@@ -48,21 +47,21 @@ class Servers:
                 num_bytes = settings.kv_cache_memory_bytes + weights // settings.tensor_parallel_size
         return cls(generation.engine, releases_memory(generation), num_bytes)
 
-    def beside(self, phases: Iterable[PhaseUse]) -> tuple[PhaseUse, ...]:
-        """Return phases of the policy with the memory that servers have on the same GPU meanwhile.
+    def add_memory_to(self, phases: Iterable[PhaseUse]) -> tuple[PhaseUse, ...]:
+        """Return phases of the policy with the memory that servers have on the same GPU at that time.
 
-        The first weight sync has servers that have just started, with all their memory.
+        At the first weight sync, servers have just started and have all their memory.
         """
         return tuple(
             replace(phase, peak=replace(phase.peak, servers=self.bytes_on_gpu))
-            if phase.name == "refit" or not (self.releases_memory or phase.name in _BEFORE)
+            if phase.name == "refit" or not (self.releases_memory or phase.name in _WITHOUT_SERVERS)
             else phase
             for phase in phases
         )
 
     @property
     def note(self) -> str:
-        """Return what a plan does not have, for the reader."""
+        """Return what the plan omits, for the reader."""
         runs = f"Generation runs in processes of engine {self.engine}"
         if not self.bytes_on_gpu:
             return f"{runs} and is in neither the time nor the memory."

@@ -1,4 +1,4 @@
-"""All that closed forms and estimates need of a workload, in plain numbers."""
+"""The numbers of a workload that closed forms and estimates need, with the shapes of its microbatches."""
 
 from __future__ import annotations
 
@@ -6,26 +6,120 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
+from rl_megatron.batching.config import BatchingKind
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.model.microbatch_shape import MicrobatchShape
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import closed_forms
-from rl_megatron.plan.batches import Batches, BatchShape
 from rl_megatron.plan.phases import Bytes
 from rl_megatron.plan.servers import Servers
-from rl_megatron.plan.workload import Workload
+from rl_megatron.plan.workload import MicrobatchSizes, Workload
+from rl_megatron.topology.degrees import ConfiguredLayout, sequence_multiple
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The microbatches of a data-parallel rank in one or several batches.
+
+    Attributes:
+        parts: (shape of a microbatch, how many such microbatches there are), the largest first.
+    """
+
+    parts: tuple[tuple[MicrobatchShape, int], ...]
+
+    @property
+    def number(self) -> int:
+        """Return how many microbatches there are."""
+        return sum(count for _, count in self.parts)
+
+    @property
+    def largest(self) -> MicrobatchShape:
+        """Return the microbatch with the most sequences."""
+        return self.parts[0][0]
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of all microbatches, padding included."""
+        return sum(microbatch.tokens * count for microbatch, count in self.parts)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a training step, on the data-parallel rank that has the most sequences.
+
+    Attributes:
+        step: One optimizer step.
+        training: All optimizer steps. The last of a pass may have fewer sequences.
+        rollout: A forward pass over all sequences, as for logprobs.
+        learned_sequences: The sequences that all ranks learn from, each as often as it is learned from, and no padding
+            sequence.
+    """
+
+    step: BatchShape
+    training: BatchShape
+    rollout: BatchShape
+    learned_sequences: int
+    optimizer_steps: int
+
+    @classmethod
+    def from_workload(cls, workload: Workload) -> Self:
+        """Plan the batches of a workload in its own layout."""
+        stage = workload.stage
+        layout = ConfiguredLayout(workload.data, stage.parallel.context, sequence_multiple(stage.parallel))
+        return cls.from_layout(
+            workload, layout, workload.most_per_microbatch, stage.train.batching, workload.filled_multiple
+        )
+
+    @classmethod
+    def from_layout(
+        cls, workload: Workload, layout: ConfiguredLayout, most: int, kind: BatchingKind, multiple: int
+    ) -> Self:
+        """Plan the batches of a workload in any layout.
+
+        Args:
+            workload: The workload, whose layout and batching are not read.
+            layout: The layout.
+            most: The most sequences of a microbatch.
+            kind: `train.batching`.
+            multiple: The number of microbatches is a multiple of this.
+        """
+
+        def shape(sequences: int, times: int, group_size: int) -> BatchShape:
+            sizes = MicrobatchSizes.from_sequences(
+                sequences, layout.data, most, kind, group_size=group_size, multiple=multiple
+            )
+            return BatchShape(
+                tuple(
+                    (
+                        MicrobatchShape.from_lengths(
+                            [workload.sequence_tokens] * size, layout, is_packed=kind == "packed",
+                            prompt_tokens=workload.prompt_tokens,
+                        ),
+                        count * times,
+                    )
+                    for size, count in sizes.counts
+                )
+            )  # fmt: skip
+
+        steps, group_size = workload.optimizer_batches, workload.group_size
+        training = [part for sequences, times in steps for part in shape(sequences, times, group_size).parts]
+        return cls(
+            shape(steps[0][0], 1, group_size),
+            BatchShape(tuple(training)),
+            shape(workload.sequences_per_step, 1, 1),
+            sum(sequences * times for sequences, times in steps),
+            workload.optimizer_steps,
+        )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the closed forms need of a workload, in plain numbers. The search changes some of them.
+    """The numbers of a workload that closed forms and estimates need. The search changes some of them.
 
     Attributes:
         shape: The model in its layout, with its recomputation.
         precision: "bf16" or "fp32".
         distributed: `optimizer.distributed`.
-        fused_head: `train.fused_head`.
-        batches: The microbatches of a training step on a data-parallel rank.
         pads: Whether every sequence is padded to the longest of its batch.
         reference: Where the reference policy is kept, or None without one.
         recomputes_logprobs: Whether the policy computes logprobs before it learns.
@@ -33,11 +127,9 @@ class Settings:
         completions: Completions that each model replica generates in a step, or 0.
         prompts: The different prompts of these.
         decoded_together: The completions that are decoded together.
-        prompt_tokens: The tokens of a prompt.
         response_tokens: The tokens of the longest response.
-        mean_response_tokens: The mean tokens of a response.
         bucket_bytes: The bytes of a bucket of a weight sync, or 0 without one.
-        sends_adapter: Whether a weight sync sends the adapter alone.
+        sends_adapter: Whether a weight sync sends only the adapter.
         servers: The rollout engine's processes, or None if the policy itself generates or no GPU is chosen.
     """
 
@@ -61,12 +153,8 @@ class Settings:
     servers: Servers | None = None
 
     @classmethod
-    def of(cls, workload: Workload, mean_response_tokens: int | None = None) -> Self:
-        """Return the settings of a workload.
-
-        Args:
-            workload: The workload.
-            mean_response_tokens: The mean tokens of a response, or None if all are the longest.
+    def from_workload(cls, workload: Workload, mean_response_tokens: int | None = None) -> Self:
+        """Return the settings of a workload; without a mean, all responses are the longest.
 
         Raises:
             ConfigError: The mean exceeds the longest.
@@ -87,7 +175,7 @@ class Settings:
             precision=stage.precision,
             distributed=stage.optimizer.distributed,
             fused_head=stage.train.fused_head,
-            batches=Batches.of(workload),
+            batches=Batches.from_workload(workload),
             pads=stage.train.batching == "padded",
             reference=stage.train.reference if workload.uses_reference else None,
             recomputes_logprobs=workload.recomputes_logprobs,
@@ -125,17 +213,17 @@ class Settings:
         """Return whether a reference policy has weights of its own on the device. With adapters it has none."""
         return self.reference == "resident" and self.shape.lora is None
 
-    def held(self, stage: int) -> Bytes:
+    def count_static_bytes(self, stage: int) -> Bytes:
         """Return what a rank of a stage holds between phases: weights, gradients and optimizer state of all models."""
-        of_models = [
+        model_bytes = [
             closed_forms.mean_training_bytes(shape, stage, precision=self.precision, distributed=distributed)
             for shape, distributed in self.models
         ]
-        copies = [*of_models, *[of_models[0]] * self.copies_on_device]
+        copies = [*model_bytes, *[model_bytes[0]] * self.copies_on_device]
         return Bytes(
             sum(model.parameters for model in copies),
-            sum(model.gradients for model in of_models),
-            sum(model.optimizer for model in of_models),
+            sum(model.gradients for model in model_bytes),
+            sum(model.optimizer for model in model_bytes),
         )
 
     @property
@@ -149,10 +237,5 @@ class Settings:
         return 1.0 if self.pads else self.useful_share
 
     def mean_number(self, batch: BatchShape, at_least: int = 1) -> int:
-        """Return how many microbatches a batch has with responses of the mean length.
-
-        Args:
-            batch: The batch, as it is if all responses are the longest.
-            at_least: The optimizer steps, each of which has a microbatch.
-        """
+        """Return how many microbatches a batch has with responses of the mean length, but at least `at_least`."""
         return min(batch.number, max(at_least, math.ceil(self.computed_share * batch.number)))

@@ -1,11 +1,13 @@
-"""What is planned: a stage of a run, the ranks it runs on, and the lengths of its sequences."""
+"""What is planned: a stage of a run, the ranks it runs on, and its sequences and microbatches."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl_megatron.batching.config import BatchingKind
 from rl_megatron.batching.packing import round_up
 from rl_megatron.config.algorithm_kinds import PairsConfig, PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
@@ -13,18 +15,73 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.model.sharded_shape import Head
-from rl_megatron.plan.microbatches import MicrobatchSizes
 from rl_megatron.topology.degrees import sequence_multiple, validate, validate_model, zigzag_slices
 
 
 @dataclass(frozen=True)
-class Critic:
-    """The critic of a stage, a second model with a score head.
+class MicrobatchSizes:
+    """The microbatches of one global batch on the data-parallel rank that has the most sequences.
 
     Attributes:
-        optimizer: Its optimizer section.
-        loss: The name and settings of its loss.
+        counts: (sequences of a microbatch, how many such microbatches there are), the largest first. Padding sequences
+            as wide as others are included, and so are microbatches that only fill an interleaved pipeline.
     """
+
+    counts: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def from_sequences(
+        cls, sequences: int, data: int, most: int, kind: BatchingKind, *, group_size: int = 1, multiple: int = 1
+    ) -> MicrobatchSizes:
+        """Cut a global batch of equally long sequences into microbatches, as rl_megatron/batching does.
+
+        Args:
+            sequences: The sequences of the global batch, over all ranks.
+            data: The data-parallel ranks.
+            most: The most sequences of a microbatch.
+            kind: `train.batching`.
+            group_size: The sequences that have to share a microbatch.
+            multiple: The number of microbatches is a multiple of this: the stages of an interleaved pipeline.
+        """
+        groups = -(-sequences // (data * group_size))  # of the rank; padding sequences have one token, unless padded
+        most = min(most, groups * group_size)
+        number = -(-groups * group_size // most)
+        if kind == "padded":
+            counts = Counter({most: number})
+        elif kind == "dynamic":
+            counts = Counter({most: groups * group_size // most})
+            counts[groups * group_size % most] += 1
+        else:  # packs of equal cost
+            fewer, with_more = divmod(groups, number)
+            counts = Counter({(fewer + 1) * group_size: with_more, fewer * group_size: number - with_more})
+        present = {size: count for size, count in counts.items() if size and count}
+        present[min(present)] += -number % multiple  # the shortest is repeated
+        return cls(tuple(sorted(present.items(), reverse=True)))
+
+    @property
+    def number(self) -> int:
+        """Return how many microbatches there are."""
+        return sum(count for _, count in self.counts)
+
+    @property
+    def largest(self) -> int:
+        """Return the sequences of the largest microbatch."""
+        return self.counts[0][0]
+
+    @property
+    def smallest(self) -> int:
+        """Return the sequences of the smallest microbatch."""
+        return self.counts[-1][0]
+
+    @property
+    def sequences(self) -> int:
+        """Return the sequences of all microbatches."""
+        return sum(size * count for size, count in self.counts)
+
+
+@dataclass(frozen=True)
+class Critic:
+    """The critic of a stage, a second model with a score head, its own optimizer and its own loss."""
 
     optimizer: OptimizerConfig
     loss: Mapping[str, Any]
@@ -35,14 +92,9 @@ class Workload:
     """A stage on a number of ranks. Every sequence has the same number of tokens.
 
     Attributes:
-        stage: The configuration of the stage.
-        world_size: The number of ranks.
-        vocab_size: The tokens of the vocabulary.
         prompt_tokens: The tokens of a prompt; they are read, but not learned from.
         response_tokens: The tokens of a response, or of whatever is learned from.
-        uses_reference: Whether a reference policy computes logprobs of the batch.
         recomputes_logprobs: Whether the policy computes the logprobs of a rollout before it learns from it.
-        critic: The critic, or None without one.
         head: The policy's head: "score" for a reward model.
     """
 
@@ -117,11 +169,7 @@ class Workload:
 
     @property
     def most_per_microbatch(self) -> int:
-        """Return the most sequences that one microbatch on one data-parallel rank may have.
-
-        Raises:
-            ConfigError: Not even one fits `train.micro_batch_tokens`.
-        """
+        """Return the most sequences that one microbatch on one data-parallel rank may have."""
         train, parallel = self.stage.train, self.stage.parallel
         if train.batching == "padded":
             return train.micro_batch_size
@@ -139,13 +187,8 @@ class Workload:
         return fits
 
     def microbatches(self, sequences: int, group_size: int | None = None) -> MicrobatchSizes:
-        """Return the microbatches of a global batch of so many sequences, on the rank that has the most.
-
-        Args:
-            sequences: The sequences of the global batch, over all ranks.
-            group_size: The sequences that have to share a microbatch, by default those of training.
-        """
-        return MicrobatchSizes.of(
+        """Return the microbatches of a global batch, on the rank that has the most. Groups default to training's."""
+        return MicrobatchSizes.from_sequences(
             sequences, self.data, self.most_per_microbatch, self.stage.train.batching,
             group_size=group_size or self.group_size, multiple=self.filled_multiple,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from rl_megatron.generation.requests import PartialCompletion
 from rl_megatron.plan.ledger import Ledger
 from rl_megatron.plan.phases import PhaseName
 from rl_megatron.plan.rank_phases import PhaseCounter
-from rl_megatron.plan.run import planned_rank, run_phases
+from rl_megatron.plan.run import run_as_rank, run_phases
 from rl_megatron.plan.workload import Workload
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
@@ -106,7 +106,7 @@ def _planned(cases: list[str]) -> dict[str, Places]:
         phases = run_phases(workload(case), 0, Ledger(), PHASES)
         found[case] = {each.name: dict(each.use().syncs) for each in phases if each.name in PHASES}
     ledger = Ledger()
-    with planned_rank(workload("padded"), 0, ledger) as layout:
+    with run_as_rank(workload("padded"), 0, ledger) as layout:
         found[DECODING] = {"generate": decode(layout, ledger)}
     return found
 

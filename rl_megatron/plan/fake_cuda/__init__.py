@@ -1,12 +1,12 @@
-"""CUDA that is not there: tensors on "cuda" have shapes and sizes, but no data, and any rank of any world size can run.
+"""Fake CUDA: tensors on "cuda" have shapes and sizes, but no data, and any rank of any world size can run.
 
-While `FakeCuda` is active, tensors on "cuda" are tensors on torch's "meta" device whose `device` says cuda, so every
+While `FakeCuda` is active, tensors on "cuda" are tensors on torch's "meta" device whose `device` is cuda, so every
 operator runs without data and without memory. Tensors on the CPU stay real, because batches are planned from their
-values. Collectives have no peers. An observer is told of every operator, allocation, collective and wait.
+values. Collectives have no peers. An observer gets every operator, allocation, collective and wait.
 
-Two modes of torch answer: one for functions of tensors (functions.py), one for operators (operators.py). All that is
-patched besides is in patches.py, and what takes the place of this package's own functions in stand_ins.py. Everything
-is put back when the context ends.
+Two modes of torch answer: one for functions of tensors (functions.py), one for operators (operators.py). patches.py
+lists the other functions that are replaced, and stand_ins.py those of this package. All of them are restored when the
+context ends.
 """
 
 from rl_megatron.plan.fake_cuda.device import FakeCuda

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.plan.fake_cuda.functions import Functions
 from rl_megatron.plan.fake_cuda.operators import Operators
-from rl_megatron.plan.fake_cuda.patches import patched, replacements
+from rl_megatron.plan.fake_cuda.patches import list_replacements, patch_attribute
 from rl_megatron.plan.fake_cuda.sides import Observer, Sides, activate, is_active
 from rl_megatron.topology.cuda_on_cpu import is_redirected
 
@@ -23,7 +23,7 @@ class FakeCuda:
     Args:
         rank: The rank that runs.
         world_size: The number of ranks of the job.
-        observer: What is told of operators, memory, collectives and waits.
+        observer: It gets operators, memory, collectives and waits.
 
     Raises:
         ConfigError: This process has been started on the CPU, or has joined a process group.
@@ -42,8 +42,8 @@ class FakeCuda:
         self._undo.callback(clear_caches)
         try:
             functions = Functions(self.sides)
-            for owner, name, replacement in replacements(self.sides, functions):
-                self._undo.enter_context(patched(owner, name, replacement))
+            for owner, name, replacement in list_replacements(self.sides, functions):
+                self._undo.enter_context(patch_attribute(owner, name, replacement))
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             dist.init_process_group("fake", rank=self.rank, world_size=self.world_size, store=FakeStore())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rl_megatron.plan.fake_cuda.sides import CPU, CUDA, META, Sides, is_meta, launched, names_cuda
+from rl_megatron.plan.fake_cuda.sides import CPU, CUDA, META, Sides, is_meta, names_cuda, report_launch
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ class Functions(TorchFunctionMode):
             Tensor.pin_memory: lambda tensor, *args, **kwargs: tensor,
             Tensor.is_pinned: lambda tensor, *args, **kwargs: not is_meta(tensor),
             Tensor.record_stream: lambda tensor, stream: None,
-            Tensor.get_device: lambda tensor: -1 if sides.device_of(tensor) == CPU else 0,
+            Tensor.get_device: lambda tensor: -1 if sides.find_device(tensor) == CPU else 0,
             Tensor.new_tensor: self._new_tensor,
             torch.tensor: self._tensor,
             torch.as_tensor: self._as_tensor,
@@ -56,13 +56,13 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _device(self, tensor: Tensor) -> torch.device:
-        return self._sides.device_of(tensor)
+        return self._sides.find_device(tensor)
 
     def _is_cuda(self, tensor: Tensor) -> bool:
-        return self._sides.device_of(tensor) == CUDA
+        return self._sides.find_device(tensor) == CUDA
 
     def _is_cpu(self, tensor: Tensor) -> bool:
-        return self._sides.device_of(tensor) == CPU
+        return self._sides.find_device(tensor) == CPU
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return `tensor.to(…)`. It decides itself whether there is anything to do, because C++ compares devices."""
@@ -71,16 +71,16 @@ class Functions(TorchFunctionMode):
             if isinstance(arg, torch.dtype):
                 dtype = arg
             elif isinstance(arg, Tensor):
-                device, dtype = self._sides.device_of(arg), arg.dtype
+                device, dtype = self._sides.find_device(arg), arg.dtype
             elif isinstance(arg, bool):
                 flags.append(arg)
             elif arg is not None:
                 device = arg
         other = kwargs.pop("other", None)
         if other is not None:
-            device, dtype = self._sides.device_of(other), other.dtype
+            device, dtype = self._sides.find_device(other), other.dtype
         kwargs |= dict(zip(("non_blocking", "copy"), flags, strict=False))
-        here, dtype = self._sides.device_of(tensor), dtype or tensor.dtype
+        here, dtype = self._sides.find_device(tensor), dtype or tensor.dtype
         there = here if device is None else CUDA if names_cuda(device) else torch.device(device)
         if there == here and dtype == tensor.dtype and not kwargs.get("copy"):
             return tensor
@@ -92,15 +92,15 @@ class Functions(TorchFunctionMode):
             if there == CUDA:
                 if not is_meta(tensor):
                     return tensor.to(META, dtype, **kwargs)
-                return self._moved(tensor, dtype, CUDA)
-            return self._moved(tensor, dtype, CPU, **kwargs)
+                return self._move(tensor, dtype, CUDA)
+            return self._move(tensor, dtype, CPU, **kwargs)
 
-    def _moved(self, tensor: Tensor, dtype: torch.dtype, there: torch.device, **kwargs: Any) -> Tensor:
+    def _move(self, tensor: Tensor, dtype: torch.dtype, there: torch.device, **kwargs: Any) -> Tensor:
         """Return a copy of a tensor without data on the other side."""
         if there == CPU:
             return tensor.to(CPU, dtype, **kwargs)  # the operators' mode answers
         moved = torch.empty(tensor.shape, dtype=dtype, device=META)
-        self._sides.observer.launched(aten._to_copy.default, (tensor,), {}, moved)
+        self._sides.observer.on_launch(aten._to_copy.default, (tensor,), {}, moved)
         return moved
 
     def _type(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -112,8 +112,8 @@ class Functions(TorchFunctionMode):
     def _tensor(self, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         kwargs.pop("pin_memory", None)
         with torch._C.DisableTorchFunction():
-            made = torch.tensor(_read(data), dtype=dtype, **kwargs)
-        return made if device is None else self._to(made, device)
+            tensor = torch.tensor(_read(data), dtype=dtype, **kwargs)
+        return tensor if device is None else self._to(tensor, device)
 
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
         if isinstance(data, Tensor):
@@ -121,7 +121,7 @@ class Functions(TorchFunctionMode):
         return self._tensor(data, dtype=dtype, device=device)
 
     def _new_tensor(self, like: Tensor, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
-        return self._tensor(data, dtype=dtype or like.dtype, device=device or self._sides.device_of(like), **kwargs)
+        return self._tensor(data, dtype=dtype or like.dtype, device=device or self._sides.find_device(like), **kwargs)
 
 
 def _read(data: Any) -> Any:
@@ -177,10 +177,10 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         factors = x.new_empty(*x.shape[: -weight.dim()], *(1 for _ in weight.shape), dtype=torch.float32)
         ctx.save_for_backward(x, weight, factors)
-        return launched(aten._fused_rms_norm.default, (x, weight), torch.empty_like(x))
+        return report_launch(aten._fused_rms_norm.default, (x, weight), torch.empty_like(x))
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, factors = ctx.saved_tensors
         result = torch.empty_like(x), torch.empty_like(weight)
-        return launched(aten._fused_rms_norm_backward.default, (gradient, x, factors, weight), result)
+        return report_launch(aten._fused_rms_norm_backward.default, (gradient, x, factors, weight), result)

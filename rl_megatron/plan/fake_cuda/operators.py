@@ -42,20 +42,20 @@ class Operators(TorchDispatchMode):
             fake = [x for x in tensors if x.is_meta]
             if not fake and kwargs.get("device") != META:
                 result = func(*args, **kwargs)
-                self._note_host(result)
+                self._report_host_memory(result)
                 return result
             on_host = bool(fake) and all(self._sides.is_on_host(x) for x in fake)
             if func in _READS:
                 if not on_host:
-                    observer.waited("a value is read")
+                    observer.on_wait("a value is read")
                 return _planned_value(fake[0].dtype)
             if func is aten._to_copy.default and kwargs.get("device") == CPU:
                 if not on_host and not kwargs.get("non_blocking"):
-                    observer.waited("values are copied to the host")
+                    observer.on_wait("values are copied to the host")
                 return self._to_host(fake[0], kwargs.get("dtype") or fake[0].dtype)
             if func is aten.copy_.default and fake[0] is not args[0]:
                 if not on_host and not _non_blocking(args, kwargs):
-                    observer.waited("values are copied to the host")
+                    observer.on_wait("values are copied to the host")
                 return args[0]
             if on_host:
                 result = func(*args, **kwargs)
@@ -65,48 +65,48 @@ class Operators(TorchDispatchMode):
                 return result
             if func in _DEPENDS_ON_DATA:
                 raise RuntimeError(
-                    f"{func.name()} returns as many values as the data says, which is unknown without a GPU"
+                    f"{func.name()} returns a number of values that depends on the data, which is unknown without a GPU"
                 )
             self._check_devices(func, args, kwargs, tensors)
             # Without data, torch up to 2.12 takes the dtype for a factor.
             result = kwargs["out"] if func is aten.addmm.dtype_out else func(*args, **kwargs)
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.is_meta:
-                    observer.allocated(tensor.untyped_storage(), tensor, True, func)
-            observer.launched(func, args, kwargs, result)
+                    observer.on_allocation(tensor.untyped_storage(), tensor, True, func)
+            observer.on_launch(func, args, kwargs, result)
             return result
 
-    def _note_host(self, result: Any) -> None:
+    def _report_host_memory(self, result: Any) -> None:
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._sides.observer.allocated(tensor.untyped_storage(), tensor, False, None)
+                self._sides.observer.on_allocation(tensor.untyped_storage(), tensor, False, None)
 
     def _to_host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if tensor.numel() * dtype.itemsize <= _REAL_COPY_BYTES:
             result = torch.full(tensor.shape, _planned_value(tensor.dtype), dtype=dtype)
-            self._note_host(result)
+            self._report_host_memory(result)
             return result
         result = torch.empty_like(tensor, dtype=dtype)
         self._sides.put_on_host(result)
         return result
 
     def _check_devices(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
-        """Refuse tensors of both devices, as CUDA does, and note the transfers and reads within an operator."""
+        """Refuse tensors of both devices, as CUDA does, and report the transfers and reads within an operator."""
         observer = self._sides.observer
         real = [x for x in tensors if not x.is_meta or self._sides.is_on_host(x)]
         if func in (aten._to_copy.default, aten.copy_.default):
             source = args[0] if func is aten._to_copy.default else args[1]
             if real and source.dim() and source.numel() and not _non_blocking(args, kwargs):
-                observer.waited("values are copied to the device")
+                observer.on_wait("values are copied to the device")
             return
         if func in _INDEXING:
             indices = [x for x in args[1] if x is not None]
             written = args[2] if len(args) > 2 else None
             fills = written is not None and written.numel() == 1  # CUDA then fills by the mask
             if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not fills:
-                observer.waited(f"{func.name()} with a mask needs to know how many entries it has")
+                observer.on_wait(f"{func.name()} with a mask needs to know how many entries it has")
             if any(not x.is_meta for x in indices):
-                observer.waited("indices are copied to the device")
+                observer.on_wait("indices are copied to the device")
             real = [x for x in real if all(x is not index for index in indices)]
         if any(x.dim() for x in real) and any(x.is_meta for x in tensors):
             raise RuntimeError(
@@ -116,6 +116,8 @@ class Operators(TorchDispatchMode):
 
     def _communicate(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Return a collective's result. The outputs exist already, and there is no peer to write them."""
+        from torch._C._distributed_c10d import FakeWork
+
         with torch._C.DisableTorchFunction():
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             if not any(x.is_meta for x in tensors):
@@ -123,8 +125,8 @@ class Operators(TorchDispatchMode):
             name: str = func.name().removeprefix("c10d::").strip("_").removesuffix("_base")
             group = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject))
             sides = [sum(x.nbytes for x in tree_leaves(arg) if isinstance(x, Tensor)) for arg in args]
-            self._sides.observer.communicated(_COLLECTIVES.get(name, name), group, max(sides))
-            work = _finished()
+            self._sides.observer.on_communication(_COLLECTIVES.get(name, name), group, max(sides))
+            work = FakeWork().boxed()
             returns = func._schema.returns
             return (args[0], work) if len(returns) == 2 else work
 
@@ -136,16 +138,10 @@ _COLLECTIVES = {
 }  # fmt: skip
 
 
-def _finished() -> Any:
-    from torch._C._distributed_c10d import FakeWork
-
-    return FakeWork().boxed()
-
-
 def _non_blocking(args: tuple, kwargs: dict) -> bool:
     return bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
 
 
 def _planned_value(dtype: torch.dtype) -> bool | int | float:
-    """Return what a read of the device gives. It lets a step go on: counts are above 0, and flags are true."""
+    """Return the value that a read of the device gives. A step continues: counts are above 0, and flags are true."""
     return 1.0 if dtype.is_floating_point else dtype == torch.bool

@@ -1,9 +1,9 @@
-"""What `FakeCuda` replaces in torch and megatron-core while it is active.
+"""The functions of torch and megatron-core that `FakeCuda` replaces while it is active.
 
 - Functions of `torch.cuda` ask the driver, for streams, events, generators and memory.
 - `Module._apply` drops the marks of parameters that change their device from "cpu" to "meta".
 - For a backward pass, torch switches off the mode of functions, although the pass runs Python code.
-- `UntypedStorage.resize_`, by which megatron-core frees gradient buffers, is no operator.
+- `UntypedStorage.resize_`, by which megatron-core frees gradient buffers, is not an operator.
 - `new_group` would write an entry to the store for each of thousands of groups without this rank.
 - megatron-core reads the generator's state, and the number of tokens of each expert.
 """
@@ -21,32 +21,37 @@ from torch.distributed.distributed_c10d import GroupMember
 from torch.overrides import TorchFunctionMode
 
 from rl_megatron.plan.fake_cuda.sides import CUDA, Sides
-from rl_megatron.plan.fake_cuda.stand_ins import stand_ins
+from rl_megatron.plan.fake_cuda.stand_ins import list_stand_ins
 
 _CAPABILITY = (9, 0)  # of a Hopper GPU
 _MISSING = object()
 
 
-def replacements(sides: Sides, functions: TorchFunctionMode) -> list[tuple[Any, str, Any]]:
-    """Return what is replaced: owner, name of the attribute, and what takes its place."""
-    return [*_of_cuda(sides), *_of_torch(sides, functions), *_of_megatron(sides), *stand_ins()]
+def list_replacements(sides: Sides, functions: TorchFunctionMode) -> list[tuple[Any, str, Any]]:
+    """Return what is replaced: owner, name of the attribute, and its replacement."""
+    return [
+        *_list_cuda_replacements(sides),
+        *_list_torch_replacements(sides, functions),
+        *_list_megatron_replacements(sides),
+        *list_stand_ins(),
+    ]
 
 
 @contextmanager
-def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+def patch_attribute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Replace an attribute of a module or class within the context."""
-    before = vars(owner).get(name, _MISSING)
+    original = vars(owner).get(name, _MISSING)
     setattr(owner, name, replacement)
     try:
         yield
     finally:
-        if before is _MISSING:
+        if original is _MISSING:
             delattr(owner, name)
         else:
-            setattr(owner, name, before)
+            setattr(owner, name, original)
 
 
-def _of_cuda(sides: Sides) -> list[tuple[Any, str, Any]]:
+def _list_cuda_replacements(sides: Sides) -> list[tuple[Any, str, Any]]:
     """Return the functions of torch.cuda that ask the driver, with what they return without one."""
 
     class Inert:
@@ -66,7 +71,7 @@ def _of_cuda(sides: Sides) -> list[tuple[Any, str, Any]]:
         wait_stream = wait_event = wait = record
 
         def synchronize(self, *args: object) -> None:
-            sides.observer.waited("a stream is waited for")
+            sides.observer.on_wait("a stream is waited for")
 
         def query(self) -> bool:
             return True
@@ -78,7 +83,7 @@ def _of_cuda(sides: Sides) -> list[tuple[Any, str, Any]]:
             return super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]  # the stub has no device
 
     def synchronize(*args: object) -> None:
-        sides.observer.waited("the device is waited for")
+        sides.observer.on_wait("the device is waited for")
 
     def nothing() -> Callable:  # torch's compiler, to which megatron-core gives functions, wants one for each name
         return lambda *args, **kwargs: None
@@ -117,14 +122,14 @@ def _of_cuda(sides: Sides) -> list[tuple[Any, str, Any]]:
     return [*answered, (torch, "Generator", HostGenerator), *random, *ranges]
 
 
-def _of_torch(sides: Sides, functions: TorchFunctionMode) -> list[tuple[Any, str, Any]]:
+def _list_torch_replacements(sides: Sides, functions: TorchFunctionMode) -> list[tuple[Any, str, Any]]:
     apply, new_group, resize = torch.nn.Module._apply, dist.new_group, torch.UntypedStorage.resize_
     run_backward = vars(torch.autograd)["_engine_run_backward"]
 
     def keep_marks(self: torch.nn.Module, fn: Callable, recurse: bool = True) -> torch.nn.Module:
-        before = dict(self._parameters)
+        old = dict(self._parameters)
         result = apply(self, fn, recurse)
-        for name, parameter in before.items():
+        for name, parameter in old.items():
             now = self._parameters[name]
             if parameter is not None and now is not None and now is not parameter:
                 vars(now).update(vars(parameter))
@@ -149,7 +154,7 @@ def _of_torch(sides: Sides, functions: TorchFunctionMode) -> list[tuple[Any, str
 
     def resize_and_report(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         result = resize(storage, size)
-        sides.observer.resized(storage)
+        sides.observer.on_resize(storage)
         return result
 
     replaced = [
@@ -161,14 +166,14 @@ def _of_torch(sides: Sides, functions: TorchFunctionMode) -> list[tuple[Any, str
     return [*replaced, *health]
 
 
-def _of_megatron(sides: Sides) -> list[tuple[Any, str, Any]]:
+def _list_megatron_replacements(sides: Sides) -> list[tuple[Any, str, Any]]:
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     preprocess = dispatcher.preprocess
 
-    def noted(self: Any, routing_map: Tensor) -> Tensor:
+    def note_and_preprocess(self: Any, routing_map: Tensor) -> Tensor:
         sides.experts.begin(self, routing_map)
         return preprocess(self, routing_map)
 
@@ -182,7 +187,7 @@ def _of_megatron(sides: Sides) -> list[tuple[Any, str, Any]]:
     return [
         (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),
-        (dispatcher, "preprocess", noted),
+        (dispatcher, "preprocess", note_and_preprocess),
         (dispatcher, "cuda_dtoh_stream", None),  # a stream that it keeps for all layers
         (token_dispatcher, "maybe_move_tensor_to_cpu", move),
     ]

@@ -1,4 +1,4 @@
-"""What the parts of `FakeCuda` share: which tensors are on which side, and who is told of what happens."""
+"""What the parts of `FakeCuda` share: which tensors are on which side, the observer, and the tokens of each expert."""
 
 from __future__ import annotations
 
@@ -9,45 +9,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.plan.fake_cuda.experts import BalancedExperts
-
 CUDA, META, CPU = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 
 _active: Sides | None = None
 
 
 class Observer:
-    """What `FakeCuda` reports. Every method does nothing; subclasses override those they need."""
+    """The receiver of what `FakeCuda` reports. Its methods do nothing; subclasses override those they need."""
 
-    def allocated(self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: Any) -> None:
+    def on_allocation(self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: Any) -> None:
         """Take note of a tensor that an operator returned, on the device or on the host. Its memory may be known."""
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def on_resize(self, storage: torch.UntypedStorage) -> None:
         """Take note that memory may have another size than before. It is 0 if it has been freed for a while."""
 
-    def launched(self, operator: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def on_launch(self, operator: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Take note of an operator on the device."""
 
-    def waited(self, reason: str) -> None:
+    def on_wait(self, reason: str) -> None:
         """Take note that the host waits for the device."""
 
-    def communicated(self, kind: str, group: dist.ProcessGroup, num_bytes: int) -> None:
+    def on_communication(self, kind: str, group: dist.ProcessGroup, num_bytes: int) -> None:
         """Take note of a collective, or of a message between pipeline stages."""
 
 
 class Sides:
-    """The device and the host of an active `FakeCuda`.
-
-    Args:
-        observer: What is told of operators, memory, collectives and waits.
-    """
+    """The device and the host of an active `FakeCuda`."""
 
     def __init__(self, observer: Observer):
         self.observer = observer
         self.experts = BalancedExperts()
         self._on_host: set[int] = set()  # storages of tensors on the host that are too large to be real
 
-    def device_of(self, tensor: Tensor) -> torch.device:
+    def find_device(self, tensor: Tensor) -> torch.device:
         """Return the device that a tensor claims to be on. The tensor's own `device` must not be asked."""
         if not is_meta(tensor):
             return CPU
@@ -58,12 +52,12 @@ class Sides:
         return bool(self._on_host) and tensor.untyped_storage()._cdata in self._on_host
 
     def put_on_host(self, tensor: Tensor) -> None:
-        """Let a tensor without data belong to the host."""
+        """Assign a tensor without data to the host."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._on_host:
             self._on_host.add(storage._cdata)
             weakref.finalize(storage, self._on_host.discard, storage._cdata)
-            self.observer.allocated(storage, tensor, False, None)
+            self.observer.on_allocation(storage, tensor, False, None)
 
 
 def is_active() -> bool:
@@ -71,16 +65,16 @@ def is_active() -> bool:
     return _active is not None
 
 
-def launched(operator: Any, operands: tuple, result: Any) -> Any:
+def report_launch(operator: Any, operands: tuple, result: Any) -> Any:
     """Report a kernel that torch does not see, as `operator` of `operands`, and return its result."""
     if _active is not None:
         with torch._C.DisableTorchFunction():
-            _active.observer.launched(operator, operands, {}, result)
+            _active.observer.on_launch(operator, operands, {}, result)
     return result
 
 
 def activate(sides: Sides | None) -> None:
-    """Set which device is active; None if none is."""
+    """Set which device is active, or None."""
     global _active
     _active = sides
 
@@ -98,3 +92,33 @@ def names_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, int) and not isinstance(device, bool)
+
+
+class BalancedExperts:
+    """The number of tokens that each expert gets if routers spread them evenly, for the dispatcher of one layer."""
+
+    def __init__(self) -> None:
+        self._dispatcher: Any = None
+        self._routed = 0  # this rank's tokens times the experts of each
+
+    def begin(self, dispatcher: Any, routing_map: Tensor) -> None:
+        """Take note of the layer that is running, and of its tokens."""
+        self._dispatcher, self._routed = dispatcher, routing_map.size(0) * dispatcher.config.moe_router_topk
+
+    def counts(self, tensor: Tensor) -> Tensor:
+        """Return the counts that the dispatcher copies to the host instead of `tensor`.
+
+        All ranks have the same number of tokens.
+        """
+        dispatcher = self._dispatcher
+        expert_tokens = torch.full((dispatcher.num_experts,), self._routed // dispatcher.num_experts)
+        expert_tokens[: self._routed % dispatcher.num_experts] += 1
+        mine = expert_tokens[dispatcher.local_expert_indices]
+        answers = {
+            "input_splits": expert_tokens.view(dispatcher.ep_size, -1).sum(1),
+            "output_splits": mine.sum().expand(dispatcher.ep_size),
+            "output_splits_tp": mine.sum().expand(dispatcher.tp_size) * dispatcher.ep_size,
+            "tokens_per_expert": mine * (dispatcher.ep_size * dispatcher.tp_size),
+            "num_global_tokens_per_local_expert": mine.expand(dispatcher.ep_size * dispatcher.tp_size, -1),
+        }
+        return next(answer for name, answer in answers.items() if getattr(dispatcher, name) is tensor).contiguous()

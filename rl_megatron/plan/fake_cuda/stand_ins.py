@@ -1,6 +1,6 @@
-"""What takes the place of this package's functions on fake CUDA: Triton's kernels, and what would read or write values.
+"""Replacements of this package's functions on fake CUDA: Triton's kernels, and what would read or write values.
 
-The package itself does not know of fake devices. Everything that it does otherwise on one is listed here.
+The package itself does not know of fake devices. Everything that it does differently on one is listed here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rl_megatron.logprobs.kernels.backends import TORCH
 from rl_megatron.model import layers, shards
 from rl_megatron.model.layers.attention import PortableAttention
 from rl_megatron.model.lora.layers import LinearAdapter
-from rl_megatron.plan.fake_cuda.sides import launched
+from rl_megatron.plan.fake_cuda.sides import report_launch
 from rl_megatron.weight_sync.exporter import WeightExporter
 
 aten = torch.ops.aten
 
 
-def stand_ins() -> list[tuple[Any, str, Any]]:
-    """Return what is replaced: owner, name of the attribute, and what takes its place."""
+def list_stand_ins() -> list[tuple[Any, str, Any]]:
+    """Return what is replaced: owner, name of the attribute, and its replacement."""
     triton_layers = SimpleNamespace(
         turn_heads=_turn_heads, gated_silu=_gated_silu, gated_silu_gradient=_gated_silu_gradient
     )
@@ -55,22 +55,22 @@ def _draw_nothing(*args: object) -> tuple[Callable[[], None], ...]:
 
 
 def _turn_heads(mixed: Tensor, parts: Sequence[Tensor], turns: Tensor, interleaved: bool, back: bool) -> None:
-    launched(aten.mul.Tensor, (mixed, turns), mixed if back else parts[0])
+    report_launch(aten.mul.Tensor, (mixed, turns), mixed if back else parts[0])
 
 
 def _gated_silu(both: Tensor) -> Tensor:
     out = both.new_empty(*both.shape[:-1], both.size(-1) // 2)
-    return launched(aten.silu.default, (both,), out)
+    return report_launch(aten.silu.default, (both,), out)
 
 
 def _gated_silu_gradient(both: Tensor, gradient: Tensor) -> Tensor:
-    return launched(aten.silu_backward.default, (both, gradient), torch.empty_like(both))
+    return report_launch(aten.silu_backward.default, (both, gradient), torch.empty_like(both))
 
 
 def _row_stats(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     stats = logits.new_empty(logits.shape[0], 4, dtype=torch.float32)
-    return launched(aten.logsumexp.default, (logits,), stats)
+    return report_launch(aten.logsumexp.default, (logits,), stats)
 
 
 def _write_row_gradients(out: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> None:
-    launched(aten._log_softmax_backward_data.default, (logits,), out)
+    report_launch(aten._log_softmax_backward_data.default, (logits,), out)

@@ -15,13 +15,13 @@ from rl_megatron.cli import main
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.plan import command
-from rl_megatron.plan.closed_use import closed_use_of
-from rl_megatron.plan.command import workload_of
+from rl_megatron.plan.closed_use import estimate_use
+from rl_megatron.plan.command import build_workload
 from rl_megatron.plan.devices import GIB, Cluster
+from rl_megatron.plan.estimate import choose_stages
 from rl_megatron.plan.phases import Bytes, PhaseUse, RankUse
 from rl_megatron.plan.search import search, without_layout
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.stages import stages_to_plan
 from rl_megatron.plan.workload import Workload
 
 SMALL = ["plan", "algorithm=grpo", "data=arithmetic", "model=nano", "model.vocab_size=512", "precision=bf16"]
@@ -179,17 +179,17 @@ def test_stages_between_are_represented_by_the_fullest():
     model = replace(stage.model, expert_ffn_hidden_size=4 * stage.model.ffn_hidden_size)
     stage = replace(stage, model=model, parallel=replace(stage.parallel, pipeline=6))
     workload = Workload(stage, 6, 512, 64, 64)
-    settings = Settings.of(workload)
-    peaks = [closed_use_of(settings, each).peak_phase.peak_bytes for each in range(6)]
+    settings = Settings.from_workload(workload)
+    peaks = [estimate_use(settings, each).peak_phase.peak_bytes for each in range(6)]
     assert peaks[2] == max(peaks[1:5]) > peaks[1]  # stage 1 has a dense layer
-    chosen = stages_to_plan(settings, Cluster.of(PlanConfig(), "h100", 1, 6))
+    chosen = choose_stages(settings, Cluster.from_config(PlanConfig(), "h100", 1, 6))
     assert chosen == [0, 2, 5]
 
 
 def test_layouts_that_were_run_and_do_not_fit_are_not_called_all_layouts(monkeypatch, capsys):
     stage = load_config(SMALL[1:]).first
-    cluster = Cluster.of(PlanConfig(), "h100", 1, 8)
-    found = search(workload_of(without_layout(stage), 8, PlanConfig()), cluster)
+    cluster = Cluster.from_config(PlanConfig(), "h100", 1, 8)
+    found = search(build_workload(without_layout(stage), 8, PlanConfig()), cluster)
     assert len(found.ranked) > 4
     too_much = RankUse("last stage", 0, (PhaseUse("train", Bytes(activations=2**50)),))
     ran = []

@@ -10,7 +10,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.plan import PlanConfig, split_overrides
 from rl_megatron.plan.devices import Cluster
-from rl_megatron.plan.estimate import SECONDS_PER_LAUNCH, collective_seconds, phase_seconds
+from rl_megatron.plan.estimate import SECONDS_PER_LAUNCH, estimate_collective, estimate_phase
 from rl_megatron.plan.phases import Bytes, Collective, PhaseUse
 from rl_megatron.topology.gpus import GPUS
 
@@ -18,12 +18,12 @@ ROUND = PlanConfig(
     gpu_memory_gib=10, gpu_bf16_tflops=100, gpu_memory_gb_per_s=1000, link_gb_per_s=100, network_gb_per_s=10,
     compute_efficiency=0.5, memory_efficiency=0.5, link_efficiency=0.5,
 )  # fmt: skip
-CLUSTER = Cluster.of(ROUND, "mine", nodes=4, gpus_per_node=4)
+CLUSTER = Cluster.from_config(ROUND, "mine", nodes=4, gpus_per_node=4)
 SECOND = 50 * 10**12  # operations of a second
 
 
 def seconds_of(use: PhaseUse, **degrees):
-    return phase_seconds(use, CLUSTER, ParallelConfig(**degrees), "bf16", microbatches=4)
+    return estimate_phase(use, CLUSTER, ParallelConfig(**degrees), "bf16", microbatches=4)
 
 
 def test_operations_and_bytes_add_up_unless_the_host_is_slower():
@@ -34,7 +34,7 @@ def test_operations_and_bytes_add_up_unless_the_host_is_slower():
 
 def test_fp32_is_slower():
     use = PhaseUse("train", Bytes(), flops=SECOND)
-    assert phase_seconds(use, CLUSTER, ParallelConfig(), "fp32", 1).total == pytest.approx(16.0)
+    assert estimate_phase(use, CLUSTER, ParallelConfig(), "fp32", 1).total == pytest.approx(16.0)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_pipeline_stages_wait_for_each_other(phase, degrees, waiting):
 
 def test_kernels_compute_a_share_of_the_operations_that_are_counted():
     use = PhaseUse("train", Bytes(), flops=SECOND)
-    assert phase_seconds(use, CLUSTER, ParallelConfig(), "bf16", 1, computed_share=0.5).compute == pytest.approx(0.5)
+    assert estimate_phase(use, CLUSTER, ParallelConfig(), "bf16", 1, computed_share=0.5).compute == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_kernels_compute_a_share_of_the_operations_that_are_counted():
     ],
 )
 def test_collectives_take_the_links_and_network_cards_that_their_group_has(collective, degrees, expected):
-    found = collective_seconds(collective, CLUSTER, ParallelConfig(**degrees))
+    found = estimate_collective(collective, CLUSTER, ParallelConfig(**degrees))
     assert found == pytest.approx(expected, abs=3e-5)  # and 20 µs each
-    twice = collective_seconds(replace(collective, count=2), CLUSTER, ParallelConfig(**degrees))
+    twice = estimate_collective(replace(collective, count=2), CLUSTER, ParallelConfig(**degrees))
     assert twice == pytest.approx(2 * found)
 
 
@@ -99,11 +99,11 @@ def test_collectives_take_the_links_and_network_cards_that_their_group_has(colle
 )
 def test_unknown_hardware_is_refused_with_the_list_and_the_keys_for_numbers(section, gpu, message):
     with pytest.raises(ConfigError, match=message):
-        Cluster.of(section, gpu, 1, 8)
+        Cluster.from_config(section, gpu, 1, 8)
 
 
 def test_numbers_replace_those_of_the_table():
-    cluster = Cluster.of(PlanConfig(gpu_memory_gib=64.0, memory_margin=0.5), "h100", 2, 8)
+    cluster = Cluster.from_config(PlanConfig(gpu_memory_gib=64.0, memory_margin=0.5), "h100", 2, 8)
     assert cluster.gpu == replace(GPUS["h100"], memory_gib=64.0)
     assert (cluster.world_size, cluster.usable_bytes) == (16, 2**35)
 

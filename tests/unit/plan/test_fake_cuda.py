@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.plan.fake_cuda import FakeCuda, Observer
-from rl_megatron.plan.fake_cuda.stand_ins import stand_ins
+from rl_megatron.plan.fake_cuda.stand_ins import list_stand_ins
 from rl_megatron.topology.topology import start_topology
 
 
@@ -25,13 +25,13 @@ class Notes(Observer):
         self.operators: list[str] = []
         self.collectives: list[tuple[str, int, int]] = []
 
-    def waited(self, reason):
+    def on_wait(self, reason):
         self.waits.append(reason)
 
-    def launched(self, operator, args, kwargs, result):
+    def on_launch(self, operator, args, kwargs, result):
         self.operators.append(operator.name())
 
-    def communicated(self, kind, group, num_bytes):
+    def on_communication(self, kind, group, num_bytes):
         self.collectives.append((kind, group.size(), num_bytes))
 
 
@@ -229,7 +229,7 @@ def test_everything_is_put_back(fresh_process):
 
 
 def test_every_stand_in_takes_the_place_of_something():
-    for owner, name, _ in stand_ins():
+    for owner, name, _ in list_stand_ins():
         assert hasattr(owner, name) or find_spec(f"{owner.__name__}.{name}") is not None, (owner, name)
 
 

@@ -23,12 +23,12 @@ def _resized() -> tuple[Measured, Measured]:
         del x, view, other
         with ledger.phase("save") as nothing:
             pass
-        assert nothing[0].before == 0
+        assert nothing[0].start_bytes == 0
     return freed[0], restored[0]
 
 
 def test_memory_that_is_resized_counts_at_its_size(fresh_process):
     freed, restored = fresh_process.run(_resized)
-    assert (freed.before, sum(freed.peak), freed.after) == (4096, 4096, 1024)
+    assert (freed.start_bytes, sum(freed.peak), freed.end_bytes) == (4096, 4096, 1024)
     larger = 4 * (512 + 256)
-    assert (restored.before, sum(restored.peak), restored.after) == (1024, 4096 + larger, 4096 + larger)
+    assert (restored.start_bytes, sum(restored.peak), restored.end_bytes) == (1024, 4096 + larger, 4096 + larger)

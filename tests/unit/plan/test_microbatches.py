@@ -10,20 +10,18 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.plan.closed_forms import logits_bytes
-from rl_megatron.plan.closed_use import closed_use_of
+from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.devices import Cluster
+from rl_megatron.plan.estimate import apply_mean_lengths, estimate_step
 from rl_megatron.plan.ledger import Ledger
-from rl_megatron.plan.mean_lengths import with_mean_lengths
-from rl_megatron.plan.microbatches import MicrobatchSizes
 from rl_megatron.plan.run import run_phases
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.step import estimate_step
-from rl_megatron.plan.workload import Workload
+from rl_megatron.plan.workload import MicrobatchSizes, Workload
 from rl_megatron.topology.degrees import ConfiguredLayout
 from tests.unit.plan.planned import EXPERTS, workload
 
 LENGTH = 8
-CLUSTER = Cluster.of(PlanConfig(), "h100", 1, 8)
+CLUSTER = Cluster.from_config(PlanConfig(), "h100", 1, 8)
 
 
 def planned_by_the_run(sequences: int, data: int, kind, budget: int, group_size: int) -> list[list[int]]:
@@ -50,7 +48,7 @@ def test_microbatches_are_those_of_the_rank_with_the_most_sequences(kind, data, 
             found = planned_by_the_run(sequences, data, kind, budget, group_size)
             expected = sorted(found[0], reverse=True)
             assert sum(expected) == max(map(sum, found))  # the rank that a plan runs as has the most
-            sizes = MicrobatchSizes.of(sequences, data, most, kind, group_size=group_size)
+            sizes = MicrobatchSizes.from_sequences(sequences, data, most, kind, group_size=group_size)
             counts = [size for size, count in sizes.counts for _ in range(count)]
             assert counts == expected, (most, sequences)
 
@@ -61,8 +59,8 @@ SFT = ("algorithm=sft", "data=arithmetic", "model=nano", "+model.vocab_size=1024
 
 def estimated(world_size: int, sequences: int, *overrides: str):
     """Return the FLOPs of training on a rank, and the estimate of a step, of a global batch of so many sequences."""
-    settings = Settings.of(sft(world_size, sequences, *overrides))
-    use = closed_use_of(settings, 0)
+    settings = Settings.from_workload(sft(world_size, sequences, *overrides))
+    use = estimate_use(settings, 0)
     train = next(phase for phase in use.phases if phase.name == "train")
     return train.flops, estimate_step([use], settings, CLUSTER)
 
@@ -99,12 +97,12 @@ def test_the_last_optimizer_step_of_a_rollout_may_have_fewer_sequences():
     work = workload(1, *PACKED, "train.global_batch_size=12", "algorithm.updates_per_rollout=2")
     assert work.optimizer_batches == [(12, 2), (4, 2)]  # 4 prompts of 4 samples
     assert work.microbatches_of_rollout.counts == ((8, 2),) and work.optimizer_steps == 4
-    batches = Settings.of(work).batches
+    batches = Settings.from_workload(work).batches
     assert batches.learned_sequences == 32 and batches.training.tokens == 32 * 64
 
 
 def test_an_interleaved_pipeline_is_filled_up_with_its_shortest_microbatch():
-    sizes = MicrobatchSizes.of(11, 1, 4, "packed", multiple=4)
+    sizes = MicrobatchSizes.from_sequences(11, 1, 4, "packed", multiple=4)
     assert sizes.counts == ((4, 2), (3, 2)) and sizes.sequences == 14
 
 
@@ -115,7 +113,7 @@ def _uneven_run():
     )  # fmt: skip
     assert work.microbatches_of_step.counts == ((8, 2), (7, 2))
     run = {each.name: each.use() for each in run_phases(work, 0, Ledger(), ("logprobs", "train"))}
-    closed = {phase.name: phase for phase in closed_use_of(Settings.of(work), 0).phases}
+    closed = {phase.name: phase for phase in estimate_use(Settings.from_workload(work), 0).phases}
     return [(run[name].flops, closed[name].flops) for name in ("logprobs", "train")]
 
 
@@ -128,10 +126,10 @@ def test_a_run_of_fewer_microbatches_gives_the_operations_of_an_uneven_batch(fre
 def test_shorter_mean_responses_take_fewer_and_smaller_collectives_run_or_not():
     tensor = ("parallel.tensor=2", "parallel.sequence=true")
     work = workload(2, *PACKED, *tensor, "algorithm.prompts_per_step=16", "train.global_batch_size=64")
-    longest, mean = Settings.of(work), Settings.of(work, 8)
+    longest, mean = Settings.from_workload(work), Settings.from_workload(work, 8)
     share = (32 + 8) / (32 + 32)
-    closed, whole = closed_use_of(mean, 0), closed_use_of(longest, 0)
-    for shorter in (closed, with_mean_lengths(whole, mean)):
+    closed, whole = estimate_use(mean, 0), estimate_use(longest, 0)
+    for shorter in (closed, apply_mean_lengths(whole, mean)):
         for name, of_bytes in (("train", share), ("logprobs", share), ("generate", 8 / 32)):
             few, many = (next(phase for phase in use.phases if phase.name == name) for use in (shorter, whole))
             amounts = [
@@ -142,18 +140,18 @@ def test_shorter_mean_responses_take_fewer_and_smaller_collectives_run_or_not():
             assert few.kernels < 0.7 * many.kernels, name
     gradients = [
         [each for each in use.phases[-2].collectives if each.group == "data"]
-        for use in (with_mean_lengths(whole, mean), whole)
+        for use in (apply_mean_lengths(whole, mean), whole)
     ]
     assert gradients[0] == gradients[1]
 
 
 def test_a_mean_above_the_longest_response_is_refused():
     with pytest.raises(ConfigError, match=r"plan.mean_response_tokens=33 exceeds .*plan.response_tokens=32; lower"):
-        Settings.of(sft(1, 8), 33)
+        Settings.from_workload(sft(1, 8), 33)
 
 
 def of_phase(work: Workload, stage: int, name: str):
-    return next(phase for phase in closed_use_of(Settings.of(work), stage).phases if phase.name == name)
+    return next(phase for phase in estimate_use(Settings.from_workload(work), stage).phases if phase.name == name)
 
 
 def test_every_rank_fills_buckets_of_the_whole_model_in_any_layout():
@@ -174,7 +172,7 @@ def test_every_rank_fills_buckets_of_the_whole_model_in_any_layout():
 
 @pytest.mark.parametrize(("precision", "mebibytes"), [("bf16", 501), ("fp32", 1002)])
 def test_a_token_block_of_the_fused_head_has_whole_thousands_of_tokens_in_any_precision(precision, mebibytes):
-    shape = Settings.of(sft(1, 8, "model.vocab_size=128256")).shape
+    shape = Settings.from_workload(sft(1, 8, "model.vocab_size=128256")).shape
     assert shape.vocab_shard == 128256
     found = logits_bytes(shape, tokens=8192, precision=precision, fused_head=True)
     assert found == 2048 * 128256 * (2 if precision == "bf16" else 4) == mebibytes * 2**20

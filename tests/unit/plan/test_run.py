@@ -24,11 +24,10 @@ from rl_megatron.losses.nll import NLLLoss
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import ledger
 from rl_megatron.plan.closed_forms import training_bytes
-from rl_megatron.plan.closed_use import closed_use_of
-from rl_megatron.plan.command import workload_of
-from rl_megatron.plan.depth import two_depths
+from rl_megatron.plan.closed_use import estimate_use
+from rl_megatron.plan.command import build_workload
 from rl_megatron.plan.ledger import Ledger
-from rl_megatron.plan.run import kind_of, planned_rank, run_phases, use_of
+from rl_megatron.plan.run import choose_depths, find_kind, measure_use, run_as_rank, run_phases
 from rl_megatron.plan.settings import Settings
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.unit.plan.planned import EXPERTS, measured, workload
@@ -91,8 +90,8 @@ def test_a_sync_of_the_adapter_alone_sends_its_bytes(fresh_process):
     overrides = ("generation.engine=transformers", "generation.refit=adapter", "peft.r=4", "parallel.tensor=2")
     use = fresh_process.run(measured, 2, 0, overrides, ("refit",))["refit"].use()
     (sums,) = use.collectives
-    settings = Settings.of(workload(2, *overrides))
-    closed = next(phase for phase in closed_use_of(settings, 0).phases if phase.name == "refit")
+    settings = Settings.from_workload(workload(2, *overrides))
+    closed = next(phase for phase in estimate_use(settings, 0).phases if phase.name == "refit")
     one_rank = ShardedShape(settings.shape.model, ParallelConfig(), 1, 1024, lora=settings.shape.lora)
     of_adapter, of_model = (2 * sum(each) for each in (one_rank.adapter_elements(0), one_rank.elements(0)))
     assert closed.collectives[0].bytes == of_adapter < of_model / 10
@@ -124,7 +123,7 @@ def test_full_recomputation_runs_the_layers_a_second_time(fresh_process):
 
 def _uses(exact, *overrides):
     shape = ("model.num_layers=16", "parallel.pipeline=2", *EXPERTS, "parallel.expert=2")
-    use = use_of(workload(8, *shape, *overrides), 4, exact=exact)
+    use = measure_use(workload(8, *shape, *overrides), 4, exact=exact)
     return use.kind, {phase.name: phase for phase in use.phases}
 
 
@@ -174,7 +173,7 @@ def _bytes_of_calls(data):
         input_ids=torch.zeros_like(of_response, dtype=torch.long), token_mask=of_response,
         sample_mask=torch.ones(4 * data),
     )  # fmt: skip
-    with planned_rank(work, 0, ledger) as topology:
+    with run_as_rank(work, 0, ledger) as topology:
         policy = MegatronPolicy(
             work.stage.model, topology, vocab_size=work.vocab_size, precision="bf16",
             optimizer=replace(work.stage.optimizer, distributed=False),  # its state would shrink instead
@@ -189,7 +188,7 @@ def _bytes_of_calls(data):
         for name, call in calls.items():
             with ledger.phase("train") as result:
                 call()
-            found[name] = (result[0].before, sum(result[0].peak))
+            found[name] = (result[0].start_bytes, sum(result[0].peak))
         policy.shutdown()
     return found
 
@@ -222,11 +221,15 @@ def _generation(overrides):
         ["algorithm=grpo", "data=arithmetic", "+model.vocab_size=8192", "precision=bf16",
          "generation.max_new_tokens=256", *overrides]
     ).first  # fmt: skip
-    work = workload_of(stage, 8, PlanConfig(prompt_tokens=2048, response_tokens=256))
+    work = build_workload(stage, 8, PlanConfig(prompt_tokens=2048, response_tokens=256))
     build, generate = run_phases(work, 0, Ledger(), ("generate",))
-    settings = Settings.of(work)
-    closed = next(phase for phase in closed_use_of(settings, 0).phases if phase.name == "generate")
-    return sum(generate.peak) - build.after, closed.peak_bytes - settings.held(0).total, closed.peak.activations
+    settings = Settings.from_workload(work)
+    closed = next(phase for phase in estimate_use(settings, 0).phases if phase.name == "generate")
+    return (
+        sum(generate.peak) - build.end_bytes,
+        closed.peak_bytes - settings.count_static_bytes(0).total,
+        closed.peak.activations,
+    )
 
 
 @pytest.mark.change
@@ -252,7 +255,7 @@ def test_an_error_in_a_phase_keeps_its_traceback_as_the_cause(fresh_process):
 
 
 def _depths(*overrides, stage=0, world_size=4):
-    found = two_depths(workload(world_size, *overrides), stage)
+    found = choose_depths(workload(world_size, *overrides), stage)
     return None if found is None else ([run.stage.model.num_layers for run in found[:2]], found[2])
 
 
@@ -280,10 +283,10 @@ def test_deep_stacks_of_equal_layers_are_run_at_two_depths():
 
 def test_ranks_are_named_for_their_pipeline_stage():
     work = workload(64, *TP2_PP4_CP2)
-    assert [kind_of(work, rank) for rank in (0, 15, 16, 47, 48, 63)] == [
+    assert [find_kind(work, rank) for rank in (0, 15, 16, 47, 48, 63)] == [
         "first stage", "first stage", "middle stage", "middle stage", "last stage", "last stage"
     ]  # fmt: skip
-    assert kind_of(workload(4), 3) == "last stage"
+    assert find_kind(workload(4), 3) == "last stage"
 
 
 def _with_cudnn():

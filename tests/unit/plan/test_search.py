@@ -11,12 +11,12 @@ import pytest
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.plan import search as searching
-from rl_megatron.plan.closed_use import closed_use_of
-from rl_megatron.plan.command import command_line, workload_of
+from rl_megatron.plan.closed_use import estimate_use
+from rl_megatron.plan.command import build_command_line, build_workload
 from rl_megatron.plan.devices import Cluster
+from rl_megatron.plan.estimate import estimate_step
 from rl_megatron.plan.search import search, without_layout
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.step import estimate_step
 from rl_megatron.topology.degrees import validate, validate_model
 
 DEFAULTS = PlanConfig()
@@ -30,16 +30,16 @@ PAIRS = ["algorithm=dpo", "loss=dpo", "train.global_batch_size=256"]
 
 
 def searched(overrides: list[str], nodes: int, gpu: str = "h200", section: PlanConfig = DEFAULTS):
-    cluster = Cluster.of(section, gpu, nodes, 8)
+    cluster = Cluster.from_config(section, gpu, nodes, 8)
     stage = load_config(overrides).first
-    workload = workload_of(without_layout(stage), cluster.world_size, section)
+    workload = build_workload(without_layout(stage), cluster.world_size, section)
     return search(workload, cluster, section.mean_response_tokens), cluster
 
 
 def chosen_stage(candidate, overrides: list[str], cluster: Cluster):
     """Return the stage that the command line of a candidate starts."""
     options = argparse.Namespace(overrides=overrides, config_dir=None)
-    words = shlex.split(command_line(candidate, options, None, cluster))
+    words = shlex.split(build_command_line(candidate, options, None, cluster))
     return load_config(words[words.index("train") + 1 :]).first
 
 
@@ -65,9 +65,9 @@ def test_every_combination_is_ranked_or_rejected_and_the_best_command_starts_wha
         validate(stage.parallel, cluster.world_size)
         validate_model(stage.model, stage.parallel)
         # The command's own plan is the candidate's.
-        settings = Settings.of(workload_of(stage, cluster.world_size, PlanConfig()))
+        settings = Settings.from_workload(build_workload(stage, cluster.world_size, PlanConfig()))
         stages = range(stage.parallel.pipeline)
-        uses = [closed_use_of(settings, number) for number in stages]
+        uses = [estimate_use(settings, number) for number in stages]
         assert max(use.peak_phase.peak_bytes for use in uses) == best.peak_bytes <= cluster.usable_bytes
         assert estimate_step(uses, settings, cluster).seconds == pytest.approx(best.estimate.seconds, rel=1e-3)
 
@@ -116,4 +116,4 @@ def test_shorter_mean_responses_take_less_time_and_as_much_memory():
     ],
 )
 def test_rules_are_grouped_without_their_numbers(message, rule):
-    assert searching.rule_of(searching.ConfigError(message)) == rule
+    assert searching.extract_rule(searching.ConfigError(message)) == rule

@@ -6,11 +6,11 @@ import pytest
 
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.plan import PlanConfig
-from rl_megatron.plan.closed_use import closed_use_of
-from rl_megatron.plan.command import workload_of
+from rl_megatron.plan.closed_use import estimate_use
+from rl_megatron.plan.command import build_workload
 from rl_megatron.plan.devices import Cluster
+from rl_megatron.plan.estimate import StepEstimate, estimate_step
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.step import StepEstimate, estimate_step
 
 GRPO = (
     "algorithm=grpo", "model=llama3_1_8b", "model.vocab_size=128256", "data.task.name=arithmetic", "precision=bf16",
@@ -20,9 +20,9 @@ GRPO = (
 
 
 def estimated(*overrides: str) -> StepEstimate:
-    cluster = Cluster.of(PlanConfig(), "h200", nodes=1, gpus_per_node=8)
-    settings = Settings.of(workload_of(load_config([*GRPO, *overrides]).first, 8, PlanConfig()))
-    uses = [closed_use_of(settings, stage) for stage in range(settings.shape.parallel.pipeline)]
+    cluster = Cluster.from_config(PlanConfig(), "h200", nodes=1, gpus_per_node=8)
+    settings = Settings.from_workload(build_workload(load_config([*GRPO, *overrides]).first, 8, PlanConfig()))
+    uses = [estimate_use(settings, stage) for stage in range(settings.shape.parallel.pipeline)]
     return estimate_step(uses, settings, cluster)
 
 

@@ -13,7 +13,7 @@ from rl_megatron.generation.embedded import EmbeddedReplica
 from rl_megatron.generation.interfaces import Request, Sampling
 from rl_megatron.generation.requests import PartialCompletion
 from rl_megatron.plan.ledger import Ledger
-from rl_megatron.plan.run import planned_rank, run_phases
+from rl_megatron.plan.run import run_as_rank, run_phases
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.unit.plan.planned import EXPERTS, measured, workload
 
@@ -98,7 +98,7 @@ def _planted():
 
 def _decode(overrides, steps):
     work, ledger = workload(2, *overrides, prompt_tokens=32, response_tokens=32), Ledger()
-    with planned_rank(work, 0, ledger) as topology:
+    with run_as_rank(work, 0, ledger) as topology:
         policy = MegatronPolicy(work.stage.model, topology, vocab_size=work.vocab_size, precision="bf16")
         decoder = Decoder(EmbeddedReplica(policy), 8)
         sampling = Sampling(work.response_tokens, top_p=0.9, top_k=20)
