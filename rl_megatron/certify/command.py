@@ -67,9 +67,11 @@ def _certify(config: RunConfig) -> int:
     model, parallel = shrunk(first.model, first.parallel)
     layout = topology.build(parallel, device, first.train.seed, first.train.collective_timeout_minutes)
     objectives, batching = _objectives(config)
-    taken = {key: getattr(first.optimizer, key) for key in ("distributed", "overlap", "clip_grad")}
+    optimizer_keys = {key: getattr(first.optimizer, key) for key in ("distributed", "overlap", "clip_grad")}
     fused_head = SMALL_FUSED_HEAD if first.train.fused_head else None
-    workload = Workload(model, objectives, optimizer=replace(Workload.optimizer, **taken), fused_head=fused_head)
+    workload = Workload(
+        model, objectives, optimizer=replace(Workload.optimizer, **optimizer_keys), fused_head=fused_head
+    )
 
     with tempfile.TemporaryDirectory(prefix=disk.make_temporary_prefix("certify")) as directory:
         reference = Reference(workload, Path(directory), first.device, config.plugins) if layout.ranks.leads else None
@@ -106,7 +108,7 @@ def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batc
     requested = []
     for name, stage in config.stages.items():
         for model, loss in get_algorithm(stage).losses(stage).items():
-            requested.append((name if model == "policy" else f"{name} {model}", Objective.of_section(loss), stage))
+            requested.append((name if model == "policy" else f"{name} {model}", Objective.from_section(loss), stage))
     requested += [(f"standard {name}", objective, config.first) for name, objective in STANDARD_OBJECTIVES.items()]
 
     different: list[tuple[list[str], Objective, Batching]] = []
@@ -114,7 +116,7 @@ def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batc
         batching = small_batching(
             stage.train.batching, stage.train.micro_batch_size, objective.group_size, stage.parallel
         )
-        names = next((names for names, *known in different if known == [objective, batching]), None)
+        names = next((names for names, *entry in different if entry == [objective, batching]), None)
         if names is None:
             different.append(([name], objective, batching))
         elif not name.startswith("standard "):

@@ -43,7 +43,7 @@ class Objective:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of_section(cls, section: Mapping[str, Any]) -> Objective:
+    def from_section(cls, section: Mapping[str, Any]) -> Objective:
         """Return the objective of a configuration's loss section, {name, **settings}."""
         return cls(section["name"], {key: value for key, value in section.items() if key != "name"})
 

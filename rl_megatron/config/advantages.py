@@ -57,7 +57,7 @@ def known_estimator(name: str) -> str:
     return name
 
 
-def estimator_of(name: str) -> Estimator:
+def get_estimator(name: str) -> Estimator:
     """Return the declaration of an estimator. A user's function is imported and checked.
 
     Raises:

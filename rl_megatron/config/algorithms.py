@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 
 from rl_megatron.config.advantages import (
     OPTIONS,
-    estimator_of,
+    get_estimator,
     known_estimator,
 )
 from rl_megatron.config.algorithm_kinds import (
@@ -257,16 +257,16 @@ class GRPOConfig(PolicyGradientConfig):
     @property
     def least_samples(self) -> int:
         """Return 2 if samples of a prompt are compared with each other."""
-        return 2 if self.dynamic_sampling else estimator_of(self.advantage_estimator).least_samples
+        return 2 if self.dynamic_sampling else get_estimator(self.advantage_estimator).least_samples
 
     @property
     def reads_components(self) -> bool:
         """Return whether the advantage estimator may read the scores of each reward function."""
-        return "component_rewards" in estimator_of(self.advantage_estimator).reads
+        return "component_rewards" in get_estimator(self.advantage_estimator).reads
 
     def may_read_logprobs(self) -> bool:
         """Return whether the advantage estimator may read them, as a user's own may."""
-        return "rollouts" in estimator_of(self.advantage_estimator).reads
+        return "rollouts" in get_estimator(self.advantage_estimator).reads
 
     def check(self, stage: StageConfig) -> None:
         """Check that samples can be compared, and that the keys suit the advantage estimator.
@@ -275,7 +275,7 @@ class GRPOConfig(PolicyGradientConfig):
             ConfigError: A key contradicts another or has no effect.
         """
         super().check(stage)
-        reads = estimator_of(self.advantage_estimator).reads
+        reads = get_estimator(self.advantage_estimator).reads
         if self.samples_per_prompt < self.least_samples:
             raise ConfigError(
                 "algorithm.samples_per_prompt=1 leaves a sample without a group to be compared with; set it to 2 or "

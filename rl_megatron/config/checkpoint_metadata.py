@@ -54,11 +54,11 @@ def _model_section(checkpoint: Path, read: ReadModel | None) -> dict[str, Any]:
         raise ConfigError(f"init_from={checkpoint} {instead}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has no readable model section") from error
-    known = asdict(ModelConfig())
-    unknown = sorted(section.keys() - known.keys())
+    defaults = asdict(ModelConfig())
+    unknown = sorted(section.keys() - defaults.keys())
     if unknown:
         raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has the unknown key model.{unknown[0]}")
-    return known | section  # a key that the checkpoint does not have was added later; its model has the default
+    return defaults | section  # a key that the checkpoint does not have was added later; its model has the default
 
 
 def no_checkpoint(path: Path, as_written: Callable[[str], str] = str) -> str:
@@ -76,12 +76,13 @@ def no_checkpoint(path: Path, as_written: Callable[[str], str] = str) -> str:
         return (
             f"is a Hugging Face directory; make a checkpoint of it with {conversion}, and write {as_written(converted)}"
         )
-    found = [each.parent for stage in (path, *path.glob("checkpoints/*")) for each in stage.glob(f"step-*/{MANIFEST}")]
-    if not found:
+    stages = (path, *path.glob("checkpoints/*"))
+    checkpoints = [manifest.parent for stage in stages for manifest in stage.glob(f"step-*/{MANIFEST}")]
+    if not checkpoints:
         return f"has no {MANIFEST}: it is incomplete, or not a checkpoint directory"
-    found.sort(key=lambda checkpoint: (checkpoint / MANIFEST).stat().st_mtime)
-    listed = ", ".join(str(checkpoint.relative_to(path)) for checkpoint in found[-_LISTED:])
-    return f"is not a checkpoint, but has the checkpoints {listed}; write {as_written(str(found[-1]))}"
+    checkpoints.sort(key=lambda checkpoint: (checkpoint / MANIFEST).stat().st_mtime)
+    listed = ", ".join(str(checkpoint.relative_to(path)) for checkpoint in checkpoints[-_LISTED:])
+    return f"is not a checkpoint, but has the checkpoints {listed}; write {as_written(str(checkpoints[-1]))}"
 
 
 def hugging_face_files(checkpoint: Path) -> Path | None:
@@ -89,7 +90,7 @@ def hugging_face_files(checkpoint: Path) -> Path | None:
 
     The directory has every file except the weights. The result is None if the model did not come from Hugging Face.
     """
-    return _carried(checkpoint, HUGGING_FACE, "config.json")
+    return _find_directory(checkpoint, HUGGING_FACE, "config.json")
 
 
 def carried_tokenizer(checkpoint: Path) -> Path | None:
@@ -108,11 +109,11 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def _first_tokenizer(checkpoint: Path, directory: str) -> Path | None:
-    found = (_carried(checkpoint, directory, name) for name in _TOKENIZERS)
-    return next((path for path in found if path is not None), None)
+    candidates = (_find_directory(checkpoint, directory, name) for name in _TOKENIZERS)
+    return next((path for path in candidates if path is not None), None)
 
 
-def _carried(checkpoint: Path, directory: str, file: str) -> Path | None:
+def _find_directory(checkpoint: Path, directory: str, file: str) -> Path | None:
     """Return `directory` in the checkpoint, or in the run that wrote it, if it has `file`; otherwise None."""
     checkpoint = checkpoint.absolute()
     homes = [checkpoint]

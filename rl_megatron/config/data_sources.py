@@ -52,9 +52,9 @@ def choose_source(data: Mapping[str, Any], algorithm: str) -> str:
 def describe_source(stage: StageConfig) -> str:
     """Return what a stage reads and why, for the log."""
     data, learns_from = stage.data, stage.algorithm.learns_from
-    place = {"path": data.path, "dataset_name": data.dataset_name, "task.name": data.task.get("name")}
-    reads = [f"data.{key}={value}" for key, value in place.items() if value is not None]
-    reads += [f"{each.shown_name}: weight {each.weight:g}" for each in data.mix]
+    sources = {"path": data.path, "dataset_name": data.dataset_name, "task.name": data.task.get("name")}
+    reads = [f"data.{key}={value}" for key, value in sources.items() if value is not None]
+    reads += [f"{data_set.shown_name}: weight {data_set.weight:g}" for data_set in data.mix]
     return f"algorithm={stage.algorithm.name} learns from {learns_from}, which data.source={data.source} has" + (
         f" ({', '.join(reads)})" if reads else ""
     )
@@ -145,9 +145,9 @@ class TaskConfig(DataConfig):
             ConfigError: `data.task` has no name.
         """
         if not isinstance(self.task.get("name"), str):
-            given = f" (it is {self.task['name']!r})" if "name" in self.task else ""
+            actual = f" (it is {self.task['name']!r})" if "name" in self.task else ""
             raise ConfigError(
-                f"data.source={self.source} needs data.task.name{given}, the name of a registered task such as "
+                f"data.source={self.source} needs data.task.name{actual}, the name of a registered task such as "
                 "arithmetic, or file.py:name of your own"
             )
 
@@ -163,10 +163,10 @@ def check_data(data: DataConfig) -> None:
     Raises:
         ConfigError: A key contradicts another or has no effect; the message names it.
     """
-    places = {"path": data.path, "dataset_name": data.dataset_name, "mix": data.mix}
-    given = [key for key, place in places.items() if place]
-    if len(given) > 1:
-        raise ConfigError(f"data.{given[0]} and data.{given[1]} both say where the data is; remove one")
+    sources = {"path": data.path, "dataset_name": data.dataset_name, "mix": data.mix}
+    used = [key for key, source in sources.items() if source]
+    if len(used) > 1:
+        raise ConfigError(f"data.{used[0]} and data.{used[1]} both say where the data is; remove one")
     if data.mix:
         _check_mix(data)
     elif data.mix_weights is not None:
@@ -237,17 +237,17 @@ def _check_mix(data: DataConfig) -> None:
         if getattr(data, key) is not None:
             raise ConfigError(f"data.{key} has no effect with data.mix; set it in the data sets of data.mix")
     names: list[str] = []
-    for number, each in enumerate(data.mix):
+    for number, data_set in enumerate(data.mix):
         where = f"data.mix[{number}]"
-        if (each.path is None) == (each.dataset_name is None):
+        if (data_set.path is None) == (data_set.dataset_name is None):
             raise ConfigError(f"{where} needs a path or a dataset_name, and not both; set one")
-        if each.subset is not None and each.dataset_name is None:
-            raise ConfigError(f"{where}.subset={each.subset} has no effect without dataset_name; remove it")
-        if each.shown_name in names:
+        if data_set.subset is not None and data_set.dataset_name is None:
+            raise ConfigError(f"{where}.subset={data_set.subset} has no effect without dataset_name; remove it")
+        if data_set.shown_name in names:
             raise ConfigError(
-                f"{where} and data.mix[{names.index(each.shown_name)}] are both called {each.shown_name!r}; set "
-                f"{where}.name"
+                f"{where} and data.mix[{names.index(data_set.shown_name)}] are both called {data_set.shown_name!r}; "
+                f"set {where}.name"
             )
-        names.append(each.shown_name)
-    if not any(each.weight for each in data.mix):
+        names.append(data_set.shown_name)
+    if not any(data_set.weight for data_set in data.mix):
         raise ConfigError("data.mix: every weight is 0, so that no record would be read; set one of them")

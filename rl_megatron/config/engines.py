@@ -224,25 +224,25 @@ def check_router_replay(generation: GenerationConfig, model: ModelConfig) -> Non
 
 def _check_servers(generation: GenerationConfig) -> None:
     """Check the sections of engines on servers, and the keys that have no effect on such engines."""
-    default, own = GenerationConfig(), ENGINE_DECLARATIONS[generation.engine].section
+    default, chosen = GenerationConfig(), ENGINE_DECLARATIONS[generation.engine].section
     for engine, declaration in ENGINE_DECLARATIONS.items():
         section = declaration.section
-        if section is not None and section != own and getattr(generation, section) != getattr(default, section):
+        if section is not None and section != chosen and getattr(generation, section) != getattr(default, section):
             raise ConfigError(
                 f"generation.{section} does nothing: generation.engine={generation.engine}; set "
                 f"generation.engine={engine}, or leave the keys of generation.{section} out"
             )
-    if own is None:
+    if chosen is None:
         return
     for key in _NOT_OF_SERVERS:
         value = getattr(generation, key)
         if value != getattr(default, key):
             raise ConfigError(
                 f"generation.{key}={value} does nothing: generation.engine={generation.engine} runs on servers, which "
-                f"the keys of generation.{own} describe; leave generation.{key} out"
+                f"the keys of generation.{chosen} describe; leave generation.{key} out"
             )
-    getattr(generation, own).check()
-    if own == "vllm":
+    getattr(generation, chosen).check()
+    if chosen == "vllm":
         vllm_logprobs_mode(generation)
 
 

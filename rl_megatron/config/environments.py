@@ -109,7 +109,7 @@ class AgentConfig:
             raise ConfigError("rollout.agent.command is empty; set it to the program to run")
         if self.directory is not None and not Path(self.directory).is_dir():
             raise ConfigError(f"rollout.agent.directory={self.directory}: there is no such directory; make it")
-        taken = sorted(set(self.environment) & set(_GIVEN))
-        if taken:
-            raise ConfigError(f"rollout.agent.environment sets {taken[0]}, which the run sets itself; leave it out")
+        reserved = sorted(set(self.environment) & set(_GIVEN))
+        if reserved:
+            raise ConfigError(f"rollout.agent.environment sets {reserved[0]}, which the run sets itself; leave it out")
         require_extra("rollout.worker=agent", *GATEWAY)

@@ -13,7 +13,7 @@ from rl_megatron.config.loading.import_strings import absolute, is_import_string
 from rl_megatron.config.loading.settings import NonNegative, NonNegativeFloat, Number, Positive, section
 
 
-def _named(task: Any) -> Any:
+def _expand_name(task: Any) -> Any:
     """Return the keys of a task of which only the name is given."""
     return {"name": task} if isinstance(task, str) else task
 
@@ -28,7 +28,7 @@ class EvalSetConfig:
     path: str | None = None
     # Name and options of a registered task, whose reward scores the answers. A text is the name: `gsm8k` stands for
     # `{name: gsm8k}`. null: path has prompts, and reward.functions score the answers.
-    task: Annotated[dict[str, Any] | None, BeforeValidator(_named)] = None
+    task: Annotated[dict[str, Any] | None, BeforeValidator(_expand_name)] = None
     num_problems: Positive | None = None  # problems per evaluation; null: all
     n: Positive = 1  # samples of each problem
     temperature: NonNegativeFloat | None = None  # of these samples; 0: greedy. null: generation.temperature
@@ -45,7 +45,7 @@ class EvalConfig:
 
     sets: tuple[EvalSetConfig, ...] = ()  # the sets; each has a name of its own
 
-    def found(self, config_dir: str | os.PathLike[str] | None) -> EvalConfig:
+    def with_absolute_paths(self, config_dir: str | os.PathLike[str] | None) -> EvalConfig:
         """Return these settings with absolute paths of the files of tasks.
 
         Args:
@@ -55,12 +55,12 @@ class EvalConfig:
             ConfigError: An import string has another form, or there is no such file.
         """
         sets = []
-        for index, each in enumerate(self.sets):
-            name = None if each.task is None else each.task.get("name")
-            if each.task is not None and isinstance(name, str) and is_import_string(name):
+        for index, eval_set in enumerate(self.sets):
+            name = None if eval_set.task is None else eval_set.task.get("name")
+            if eval_set.task is not None and isinstance(name, str) and is_import_string(name):
                 target = absolute(name, f"eval.sets[{index}].task.name", config_dir)
-                each = replace(each, task=each.task | {"name": target})
-            sets.append(each)
+                eval_set = replace(eval_set, task=eval_set.task | {"name": target})
+            sets.append(eval_set)
         return replace(self, sets=tuple(sets))
 
     def check(self, where: str, temperature: float, has_reward_functions: bool) -> None:
@@ -74,23 +74,23 @@ class EvalConfig:
         Raises:
             ConfigError: Two sets have one name, a set has no problems or no reward, or its samples would all be equal.
         """
-        names = [each.name for each in self.sets]
-        for index, each in enumerate(self.sets):
+        names = [eval_set.name for eval_set in self.sets]
+        for index, eval_set in enumerate(self.sets):
             key = f"{where}.sets[{index}]"
-            if each.name in names[:index]:
-                raise ConfigError(f"{key}.name={each.name} is the name of another set as well; choose another one")
-            if each.task is None and each.path is None:
-                raise ConfigError(f"{key} ({each.name}) has no problems; set its path, its task, or both")
-            if each.task is not None and not isinstance(each.task.get("name"), str):
-                raise ConfigError(f"{key}.task ({each.name}) has no name; set it to that of a registered task")
-            if each.task is None and not has_reward_functions:
+            if eval_set.name in names[:index]:
+                raise ConfigError(f"{key}.name={eval_set.name} is the name of another set as well; choose another one")
+            if eval_set.task is None and eval_set.path is None:
+                raise ConfigError(f"{key} ({eval_set.name}) has no problems; set its path, its task, or both")
+            if eval_set.task is not None and not isinstance(eval_set.task.get("name"), str):
+                raise ConfigError(f"{key}.task ({eval_set.name}) has no name; set it to that of a registered task")
+            if eval_set.task is None and not has_reward_functions:
                 raise ConfigError(
-                    f"{key} ({each.name}) has nothing that scores its answers; set its task, or reward.functions"
+                    f"{key} ({eval_set.name}) has nothing that scores its answers; set its task, or reward.functions"
                 )
-            used = temperature if each.temperature is None else each.temperature
-            if used == 0 and each.n > 1:
+            used = temperature if eval_set.temperature is None else eval_set.temperature
+            if used == 0 and eval_set.n > 1:
                 raise ConfigError(
-                    f"{key}.n={each.n} ({each.name}): greedy samples of a problem are all the same; set "
+                    f"{key}.n={eval_set.n} ({eval_set.name}): greedy samples of a problem are all the same; set "
                     f"{key}.temperature above 0, or n to 1"
                 )
 

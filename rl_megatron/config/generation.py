@@ -59,7 +59,7 @@ class ServersConfig:
         """
         self._check_addresses()
         keys = ("--api-key", "--admin-api-key")
-        secret = next((each for each in self.extra_args if each.startswith(keys)), None)
+        secret = next((argument for argument in self.extra_args if argument.startswith(keys)), None)
         if secret is not None:
             raise ConfigError(
                 f"{self.key}.extra_args has {secret.partition('=')[0]}: servers that are started here ask for the "
@@ -96,9 +96,9 @@ class ServersConfig:
             raise ConfigError(
                 f"{self.key}.server_nodes and {self.key}.server_urls both name servers; leave one of them out"
             )
-        for name, given in (("server_urls", self.server_urls), ("server_nodes", self.server_nodes)):
-            if len(set(given)) < len(given):
-                raise ConfigError(f"{self.key}.{name}={list(given)} names a server twice; name each once")
+        for name, addresses in (("server_urls", self.server_urls), ("server_nodes", self.server_nodes)):
+            if len(set(addresses)) < len(addresses):
+                raise ConfigError(f"{self.key}.{name}={list(addresses)} names a server twice; name each once")
 
 
 @section

@@ -16,7 +16,7 @@ def with_line_breaks(overrides: Iterable[str]) -> list[str]:
     Another backslash in front keeps them: `\\n` becomes the two characters `\n`. YAML files are not changed, because
     YAML has its own way to write a line break.
     """
-    return [_converted(override) if _is_template(override) else override for override in overrides]
+    return [_unescape(override) if _is_template(override) else override for override in overrides]
 
 
 def _is_template(override: str) -> bool:
@@ -24,5 +24,5 @@ def _is_template(override: str) -> bool:
     return key.endswith(_TEMPLATES) and (key in _TEMPLATES or key.startswith("stages."))
 
 
-def _converted(override: str) -> str:
+def _unescape(override: str) -> str:
     return _ESCAPE.sub(lambda match: f"\\{match[2]}" if match[1] else _CHARACTERS[match[2]], override)

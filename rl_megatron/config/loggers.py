@@ -113,7 +113,7 @@ class LoggerConfig:
     trackio: TrackioConfig | None = None  # Trackio; {} uses the defaults of its keys
     prometheus: PrometheusConfig | None = None  # an endpoint for Prometheus; {} uses the defaults of its keys
 
-    def chosen(self) -> Iterator[tuple[str, Any]]:
+    def iter_services(self) -> Iterator[tuple[str, Any]]:
         """Yield the name and the settings of each service that is used."""
         for service in fields(self):
             settings = getattr(self, service.name)
@@ -127,7 +127,7 @@ def check_loggers(config: LoggerConfig) -> None:
     Raises:
         ConfigError: A package is missing; the message names the extra that installs it.
     """
-    for name, settings in config.chosen():
+    for name, settings in config.iter_services():
         require_extra(f"logger.{name}", name, settings.package, otherwise=f"set logger.{name}=null")
 
 

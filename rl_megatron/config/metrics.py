@@ -165,8 +165,8 @@ def higher_is_better(name: str) -> bool:
 
 def _statistic(name: str) -> str:
     """Return the declared name of the statistic of `<set>/<statistic>`, or nothing if `name` is not of this form."""
-    found = _OF_A_SET.fullmatch(name)
-    return "" if found is None else _LETTERS.get(found["kind"], found["kind"])
+    match = _OF_A_SET.fullmatch(name)
+    return "" if match is None else _LETTERS.get(match["kind"], match["kind"])
 
 
 def shown_name(name: str, values: Iterable[float]) -> str:

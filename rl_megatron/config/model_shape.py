@@ -26,7 +26,7 @@ class LatentShape:
     value: int
 
     @classmethod
-    def of(cls, model: ModelConfig) -> LatentShape:
+    def from_model(cls, model: ModelConfig) -> LatentShape:
         """Return the dimensions of `model`.
 
         Raises:
@@ -73,7 +73,7 @@ class DeltaShape:
     kernel: int
 
     @classmethod
-    def of(cls, model: ModelConfig) -> DeltaShape:
+    def from_model(cls, model: ModelConfig) -> DeltaShape:
         """Return the dimensions of `model`.
 
         Raises:
@@ -117,7 +117,7 @@ class LayerKind(NamedTuple):
     has_delta_rule: bool = False
 
     @classmethod
-    def of(cls, model: ModelConfig, layer: int) -> LayerKind:
+    def from_model(cls, model: ModelConfig, layer: int) -> LayerKind:
         """Return the kind of a layer, counted from 0."""
         every = model.full_attention_every
         return cls(
@@ -146,7 +146,7 @@ def with_derived_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def query_size(model: ModelConfig) -> int:
     """Return the dimensions of a head's queries."""
-    return head_size(model) if model.kv_lora_rank is None else LatentShape.of(model).query
+    return head_size(model) if model.kv_lora_rank is None else LatentShape.from_model(model).query
 
 
 def rotary_size(model: ModelConfig) -> int:

@@ -79,7 +79,7 @@ def check_together(adapters: Sequence[LoraConfig]) -> None:
             modules = ", ".join(adapter.modules_to_save)
             refused = f"peft.modules_to_save=[{modules}]", "a module has the weights of one adapter"
         if refused is not None:
-            names = ", ".join(each.adapter_name for each in adapters)
+            names = ", ".join(other.adapter_name for other in adapters)
             raise ConfigError(
                 f"{refused[0]} of the adapter {adapter.adapter_name} does not go together with other adapters (the "
                 f"model would have {names}), because {refused[1]}; merge the adapters that are trained already with "

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.sections import validated
+from rl_megatron.config.loading.sections import build_section
 from rl_megatron.config.loading.settings import Fraction, NonNegative, Number, Positive, PositiveFloat, section
 
 _PREFIX = "plan."
@@ -59,10 +59,10 @@ def split_overrides(overrides: list[str]) -> tuple[PlanConfig, list[str]]:
     Raises:
         ConfigError: A key of the section is unknown, or its value is wrong.
     """
-    own = [override for override in overrides if override.lstrip("+").startswith(_PREFIX)]
-    for override in own:
+    of_plan = [override for override in overrides if override.lstrip("+").startswith(_PREFIX)]
+    for override in of_plan:
         if "=" not in override:
             raise ConfigError(f"override {override!r}: write {override}=VALUE")
-    values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override.lstrip("+") for override in own]))
-    section: _Overrides = validated(_Overrides, values, "")
-    return section.plan, [each for each in overrides if each not in own]
+    values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override.lstrip("+") for override in of_plan]))
+    section: _Overrides = build_section(_Overrides, values, "")
+    return section.plan, [override for override in overrides if override not in of_plan]

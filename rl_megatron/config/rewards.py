@@ -40,7 +40,7 @@ class RewardFunctionConfig:
         return self.label or self.name.rpartition(":")[2].rpartition(".")[2]
 
 
-def _named(function: Any) -> Any:
+def _expand_name(function: Any) -> Any:
     """Return the keys of a function of which only the name is given."""
     return {"name": function} if isinstance(function, str) else function
 
@@ -51,7 +51,7 @@ class RewardConfig:
 
     # The reward of a sample is the sum of weight · score of these functions. Empty: the reward of the task. A text is
     # the name of a function: `exact_match` stands for `{name: exact_match}`.
-    functions: tuple[Annotated[RewardFunctionConfig, BeforeValidator(_named)], ...] = ()
+    functions: tuple[Annotated[RewardFunctionConfig, BeforeValidator(_expand_name)], ...] = ()
     # Worker processes on each node, which are started when there is work for them. null: one for each CPU that the
     # node's first rank may use, at most 32.
     num_workers: Positive | None = None
@@ -66,7 +66,7 @@ class RewardConfig:
     memory_limit_mb: PositiveFloat | None = 4096.0
     concurrency: Positive = 64  # samples that an async function scores at the same time in one worker
 
-    def found(self, config_dir: str | os.PathLike[str] | None) -> RewardConfig:
+    def with_absolute_paths(self, config_dir: str | os.PathLike[str] | None) -> RewardConfig:
         """Return these settings with absolute paths of the functions' files, so that other processes find them.
 
         Args:

@@ -198,7 +198,8 @@ class StageConfig:
     @property
     def runs_programs(self) -> bool:
         """Return whether programs that a model writes are run."""
-        return "python" in self.rollout.tools.functions or "code" in [each.name for each in self.reward.functions]
+        rewards = [function.name for function in self.reward.functions]
+        return "python" in self.rollout.tools.functions or "code" in rewards
 
     @property
     def scores_completions(self) -> bool:

@@ -12,8 +12,8 @@ from rl_megatron.config import data_sources, schema
 from rl_megatron.config.data_sources import check_data
 from rl_megatron.config.engines import ENGINE_DECLARATIONS, check_adapter_refit, check_generation, check_router_replay
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.hints import key_of
-from rl_megatron.config.loading.sections import chosen_class, refuse_unknown, validated
+from rl_megatron.config.loading.hints import get_override_key
+from rl_megatron.config.loading.sections import build_section, chosen_class, refuse_unknown
 from rl_megatron.config.losses import check_loss_settings
 from rl_megatron.config.reward_models import OF_STAGES, on_ranks
 from rl_megatron.config.rewards import check_used
@@ -40,9 +40,9 @@ def build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any]) 
             merged[key] = value
     merged["data"] = _with_source(merged["data"], merged["algorithm"])
     where = where if changes else ""
-    own = changes.get("train", {}) if changes else base.get("train")
-    merged["train"] = _with_usual_batches(merged["train"], merged["algorithm"], own, where)
-    return validated(schema.StageConfig, merged, where)
+    train = changes.get("train", {}) if changes else base.get("train")
+    merged["train"] = _with_usual_batches(merged["train"], merged["algorithm"], train, where)
+    return build_section(schema.StageConfig, merged, where)
 
 
 def refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any]]) -> None:
@@ -52,7 +52,7 @@ def refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any]
         ConfigError: There is such an override.
     """
     for override in overrides:
-        key = key_of(override)
+        key = get_override_key(override)
         setting = [name for name, changes in stages.items() if _shadows(changes, key.split("."))]
         if setting:
             key = "algorithm.name" if key == "algorithm" else key
@@ -100,13 +100,15 @@ def _check_beginning(stages: Mapping[str, schema.StageConfig], name: str, stage:
     """Check that a stage can start from the weights of another one."""
     if stage.init_from is not None:
         _check_earlier(stages, name, "init_from", stage.init_from)
-    before = stage_before(stages, name)
-    if before is None or stages[before].algorithm.leaves_language_model or not stage.algorithm.leaves_language_model:
+    previous = stage_before(stages, name)
+    if previous is None or not stage.algorithm.leaves_language_model:
         return
-    others = [each for each in _earlier(stages, name) if stages[each].algorithm.leaves_language_model]
+    if stages[previous].algorithm.leaves_language_model:
+        return
+    others = [stage_name for stage_name in _earlier(stages, name) if stages[stage_name].algorithm.leaves_language_model]
     remedy = f"stages.{name}.init_from={OF_STAGES}{others[-1]}" if others else "another order of the stages"
     raise ConfigError(
-        f"stages.{name} starts from stages.{before}, a {stages[before].algorithm.name}, which leaves no language "
+        f"stages.{name} starts from stages.{previous}, a {stages[previous].algorithm.name}, which leaves no language "
         f"model; set {remedy}"
     )
 
@@ -127,7 +129,7 @@ def _check_reward_model(stages: Mapping[str, schema.StageConfig], name: str, whe
 def _check_earlier(stages: Mapping[str, schema.StageConfig], name: str, key: str, value: str) -> None:
     earlier = _earlier(stages, name)
     if value.removeprefix(OF_STAGES) not in earlier or not value.startswith(OF_STAGES):
-        choices = ", ".join(OF_STAGES + each for each in earlier) or "none, because this is the first stage"
+        choices = ", ".join(OF_STAGES + stage_name for stage_name in earlier) or "none, because this is the first stage"
         raise ConfigError(
             f"stages.{name}.{key}={value} is not an earlier stage of the run: {choices}; the weights of another run "
             "are the init_from of the whole run"
@@ -221,13 +223,13 @@ def _with_source(data: Any, algorithm: Any) -> Any:
     return {**data, "source": data_sources.choose_source(data, algorithm["name"])}
 
 
-def _with_usual_batches(train: Any, algorithm: Any, own: Any, where: str) -> Any:
+def _with_usual_batches(train: Any, algorithm: Any, changes: Any, where: str) -> Any:
     """Return a stage's train section with the batches that are usual for its algorithm if it does not set them.
 
     Args:
         train: The section.
         algorithm: The stage's algorithm section.
-        own: The keys of the train section that this stage does not share with others.
+        changes: The keys of the train section that this stage does not share with others.
         where: The beginning of the key path, for messages.
 
     Raises:
@@ -240,7 +242,7 @@ def _with_usual_batches(train: Any, algorithm: Any, own: Any, where: str) -> Any
         train = {**train, "global_batch_size": chosen.usual_batch_size(algorithm)}
     if train.get("batching") is not None:
         return train
-    usual, size = chosen.usual_batching, own.get("micro_batch_size") if isinstance(own, Mapping) else None
+    usual, size = chosen.usual_batching, changes.get("micro_batch_size") if isinstance(changes, Mapping) else None
     if usual != "padded" and size not in (None, TrainConfig.micro_batch_size):
         raise ConfigError(
             f"{where}train.micro_batch_size={size} has no effect: {algorithm['name']} uses train.batching={usual} if "
@@ -251,10 +253,10 @@ def _with_usual_batches(train: Any, algorithm: Any, own: Any, where: str) -> Any
 
 def _without_keys_of_another(section: str, below: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the run's section without the keys that the stage's own choice of name does not have."""
-    before, after = chosen_class(section, below), chosen_class(section, changes)
-    if before is None or after is None:
+    replaced, chosen = chosen_class(section, below), chosen_class(section, changes)
+    if replaced is None or chosen is None:
         return below
-    only_before = {field.name for field in fields(before)} - {field.name for field in fields(after)}
-    if issubclass(after, schema.DataConfig):
-        only_before |= set(after.ignores)
-    return {key: value for key, value in below.items() if key not in only_before}
+    only_replaced = {field.name for field in fields(replaced)} - {field.name for field in fields(chosen)}
+    if issubclass(chosen, schema.DataConfig):
+        only_replaced |= set(chosen.ignores)
+    return {key: value for key, value in below.items() if key not in only_replaced}

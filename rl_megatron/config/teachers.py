@@ -89,14 +89,14 @@ def _check_data_sets(teachers: Sequence[TeacherConfig], stage: StageConfig) -> N
     chosen = [name for teacher in teachers for name in teacher.data_sets]
     if not chosen:
         return
-    known = [each.shown_name for each in stage.data.mix]
-    if unknown := sorted(set(chosen) - set(known)):
+    names = [data_set.shown_name for data_set in stage.data.mix]
+    if unknown := sorted(set(chosen) - set(names)):
         raise ConfigError(
-            f"algorithm.teachers: data_sets has {unknown[0]!r}, and data.mix has {known}; name one of these (the key "
+            f"algorithm.teachers: data_sets has {unknown[0]!r}, and data.mix has {names}; name one of these (the key "
             "name of an element of data.mix sets it), or leave data_sets out"
         )
     everywhere = any(not teacher.data_sets for teacher in teachers)
-    if untaught := [name for name in known if name not in chosen and not everywhere]:
+    if untaught := [name for name in names if name not in chosen and not everywhere]:
         raise ConfigError(
             f"algorithm.teachers: no teacher has the data set {untaught[0]!r} of data.mix; add it to the data_sets of "
             "a teacher, or name a teacher without data_sets, which has all"

@@ -28,8 +28,8 @@ def _eval_metric(name: str) -> str:
         ValueError: There is no such metric.
     """
     if not is_eval_metric(name):
-        known = ", ".join(map(repr, HIGHER_IS_BETTER))
-        raise ValueError(f"must be {known}, or of a set of eval.sets, as in 'aime/avg@8'")
+        choices = ", ".join(map(repr, HIGHER_IS_BETTER))
+        raise ValueError(f"must be {choices}, or of a set of eval.sets, as in 'aime/avg@8'")
     return name
 
 
@@ -38,7 +38,7 @@ EvalMetric = Annotated[str, AfterValidator(_eval_metric)]
 _DURATION = re.compile(r"(\d{1,3}):(\d\d):(\d\d):(\d\d)")  # days, hours, minutes, seconds
 
 
-def seconds_of(duration: str) -> float:
+def parse_duration(duration: str) -> float:
     """Return a duration DD:HH:MM:SS in seconds.
 
     Raises:
@@ -55,7 +55,7 @@ def _checked_duration(value: Any) -> Any:
     if isinstance(value, int):  # YAML reads 10:00:00:00 as a number with the base 60
         raise ValueError('must be a duration "DD:HH:MM:SS" in quotes')
     if isinstance(value, str):
-        seconds_of(value)
+        parse_duration(value)
     return value
 
 

@@ -73,5 +73,5 @@ def open_metrics(config: RunConfig, layout: Topology, attempts: Attempts) -> Met
     except OSError as error:
         raise ConfigError(f"{output_dir} cannot be written: {disk.describe(error, output_dir)}") from error
     except Exception as error:  # a sink may be the user's code and raise anything, and the other ranks must not wait
-        chosen = [*config.metric_sinks, *(f"logger.{name}" for name, _ in config.logger.chosen())]
+        chosen = [*config.metric_sinks, *(f"logger.{name}" for name, _ in config.logger.iter_services())]
         raise ConfigError(f"metric_sinks={chosen} cannot be opened: {error}") from error

@@ -69,11 +69,11 @@ def plan_args(settings: Mapping[str, Any], declared: type, arguments: type[_Plan
     Raises:
         RuleError: A key is unknown or missing, or a value is out of range.
     """
-    known = declared.__annotations__
+    declared_keys = declared.__annotations__
     try:
         for key in settings:
-            if key not in known:
-                raise unknown_name(f"key of {declared.__name__}", key, known)
+            if key not in declared_keys:
+                raise unknown_name(f"key of {declared.__name__}", key, declared_keys)
         if "max_tokens_per_microbatch" not in settings:
             raise RuleError(
                 f"{declared.__name__} needs the key 'max_tokens_per_microbatch'; it has {sorted(settings)}."

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_megatron.config import checkpoint_metadata
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.loading.hints import OPEN_SECTIONS, explain, key_of
+from rl_megatron.config.loading.hints import OPEN_SECTIONS, explain, get_override_key
 from rl_megatron.config.loading.import_strings import is_import_string
 
 PRIMARY = "config"  # the name of the shipped primary configuration
@@ -105,7 +105,7 @@ def config_directory() -> Path:
     return installed if installed.is_dir() else Path(__file__).resolve().parents[3] / "configs"
 
 
-def composed(
+def compose_config(
     overrides: list[str],
     config_dir: str | None,
     config_name: str = PRIMARY,
@@ -124,23 +124,24 @@ def composed(
     """
     for override in overrides:
         _refuse_settings_of_hydra(override)
-    if _chooses_own_loss(overrides) and not any(key_of(override) == "loss" for override in overrides):
+    if _chooses_own_loss(overrides) and not any(get_override_key(override) == "loss" for override in overrides):
         overrides = [*overrides, "loss=own"]  # the keys of the default loss are not those of the user's
     _refuse_several_experiments(overrides)
     with hydra_session(config_dir, read_model):
         try:
             _refuse_unknown_stages(overrides, config_name)
-            found = compose(config_name, overrides=as_additions(overrides), return_hydra_config=True)
-            experiment = found.hydra.runtime.choices.get("experiment")
-            with open_dict(found):
-                del found["hydra"]
-            return Composed(_plain(found), experiment)
+            config = compose(config_name, overrides=as_additions(overrides), return_hydra_config=True)
+            experiment = config.hydra.runtime.choices.get("experiment")
+            with open_dict(config):
+                del config["hydra"]
+            return Composed(_plain(config), experiment)
         except ConfigError:
             raise
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             _refuse_unknown_primary(error, config_name, config_dir)
-            groups = [override for override in overrides if "." not in key_of(override)]
-            raise ConfigError(_of_resolver(error) or explain(error, overrides, _tree(groups, config_name))) from error
+            groups = [override for override in overrides if "." not in get_override_key(override)]
+            message = _find_resolver_message(error) or explain(error, overrides, _tree(groups, config_name))
+            raise ConfigError(message) from error
 
 
 def as_additions(overrides: list[str]) -> list[str]:
@@ -156,7 +157,9 @@ def as_additions(overrides: list[str]) -> list[str]:
 
 def _chooses_own_loss(overrides: list[str]) -> bool:
     """Return whether an override names a loss by an import string."""
-    values = (override.partition("=")[2].strip("'\"") for override in overrides if key_of(override) == "loss.name")
+    values = (
+        override.partition("=")[2].strip("'\"") for override in overrides if get_override_key(override) == "loss.name"
+    )
     return any(map(is_import_string, values))
 
 
@@ -168,11 +171,11 @@ def _tree(overrides: list[str], config_name: str) -> Mapping[str, Any]:
         return {}  # a choice of a preset is wrong itself: Hydra's message lists the choices
 
 
-def _plain(found: DictConfig) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(found, resolve=True, throw_on_missing=False))
+def _plain(config: DictConfig) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=False))
 
 
-def _of_resolver(error: BaseException | None) -> str | None:
+def _find_resolver_message(error: BaseException | None) -> str | None:
     """Return the message of a resolver's ConfigError, which OmegaConf may have wrapped more than once, or None."""
     while error is not None and not isinstance(error, ConfigError):
         error = error.__cause__ or error.__context__
@@ -180,7 +183,7 @@ def _of_resolver(error: BaseException | None) -> str | None:
 
 
 def _refuse_settings_of_hydra(override: str) -> None:
-    key, value = key_of(override), override.partition("=")[2]
+    key, value = get_override_key(override), override.partition("=")[2]
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         remedy = _OF_HYDRA.get(key, "leave it out").format(value=value)
         raise ConfigError(f"override {override!r} has no effect: a run does not use Hydra's own settings; {remedy}")
@@ -199,14 +202,14 @@ def _without_hydra(result: ConfigResult | None, file: str) -> ConfigResult | Non
 def _refuse_unknown_primary(error: Exception, name: str, config_dir: str | None) -> None:
     if str(error).startswith("Cannot find primary config"):
         directories = [config_directory(), *([] if config_dir is None else [Path(config_dir)])]
-        known = {path.stem for directory in directories for path in directory.glob("*.yaml")}
+        choices = {path.stem for directory in directories for path in directory.glob("*.yaml")}
         raise ConfigError(
-            f"--config-name {name}: there is no such file, shipped or in --config-dir{nearest(name, known)}"
+            f"--config-name {name}: there is no such file, shipped or in --config-dir{nearest(name, choices)}"
         ) from error
 
 
 def _refuse_several_experiments(overrides: list[str]) -> None:
-    chosen = [override for override in overrides if key_of(override) == "experiment"]
+    chosen = [override for override in overrides if get_override_key(override) == "experiment"]
     names = [name.strip("[] ") for override in chosen for name in override.partition("=")[2].split(",")]
     is_list = any(override.partition("=")[2].lstrip().startswith("[") for override in chosen)
     if is_list or len(chosen) > 1:
@@ -218,13 +221,13 @@ def _refuse_several_experiments(overrides: list[str]) -> None:
 
 def _refuse_unknown_stages(overrides: list[str], config_name: str) -> None:
     """Refuse an override of a stage that the experiment does not have, which would otherwise add a stage."""
-    named = [override for override in overrides if key_of(override).startswith("stages.")]
+    named = [override for override in overrides if get_override_key(override).startswith("stages.")]
     if not named:
         return
     others = [override for override in overrides if override not in named]
     stages = compose(config_name, overrides=as_additions(others)).get("stages") or {}
     for override in named:
-        name = key_of(override).split(".")[1]
+        name = get_override_key(override).split(".")[1]
         if name not in stages:
             hint = nearest(name, stages) if stages else "; it has no stages: leave stages.NAME out"
             raise ConfigError(f"override {override!r}: the experiment has no stage {name!r}{hint}")

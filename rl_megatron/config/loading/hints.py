@@ -85,7 +85,7 @@ _UNSUPPORTED = {
 }
 
 
-def nearest_key(key: str, known: Iterable[str]) -> str:
+def nearest_key(key: str, keys: Iterable[str]) -> str:
     """Return the end of a message about an unknown key: the keys that were probably meant.
 
     These are the key that has this name in another library, a key of another section with the same name, and a similar
@@ -93,25 +93,25 @@ def nearest_key(key: str, known: Iterable[str]) -> str:
 
     Args:
         key: The path of the unknown key, such as "train.lr" or "data.mix[0].wieght".
-        known: The paths of all keys. Those of the elements of a list are as in "data.mix[].weight".
+        keys: The paths of all keys. Those of the elements of a list are as in "data.mix[].weight".
     """
     element = re.search(r"\[\d+\]", key)
     if element is not None:
-        inside = [path for path in known if "[]" in path]
+        inside = [path for path in keys if "[]" in path]
         return nearest_key(key.replace(element[0], "[]"), inside).replace("[]", element[0])
     refused = next((why for name, why in _UNSUPPORTED.items() if key == name or key.endswith(f".{name}")), None)
     if refused is not None:
         return f"; {refused}"
-    known = sorted({path for path in known if ("[]" in path) == ("[]" in key)})
+    keys = sorted({path for path in keys if ("[]" in path) == ("[]" in key)})
     section, _, name = key.rpartition(".")
-    siblings = [path for path in known if path.rpartition(".")[0] == section]
+    siblings = [path for path in keys if path.rpartition(".")[0] == section]
     names = {path.rpartition(".")[2]: path for path in siblings}
     similar = [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.65)]
-    elsewhere = [path for path in known if path.rpartition(".")[2] == name]
+    elsewhere = [path for path in keys if path.rpartition(".")[2] == name]
     elsewhere.sort(key=lambda path: -difflib.SequenceMatcher(None, key, path).ratio())
     peers = NAMES_ELSEWHERE.get(".".join(key.split(".")[-2:])) or NAMES_ELSEWHERE.get(name, ())
     meant = list(dict.fromkeys((*peers, *elsewhere, *similar))) or difflib.get_close_matches(
-        key, siblings or known, n=1, cutoff=0.75
+        key, siblings or keys, n=1, cutoff=0.75
     )
     if meant[:1] and meant[0] in _REMARKS:
         meant = meant[:1]
@@ -119,7 +119,7 @@ def nearest_key(key: str, known: Iterable[str]) -> str:
         return f"; did you mean {' or '.join(map(repr, meant[:_MOST]))}?{_REMARKS.get(meant[0], '')}"
     if siblings and section:
         return f"; {section} has the keys {', '.join(names)}"
-    return f"; known: {', '.join(path for path in known if '.' not in path) or ', '.join(known) or 'none'}"
+    return f"; known: {', '.join(path for path in keys if '.' not in path) or ', '.join(keys) or 'none'}"
 
 
 def tree_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -160,27 +160,27 @@ def explain(error: Exception, overrides: list[str], tree: Mapping[str, Any]) -> 
     if several is not None:
         return _about_several_values(_as_given(several[1], overrides))
     preset = re.search(
-        r"Could not find '(.*)/([^/]*)'\s+Available options in '.*?':\s(.*)", _of_hydra(error), re.DOTALL
+        r"Could not find '(.*)/([^/]*)'\s+Available options in '.*?':\s(.*)", _shorten_hydra_message(error), re.DOTALL
     )
     if preset is not None:
         group, name, names = preset.groups()
         return f"{group}={name}: there is no such file{nearest(name, names.split())}"
     run_keys = {field.name for field in fields(schema.RunConfig)}
-    known = {*schema_paths(schema.StageConfig), *run_keys, "experiment", *tree_paths(tree)}
+    keys = {*schema_paths(schema.StageConfig), *run_keys, "experiment", *tree_paths(tree)}
     for override in overrides:
-        key = key_of(override)
+        key = get_override_key(override)
         if "=" not in override and not override.startswith("~"):
             return f"override {override!r} has no '='; write key=value"
-        if key not in known and not key.startswith(OPEN_SECTIONS):
-            return f"unknown key {key!r} in override {override!r}{nearest_key(key, known)}"
-    return " ".join(_of_hydra(error).split())
+        if key not in keys and not key.startswith(OPEN_SECTIONS):
+            return f"unknown key {key!r} in override {override!r}{nearest_key(key, keys)}"
+    return " ".join(_shorten_hydra_message(error).split())
 
 
-def _of_hydra(error: Exception) -> str:
+def _shorten_hydra_message(error: Exception) -> str:
     return str(error).partition("\nConfig search path:")[0]
 
 
-def key_of(override: str) -> str:
+def get_override_key(override: str) -> str:
     """Return the key path of an override, without the signs that add or remove it."""
     return override.split("=", 1)[0].lstrip("+~")
 

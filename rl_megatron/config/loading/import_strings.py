@@ -30,7 +30,7 @@ from rl_megatron.config.errors import ConfigError, nearest
 _T = TypeVar("_T")
 
 
-def imported(where: str, name: str, load: Callable[[], Any], missing: str) -> Any:
+def import_user_code(where: str, name: str, load: Callable[[], Any], missing: str) -> Any:
     """Return `load()`, which imports users' code.
 
     Args:
@@ -49,7 +49,7 @@ def imported(where: str, name: str, load: Callable[[], Any], missing: str) -> An
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and a script may exit
         if isinstance(error, ModuleNotFoundError) and error.name is not None and _is_within(name, error.name):
             raise ConfigError(f"{where}: there is no module {error.name!r}; {missing}") from error
-        raise ConfigError(f"{where}: importing {name!r} {raised(error, name)}") from error
+        raise ConfigError(f"{where}: importing {name!r} {describe_user_error(error, name)}") from error
 
 
 def user_code(where: str, call: Callable[[], _T]) -> _T:
@@ -67,18 +67,18 @@ def user_code(where: str, call: Callable[[], _T]) -> _T:
     except ConfigError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise ConfigError(f"{where} {raised(error)}") from error
+        raise ConfigError(f"{where} {describe_user_error(error)}") from error
 
 
-def raised(error: BaseException, file: str | None = None) -> str:
+def describe_user_error(error: BaseException, file: str | None = None) -> str:
     """Return "raised TypeError: message (file:line)" for an error of users' code.
 
     Args:
         error: The error.
         file: The user's file, to give the line where the error passed it. By default, the last line is given.
     """
-    said = " ".join(str(error).split())
-    return f"raised {type(error).__name__}: {said} ({_place(error, file)})"
+    message = " ".join(str(error).split())
+    return f"raised {type(error).__name__}: {message} ({_place(error, file)})"
 
 
 def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
@@ -95,10 +95,10 @@ def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
     top = module.__name__.partition(".")[0]
     if not (directory / f"{top}.py").is_file() and not (directory / top / "__init__.py").is_file():
         return
-    places = [module.__file__] if module.__file__ else list(getattr(module, "__path__", ()))
-    if not any(Path(place).resolve().is_relative_to(directory) for place in places):
+    origins = [module.__file__] if module.__file__ else list(getattr(module, "__path__", ()))
+    if not any(Path(origin).resolve().is_relative_to(directory) for origin in origins):
         raise ConfigError(
-            f"{where}: {module.__name__!r} is {', '.join(places)}, and not the module of this name in {directory}, "
+            f"{where}: {module.__name__!r} is {', '.join(origins)}, and not the module of this name in {directory}, "
             "which it hides; rename the one in the directory"
         )
 
@@ -150,20 +150,20 @@ def load_object(text: str, where: str, config_dir: str | os.PathLike[str] | None
         ConfigError: The string has another form, the file, the module or the name does not exist, importing it raises,
             or the object cannot be called. The message names `where`.
     """
-    place, name = _split(text, where)
-    if place.endswith(".py"):
-        module = _module_of_file(find_file(place, where, config_dir), where)
+    source, name = _split(text, where)
+    if source.endswith(".py"):
+        module = _module_of_file(find_file(source, where, config_dir), where)
     else:
-        module = _module_of_name(place, where, config_dir)
-    found: Any = module
+        module = _module_of_name(source, where, config_dir)
+    target: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
-            raise ConfigError(f"{where}={text!r}: {place} has no {part!r}{nearest(part, known)}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{where}={text!r} is the {type(found).__name__} {found!r}; name a function or a class")
-    return found
+        if not hasattr(target, part):
+            names = [key for key in vars(target) if not key.startswith("_")] if hasattr(target, "__dict__") else []
+            raise ConfigError(f"{where}={text!r}: {source} has no {part!r}{nearest(part, names)}")
+        target = getattr(target, part)
+    if not callable(target):
+        raise ConfigError(f"{where}={text!r} is the {type(target).__name__} {target!r}; name a function or a class")
+    return target
 
 
 def imported_files() -> dict[str, str]:
@@ -194,10 +194,10 @@ def absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = 
     Raises:
         ConfigError: The string has another form, or there is no such file.
     """
-    place, name = _split(text, where)
+    source, name = _split(text, where)
     if config_dir is not None:
         add_to_path(Path(config_dir).resolve())  # a module of this directory may be imported later
-    return f"{find_file(place, where, config_dir)}:{name}" if place.endswith(".py") else text
+    return f"{find_file(source, where, config_dir)}:{name}" if source.endswith(".py") else text
 
 
 def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | None) -> None:
@@ -219,20 +219,20 @@ def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | 
                 holder[key] = absolute(holder[key], f"{prefix}{path}", config_dir)
             elif isinstance(holder, dict) and isinstance(holder.get(key), list):
                 holder[key] = [
-                    absolute(each, f"{prefix}{path}[{index}]", config_dir) if is_import_string(each) else each
-                    for index, each in enumerate(holder[key])
+                    absolute(item, f"{prefix}{path}[{index}]", config_dir) if is_import_string(item) else item
+                    for index, item in enumerate(holder[key])
                 ]
 
 
-def find_file(place: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> Path:
+def find_file(file: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> Path:
     """Return the absolute path of a user's file, which is relative to the working directory or to `config_dir`.
 
     Raises:
         ConfigError: The file does not exist.
     """
-    given = Path(place).expanduser()
+    path = Path(file).expanduser()
     directories = [Path.cwd(), *([] if config_dir is None else [Path(config_dir)])]
-    candidates = [Path(os.path.abspath(directory / given)) for directory in directories]
+    candidates = [Path(os.path.abspath(directory / path)) for directory in directories]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
@@ -244,14 +244,14 @@ def find_file(place: str, where: str, config_dir: str | os.PathLike[str] | None 
 
 def _split(text: str, where: str) -> tuple[str, str]:
     """Return (file or module, name)."""
-    place, colon, name = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    source, colon, name = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     if not colon and text.endswith(".py"):
         raise ConfigError(f"{where}={text!r} has no name; write {text}:NAME, a class or function of the file")
-    if not place or not all(part.isidentifier() for part in name.split(".")):
+    if not source or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{where}={text!r} is not an import string; {_FORM}")
-    if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
-        raise ConfigError(f"{where}={text!r}: {place!r} is neither a .py file nor a module path; {_FORM}")
-    return place, name
+    if not source.endswith(".py") and not all(part.isidentifier() for part in source.split(".")):
+        raise ConfigError(f"{where}={text!r}: {source!r} is neither a .py file nor a module path; {_FORM}")
+    return source, name
 
 
 def _module_of_name(name: str, where: str, config_dir: str | os.PathLike[str] | None) -> ModuleType:
@@ -259,7 +259,7 @@ def _module_of_name(name: str, where: str, config_dir: str | os.PathLike[str] | 
         add_to_path(Path(config_dir).resolve())
     file = Path(f"{name.replace('.', '/')}.py")
     missing = f"a module is installed, or in the directory of --config-dir; a file is written as in {file}:NAME"
-    module = imported(where, name, lambda: importlib.import_module(name), missing)
+    module = import_user_code(where, name, lambda: importlib.import_module(name), missing)
     if config_dir is not None:
         refuse_another(where, module, Path(config_dir).resolve())
     return module
@@ -273,7 +273,7 @@ def _module_of_file(file: Path, where: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     add_to_path(file.parent)
-    module = imported(where, str(file), lambda: _execute(name, file), "")
+    module = import_user_code(where, str(file), lambda: _execute(name, file), "")
     for sibling in _imports(file):
         if sibling in sys.modules:
             refuse_another(f"{where}: {file}", sys.modules[sibling], file.parent)

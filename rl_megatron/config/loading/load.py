@@ -13,10 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 from rl_megatron.config import checkpoint_metadata, schema
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.line_breaks import with_line_breaks
-from rl_megatron.config.loading.compose import PRIMARY, composed
+from rl_megatron.config.loading.compose import PRIMARY, compose_config
 from rl_megatron.config.loading.import_strings import make_absolute
 from rl_megatron.config.loading.registry import import_plugins, listed_plugins
-from rl_megatron.config.loading.sections import mapping, refuse_missing, refuse_unknown, validated
+from rl_megatron.config.loading.sections import build_section, mapping, refuse_missing, refuse_unknown
 from rl_megatron.config.secrets import without_secrets
 from rl_megatron.config.stages import STAGE_KEYS, build_stage, check_stages, refuse_shadowed
 
@@ -45,8 +45,8 @@ def load_config(
             the nearest one.
     """
     overrides = with_line_breaks(overrides)
-    found = composed(overrides, config_dir, config_name, read_model)
-    tree = merged(found.tree, settings or {})
+    composed = compose_config(overrides, config_dir, config_name, read_model)
+    tree = merge_settings(composed.tree, settings or {})
     tree.pop("experiment", None)
     import_plugins(listed_plugins(tree.get("plugins")), None if config_dir is None else Path(config_dir))
     make_absolute(tree, config_dir)
@@ -55,29 +55,30 @@ def load_config(
     refuse_missing(tree, STAGE_KEYS)
     alone = str(mapping(tree["algorithm"], "algorithm").get("name"))
     if tree.get("output_dir") is None:
-        tree["output_dir"] = f"outputs/{found.experiment or (alone if config_name == PRIMARY else config_name)}"
+        tree["output_dir"] = f"outputs/{composed.experiment or (alone if config_name == PRIMARY else config_name)}"
     named = mapping(tree.pop("stages", None), "stages")
     stages = {name: mapping(changes, f"stages.{name}") for name, changes in (named or {alone: {}}).items()}
     run = {key: tree.pop(key) for key in list(tree) if key in _RUN_KEYS}
     refuse_shadowed(overrides, stages)
-    built = {name: _with_found_files(build_stage(name, tree, changes), config_dir) for name, changes in stages.items()}
-    config = replace(validated(schema.RunConfig, {"stages": {}, **run}, ""), stages=built)
+    built = {name: _resolve_files(build_stage(name, tree, changes), config_dir) for name, changes in stages.items()}
+    config = replace(build_section(schema.RunConfig, {"stages": {}, **run}, ""), stages=built)
     check_stages(built, is_named=bool(named))
     return config
 
 
-def _with_found_files(stage: schema.StageConfig, config_dir: str | None) -> schema.StageConfig:
+def _resolve_files(stage: schema.StageConfig, config_dir: str | None) -> schema.StageConfig:
     """Return the stage with absolute paths of the users' files that import strings name."""
-    return replace(stage, reward=stage.reward.found(config_dir), eval=stage.eval.found(config_dir))
+    reward, eval_sets = stage.reward.with_absolute_paths(config_dir), stage.eval.with_absolute_paths(config_dir)
+    return replace(stage, reward=reward, eval=eval_sets)
 
 
-def merged(tree: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(tree: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `tree` with the values of `settings`; mappings are merged, and everything else is replaced."""
     result = dict(tree)
     for key, value in settings.items():
         if isinstance(value, Mapping):
             below = result.get(key)
-            value = merged(below if isinstance(below, Mapping) else {}, value)
+            value = merge_settings(below if isinstance(below, Mapping) else {}, value)
         result[key] = value
     return result
 

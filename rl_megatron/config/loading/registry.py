@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.loading.import_strings import imported, is_import_string, load_object, refuse_another
+from rl_megatron.config.loading.import_strings import import_user_code, is_import_string, load_object, refuse_another
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ def import_plugins(names: Sequence[str], directory: Path | None = None) -> None:
     for entry_point in installed_plugins():
         package = entry_point.dist.name if entry_point.dist is not None else "an installed package"
         remedy = f"{package} names it in its entry points ({ENTRY_POINT_GROUP}); repair or uninstall {package}"
-        imported("plugins", entry_point.value, entry_point.load, remedy)
+        import_user_code("plugins", entry_point.value, entry_point.load, remedy)
     if names and directory is not None and str(directory.resolve()) not in sys.path:
         sys.path.append(str(directory.resolve()))
         importlib.invalidate_caches()
@@ -139,7 +139,7 @@ def import_plugin(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"plugins: {name!r} is not a module path; write it as in my_package.my_module")
     remedy = f"a plugin is an installed module, or {name.replace('.', '/')}.py in the directory of --config-dir"
-    return imported("plugins", name, lambda: importlib.import_module(name), remedy)
+    return import_user_code("plugins", name, lambda: importlib.import_module(name), remedy)
 
 
 def listed_plugins(value: Any, where: str = "plugins") -> tuple[str, ...]:

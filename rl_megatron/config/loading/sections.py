@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config import algorithms, data_sources  # noqa: F401  # they register their classes
-from rl_megatron.config.errors import ConfigError, shown
+from rl_megatron.config.errors import ConfigError, shorten_value
 from rl_megatron.config.loading.hints import nearest_key, schema_paths
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS
 
@@ -30,7 +30,7 @@ def chosen_class(section: str, values: Any) -> type | None:
     return registry[name] if isinstance(name, str) and name in registry else None
 
 
-def validated(section: type, values: Mapping[str, Any], where: str) -> Any:
+def build_section(section: type, values: Mapping[str, Any], where: str) -> Any:
     """Return an instance of the dataclass `section`.
 
     Args:
@@ -49,16 +49,16 @@ def validated(section: type, values: Mapping[str, Any], where: str) -> Any:
         raise ConfigError("; ".join(described) + (f"; and {more} more mistakes" if more else "")) from error
 
 
-def refuse_unknown(tree: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    """Refuse keys of a mapping that are not among the `known` ones.
+def refuse_unknown(tree: Mapping[str, Any], choices: Iterable[str], where: str) -> None:
+    """Refuse keys of a mapping that are not among `choices`.
 
     Raises:
-        ConfigError: There is such a key; the message names it and the nearest known one.
+        ConfigError: There is such a key; the message names it and the nearest choice.
     """
-    known = set(known)
+    choices = set(choices)
     for key in tree:
-        if key not in known:
-            raise ConfigError(f"unknown key {f'{where}{key}'!r}{nearest_key(str(key), known)}")
+        if key not in choices:
+            raise ConfigError(f"unknown key {f'{where}{key}'!r}{nearest_key(str(key), choices)}")
 
 
 def refuse_missing(tree: Mapping[str, Any], needed: Iterable[str]) -> None:
@@ -79,7 +79,7 @@ def mapping(value: Any, where: str) -> Mapping[str, Any]:
         ConfigError: The value is something else; the message names the key `where`.
     """
     if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{where}={shown(value)}: must be a mapping of keys to values")
+        raise ConfigError(f"{where}={shorten_value(value)}: must be a mapping of keys to values")
     return value or {}
 
 
@@ -90,16 +90,17 @@ def _describe(detail: Mapping[str, Any], section: type, values: Mapping[str, Any
     path = ".".join(location)
     if detail["type"] == "unexpected_keyword_argument":
         chosen = chosen_class(location[0], values.get(location[0]))
-        known = set(schema_paths(section, elements=True))
+        keys = set(schema_paths(section, elements=True))
         if chosen is not None:
-            others = {key for key in known if key.partition(".")[0] != location[0]}
-            known = others | set(schema_paths(chosen, f"{location[0]}.", elements=True))
-        owners = "" if chosen is None or ".".join(location[:2]) in known else _owners(*location[:2])
-        return f"unknown key {where + path!r}" + (f"; only {owners} has it" if owners else nearest_key(path, known))
+            others = {key for key in keys if key.partition(".")[0] != location[0]}
+            keys = others | set(schema_paths(chosen, f"{location[0]}.", elements=True))
+        owners = "" if chosen is None or ".".join(location[:2]) in keys else _owners(*location[:2])
+        return f"unknown key {where + path!r}" + (f"; only {owners} has it" if owners else nearest_key(path, keys))
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "string_type" and isinstance(detail["input"], Mapping | list):
         message += f"; quote a text with braces or brackets for Hydra and for the shell, as in '{path}=\"{{x}}\"'"
-    value = "" if detail["type"] == "missing" else f"={shown(detail['input'])}"  # the input is what lacks the key
+    # The input of a missing key is what lacks it.
+    value = "" if detail["type"] == "missing" else f"={shorten_value(detail['input'])}"
     return f"{where}{path}{value}: {message[0].lower()}{message[1:]}"
 
 

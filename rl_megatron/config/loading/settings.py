@@ -79,10 +79,10 @@ def parse_settings(cls: type[Settings], cfg: Any) -> Settings:
         cfg = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     if not isinstance(cfg, Mapping):  # an OmegaConf node is one
         raise TypeError(f"{cls.__name__} takes a mapping or a dataclass, got {type(cfg).__name__}")
-    known = [field.name for field in dataclasses.fields(cls)]
+    names = [field.name for field in dataclasses.fields(cls)]
     for key in cfg:
-        if key not in known:
-            raise KeyError(f"{cls.__name__} has no key {key!r}{nearest(str(key), known)}")
+        if key not in names:
+            raise KeyError(f"{cls.__name__} has no key {key!r}{nearest(str(key), names)}")
     return cls(**{key: cfg[key] for key in cfg})
 
 

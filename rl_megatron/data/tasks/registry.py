@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from rl_megatron.config.errors import ConfigError, unknown_name
-from rl_megatron.config.loading.import_strings import is_import_string, load_object, raised, user_code
+from rl_megatron.config.loading.import_strings import describe_user_error, is_import_string, load_object, user_code
 from rl_megatron.config.loading.registry import Registry
 from rl_megatron.data.tasks.task import Demonstration, Problem, Task, choose_items
 
@@ -96,7 +96,7 @@ def call_task(name: str, call: Callable[[], ResultT]) -> ResultT:
     except (ValueError, OSError):
         raise
     except Exception as error:  # a user's task may raise anything
-        raise ConfigError(f"data.task.name={name} {raised(error)}") from error
+        raise ConfigError(f"data.task.name={name} {describe_user_error(error)}") from error
 
 
 def reads_path(name: str) -> bool:
