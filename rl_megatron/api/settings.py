@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_megatron.api.model import StartingModel
-from rl_megatron.config.commands import override
+from rl_megatron.config.commands import format_override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.import_strings import record_function
 from rl_megatron.config.loading.load import load_config, merge_settings
@@ -43,15 +43,15 @@ def run_config(
                 f"{name}: a training function runs one stage; rl_megatron.run(load_config([...])) runs an experiment"
             )
     chosen = {key: tree.pop(key) for key in _PRESETS if isinstance(tree.get(key), str)}
-    overrides = [override("algorithm", algorithm)]
+    overrides = [format_override("algorithm", algorithm)]
     usual = ALGORITHM_CONFIGS[algorithm].usual_loss if algorithm in ALGORITHM_CONFIGS else None
     if usual is not None:
         chosen.setdefault("loss", usual)
     if begin is not None and begin.checkpoint is not None:
-        overrides += ["model=init_from", override("init_from", str(begin.checkpoint))]
+        overrides += ["model=init_from", format_override("init_from", str(begin.checkpoint))]
     elif begin is not None:
         tree = merge_settings(begin.settings, tree)
-    overrides += [override(key, name) for key, name in chosen.items()]
+    overrides += [format_override(key, name) for key, name in chosen.items()]
     if data is not None:
         _refuse_records(data)
         section = data if isinstance(data, Mapping) else {"path": data if isinstance(data, str) else _plain(data)}

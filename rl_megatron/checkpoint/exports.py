@@ -27,7 +27,7 @@ from rl_megatron.checkpoint.hf_convert import describe_for_hugging_face, export_
 from rl_megatron.checkpoint.hf_directory import refuse_adapter_with_head
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import hugging_face_files
-from rl_megatron.config.commands import command
+from rl_megatron.config.commands import format_command
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.train import TrainConfig
@@ -113,7 +113,7 @@ class Exporter:
         except CancelledError:
             return
         except Exception as error:  # whatever it is, training must not end without the remedy
-            by_hand = command("convert", "export", str(checkpoint), str(target))
+            by_hand = format_command("convert", "export", str(checkpoint), str(target))
             reason = f"{error}; {disk.describe_space(target)}"
             self._failure = (
                 f"{checkpoint} could not be exported to {target}: {reason}; the checkpoint is complete, and {by_hand} "

@@ -27,8 +27,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rl_megatron import log
-from rl_megatron.config.commands import command
-from rl_megatron.config.commands import override as quoted
+from rl_megatron.config.commands import format_command, format_override
 from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.loading.compose import hydra_session
 from rl_megatron.config.loading.hints import explain, get_override_key
@@ -67,7 +66,9 @@ def expand_sweep(overrides: list[str], config_dir: str | None, config_name: str)
         output_dir = f"{config.output_dir}/{name}" if name else config.output_dir
         others = [override for override in job_overrides if get_override_key(override) != "output_dir"]
         job = Job(
-            name or output_dir, [*others, quoted("output_dir", output_dir)], replace(config, output_dir=output_dir)
+            name or output_dir,
+            [*others, format_override("output_dir", output_dir)],
+            replace(config, output_dir=output_dir),
         )
         jobs.setdefault(output_dir, job)
     return list(jobs.values())
@@ -245,4 +246,4 @@ def _report(jobs: list[Job], results: list[int]) -> None:
     complete = [job.config.output_dir for job, status in zip(jobs, results, strict=False) if status == 0]
     if complete:
         print("", "What you can do next:", "  List the checkpoints of a job:", sep="\n")
-        print(f"    {command('inspect', complete[-1])}", flush=True)
+        print(f"    {format_command('inspect', complete[-1])}", flush=True)

@@ -46,7 +46,7 @@ ESTIMATORS.register("group_decoupled")(Estimator(frozenset({"component_rewards"}
 ESTIMATORS.register("optimal_baseline")(Estimator(frozenset(), 2))
 
 
-def known_estimator(name: str) -> str:
+def check_estimator_name(name: str) -> str:
     """Return `name` if it is a declared estimator or an import string.
 
     Raises:

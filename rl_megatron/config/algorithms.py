@@ -13,8 +13,8 @@ from pydantic import AfterValidator, Field
 
 from rl_megatron.config.advantages import (
     OPTIONS,
+    check_estimator_name,
     get_estimator,
-    known_estimator,
 )
 from rl_megatron.config.algorithm_kinds import (
     PairsConfig,
@@ -237,7 +237,7 @@ class GRPOConfig(PolicyGradientConfig):
     # deviation of the whole batch. optimal_baseline: compare with the group's mean, weighted by length (OPO).
     # group_decoupled: compare the scores of each reward function within the group, and then add them up (GDPO).
     # file.py:name or package.module:name: your own function.
-    advantage_estimator: Annotated[str, AfterValidator(known_estimator)] = "group_relative"
+    advantage_estimator: Annotated[str, AfterValidator(check_estimator_name)] = "group_relative"
     # group_relative and group_relative_turns: compare with the mean of the other samples of the group (RLOO).
     leave_one_out: bool = False
     normalize_std: bool = True  # group_relative…: divide by the group's standard deviation (Dr. GRPO: false)

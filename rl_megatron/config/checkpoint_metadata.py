@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config.commands import command, override
+from rl_megatron.config.commands import format_command, format_override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 
@@ -26,7 +26,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer
 ReadModel = Callable[[Path], ModelConfig]  # reads the model section of a directory with a config.json
 
 
-def model_key(key: str, init_from: str | None, read: ReadModel | None = None) -> Any:
+def read_model_key(key: str, init_from: str | None, read: ReadModel | None = None) -> Any:
     """Return the value of `key` in the model section of the checkpoint `init_from`.
 
     Args:
@@ -39,18 +39,18 @@ def model_key(key: str, init_from: str | None, read: ReadModel | None = None) ->
     """
     if not init_from:
         raise ConfigError("model=init_from takes the model section of a checkpoint: add init_from=CHECKPOINT")
-    return _model_section(Path(init_from), read)[key]
+    return _read_model_section(Path(init_from), read)[key]
 
 
 @lru_cache(maxsize=1)
-def _model_section(checkpoint: Path, read: ReadModel | None) -> dict[str, Any]:
+def _read_model_section(checkpoint: Path, read: ReadModel | None) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     if read is not None and not path.is_file() and (checkpoint / "config.json").is_file():
         return asdict(read(checkpoint))
     try:
         section = dict(json.loads(path.read_text("utf-8"))["model"])
     except FileNotFoundError as error:
-        instead = no_checkpoint(checkpoint, lambda path: override("init_from", path))
+        instead = describe_missing_checkpoint(checkpoint, lambda path: format_override("init_from", path))
         raise ConfigError(f"init_from={checkpoint} {instead}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has no readable model section") from error
@@ -61,7 +61,7 @@ def _model_section(checkpoint: Path, read: ReadModel | None) -> dict[str, Any]:
     return defaults | section  # a key that the checkpoint does not have was added later; its model has the default
 
 
-def no_checkpoint(path: Path, as_written: Callable[[str], str] = str) -> str:
+def describe_missing_checkpoint(path: Path, as_written: Callable[[str], str] = str) -> str:
     """Return what a path without a manifest is instead of a checkpoint, and what to write: the end of a message.
 
     Args:
@@ -72,7 +72,7 @@ def no_checkpoint(path: Path, as_written: Callable[[str], str] = str) -> str:
         return "does not exist"
     if (path / "config.json").is_file():
         converted = f"checkpoints/{path.resolve().name}"
-        conversion = command("convert", "import", str(path), converted)
+        conversion = format_command("convert", "import", str(path), converted)
         return (
             f"is a Hugging Face directory; make a checkpoint of it with {conversion}, and write {as_written(converted)}"
         )

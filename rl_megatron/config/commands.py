@@ -9,18 +9,18 @@ _UNQUOTED = r"[\w./:@%+-]+"  # characters that a value in Hydra's syntax may hav
 _NOT_TEXT = r"(?i)null|true|false|[+-]?(nan|inf|[\d_.]+(e[+-]?\d+)?)"  # Hydra reads these as other types
 
 
-def command(*words: str) -> str:
+def format_command(*words: str) -> str:
     """Return `rl-megatron` with these arguments, quoted for a shell."""
     return shlex.join(("rl-megatron", *words))
 
 
-def override(key: str, value: str) -> str:
+def format_override(key: str, value: str) -> str:
     """Return `key=value` in Hydra's syntax, where `value` is a text."""
     plain = re.fullmatch(_UNQUOTED, value, re.ASCII) and not re.fullmatch(_NOT_TEXT, value)
     return f"{key}={value if plain else _quote(value)}"
 
 
-def override_of_list(key: str, value: str) -> str | None:
+def format_list_override(key: str, value: str) -> str | None:
     """Return `key=[…]` in Hydra's syntax, where `value` is a list whose texts were written without quotes.
 
     Numbers and quoted texts stay as they are. The result is None if the list has lists or mappings in it.

@@ -22,7 +22,7 @@ _OF_TASKS = "task num_documents num_demonstrations".split()
 register_source_config = register_class("source", SOURCE_CONFIGS, declared="heldout_kind")
 
 
-def sources_providing(kind: str) -> list[str]:
+def find_sources(kind: str) -> list[str]:
     """Return the names of the registered sources that provide a kind of data."""
     return [name for name, config in SOURCE_CONFIGS.items() if kind in config.provides]
 
@@ -39,9 +39,9 @@ def choose_source(data: Mapping[str, Any], algorithm: str) -> str:
     """
     needed = ALGORITHM_CONFIGS[algorithm].learns_from
     task = data.get("task") or {}
-    if isinstance(task, Mapping) and "name" in task and "task" in sources_providing(needed):
+    if isinstance(task, Mapping) and "name" in task and "task" in find_sources(needed):
         return "task"
-    providing = [name for name in sources_providing(needed) if name != "task"]
+    providing = [name for name in find_sources(needed) if name != "task"]
     if not providing:
         raise ConfigError(
             f"algorithm={algorithm} needs {needed}, and no data source has them; use a plugin that registers one"

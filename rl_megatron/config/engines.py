@@ -243,10 +243,10 @@ def _check_servers(generation: GenerationConfig) -> None:
             )
     getattr(generation, chosen).check()
     if chosen == "vllm":
-        vllm_logprobs_mode(generation)
+        choose_vllm_logprobs_mode(generation)
 
 
-def vllm_logprobs_mode(generation: GenerationConfig) -> str:
+def choose_vllm_logprobs_mode(generation: GenerationConfig) -> str:
     """Return the `--logprobs-mode` with which vLLM's logprobs are log softmax(logits/temperature), before top-k/top-p.
 
     vLLM gives logprobs at temperature 1 before everything ("raw"), or after temperature, top-k and top-p ("processed").

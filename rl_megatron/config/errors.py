@@ -67,7 +67,7 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {kind} {name!r}{nearest(name, choices)}")
 
 
-def bad_input_named(build: Callable[[], _T]) -> _T:
+def convert_errors(build: Callable[[], _T]) -> _T:
     """Return `build()`; turn errors of the data package, and files that cannot be read, into a ConfigError."""
     try:
         return build()

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.import_strings import absolute, is_import_string
+from rl_megatron.config.loading.import_strings import is_import_string, make_string_absolute
 from rl_megatron.config.loading.settings import NonNegative, NonNegativeFloat, Number, Positive, section
 
 
@@ -58,7 +58,7 @@ class EvalConfig:
         for index, eval_set in enumerate(self.sets):
             name = None if eval_set.task is None else eval_set.task.get("name")
             if eval_set.task is not None and isinstance(name, str) and is_import_string(name):
-                target = absolute(name, f"eval.sets[{index}].task.name", config_dir)
+                target = make_string_absolute(name, f"eval.sets[{index}].task.name", config_dir)
                 eval_set = replace(eval_set, task=eval_set.task | {"name": target})
             sets.append(eval_set)
         return replace(self, sets=tuple(sets))
@@ -95,13 +95,13 @@ class EvalConfig:
                 )
 
 
-def reported_ks(num_samples: int) -> tuple[int, ...]:
+def list_reported_ks(num_samples: int) -> tuple[int, ...]:
     """Return the k for which pass@k is reported: the powers of 2 up to `num_samples`, and `num_samples`."""
     return tuple(sorted({num_samples, *(2**power for power in range(num_samples.bit_length()))}))
 
 
-def statistic_names(num_samples: int, has_answers: bool) -> tuple[str, ...]:
+def list_statistics(num_samples: int, has_answers: bool) -> tuple[str, ...]:
     """Return the names of the statistics of a set of problems with so many samples each."""
-    passes = tuple(f"pass@{k}" for k in reported_ks(num_samples))
+    passes = tuple(f"pass@{k}" for k in list_reported_ks(num_samples))
     votes = (f"maj@{num_samples}",) if has_answers else ()
     return (f"avg@{num_samples}", *passes, *votes, "length", "truncated")

@@ -43,7 +43,7 @@ class RewardModelArguments(ScoringModel):
         return self.models or (self,)
 
 
-def on_ranks(settings: RewardConfig) -> dict[int, RewardModelArguments]:
+def list_models_on_ranks(settings: RewardConfig) -> dict[int, RewardModelArguments]:
     """Return the arguments of the reward functions whose models run on the policy's ranks, by their place in the list.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.import_strings import absolute, add_to_path, is_import_string
+from rl_megatron.config.loading.import_strings import add_to_path, is_import_string, make_string_absolute
 from rl_megatron.config.loading.settings import Number, Positive, PositiveFloat, section
 
 ENVIRONMENT = "environment"  # the name of the rewards of environments beside those of reward functions
@@ -78,7 +78,7 @@ class RewardConfig:
         functions = []
         for index, function in enumerate(self.functions):
             if is_import_string(function.target):
-                target = absolute(function.target, f"reward.functions[{index}].name", config_dir)
+                target = make_string_absolute(function.target, f"reward.functions[{index}].name", config_dir)
                 function = replace(function, path=None, name=target)
                 if config_dir is not None and not target.rpartition(":")[0].endswith(".py"):
                     add_to_path(os.path.realpath(config_dir))

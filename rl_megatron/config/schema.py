@@ -20,7 +20,7 @@ from rl_megatron.config.data import PROBLEMS, MixedData
 from rl_megatron.config.eval_sets import EvalConfig
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.loading.registry import Registry
-from rl_megatron.config.loading.settings import Fraction, Positive, named_class, section
+from rl_megatron.config.loading.settings import Fraction, Positive, choose_class, section
 from rl_megatron.config.loggers import LoggerConfig, ProfileConfig
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -177,14 +177,14 @@ class StageConfig:
     # The stage whose last weights this one starts from, as stages.NAME; it is an earlier one. null: the stage before.
     init_from: str | None = None
     # the algorithm and its settings (config/algorithms.py)
-    algorithm: Annotated[SerializeAsAny[AlgorithmConfig], named_class("name", ALGORITHM_CONFIGS)]
+    algorithm: Annotated[SerializeAsAny[AlgorithmConfig], choose_class("name", ALGORITHM_CONFIGS)]
     model: ModelConfig  # the model's architecture; the same in all stages
     parallel: ParallelConfig  # the parallel layout; the same in all stages
     optimizer: OptimizerConfig  # the policy's optimizer
     train: TrainConfig  # steps, batches, evaluations and checkpoints
     tokenizer: TokenizerConfig  # the tokenizer; the same in all stages
     # the data source and its settings (config/data_sources.py)
-    data: Annotated[SerializeAsAny[DataConfig], named_class("source", SOURCE_CONFIGS)]
+    data: Annotated[SerializeAsAny[DataConfig], choose_class("source", SOURCE_CONFIGS)]
     generation: GenerationConfig  # sampling and the rollout engine
     peft: LoraConfig | None = None  # adapters to train instead of all weights, as {r: 16}; null: all are trained
     reward: RewardConfig = field(default_factory=RewardConfig)  # reward functions and the processes that run them

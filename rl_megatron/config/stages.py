@@ -13,9 +13,9 @@ from rl_megatron.config.data_sources import check_data
 from rl_megatron.config.engines import ENGINE_DECLARATIONS, check_adapter_refit, check_generation, check_router_replay
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.hints import get_override_key
-from rl_megatron.config.loading.sections import build_section, chosen_class, refuse_unknown
+from rl_megatron.config.loading.sections import build_section, find_chosen_class, refuse_unknown
 from rl_megatron.config.losses import check_loss_settings
-from rl_megatron.config.reward_models import OF_STAGES, on_ranks
+from rl_megatron.config.reward_models import OF_STAGES, list_models_on_ranks
 from rl_megatron.config.rewards import check_used
 from rl_megatron.config.rules import check_asynchronous, check_deterministic, check_model
 from rl_megatron.config.train import TrainConfig
@@ -82,12 +82,12 @@ def check_stages(stages: Mapping[str, schema.StageConfig], is_named: bool) -> No
     check_used((stage.reward, stage.scores_completions) for stage in stages.values())
     for name, stage in stages.items():
         _check_beginning(stages, name, stage)
-        for index, arguments in on_ranks(stage.reward).items():
+        for index, arguments in list_models_on_ranks(stage.reward).items():
             for model in arguments.members:
                 _check_reward_model(stages, name, f"reward.functions[{index}].kwargs", model.init_from)
 
 
-def stage_before(stages: Mapping[str, schema.StageConfig], name: str) -> str | None:
+def find_previous_stage(stages: Mapping[str, schema.StageConfig], name: str) -> str | None:
     """Return the stage from whose last weights a stage starts, or None for the first one."""
     named = stages[name].init_from
     if named is not None:
@@ -100,12 +100,13 @@ def _check_beginning(stages: Mapping[str, schema.StageConfig], name: str, stage:
     """Check that a stage can start from the weights of another one."""
     if stage.init_from is not None:
         _check_earlier(stages, name, "init_from", stage.init_from)
-    previous = stage_before(stages, name)
+    previous = find_previous_stage(stages, name)
     if previous is None or not stage.algorithm.leaves_language_model:
         return
     if stages[previous].algorithm.leaves_language_model:
         return
-    others = [stage_name for stage_name in _earlier(stages, name) if stages[stage_name].algorithm.leaves_language_model]
+    earlier = _list_earlier_stages(stages, name)
+    others = [stage_name for stage_name in earlier if stages[stage_name].algorithm.leaves_language_model]
     remedy = f"stages.{name}.init_from={OF_STAGES}{others[-1]}" if others else "another order of the stages"
     raise ConfigError(
         f"stages.{name} starts from stages.{previous}, a {stages[previous].algorithm.name}, which leaves no language "
@@ -127,7 +128,7 @@ def _check_reward_model(stages: Mapping[str, schema.StageConfig], name: str, whe
 
 
 def _check_earlier(stages: Mapping[str, schema.StageConfig], name: str, key: str, value: str) -> None:
-    earlier = _earlier(stages, name)
+    earlier = _list_earlier_stages(stages, name)
     if value.removeprefix(OF_STAGES) not in earlier or not value.startswith(OF_STAGES):
         choices = ", ".join(OF_STAGES + stage_name for stage_name in earlier) or "none, because this is the first stage"
         raise ConfigError(
@@ -138,7 +139,7 @@ def _check_earlier(stages: Mapping[str, schema.StageConfig], name: str, key: str
         )
 
 
-def _earlier(stages: Mapping[str, schema.StageConfig], name: str) -> list[str]:
+def _list_earlier_stages(stages: Mapping[str, schema.StageConfig], name: str) -> list[str]:
     names = list(stages)
     return names[: names.index(name)]
 
@@ -179,7 +180,7 @@ def _check_kind_of_data(stage: schema.StageConfig) -> None:
     needed, source = stage.algorithm.learns_from, stage.data.source
     if needed in stage.data.provides:
         return
-    others = data_sources.sources_providing(needed)
+    others = data_sources.find_sources(needed)
     raise ConfigError(
         f"algorithm={stage.algorithm.name} needs {needed}: data.source={source} does not have them; use "
         + (f"data.source={' or '.join(others)}" if others else "a plugin that registers a data source with them")
@@ -199,7 +200,7 @@ def _shadows(changes: Mapping[str, Any], path: list[str]) -> bool:
 def _has_key(changes: Mapping[str, Any], key: str) -> bool:
     """Return whether the stage has the key: the keys of `algorithm` and `data` depend on a name in them."""
     section, _, name = key.partition(".")
-    chosen = chosen_class(section, changes[section])
+    chosen = find_chosen_class(section, changes[section])
     return chosen is None or name.partition(".")[0] in {field.name for field in fields(chosen)}
 
 
@@ -218,7 +219,11 @@ def _has(tree: Any, path: list[str]) -> bool:
 
 def _with_source(data: Any, algorithm: Any) -> Any:
     """Return a stage's data section with the source that is chosen for it if it names none."""
-    if not isinstance(data, Mapping) or data.get("source") is not None or chosen_class("algorithm", algorithm) is None:
+    if (
+        not isinstance(data, Mapping)
+        or data.get("source") is not None
+        or find_chosen_class("algorithm", algorithm) is None
+    ):
         return data
     return {**data, "source": data_sources.choose_source(data, algorithm["name"])}
 
@@ -235,7 +240,7 @@ def _with_usual_batches(train: Any, algorithm: Any, changes: Any, where: str) ->
     Raises:
         ConfigError: The stage sets `micro_batch_size`, which has no effect on the usual batching.
     """
-    chosen = chosen_class("algorithm", algorithm)
+    chosen = find_chosen_class("algorithm", algorithm)
     if not isinstance(train, Mapping) or chosen is None:
         return train
     if train.get("global_batch_size") is None:
@@ -253,7 +258,7 @@ def _with_usual_batches(train: Any, algorithm: Any, changes: Any, where: str) ->
 
 def _without_keys_of_another(section: str, below: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the run's section without the keys that the stage's own choice of name does not have."""
-    replaced, chosen = chosen_class(section, below), chosen_class(section, changes)
+    replaced, chosen = find_chosen_class(section, below), find_chosen_class(section, changes)
     if replaced is None or chosen is None:
         return below
     only_replaced = {field.name for field in fields(replaced)} - {field.name for field in fields(chosen)}

@@ -21,7 +21,7 @@ from rl_megatron.config.loading.settings import (
 from rl_megatron.config.metrics import HIGHER_IS_BETTER, is_eval_metric
 
 
-def _eval_metric(name: str) -> str:
+def _check_eval_metric(name: str) -> str:
     """Return the name of an eval metric; the preflight checks whether the stage has it.
 
     Raises:
@@ -33,7 +33,7 @@ def _eval_metric(name: str) -> str:
     return name
 
 
-EvalMetric = Annotated[str, AfterValidator(_eval_metric)]
+EvalMetric = Annotated[str, AfterValidator(_check_eval_metric)]
 
 _DURATION = re.compile(r"(\d{1,3}):(\d\d):(\d\d):(\d\d)")  # days, hours, minutes, seconds
 
@@ -51,7 +51,7 @@ def parse_duration(duration: str) -> float:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def _checked_duration(value: Any) -> Any:
+def _check_duration(value: Any) -> Any:
     if isinstance(value, int):  # YAML reads 10:00:00:00 as a number with the base 60
         raise ValueError('must be a duration "DD:HH:MM:SS" in quotes')
     if isinstance(value, str):
@@ -59,7 +59,7 @@ def _checked_duration(value: Any) -> Any:
     return value
 
 
-Duration = Annotated[str, BeforeValidator(_checked_duration)]
+Duration = Annotated[str, BeforeValidator(_check_duration)]
 
 
 @section

@@ -84,7 +84,7 @@ def hydra_session(config_dir: str | None, read_model: checkpoint_metadata.ReadMo
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir {config_dir} is not a directory")
     # For configs/model/init_from.yaml.
-    model_key = partial(checkpoint_metadata.model_key, read=read_model)
+    model_key = partial(checkpoint_metadata.read_model_key, read=read_model)
     OmegaConf.register_new_resolver("of_checkpoint", model_key, replace=True)
     search_path = create_config_search_path(str(config_directory()))
     if config_dir is not None:

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from hydra.errors import OverrideParseException
 
 from rl_megatron.config import schema
-from rl_megatron.config.commands import override as quoted
-from rl_megatron.config.commands import override_of_list
+from rl_megatron.config.commands import format_list_override, format_override
 from rl_megatron.config.errors import nearest
 
 OPEN_SECTIONS = ("stages.", "algorithm.", "data.")  # the keys of these depend on a name in the section
@@ -85,7 +84,7 @@ _UNSUPPORTED = {
 }
 
 
-def nearest_key(key: str, keys: Iterable[str]) -> str:
+def suggest_key(key: str, keys: Iterable[str]) -> str:
     """Return the end of a message about an unknown key: the keys that were probably meant.
 
     These are the key that has this name in another library, a key of another section with the same name, and a similar
@@ -98,7 +97,7 @@ def nearest_key(key: str, keys: Iterable[str]) -> str:
     element = re.search(r"\[\d+\]", key)
     if element is not None:
         inside = [path for path in keys if "[]" in path]
-        return nearest_key(key.replace(element[0], "[]"), inside).replace("[]", element[0])
+        return suggest_key(key.replace(element[0], "[]"), inside).replace("[]", element[0])
     refused = next((why for name, why in _UNSUPPORTED.items() if key == name or key.endswith(f".{name}")), None)
     if refused is not None:
         return f"; {refused}"
@@ -155,10 +154,10 @@ def explain(error: Exception, overrides: list[str], tree: Mapping[str, Any]) -> 
         tree: The configuration that the choices of presets and of the experiment alone give.
     """
     if isinstance(error, OverrideParseException):
-        return _about_quoting(_as_given(str(getattr(error, "override", "")), overrides))
+        return _explain_quoting(_restore_override(str(getattr(error, "override", "")), overrides))
     several = re.match(r"Ambiguous value for argument '(.*)'$", str(error), re.MULTILINE)
     if several is not None:
-        return _about_several_values(_as_given(several[1], overrides))
+        return _explain_several_values(_restore_override(several[1], overrides))
     preset = re.search(
         r"Could not find '(.*)/([^/]*)'\s+Available options in '.*?':\s(.*)", _shorten_hydra_message(error), re.DOTALL
     )
@@ -172,7 +171,7 @@ def explain(error: Exception, overrides: list[str], tree: Mapping[str, Any]) -> 
         if "=" not in override and not override.startswith("~"):
             return f"override {override!r} has no '='; write key=value"
         if key not in keys and not key.startswith(OPEN_SECTIONS):
-            return f"unknown key {key!r} in override {override!r}{nearest_key(key, keys)}"
+            return f"unknown key {key!r} in override {override!r}{suggest_key(key, keys)}"
     return " ".join(_shorten_hydra_message(error).split())
 
 
@@ -185,29 +184,30 @@ def get_override_key(override: str) -> str:
     return override.split("=", 1)[0].lstrip("+~")
 
 
-def _as_given(override: str, overrides: list[str]) -> str:
+def _restore_override(override: str, overrides: list[str]) -> str:
     """Return an override of Hydra's message as the user wrote it, without the signs that were put before it."""
     return (
         (override if override in overrides else override.removeprefix("++")).replace("\n", "\\n").replace("\t", "\\t")
     )
 
 
-def _about_quoting(override: str) -> str:
+def _explain_quoting(override: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         return f"override {override!r} has no '='; write key=value"
-    written = override_of_list(key, value) if value.startswith("[") else quoted(key, value)
+    written = format_list_override(key, value) if value.startswith("[") else format_override(key, value)
     if written is None:
         return f"override '{override}': Hydra cannot read the value; put each text in it in double quotes"
     argument = shlex.quote(written)
     return f"override '{override}': Hydra cannot read the value; quote it for Hydra and for the shell: {argument}"
 
 
-def _about_several_values(override: str) -> str:
+def _explain_several_values(override: str) -> str:
     key, _, value = override.partition("=")
+    as_list, as_text = shlex.quote(f"{key}=[{value}]"), shlex.quote(format_override(key, value))
     return (
         f"override '{override}' has several values; add --multirun to run a job for each of them, write "
-        f"{shlex.quote(f'{key}=[{value}]')} for a list, or {shlex.quote(quoted(key, value))} for one text with commas"
+        f"{as_list} for a list, or {as_text} for one text with commas"
     )
 
 

@@ -52,7 +52,7 @@ def import_user_code(where: str, name: str, load: Callable[[], Any], missing: st
         raise ConfigError(f"{where}: importing {name!r} {describe_user_error(error, name)}") from error
 
 
-def user_code(where: str, call: Callable[[], _T]) -> _T:
+def run_user_code(where: str, call: Callable[[], _T]) -> _T:
     """Return `call()`, which runs users' code.
 
     Args:
@@ -78,7 +78,7 @@ def describe_user_error(error: BaseException, file: str | None = None) -> str:
         file: The user's file, to give the line where the error passed it. By default, the last line is given.
     """
     message = " ".join(str(error).split())
-    return f"raised {type(error).__name__}: {message} ({_place(error, file)})"
+    return f"raised {type(error).__name__}: {message} ({_locate_error(error, file)})"
 
 
 def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
@@ -103,7 +103,7 @@ def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
         )
 
 
-def _place(error: BaseException, name: str | None) -> str:
+def _locate_error(error: BaseException, name: str | None) -> str:
     """Return file:line where an error was raised: in the file `name` if it passed there, otherwise in the last file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -152,9 +152,9 @@ def load_object(text: str, where: str, config_dir: str | os.PathLike[str] | None
     """
     source, name = _split(text, where)
     if source.endswith(".py"):
-        module = _module_of_file(find_file(source, where, config_dir), where)
+        module = _import_file(find_file(source, where, config_dir), where)
     else:
-        module = _module_of_name(source, where, config_dir)
+        module = _import_module(source, where, config_dir)
     target: Any = module
     for part in name.split("."):
         if not hasattr(target, part):
@@ -188,7 +188,7 @@ class _FileFinder(MetaPathFinder):
         return None if file is None else importlib.util.spec_from_file_location(fullname, file)
 
 
-def absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> str:
+def make_string_absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> str:
     """Return an import string that means the same in any working directory: its file has an absolute path.
 
     Raises:
@@ -201,7 +201,7 @@ def absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = 
 
 
 def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | None) -> None:
-    """Replace the import strings of a composed configuration, and of its stages, by those that `absolute` returns.
+    """Make the import strings of a composed configuration, and of its stages, absolute in place.
 
     Raises:
         ConfigError: A string has another form, or there is no such file.
@@ -216,10 +216,12 @@ def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | 
             for part in above:
                 holder = holder.get(part) if isinstance(holder, dict) else None
             if isinstance(holder, dict) and is_import_string(holder.get(key)):
-                holder[key] = absolute(holder[key], f"{prefix}{path}", config_dir)
+                holder[key] = make_string_absolute(holder[key], f"{prefix}{path}", config_dir)
             elif isinstance(holder, dict) and isinstance(holder.get(key), list):
                 holder[key] = [
-                    absolute(item, f"{prefix}{path}[{index}]", config_dir) if is_import_string(item) else item
+                    make_string_absolute(item, f"{prefix}{path}[{index}]", config_dir)
+                    if is_import_string(item)
+                    else item
                     for index, item in enumerate(holder[key])
                 ]
 
@@ -254,7 +256,7 @@ def _split(text: str, where: str) -> tuple[str, str]:
     return source, name
 
 
-def _module_of_name(name: str, where: str, config_dir: str | os.PathLike[str] | None) -> ModuleType:
+def _import_module(name: str, where: str, config_dir: str | os.PathLike[str] | None) -> ModuleType:
     if config_dir is not None:
         add_to_path(Path(config_dir).resolve())
     file = Path(f"{name.replace('.', '/')}.py")
@@ -265,7 +267,7 @@ def _module_of_name(name: str, where: str, config_dir: str | os.PathLike[str] | 
     return module
 
 
-def _module_of_file(file: Path, where: str) -> ModuleType:
+def _import_file(file: Path, where: str) -> ModuleType:
     """Import a file, unless it has been imported."""
     file = file.resolve()
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:12]
@@ -274,7 +276,7 @@ def _module_of_file(file: Path, where: str) -> ModuleType:
         return sys.modules[name]
     add_to_path(file.parent)
     module = import_user_code(where, str(file), lambda: _execute(name, file), "")
-    for sibling in _imports(file):
+    for sibling in _list_imports(file):
         if sibling in sys.modules:
             refuse_another(f"{where}: {file}", sys.modules[sibling], file.parent)
     return module
@@ -294,7 +296,7 @@ def _execute(name: str, file: Path) -> ModuleType:
     return module
 
 
-def _imports(file: Path) -> Iterator[str]:
+def _list_imports(file: Path) -> Iterator[str]:
     """Yield the top-level names that a file imports."""
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
@@ -315,7 +317,7 @@ _digests: dict[str, str] = {}
 
 def record_function(name: str, function: Callable[..., Any]) -> None:
     """Record the code of a function under the name that the configuration has for it."""
-    _digests[name] = hashlib.sha256(_code(function).encode()).hexdigest()[:32]
+    _digests[name] = hashlib.sha256(_read_code(function).encode()).hexdigest()[:32]
 
 
 def function_digest(name: str) -> str | None:
@@ -323,10 +325,10 @@ def function_digest(name: str) -> str | None:
     return _digests.get(name)
 
 
-def _code(function: Any) -> str:
+def _read_code(function: Any) -> str:
     """Return the source of a function, or of the class of an object that is called; its bytecode without a source."""
     if isinstance(function, functools.partial):
-        return f"{_code(function.func)} {function.args} {function.keywords}"
+        return f"{_read_code(function.func)} {function.args} {function.keywords}"
     is_code = inspect.isroutine(function) or inspect.isclass(function)
     try:
         return inspect.getsource(function if is_code else type(function))

@@ -15,8 +15,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.line_breaks import with_line_breaks
 from rl_megatron.config.loading.compose import PRIMARY, compose_config
 from rl_megatron.config.loading.import_strings import make_absolute
-from rl_megatron.config.loading.registry import import_plugins, listed_plugins
-from rl_megatron.config.loading.sections import build_section, mapping, refuse_missing, refuse_unknown
+from rl_megatron.config.loading.registry import import_plugins, parse_plugins
+from rl_megatron.config.loading.sections import build_section, check_mapping, refuse_missing, refuse_unknown
 from rl_megatron.config.secrets import without_secrets
 from rl_megatron.config.stages import STAGE_KEYS, build_stage, check_stages, refuse_shadowed
 
@@ -48,16 +48,16 @@ def load_config(
     composed = compose_config(overrides, config_dir, config_name, read_model)
     tree = merge_settings(composed.tree, settings or {})
     tree.pop("experiment", None)
-    import_plugins(listed_plugins(tree.get("plugins")), None if config_dir is None else Path(config_dir))
+    import_plugins(parse_plugins(tree.get("plugins")), None if config_dir is None else Path(config_dir))
     make_absolute(tree, config_dir)
     _take_tokenizer(tree)
     refuse_unknown(tree, STAGE_KEYS | _RUN_KEYS, "")
     refuse_missing(tree, STAGE_KEYS)
-    alone = str(mapping(tree["algorithm"], "algorithm").get("name"))
+    alone = str(check_mapping(tree["algorithm"], "algorithm").get("name"))
     if tree.get("output_dir") is None:
         tree["output_dir"] = f"outputs/{composed.experiment or (alone if config_name == PRIMARY else config_name)}"
-    named = mapping(tree.pop("stages", None), "stages")
-    stages = {name: mapping(changes, f"stages.{name}") for name, changes in (named or {alone: {}}).items()}
+    named = check_mapping(tree.pop("stages", None), "stages")
+    stages = {name: check_mapping(changes, f"stages.{name}") for name, changes in (named or {alone: {}}).items()}
     run = {key: tree.pop(key) for key in list(tree) if key in _RUN_KEYS}
     refuse_shadowed(overrides, stages)
     built = {name: _resolve_files(build_stage(name, tree, changes), config_dir) for name, changes in stages.items()}
@@ -118,7 +118,7 @@ def from_yaml(text: str, where: str) -> schema.RunConfig:
     try:
         tree = yaml.safe_load(text)
         if isinstance(tree, Mapping):
-            import_plugins(listed_plugins(tree.get("plugins")))
+            import_plugins(parse_plugins(tree.get("plugins")))
         return TypeAdapter(schema.RunConfig).validate_python(tree)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

@@ -117,7 +117,7 @@ def import_plugins(names: Sequence[str], directory: Path | None = None) -> None:
     Raises:
         ConfigError: A plugin cannot be imported, or is a different module than the one in `directory`.
     """
-    for entry_point in installed_plugins():
+    for entry_point in find_installed_plugins():
         package = entry_point.dist.name if entry_point.dist is not None else "an installed package"
         remedy = f"{package} names it in its entry points ({ENTRY_POINT_GROUP}); repair or uninstall {package}"
         import_user_code("plugins", entry_point.value, entry_point.load, remedy)
@@ -142,7 +142,7 @@ def import_plugin(name: str) -> ModuleType:
     return import_user_code("plugins", name, lambda: importlib.import_module(name), remedy)
 
 
-def listed_plugins(value: Any, where: str = "plugins") -> tuple[str, ...]:
+def parse_plugins(value: Any, where: str = "plugins") -> tuple[str, ...]:
     """Return the module paths that a configuration's key `plugins` lists; null is an empty list.
 
     Args:
@@ -160,6 +160,6 @@ def listed_plugins(value: Any, where: str = "plugins") -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def installed_plugins() -> tuple[EntryPoint, ...]:
+def find_installed_plugins() -> tuple[EntryPoint, ...]:
     """Return the entry points of all installed packages in the group of plugins."""
     return tuple(entry_points(group=ENTRY_POINT_GROUP))

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config import algorithms, data_sources  # noqa: F401  # they register their classes
 from rl_megatron.config.errors import ConfigError, shorten_value
-from rl_megatron.config.loading.hints import nearest_key, schema_paths
+from rl_megatron.config.loading.hints import schema_paths, suggest_key
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS
 
 # Sections whose dataclass is chosen by one of their keys.
@@ -21,7 +21,7 @@ _CHOOSING_KEYS = {
 _MOST = 8  # mistakes that one message names
 
 
-def chosen_class(section: str, values: Any) -> type | None:
+def find_chosen_class(section: str, values: Any) -> type | None:
     """Return the registered dataclass that a section's name chooses, or None if the section has no such name."""
     if section not in _CHOOSING_KEYS or not isinstance(values, Mapping):
         return None
@@ -58,7 +58,7 @@ def refuse_unknown(tree: Mapping[str, Any], choices: Iterable[str], where: str) 
     choices = set(choices)
     for key in tree:
         if key not in choices:
-            raise ConfigError(f"unknown key {f'{where}{key}'!r}{nearest_key(str(key), choices)}")
+            raise ConfigError(f"unknown key {f'{where}{key}'!r}{suggest_key(str(key), choices)}")
 
 
 def refuse_missing(tree: Mapping[str, Any], needed: Iterable[str]) -> None:
@@ -72,7 +72,7 @@ def refuse_missing(tree: Mapping[str, Any], needed: Iterable[str]) -> None:
         raise ConfigError(f"the configuration has no {missing[0]!r}: an override or an experiment deleted it; keep it")
 
 
-def mapping(value: Any, where: str) -> Mapping[str, Any]:
+def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
     """Return `value`, or an empty mapping for null.
 
     Raises:
@@ -89,13 +89,13 @@ def _describe(detail: Mapping[str, Any], section: type, values: Mapping[str, Any
         location.pop(2)  # pydantic adds the name of the union's member, which the key path does not have
     path = ".".join(location)
     if detail["type"] == "unexpected_keyword_argument":
-        chosen = chosen_class(location[0], values.get(location[0]))
+        chosen = find_chosen_class(location[0], values.get(location[0]))
         keys = set(schema_paths(section, elements=True))
         if chosen is not None:
             others = {key for key in keys if key.partition(".")[0] != location[0]}
             keys = others | set(schema_paths(chosen, f"{location[0]}.", elements=True))
-        owners = "" if chosen is None or ".".join(location[:2]) in keys else _owners(*location[:2])
-        return f"unknown key {where + path!r}" + (f"; only {owners} has it" if owners else nearest_key(path, keys))
+        owners = "" if chosen is None or ".".join(location[:2]) in keys else _list_owners(*location[:2])
+        return f"unknown key {where + path!r}" + (f"; only {owners} has it" if owners else suggest_key(path, keys))
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "string_type" and isinstance(detail["input"], Mapping | list):
         message += f"; quote a text with braces or brackets for Hydra and for the shell, as in '{path}=\"{{x}}\"'"
@@ -115,7 +115,7 @@ def _with_elements(location: Iterable[str | int]) -> list[str]:
     return parts
 
 
-def _owners(section: str, key: str = "") -> str:
+def _list_owners(section: str, key: str = "") -> str:
     """Return the choices of a section whose classes have the key, such as "algorithm=grpo or ppo"."""
     if section not in _CHOOSING_KEYS:
         return ""

@@ -131,7 +131,7 @@ def check_ranges(settings: Any, at_least_zero: Iterable[str] = (), above_zero: I
 ClassT = TypeVar("ClassT", bound=type)
 
 
-def named_class(key: str, registry: Registry[Any]) -> BeforeValidator:
+def choose_class(key: str, registry: Registry[Any]) -> BeforeValidator:
     """Return a validator that turns a mapping into the registered dataclass that its `key` names."""
 
     def build(value: Any) -> Any:
