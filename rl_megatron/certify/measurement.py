@@ -66,16 +66,7 @@ class Difference:
 
 
 def run_workload(workload: Workload, topology: Topology, batching: Mapping[str, Batching]) -> dict[str, Measurement]:
-    """Return the measurement of every objective of the workload, each from the same weights. Collective.
-
-    Args:
-        workload: The model, the batch and the objectives.
-        topology: The layout.
-        batching: How each objective forms microbatches.
-
-    Raises:
-        ConfigError: The batch lacks a key that a loss reads, or a degree does not fit the model.
-    """
+    """Measure every objective of the workload in a layout, each from the same weights. Collective."""
     batch = workload.batch()
     losses = {name: objective.build() for name, objective in workload.objectives.items()}
     for name, loss_fn in losses.items():

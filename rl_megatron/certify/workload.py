@@ -244,11 +244,7 @@ def _shrink_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, A
 
 
 def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None:
-    """Check that the synthetic batch has every key that a loss reads.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Check that the synthetic batch has every key that a loss reads."""
     missing = sorted(set(getattr(loss_fn, "required_keys", ())) - batch.keys())
     if missing:
         title = getattr(loss_fn, "display_name", type(loss_fn).__name__)

@@ -42,11 +42,7 @@ class PretrainConfig(AlgorithmConfig):
     name: Literal["pretrain"] = "pretrain"  # the algorithm
 
     def check(self, stage: StageConfig) -> None:
-        """Check that a window of text fits the model.
-
-        Raises:
-            ConfigError: It does not.
-        """
+        """Check that a window of text fits the model."""
         length, limit = stage.data.sequence_length, stage.model.max_sequence_length
         if length > limit:
             raise ConfigError(
@@ -127,11 +123,7 @@ class DPOConfig(PairsConfig):
     precompute_reference: bool = False
 
     def check(self, stage: StageConfig) -> None:
-        """Check what pairs require, and refuse batches whose reference logprobs were not computed.
-
-        Raises:
-            ConfigError: A key contradicts another; the message names both.
-        """
+        """Check what pairs require, and refuse batches whose reference logprobs were not computed."""
         super().check(stage)
         if self.precompute_reference and stage.train.on_nonfinite == "roll_back":
             raise ConfigError(
@@ -167,11 +159,7 @@ class OnlineDPOConfig(RolloutConfig):
         return self.optimizer_steps_of_rollouts(train, train.steps, passes=1)
 
     def check(self, stage: StageConfig) -> None:
-        """Check that batches hold whole pairs, and that completions are sampled between the steps.
-
-        Raises:
-            ConfigError: A number of sequences is odd, or rollout.async_enabled is true.
-        """
+        """Check that batches hold whole pairs, and that completions are sampled between the steps."""
         super().check(stage)
         check_whole_pairs(
             {
@@ -197,11 +185,7 @@ class KTOConfig(AlgorithmConfig):
     name: Literal["kto"] = "kto"  # the algorithm
 
     def check(self, stage: StageConfig) -> None:
-        """Check that a batch has several answers, because the reference point mismatches prompts and answers.
-
-        Raises:
-            ConfigError: A batch is one answer.
-        """
+        """Check that a batch has several answers, because the reference point mismatches prompts and answers."""
         super().check(stage)
         if stage.train.global_batch_size < 2:
             raise ConfigError(
@@ -269,11 +253,7 @@ class GRPOConfig(PolicyGradientConfig):
         return "rollouts" in get_estimator(self.advantage_estimator).reads
 
     def check(self, stage: StageConfig) -> None:
-        """Check that samples can be compared, and that the keys suit the advantage estimator.
-
-        Raises:
-            ConfigError: A key contradicts another or has no effect.
-        """
+        """Check that samples can be compared, and that the keys suit the advantage estimator."""
         super().check(stage)
         reads = get_estimator(self.advantage_estimator).reads
         if self.samples_per_prompt < self.least_samples:
@@ -326,11 +306,7 @@ class PPOConfig(PolicyGradientConfig):
         return super().optimizer_steps(train)
 
     def check(self, stage: StageConfig) -> None:
-        """Check the critic's optimizer and its warmup.
-
-        Raises:
-            ConfigError: Keys of the optimizer contradict each other, or the warmup lasts for the whole stage.
-        """
+        """Check the critic's optimizer and its warmup."""
         super().check(stage)
         self.critic_optimizer.check("algorithm.critic_optimizer")
         if self.critic_warmup_steps >= stage.train.steps:

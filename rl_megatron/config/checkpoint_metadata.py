@@ -29,13 +29,7 @@ ReadModel = Callable[[Path], ModelConfig]  # reads the model section of a direct
 def read_model_key(key: str, init_from: str | None, read: ReadModel | None = None) -> Any:
     """Return the value of `key` in the model section of the checkpoint `init_from`.
 
-    Args:
-        key: The key.
-        init_from: The checkpoint.
-        read: Reads a Hugging Face directory, for commands that take one in the place of a checkpoint.
-
-    Raises:
-        ConfigError: `init_from` is not set, is not a checkpoint, or cannot be read.
+    `read` reads the model section of a Hugging Face directory, for commands that accept one instead of a checkpoint.
     """
     if not init_from:
         raise ConfigError("model=init_from takes the model section of a checkpoint: add init_from=CHECKPOINT")
@@ -62,11 +56,9 @@ def _read_model_section(checkpoint: Path, read: ReadModel | None) -> dict[str, A
 
 
 def describe_missing_checkpoint(path: Path, as_written: Callable[[str], str] = str) -> str:
-    """Return what a path without a manifest is instead of a checkpoint, and what to write: the end of a message.
+    """Return the end of a message about a path without a manifest: what it is, and what to write instead.
 
-    Args:
-        path: The path.
-        as_written: Returns what to write to use the checkpoint at a path.
+    `as_written` returns what to write to use the checkpoint at a path.
     """
     if not path.exists():
         return "does not exist"

@@ -28,15 +28,7 @@ def find_sources(kind: str) -> list[str]:
 
 
 def choose_source(data: Mapping[str, Any], algorithm: str) -> str:
-    """Return the data source for a section that does not name one.
-
-    Args:
-        data: The section.
-        algorithm: The name of the stage's algorithm.
-
-    Raises:
-        ConfigError: No source has what the algorithm learns from.
-    """
+    """Return the source for a data section that does not name one, by what the algorithm learns from."""
     needed = ALGORITHM_CONFIGS[algorithm].learns_from
     task = data.get("task") or {}
     if isinstance(task, Mapping) and "name" in task and "task" in find_sources(needed):
@@ -139,11 +131,7 @@ class TaskConfig(DataConfig):
     source: Literal["task"] = "task"  # the data source
 
     def check(self, stage: StageConfig) -> None:
-        """Check that a task is named.
-
-        Raises:
-            ConfigError: `data.task` has no name.
-        """
+        """Check that a task is named."""
         if not isinstance(self.task.get("name"), str):
             actual = f" (it is {self.task['name']!r})" if "name" in self.task else ""
             raise ConfigError(
@@ -158,11 +146,7 @@ _OF_READERS = "dataset_name split eval_path eval_split columns mix streaming".sp
 
 
 def check_data(data: DataConfig) -> None:
-    """Check the keys of a data section against one another.
-
-    Raises:
-        ConfigError: A key contradicts another or has no effect; the message names it.
-    """
+    """Check the keys of a data section against one another, and that each of them has an effect."""
     sources = {"path": data.path, "dataset_name": data.dataset_name, "mix": data.mix}
     used = [key for key, source in sources.items() if source]
     if len(used) > 1:
@@ -186,15 +170,7 @@ def check_data(data: DataConfig) -> None:
 
 
 def check_plain(data: DataConfig, why: str) -> None:
-    """Refuse keys of conversations for records that are plain text.
-
-    Args:
-        data: The section.
-        why: What makes the records plain text, for the message.
-
-    Raises:
-        ConfigError: Such a key is set.
-    """
+    """Refuse keys of conversations for records that are plain text; `why` is the reason, for the message."""
     for key, default in _OF_CHAT.items():
         if getattr(data, key) != default:
             raise ConfigError(
@@ -203,11 +179,7 @@ def check_plain(data: DataConfig, why: str) -> None:
 
 
 def require_place(data: DataConfig) -> None:
-    """Check that the section says where its data is. It is checked before a run, but not to print a configuration.
-
-    Raises:
-        ConfigError: It does not, and the source reads files.
-    """
+    """Check that the section says where its data is: before a run, but not to print a configuration."""
     if data.reads_path and data.path is None and data.dataset_name is None and not data.mix:
         records = ", data.dataset_name to a data set of the Hub" if data.reads_records else ""
         raise ConfigError(
@@ -228,11 +200,7 @@ def _check_ignored(data: DataConfig) -> None:
 
 
 def _check_mix(data: DataConfig) -> None:
-    """Check the data sets of a mixture against one another.
-
-    Raises:
-        ConfigError: One has no place or two, two have one name, or all weights are 0.
-    """
+    """Check that each data set of a mixture has one location, a name of its own, and that some weight is not 0."""
     for key in ("subset", "split"):
         if getattr(data, key) is not None:
             raise ConfigError(f"data.{key} has no effect with data.mix; set it in the data sets of data.mix")

@@ -24,11 +24,7 @@ _OF_ENGINES = {
 
 
 def check_refit(generation: GenerationConfig) -> None:
-    """Check that the engine takes weights in the way that is chosen.
-
-    Raises:
-        ConfigError: It does not, or a key has no effect; the message names it.
-    """
+    """Check that the engine takes weights in the chosen way, and that every key about it has an effect."""
     engine, refit = generation.engine, generation.refit
     ways = _OF_ENGINES.get(engine, _OF_ENGINES_IN_PROCESSES)
     if refit not in ways:
@@ -56,11 +52,7 @@ def check_refit(generation: GenerationConfig) -> None:
 
 
 def check_adapter_refit(stage: StageConfig) -> None:
-    """Check that there is an adapter to send, and that the engine can apply it.
-
-    Raises:
-        ConfigError: `generation.refit` is "adapter", and it cannot be sent; the message names the key.
-    """
+    """With generation.refit=adapter, check that there is an adapter to send, and that the engine can apply it."""
     generation, model = stage.generation, stage.model
     if generation.refit != "adapter":
         return
@@ -90,11 +82,7 @@ def check_adapter_refit(stage: StageConfig) -> None:
 
 
 def refuse_several(adapters: Sequence[LoraConfig]) -> None:
-    """Refuse to send adapters of several names, of which engines take one.
-
-    Raises:
-        ConfigError: There are several.
-    """
+    """Refuse to send several adapters: an engine takes one."""
     if len(adapters) > 1:
         names = ", ".join(adapter.adapter_name for adapter in adapters)
         raise ConfigError(
@@ -163,11 +151,7 @@ ENGINE_DECLARATIONS.register("sglang")(
 
 
 def check_generation(generation: GenerationConfig) -> None:
-    """Check that the engine exists and that every key has an effect.
-
-    Raises:
-        ConfigError: The engine is unknown, or a key has no effect; the message names it.
-    """
+    """Check that the engine exists and that every key has an effect."""
     name, default = generation.engine, GenerationConfig()
     if name not in ENGINE_DECLARATIONS:
         raise ConfigError(
@@ -202,11 +186,7 @@ def check_generation(generation: GenerationConfig) -> None:
 
 
 def check_router_replay(generation: GenerationConfig, model: ModelConfig) -> None:
-    """Check that the model has experts to replay, and that the engine can record them.
-
-    Raises:
-        ConfigError: `generation.router_replay` is on and does nothing, or the engine cannot record.
-    """
+    """Check that the model has experts to replay, and that the engine can record them."""
     if not generation.router_replay:
         return
     if model.num_experts is None:
@@ -250,9 +230,7 @@ def choose_vllm_logprobs_mode(generation: GenerationConfig) -> str:
     """Return the `--logprobs-mode` with which vLLM's logprobs are log softmax(logits/temperature), before top-k/top-p.
 
     vLLM gives logprobs at temperature 1 before everything ("raw"), or after temperature, top-k and top-p ("processed").
-
-    Raises:
-        ConfigError: Neither is that of these settings.
+    Settings for which neither is right are refused.
     """
     filtered = generation.temperature > 0 and (generation.top_k > 0 or generation.top_p < 1)
     if not filtered:

@@ -84,14 +84,7 @@ class AgentConfig:
     tool_format: str | None = "auto"
 
     def check(self, worker: str) -> None:
-        """Check that the command can be run, and that the worker uses it.
-
-        Args:
-            worker: The value of `rollout.worker`.
-
-        Raises:
-            ConfigError: It cannot, or does not.
-        """
+        """Check that the command can be run, and that `rollout.worker` uses it."""
         if worker != AGENT:
             if self.command is not None:
                 raise ConfigError(

@@ -46,14 +46,7 @@ class EvalConfig:
     sets: tuple[EvalSetConfig, ...] = ()  # the sets; each has a name of its own
 
     def with_absolute_paths(self, config_dir: str | os.PathLike[str] | None) -> EvalConfig:
-        """Return these settings with absolute paths of the files of tasks.
-
-        Args:
-            config_dir: The user's config directory, in which files are looked for after the usual places.
-
-        Raises:
-            ConfigError: An import string has another form, or there is no such file.
-        """
+        """Return these settings with absolute paths of the tasks' files; the user's config directory is searched too."""
         sets = []
         for index, eval_set in enumerate(self.sets):
             name = None if eval_set.task is None else eval_set.task.get("name")
@@ -64,16 +57,7 @@ class EvalConfig:
         return replace(self, sets=tuple(sets))
 
     def check(self, where: str, temperature: float, has_reward_functions: bool) -> None:
-        """Check the sets against one another and against the other sections.
-
-        Args:
-            where: The section's key path, for messages.
-            temperature: `generation.temperature`.
-            has_reward_functions: Whether the stage has `reward.functions`.
-
-        Raises:
-            ConfigError: Two sets have one name, a set has no problems or no reward, or its samples would all be equal.
-        """
+        """Check that each set has its own name, problems, something that scores them, and samples that can differ."""
         names = [eval_set.name for eval_set in self.sets]
         for index, eval_set in enumerate(self.sets):
             key = f"{where}.sets[{index}]"

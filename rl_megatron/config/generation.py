@@ -51,12 +51,7 @@ class ServersConfig:
         return (*self.server_urls, *served)
 
     def check(self) -> None:
-        """Check that every key has an effect.
-
-        Raises:
-            ConfigError: An address cannot be used, or a key says how servers are started, and `server_urls` names
-                servers that run already.
-        """
+        """Check the addresses, and that every key has an effect: servers at `server_urls` are started elsewhere."""
         self._check_addresses()
         keys = ("--api-key", "--admin-api-key")
         secret = next((argument for argument in self.extra_args if argument.startswith(keys)), None)

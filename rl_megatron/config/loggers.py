@@ -122,11 +122,7 @@ class LoggerConfig:
 
 
 def check_loggers(config: LoggerConfig) -> None:
-    """Refuse a service whose Python package is missing.
-
-    Raises:
-        ConfigError: A package is missing; the message names the extra that installs it.
-    """
+    """Refuse a service whose Python package is missing; the message names the extra that installs it."""
     for name, settings in config.iter_services():
         require_extra(f"logger.{name}", name, settings.package, otherwise=f"set logger.{name}=null")
 

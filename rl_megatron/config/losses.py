@@ -43,11 +43,7 @@ DISTILLATION_KL_TYPES = ("forward", "reverse", "mixed", "jensen_shannon")
 
 
 def check_loss_settings(section: Mapping[str, Any], where: str = "loss") -> None:
-    """Check the name of a loss section and, if its loss is one of the package, the settings.
-
-    Raises:
-        ConfigError: The loss or a key is unknown, or a value has another type or is out of range.
-    """
+    """Check the name of a loss section and, if its loss is one of the package, the settings."""
     name = section.get("name")
     if name is None or is_import_string(name):
         return
@@ -66,11 +62,7 @@ def check_loss_settings(section: Mapping[str, Any], where: str = "loss") -> None
 
 
 def check_own_loss(section: Mapping[str, Any]) -> None:
-    """Import the loss that an import string names, which imports what the user's file imports.
-
-    Raises:
-        ConfigError: It cannot be imported.
-    """
+    """Import the loss that an import string names, which imports what the user's file imports."""
     if is_import_string(section.get("name")):
         load_object(section["name"], "loss.name")
 

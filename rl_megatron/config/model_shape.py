@@ -27,11 +27,7 @@ class LatentShape:
 
     @classmethod
     def from_model(cls, model: ModelConfig) -> LatentShape:
-        """Return the dimensions of `model`.
-
-        Raises:
-            ValueError: One of them is null.
-        """
+        """Return the dimensions of `model`; raise ValueError if one of them is null."""
         latent, value = model.kv_lora_rank, model.v_head_dim
         nope, rope = model.qk_nope_head_dim, model.qk_rope_head_dim
         if latent is None or nope is None or rope is None or value is None:
@@ -74,11 +70,7 @@ class DeltaShape:
 
     @classmethod
     def from_model(cls, model: ModelConfig) -> DeltaShape:
-        """Return the dimensions of `model`.
-
-        Raises:
-            ValueError: One of them is null.
-        """
+        """Return the dimensions of `model`; raise ValueError if one of them is null."""
         groups, heads = model.linear_num_key_heads, model.linear_num_value_heads
         key, value, kernel = model.linear_key_head_dim, model.linear_value_head_dim, model.linear_conv_kernel_dim
         if groups is None or heads is None or key is None or value is None or kernel is None:
@@ -155,11 +147,7 @@ def rotary_size(model: ModelConfig) -> int:
 
 
 def num_experts(model: ModelConfig) -> int:
-    """Return the number of experts of a mixture of experts.
-
-    Raises:
-        ValueError: The model is dense.
-    """
+    """Return the number of experts of a mixture of experts; raise ValueError if the model is dense."""
     if model.num_experts is None:
         raise ValueError("model.num_experts=null: a dense model has no experts")
     return model.num_experts

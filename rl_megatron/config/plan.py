@@ -54,11 +54,7 @@ class _Overrides:
 
 
 def split_overrides(overrides: list[str]) -> tuple[PlanConfig, list[str]]:
-    """Return the section `plan` that overrides give, and the other overrides.
-
-    Raises:
-        ConfigError: A key of the section is unknown, or its value is wrong.
-    """
+    """Return the section `plan` that overrides give, and the other overrides."""
     of_plan = [override for override in overrides if override.lstrip("+").startswith(_PREFIX)]
     for override in of_plan:
         if "=" not in override:

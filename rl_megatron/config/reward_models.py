@@ -44,11 +44,7 @@ class RewardModelArguments(ScoringModel):
 
 
 def list_models_on_ranks(settings: RewardConfig) -> dict[int, RewardModelArguments]:
-    """Return the arguments of the reward functions whose models run on the policy's ranks, by their place in the list.
-
-    Raises:
-        ConfigError: An argument is unknown or wrong, or a model names not exactly one source.
-    """
+    """Return the arguments of reward functions whose models run on the policy's ranks, by their index."""
     arguments = {}
     for index, function in enumerate(settings.functions):
         if function.name == REWARD_MODEL and function.path is None and "url" not in function.kwargs:

@@ -67,14 +67,7 @@ class RewardConfig:
     concurrency: Positive = 64  # samples that an async function scores at the same time in one worker
 
     def with_absolute_paths(self, config_dir: str | os.PathLike[str] | None) -> RewardConfig:
-        """Return these settings with absolute paths of the functions' files, so that other processes find them.
-
-        Args:
-            config_dir: The user's config directory, in which files and modules are looked for after the usual places.
-
-        Raises:
-            ConfigError: An import string has another form, or there is no such file.
-        """
+        """Return these settings with absolute paths of the functions' files, so that other processes find them."""
         functions = []
         for index, function in enumerate(self.functions):
             if is_import_string(function.target):
@@ -86,12 +79,7 @@ class RewardConfig:
         return replace(self, functions=tuple(functions))
 
     def check(self) -> None:
-        """Check the functions against one another.
-
-        Raises:
-            ConfigError: Two functions have one name in metrics, or one has that of environments; an import string is
-                written twice; or all weights are 0.
-        """
+        """Check that functions have different names, that no import string comes twice, and that a weight is not 0."""
         seen: dict[str, int] = {}
         for index, function in enumerate(self.functions):
             where = f"reward.functions[{index}]"
@@ -116,14 +104,7 @@ class RewardConfig:
 
 
 def check_used(sections: Iterable[tuple[RewardConfig, bool]]) -> None:
-    """Check that reward settings have an effect in a run.
-
-    Args:
-        sections: For each stage, its settings and whether it scores completions.
-
-    Raises:
-        ConfigError: They differ from the defaults, and no stage scores completions.
-    """
+    """Check that reward settings have an effect; `sections` has each stage's, and whether it scores completions."""
     sections = list(sections)
     if any(scores for _, scores in sections):
         return

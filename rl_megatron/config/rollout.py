@@ -122,15 +122,7 @@ class TrajectoryConfig:
         return "recomputed" if self.may_be_old else "off"
 
     def check(self, where: str, stops_at_strings: bool) -> None:
-        """Check that every key has an effect.
-
-        Args:
-            where: The section's name, for messages.
-            stops_at_strings: Whether the rollout engine ends completions at texts.
-
-        Raises:
-            ConfigError: A key has none; the message names it.
-        """
+        """Check that every key has an effect, with an engine that stops at texts or one that does not."""
         environment, default = self.environment, EnvironmentConfig()
         if environment.name is None:
             changed = [name for name, value in vars(default).items() if getattr(environment, name) != value]

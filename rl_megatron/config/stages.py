@@ -24,11 +24,7 @@ STAGE_KEYS = {field.name for field in fields(schema.StageConfig)}
 
 
 def build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> schema.StageConfig:
-    """Return the stage `name`: the run's sections with the stage's own `changes`.
-
-    Raises:
-        ConfigError: A key is unknown or a value is wrong; the message names it with its stage.
-    """
+    """Return the stage `name`: the run's sections with the stage's own `changes`."""
     where = f"stages.{name}."
     refuse_unknown(changes, STAGE_KEYS, where)
     merged = dict(base)
@@ -46,11 +42,7 @@ def build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any]) 
 
 
 def refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse an override of a key that stages set themselves, and name the key under which it takes effect.
-
-    Raises:
-        ConfigError: There is such an override.
-    """
+    """Refuse an override of a key that stages set themselves, and name the key under which it takes effect."""
     for override in overrides:
         key = get_override_key(override)
         setting = [name for name, changes in stages.items() if _shadows(changes, key.split("."))]
@@ -64,12 +56,7 @@ def refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any]
 def check_stages(stages: Mapping[str, schema.StageConfig], is_named: bool) -> None:
     """Check the rules that span the sections of a stage, and those that span stages.
 
-    Args:
-        stages: The stages by name.
-        is_named: Whether the configuration has names of stages, which then are in the messages.
-
-    Raises:
-        ConfigError: A stage breaks a rule.
+    If the configuration names its stages (`is_named`), messages contain these names.
     """
     first = next(iter(stages.values()))
     for name, stage in stages.items():
@@ -231,14 +218,8 @@ def _with_source(data: Any, algorithm: Any) -> Any:
 def _with_usual_batches(train: Any, algorithm: Any, changes: Any, where: str) -> Any:
     """Return a stage's train section with the batches that are usual for its algorithm if it does not set them.
 
-    Args:
-        train: The section.
-        algorithm: The stage's algorithm section.
-        changes: The keys of the train section that this stage does not share with others.
-        where: The beginning of the key path, for messages.
-
-    Raises:
-        ConfigError: The stage sets `micro_batch_size`, which has no effect on the usual batching.
+    `changes` are the keys that this stage does not share with others: a `micro_batch_size` among them that has no
+    effect on the usual batching is refused.
     """
     chosen = find_chosen_class("algorithm", algorithm)
     if not isinstance(train, Mapping) or chosen is None:

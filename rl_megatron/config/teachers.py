@@ -32,11 +32,7 @@ class TeacherConfig:
     concurrency: Positive = 64  # with url: the requests that are under way at a time
 
     def check(self) -> None:
-        """Check that the teacher is in one place.
-
-        Raises:
-            ConfigError: It is in none or in several, or a key does not fit the place.
-        """
+        """Check that the teacher has either a path or a url, and only keys that fit it."""
         if (self.path is None) == (self.url is None):
             raise ConfigError(
                 "algorithm.teachers: each teacher needs one of path (a checkpoint or a Hugging Face directory) and url "
@@ -49,11 +45,7 @@ class TeacherConfig:
 
 
 def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> None:
-    """Check that there is a teacher, and only one if the loss reads its whole vocabulary.
-
-    Raises:
-        ConfigError: There is none, or the loss cannot read what they give.
-    """
+    """Check that there is a teacher, and only one if the loss reads its whole vocabulary."""
     if not teachers:
         raise ConfigError(
             "algorithm.teachers is empty: distillation needs a teacher; set it to the path of a checkpoint or of a "
@@ -81,11 +73,7 @@ def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> Non
 
 
 def _check_data_sets(teachers: Sequence[TeacherConfig], stage: StageConfig) -> None:
-    """Check that teachers of some data sets name those of the mixture, and that each data set has a teacher.
-
-    Raises:
-        ConfigError: They do not.
-    """
+    """Check that teachers of some data sets name those of the mixture, and that each data set has a teacher."""
     chosen = [name for teacher in teachers for name in teacher.data_sets]
     if not chosen:
         return

@@ -22,11 +22,7 @@ from rl_megatron.config.metrics import HIGHER_IS_BETTER, is_eval_metric
 
 
 def _check_eval_metric(name: str) -> str:
-    """Return the name of an eval metric; the preflight checks whether the stage has it.
-
-    Raises:
-        ValueError: There is no such metric.
-    """
+    """Return the name of an eval metric; the preflight checks whether the stage has it."""
     if not is_eval_metric(name):
         choices = ", ".join(map(repr, HIGHER_IS_BETTER))
         raise ValueError(f"must be {choices}, or of a set of eval.sets, as in 'aime/avg@8'")
@@ -39,11 +35,7 @@ _DURATION = re.compile(r"(\d{1,3}):(\d\d):(\d\d):(\d\d)")  # days, hours, minute
 
 
 def parse_duration(duration: str) -> float:
-    """Return a duration DD:HH:MM:SS in seconds.
-
-    Raises:
-        ValueError: It is written in another way.
-    """
+    """Return a duration DD:HH:MM:SS in seconds; raise ValueError if it is written in another way."""
     parts = _DURATION.fullmatch(duration)
     if parts is None:
         raise ValueError("must be a duration DD:HH:MM:SS, such as 00:03:45:00 for 3 hours and 45 minutes")
@@ -126,14 +118,7 @@ class TrainConfig:
     checkpoint_must_save_by: Duration | None = None
 
     def check(self, where: str) -> None:
-        """Check the keys against one another.
-
-        Args:
-            where: The section's key path, for the message.
-
-        Raises:
-            ConfigError: A roll-back would never have a checkpoint.
-        """
+        """Check that a roll-back has checkpoints to return to."""
         if self.on_nonfinite == "roll_back" and not self.save_every:
             raise ConfigError(
                 f"{where}.on_nonfinite=roll_back needs checkpoints to go back to, and {where}.save_every=0; set "

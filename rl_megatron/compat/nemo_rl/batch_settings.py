@@ -61,13 +61,7 @@ class SequencePackingArgs(TypedDict, total=False):
 def plan_args(settings: Mapping[str, Any], declared: type, arguments: type[_PlanArgs]) -> tuple[_PlanArgs, str, str]:
     """Return (arguments of the planner, key of the token ids, key of the lengths).
 
-    Args:
-        settings: The caller's settings.
-        declared: The TypedDict whose keys `settings` may have.
-        arguments: The class of the planner's arguments.
-
-    Raises:
-        RuleError: A key is unknown or missing, or a value is out of range.
+    `declared` is the TypedDict whose keys the caller's `settings` may have. Wrong keys and values raise RuleError.
     """
     declared_keys = declared.__annotations__
     try:

@@ -316,11 +316,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         return lengths
 
     def _sequence_width(self, key: str) -> int:
-        """Return S of the token ids [B, S].
-
-        Raises:
-            RuleError: There are no such ids, or dimension 1 of another tensor is not the sequence.
-        """
+        """Return S of the token ids [B, S]; raise RuleError if dimension 1 of another tensor is not the sequence."""
         tokens = self.data.get(key)
         if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
             raise RuleError(f"dynamic batching needs {key!r} as a [B, S] tensor; the batch has {sorted(self.data)}.")

@@ -72,15 +72,7 @@ class _ReadOnce(ConfigRepository):
 
 @contextmanager
 def hydra_session(config_dir: str | None, read_model: checkpoint_metadata.ReadModel | None = None) -> Iterator[Hydra]:
-    """Yield Hydra with the shipped YAML files on its search path, and after them those of `config_dir`.
-
-    Args:
-        config_dir: The user's own directory, or None.
-        read_model: As for `composed`.
-
-    Raises:
-        ConfigError: `config_dir` is not a directory.
-    """
+    """Yield Hydra with the shipped YAML files on its search path, and after them those of `config_dir`."""
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir {config_dir} is not a directory")
     # For configs/model/init_from.yaml.
@@ -111,17 +103,7 @@ def compose_config(
     config_name: str = PRIMARY,
     read_model: checkpoint_metadata.ReadModel | None = None,
 ) -> Composed:
-    """Return Hydra's composition of the primary configuration `config_name` with `overrides`.
-
-    Args:
-        overrides: The overrides.
-        config_dir: The user's own directory, or None.
-        config_name: The name of the primary configuration.
-        read_model: Reads the model section of a Hugging Face directory for `model=init_from`; None: it is refused.
-
-    Raises:
-        ConfigError: An override or a file is wrong; the message names it.
-    """
+    """Compose the primary configuration `config_name` with `overrides`; `load_config` documents the arguments."""
     for override in overrides:
         _refuse_settings_of_hydra(override)
     if _chooses_own_loss(overrides) and not any(get_override_key(override) == "loss" for override in overrides):

@@ -85,14 +85,11 @@ _UNSUPPORTED = {
 
 
 def suggest_key(key: str, keys: Iterable[str]) -> str:
-    """Return the end of a message about an unknown key: the keys that were probably meant.
+    """Return the end of a message about an unknown key, such as "train.lr" or "data.mix[0].wieght": the likely keys.
 
     These are the key that has this name in another library, a key of another section with the same name, and a similar
-    key of the same section. If there is none, it is a similar path, or the list of the section's keys.
-
-    Args:
-        key: The path of the unknown key, such as "train.lr" or "data.mix[0].wieght".
-        keys: The paths of all keys. Those of the elements of a list are as in "data.mix[].weight".
+    key of the same section. If there is none, it is a similar path, or the list of the section's keys. `keys` are the
+    paths of all keys; those of the elements of a list are as in "data.mix[].weight".
     """
     element = re.search(r"\[\d+\]", key)
     if element is not None:
@@ -148,10 +145,7 @@ def schema_paths(section: Any, prefix: str = "", elements: bool = False) -> Iter
 def explain(error: Exception, overrides: list[str], tree: Mapping[str, Any]) -> str:
     """Return a message about an override that Hydra refuses: its quoting, its unknown key, or Hydra's own words.
 
-    Args:
-        error: Hydra's error.
-        overrides: All overrides.
-        tree: The configuration that the choices of presets and of the experiment alone give.
+    `tree` is the configuration that the choices of presets and of the experiment alone give.
     """
     if isinstance(error, OverrideParseException):
         return _explain_quoting(_restore_override(str(getattr(error, "override", "")), overrides))

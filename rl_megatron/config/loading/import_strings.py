@@ -31,16 +31,13 @@ _T = TypeVar("_T")
 
 
 def import_user_code(where: str, name: str, load: Callable[[], Any], missing: str) -> Any:
-    """Return `load()`, which imports users' code.
+    """Return `load()`, which imports users' code. Any error becomes a ConfigError.
 
     Args:
         where: The key or the file that names the code, for messages.
         name: The module or file, for messages.
         load: The import.
-        missing: What to say if the module `name` itself does not exist.
-
-    Raises:
-        ConfigError: There is no such module, or importing it raises.
+        missing: The text of the message if the module `name` itself does not exist.
     """
     try:
         return load()
@@ -53,15 +50,7 @@ def import_user_code(where: str, name: str, load: Callable[[], Any], missing: st
 
 
 def run_user_code(where: str, call: Callable[[], _T]) -> _T:
-    """Return `call()`, which runs users' code.
-
-    Args:
-        where: The key that names the code, with its value, for the message.
-        call: The call.
-
-    Raises:
-        ConfigError: The code raised an error.
-    """
+    """Return `call()`, which runs users' code. Any error becomes a ConfigError that begins with `where`."""
     try:
         return call()
     except ConfigError:
@@ -73,25 +62,14 @@ def run_user_code(where: str, call: Callable[[], _T]) -> _T:
 def describe_user_error(error: BaseException, file: str | None = None) -> str:
     """Return "raised TypeError: message (file:line)" for an error of users' code.
 
-    Args:
-        error: The error.
-        file: The user's file, to give the line where the error passed it. By default, the last line is given.
+    The line is where the error passed the user's `file`, or by default where it was raised.
     """
     message = " ".join(str(error).split())
     return f"raised {type(error).__name__}: {message} ({_locate_error(error, file)})"
 
 
 def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
-    """Refuse an installed module that hides a module of the same name in the user's directory.
-
-    Args:
-        where: The key or the file that names the module, for the message.
-        module: What the name stands for.
-        directory: The user's directory.
-
-    Raises:
-        ConfigError: The directory has a module of this name, and `module` is another.
-    """
+    """Refuse an installed `module` that hides a module of the same name in the user's directory."""
     top = module.__name__.partition(".")[0]
     if not (directory / f"{top}.py").is_file() and not (directory / top / "__init__.py").is_file():
         return
@@ -145,10 +123,6 @@ def load_object(text: str, where: str, config_dir: str | os.PathLike[str] | None
             relative to the working directory or, if it is not there, to `config_dir`.
         where: The configuration key, for messages.
         config_dir: The user's config directory, whose modules can be imported too.
-
-    Raises:
-        ConfigError: The string has another form, the file, the module or the name does not exist, importing it raises,
-            or the object cannot be called. The message names `where`.
     """
     source, name = _split(text, where)
     if source.endswith(".py"):
@@ -189,11 +163,7 @@ class _FileFinder(MetaPathFinder):
 
 
 def make_string_absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> str:
-    """Return an import string that means the same in any working directory: its file has an absolute path.
-
-    Raises:
-        ConfigError: The string has another form, or there is no such file.
-    """
+    """Return an import string that means the same in any working directory: its file has an absolute path."""
     source, name = _split(text, where)
     if config_dir is not None:
         add_to_path(Path(config_dir).resolve())  # a module of this directory may be imported later
@@ -201,11 +171,7 @@ def make_string_absolute(text: str, where: str, config_dir: str | os.PathLike[st
 
 
 def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | None) -> None:
-    """Make the import strings of a composed configuration, and of its stages, absolute in place.
-
-    Raises:
-        ConfigError: A string has another form, or there is no such file.
-    """
+    """Make the import strings of a composed configuration, and of its stages, absolute in place."""
     stages = tree.get("stages")
     stages = stages if isinstance(stages, Mapping) else {}
     sections = {"": tree, **{f"stages.{name}.": stage for name, stage in stages.items()}}
@@ -227,11 +193,7 @@ def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | 
 
 
 def find_file(file: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Return the absolute path of a user's file, which is relative to the working directory or to `config_dir`.
-
-    Raises:
-        ConfigError: The file does not exist.
-    """
+    """Return the absolute path of a user's file, which is relative to the working directory or to `config_dir`."""
     path = Path(file).expanduser()
     directories = [Path.cwd(), *([] if config_dir is None else [Path(config_dir)])]
     candidates = [Path(os.path.abspath(directory / path)) for directory in directories]

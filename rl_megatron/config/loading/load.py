@@ -104,16 +104,9 @@ def to_yaml(config: schema.RunConfig) -> str:
 
 
 def from_yaml(text: str, where: str) -> schema.RunConfig:
-    """Return the configuration that `to_yaml` wrote, after importing its plugins.
+    """Return the configuration that `to_yaml` wrote, after importing its plugins; `where` is its file, for messages.
 
     Keys that the text does not have, because they were added later, take their default.
-
-    Args:
-        text: The YAML.
-        where: The name of its file, for messages.
-
-    Raises:
-        ConfigError: The text is not a configuration, or a plugin cannot be imported; the message names `where`.
     """
     try:
         tree = yaml.safe_load(text)

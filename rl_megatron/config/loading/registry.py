@@ -107,15 +107,9 @@ ENTRY_POINT_GROUP = "rl_megatron.plugins"
 
 
 def import_plugins(names: Sequence[str], directory: Path | None = None) -> None:
-    """Import the plugins of all installed packages, then those that a configuration lists.
+    """Import the plugins of all installed packages, then the modules `names` that a configuration lists.
 
-    Args:
-        names: Module paths, such as "my_package.my_module".
-        directory: The user's config directory. It is added at the end of `sys.path`, so that no file in it hides an
-            installed module.
-
-    Raises:
-        ConfigError: A plugin cannot be imported, or is a different module than the one in `directory`.
+    The user's config directory is added at the end of `sys.path`, so that no file in it hides an installed module.
     """
     for entry_point in find_installed_plugins():
         package = entry_point.dist.name if entry_point.dist is not None else "an installed package"
@@ -131,11 +125,7 @@ def import_plugins(names: Sequence[str], directory: Path | None = None) -> None:
 
 
 def import_plugin(name: str) -> ModuleType:
-    """Import the module `name`.
-
-    Raises:
-        ConfigError: There is no such module, or importing it raises.
-    """
+    """Import the module `name`."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"plugins: {name!r} is not a module path; write it as in my_package.my_module")
     remedy = f"a plugin is an installed module, or {name.replace('.', '/')}.py in the directory of --config-dir"
@@ -143,15 +133,7 @@ def import_plugin(name: str) -> ModuleType:
 
 
 def parse_plugins(value: Any, where: str = "plugins") -> tuple[str, ...]:
-    """Return the module paths that a configuration's key `plugins` lists; null is an empty list.
-
-    Args:
-        value: The value of the key.
-        where: The key's path, for the message.
-
-    Raises:
-        ConfigError: The value is not a list of strings.
-    """
+    """Return the module paths that a configuration's key `plugins` lists; null is an empty list."""
     if value is None:
         return ()
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):

@@ -31,15 +31,9 @@ def find_chosen_class(section: str, values: Any) -> type | None:
 
 
 def build_section(section: type, values: Mapping[str, Any], where: str) -> Any:
-    """Return an instance of the dataclass `section`.
+    """Return an instance of the dataclass `section`, built from plain mappings and lists.
 
-    Args:
-        section: The dataclass.
-        values: The values of its fields, as plain mappings and lists.
-        where: The beginning of the key path, such as "stages.sft.", for messages.
-
-    Raises:
-        ConfigError: A key is unknown, or a value is wrong; the message names all such keys.
+    `where` is the beginning of the key path, such as "stages.sft.". A message names all wrong keys.
     """
     try:
         return TypeAdapter(section).validate_python(values)
@@ -50,11 +44,7 @@ def build_section(section: type, values: Mapping[str, Any], where: str) -> Any:
 
 
 def refuse_unknown(tree: Mapping[str, Any], choices: Iterable[str], where: str) -> None:
-    """Refuse keys of a mapping that are not among `choices`.
-
-    Raises:
-        ConfigError: There is such a key; the message names it and the nearest choice.
-    """
+    """Refuse keys of a mapping that are not among `choices`; the message names the nearest choice."""
     choices = set(choices)
     for key in tree:
         if key not in choices:
@@ -62,22 +52,14 @@ def refuse_unknown(tree: Mapping[str, Any], choices: Iterable[str], where: str) 
 
 
 def refuse_missing(tree: Mapping[str, Any], needed: Iterable[str]) -> None:
-    """Refuse a configuration without one of the `needed` keys.
-
-    Raises:
-        ConfigError: One is missing; the message names it.
-    """
+    """Refuse a configuration without one of the `needed` keys."""
     missing = sorted(set(needed) - tree.keys())
     if missing:
         raise ConfigError(f"the configuration has no {missing[0]!r}: an override or an experiment deleted it; keep it")
 
 
 def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
-    """Return `value`, or an empty mapping for null.
-
-    Raises:
-        ConfigError: The value is something else; the message names the key `where`.
-    """
+    """Return `value`, or an empty mapping for null; refuse other values of the key `where`."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{where}={shorten_value(value)}: must be a mapping of keys to values")
     return value or {}
