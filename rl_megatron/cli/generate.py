@@ -13,7 +13,7 @@ from typing import Any
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_manifest, read_model_section
 from rl_megatron.checkpoint.hf_directory import find_weight_files, read_directory
-from rl_megatron.config.checkpoint_metadata import MANIFEST, carried_tokenizer, run_tokenizer
+from rl_megatron.config.checkpoint_metadata import MANIFEST, find_imported_tokenizer, find_run_tokenizer
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.loading.hints import get_override_key
 from rl_megatron.config.model import ModelConfig
@@ -161,7 +161,7 @@ def _find_tokenizer(stage: StageConfig, weights: Path) -> str:
         return stage.tokenizer.path
     if (weights / "config.json").is_file():
         return str(weights)
-    directory = carried_tokenizer(weights) or run_tokenizer(weights)
+    directory = find_imported_tokenizer(weights) or find_run_tokenizer(weights)
     if directory is None:
         raise ConfigError(
             f"init_from={weights} lies in no run's output_dir, so its tokenizer is not known; set tokenizer.path to "

@@ -77,7 +77,7 @@ def describe_missing_checkpoint(path: Path, as_written: Callable[[str], str] = s
     return f"is not a checkpoint, but has the checkpoints {listed}; write {as_written(str(checkpoints[-1]))}"
 
 
-def hugging_face_files(checkpoint: Path) -> Path | None:
+def find_hugging_face_files(checkpoint: Path) -> Path | None:
     """Return the directory of the Hugging Face files that a checkpoint, or its run, began with.
 
     The directory has every file except the weights. The result is None if the model did not come from Hugging Face.
@@ -85,12 +85,12 @@ def hugging_face_files(checkpoint: Path) -> Path | None:
     return _find_directory(checkpoint, HUGGING_FACE, "config.json")
 
 
-def carried_tokenizer(checkpoint: Path) -> Path | None:
+def find_imported_tokenizer(checkpoint: Path) -> Path | None:
     """Return the directory of the Hugging Face tokenizer that a checkpoint, or its run, began with, or None."""
     return _first_tokenizer(checkpoint, HUGGING_FACE)
 
 
-def run_tokenizer(checkpoint: Path) -> Path | None:
+def find_run_tokenizer(checkpoint: Path) -> Path | None:
     """Return the directory of the tokenizer of the run that wrote the checkpoint, or None."""
     return _first_tokenizer(checkpoint, "tokenizer")
 

@@ -46,7 +46,7 @@ class EvalConfig:
     sets: tuple[EvalSetConfig, ...] = ()  # the sets; each has a name of its own
 
     def with_absolute_paths(self, config_dir: str | os.PathLike[str] | None) -> EvalConfig:
-        """Return these settings with absolute paths of the tasks' files; the user's config directory is searched too."""
+        """Return these settings with absolute paths of the tasks' files, which may be in `config_dir`."""
         sets = []
         for index, eval_set in enumerate(self.sets):
             name = None if eval_set.task is None else eval_set.task.get("name")

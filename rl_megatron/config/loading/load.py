@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,7 +13,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config import checkpoint_metadata, schema
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.line_breaks import with_line_breaks
 from rl_megatron.config.loading.compose import PRIMARY, compose_config
 from rl_megatron.config.loading.import_strings import make_absolute
 from rl_megatron.config.loading.registry import import_plugins, parse_plugins
@@ -21,6 +21,10 @@ from rl_megatron.config.secrets import without_secrets
 from rl_megatron.config.stages import STAGE_KEYS, build_stage, check_stages, refuse_shadowed
 
 _RUN_KEYS = {field.name for field in fields(schema.RunConfig)}
+# In a template on the command line, \n and \t are a line break and a tab, because a shell makes these hard to type.
+_TEMPLATES = ("data.prompt_template", "data.answer_template", "data.system_prompt")
+_ESCAPE = re.compile(r"\\(\\?)([nt])")
+_CHARACTERS = {"n": "\n", "t": "\t"}
 
 
 def load_config(
@@ -44,7 +48,7 @@ def load_config(
         ConfigError: A key or value is wrong. The message names the key, the value, the rule and, for a mistyped key,
             the nearest one.
     """
-    overrides = with_line_breaks(overrides)
+    overrides = [_unescape_template(override) for override in overrides]
     composed = compose_config(overrides, config_dir, config_name, read_model)
     tree = merge_settings(composed.tree, settings or {})
     tree.pop("experiment", None)
@@ -66,6 +70,18 @@ def load_config(
     return config
 
 
+def _unescape_template(override: str) -> str:
+    r"""Return an override in which the two characters `\n` of a template are a line break, and `\t` a tab.
+
+    Another backslash in front keeps them: `\\n` becomes the two characters `\n`. YAML files are not changed, because
+    YAML has its own way to write a line break.
+    """
+    key = override.partition("=")[0].lstrip("+")
+    if key not in _TEMPLATES and not (key.startswith("stages.") and key.endswith(_TEMPLATES)):
+        return override
+    return _ESCAPE.sub(lambda match: f"\\{match[2]}" if match[1] else _CHARACTERS[match[2]], override)
+
+
 def _resolve_files(stage: schema.StageConfig, config_dir: str | None) -> schema.StageConfig:
     """Return the stage with absolute paths of the users' files that import strings name."""
     reward, eval_sets = stage.reward.with_absolute_paths(config_dir), stage.eval.with_absolute_paths(config_dir)
@@ -85,13 +101,13 @@ def merge_settings(tree: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
 
 def _take_tokenizer(tree: dict[str, Any]) -> None:
     """Use the tokenizer that the checkpoint `init_from` brings from Hugging Face, unless `tokenizer.path` is set."""
-    begun, tokenizer = tree.get("init_from"), tree.get("tokenizer")
-    if isinstance(begun, str) and isinstance(tokenizer, dict) and tokenizer.get("path") is None:
+    init_from, tokenizer = tree.get("init_from"), tree.get("tokenizer")
+    if isinstance(init_from, str) and isinstance(tokenizer, dict) and tokenizer.get("path") is None:
         try:
-            carried = checkpoint_metadata.carried_tokenizer(Path(begun))
+            directory = checkpoint_metadata.find_imported_tokenizer(Path(init_from))
         except OSError as error:  # for example, the name is too long
-            raise ConfigError(f"init_from={begun} cannot be read: {error.strerror}") from error
-        tokenizer["path"] = None if carried is None else str(carried)
+            raise ConfigError(f"init_from={init_from} cannot be read: {error.strerror}") from error
+        tokenizer["path"] = None if directory is None else str(directory)
 
 
 def to_yaml(config: schema.RunConfig) -> str:
