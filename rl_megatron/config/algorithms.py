@@ -128,7 +128,7 @@ class DPOConfig(PairsConfig):
         if self.precompute_reference and stage.train.on_nonfinite == "roll_back":
             raise ConfigError(
                 "algorithm.precompute_reference=true has the logprobs of the stage's own batches only, and "
-                "train.on_nonfinite=roll_back goes on with later ones; set train.on_nonfinite=skip, or "
+                "train.on_nonfinite=roll_back continues with later ones; set train.on_nonfinite=skip, or "
                 "algorithm.precompute_reference=false"
             )
 

@@ -94,7 +94,7 @@ class PreferenceConfig(DataConfig):
 @register_source_config
 @section
 class LabelledConfig(DataConfig):
-    """Records with a prompt, an answer, and a label that says whether the answer is desirable, for KTO."""
+    """Records with a prompt, an answer, and a label (desirable or not), for KTO."""
 
     provides: ClassVar[tuple[str, ...]] = (LABELLED,)
     heldout_kind: ClassVar[str] = LABELLED
@@ -179,7 +179,7 @@ def check_plain(data: DataConfig, why: str) -> None:
 
 
 def require_place(data: DataConfig) -> None:
-    """Check that the section says where its data is: before a run, but not to print a configuration."""
+    """Check that the section names its data: before a run, but not to print a configuration."""
     if data.reads_path and data.path is None and data.dataset_name is None and not data.mix:
         records = ", data.dataset_name to a data set of the Hub" if data.reads_records else ""
         raise ConfigError(

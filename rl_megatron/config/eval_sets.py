@@ -85,7 +85,7 @@ def list_reported_ks(num_samples: int) -> tuple[int, ...]:
 
 
 def list_statistics(num_samples: int, has_answers: bool) -> tuple[str, ...]:
-    """Return the names of the statistics of a set of problems with so many samples each."""
+    """Return the names of the statistics of a set of problems with `num_samples` samples each."""
     passes = tuple(f"pass@{k}" for k in list_reported_ks(num_samples))
     votes = (f"maj@{num_samples}",) if has_answers else ()
     return (f"avg@{num_samples}", *passes, *votes, "length", "truncated")

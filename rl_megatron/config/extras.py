@@ -52,6 +52,6 @@ def check_interpreter(python: str | None, key: str) -> None:
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{where} is not a Python interpreter: {error}; name DIRECTORY/bin/python") from error
     if len(version) != 2 or done.returncode != 0:
-        raise ConfigError(f"{where} is not a Python interpreter: it says {done.stdout or done.stderr!r:.80}")
+        raise ConfigError(f"{where} is not a Python interpreter: it prints {done.stdout or done.stderr!r:.80}")
     if version < _OLDEST:
         raise ConfigError(f"{where} is Python {version[0]}.{version[1]}, and 3.11 or newer is needed; name a newer one")

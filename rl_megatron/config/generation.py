@@ -75,7 +75,7 @@ class ServersConfig:
         for url in self.server_urls:
             try:
                 usable = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
-            except ValueError:  # the port is no number, or above 65535
+            except ValueError:  # the port is not a number, or above 65535
                 usable = False
             if not usable:
                 raise ConfigError(

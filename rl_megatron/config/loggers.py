@@ -27,7 +27,7 @@ class WandbConfig:
     job_type: str | None = None  # a kind of run within its group
     tags: tuple[str, ...] = ()  # tags of the run
     notes: str | None = None  # a longer description of the run
-    # online: send metrics while the run goes on. offline: write files only, which `wandb sync` sends later.
+    # online: send metrics during the run. offline: write files only, which `wandb sync` sends later.
     mode: Literal["online", "offline"] = "online"
     directory: str | None = None  # the directory in which W&B makes its directory wandb/. null: output_dir
 
@@ -67,7 +67,7 @@ class SwanlabConfig:
     job_type: str | None = None  # a kind of run within its group
     tags: tuple[str, ...] = ()  # tags of the run
     description: str | None = None  # a longer description of the run
-    # online: send metrics while the run goes on. offline: write files only, which `swanlab sync` sends later.
+    # online: send metrics during the run. offline: write files only, which `swanlab sync` sends later.
     mode: Literal["online", "offline"] = "online"
     log_dir: str | None = None  # the directory of its files. null: swanlog/ in output_dir
 

@@ -29,9 +29,8 @@ class PlanConfig:
     # longest.
     mean_response_tokens: Positive | None = None
     memory_margin: Fraction = 0.1  # share of a GPU's memory to leave free for CUDA, NCCL and fragmentation
-    link: str | None = (
-        None  # how the GPUs of a node are connected, by its name in the table; null: as the GPU's row says
-    )
+    # How the GPUs of a node are connected, by its name in the table; null: as in the GPU's row.
+    link: str | None = None
     network: str = "infiniband_ndr"  # how nodes are connected, by its name in the table
     # The numbers of a GPU, instead of those of the table. A GPU that the table lacks needs the first three.
     gpu_memory_gib: PositiveFloat | None = None  # memory that a process can use

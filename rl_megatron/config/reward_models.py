@@ -61,6 +61,6 @@ def _arguments(kwargs: Mapping[str, Any], where: str) -> RewardModelArguments:
         if (model.init_from is None) == (model.hf is None):
             raise ConfigError(
                 f"{of_model}: set one of init_from (a checkpoint of a reward model, or stages.NAME) and hf (a Hugging "
-                "Face directory), or url for a model behind a server"
+                "Face directory), or url for a model on a server"
             )
     return arguments

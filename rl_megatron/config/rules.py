@@ -342,7 +342,7 @@ def _check_data(stage: StageConfig, where: str) -> None:
 
 
 def _check_correction(stage: StageConfig, where: str) -> None:
-    """Check that the loss corrects for old trajectories as the section says."""
+    """Check that the loss corrects for old trajectories as the section requires."""
     correction, loss = stage.rollout.correction, stage.loss
     name = loss.get("name")
     if correction == "recomputed" and _CORRECTS not in loss:

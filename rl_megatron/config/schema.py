@@ -220,7 +220,7 @@ class RunConfig:
     # services that metrics are sent to as well, such as W&B (config/loggers.py)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     init_from: str | None = None  # a checkpoint directory whose weights start the first stage; null: new weights
-    # Go on with the run in output_dir, if there is one. false: move it to output_dir.previous, and begin anew.
+    # Continue the run in output_dir, if there is one. false: move it to output_dir.previous, and start a new run.
     resume: bool = True
 
     @property

@@ -13,7 +13,7 @@ from rl_megatron.config.schema import StageConfig
 
 @section
 class TeacherConfig:
-    """A frozen model that a student learns from: one on the student's ranks (path), or one behind a server (url)."""
+    """A frozen model that a student learns from: one on the student's ranks (path), or one on a server (url)."""
 
     path: str | None = None  # a checkpoint, or a Hugging Face directory
     url: str | None = None  # a server that gives logprobs of prompts, as vLLM's does, such as http://127.0.0.1:8000/v1

@@ -84,10 +84,10 @@ class TrainConfig:
     deterministic: bool = False
     eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
     save_every: NonNegative = 0  # steps between checkpoints; 0: only after the last step
-    async_save: bool = True  # write checkpoints while training goes on; a stage still waits for its last one
+    async_save: bool = True  # write checkpoints while training continues; a stage still waits for its last one
     keep_checkpoints: Positive = 2  # newest checkpoints kept per stage; older ones are deleted
     # Also export every checkpoint in the format of Hugging Face, to OUTPUT_DIR/exported/STAGE/step-N, while training
-    # goes on: adapters as peft has them, a reward model as a classifier. An export is deleted with its checkpoint.
+    # continues: adapters as peft has them, a reward model as a classifier. An export is deleted with its checkpoint.
     export_hf: bool = False
     # Also keep the checkpoint that is best by this eval metric, or by one of a set, as in `aime/avg@8`. null: none.
     keep_best: EvalMetric | None = None
@@ -110,8 +110,8 @@ class TrainConfig:
     # The reward has collapsed if the median of the last five steps is below this share of the median before.
     reward_collapse_fraction: Fraction = 0.5
     equal_rewards_steps: Positive = 10  # steps in a row in which all rewards are equal before there is a warning
-    # How long a rank may be silent, or no rank may go on, before a report names the rank that hangs, with the stacks of
-    # all ranks in failure.json; 0: never. Nothing is ended by it.
+    # How long a rank may be silent, or all ranks without progress, before a report names the rank that hangs, with the
+    # stacks of all ranks in failure.json; 0: never. It ends nothing.
     hang_report_seconds: NonNegativeFloat = 300.0
     # The time since the command's start, as DD:HH:MM:SS, by which the last checkpoint must be saved. The run ends after
     # the last step that leaves enough time; the same command continues it. The end of a SLURM job is a limit as well.

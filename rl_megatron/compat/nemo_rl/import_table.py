@@ -89,7 +89,7 @@ class _Missing:
 
 
 def _missing_name_message(module: _Module, name: str) -> str:
-    """Return a message that says why the module lacks the name, if that is known, and suggests the nearest name."""
+    """Return a message with the reason why the module lacks the name, if that is known, and the nearest name."""
     names = [key for key in vars(module) if not key.startswith("_")]
     reason = vars(module)["_left_out"].get(f"{module.__name__}.{name}")
     message = f"rl_megatron provides {module.__name__}, but not its {name!r}{nearest(name, names)}"
