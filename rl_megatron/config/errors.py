@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """An error that ends a started run with exit status 1. Every rank raises it, unless its class documents otherwise."""
+    """An error that ends a started run with exit status 1. All ranks raise it, unless the class documents otherwise."""
 
 
 def describe_error(error: BaseException) -> str:
