@@ -28,7 +28,7 @@ def run_in_one_process(workload: Workload, device: str = "auto") -> dict[str, Me
     """Return the measurements of the workload in this process: one rank, one padded microbatch, and whole logits."""
     layout = topology.build(ParallelConfig(), start_device(device), workload.seed)
     whole = {name: Batching("padded", NUM_SEQUENCES) for name in workload.objectives}
-    return run_workload(workload.plainly(), layout, whole)
+    return run_workload(workload.without_savings(), layout, whole)
 
 
 class Reference:

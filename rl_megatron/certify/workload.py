@@ -88,7 +88,7 @@ class Workload:
     precision: str = "fp32"
     peft: LoraConfig | None = None
 
-    def plainly(self) -> Workload:
+    def without_savings(self) -> Workload:
         """Return the same workload without options that only save time or memory: fused head and overlap."""
         return replace(self, fused_head=None, optimizer=replace(self.optimizer, overlap=False))
 

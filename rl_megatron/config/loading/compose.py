@@ -116,7 +116,8 @@ def compose_config(
             experiment = config.hydra.runtime.choices.get("experiment")
             with open_dict(config):
                 del config["hydra"]
-            return Composed(_plain(config), experiment)
+            tree = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+            return Composed(cast(dict[str, Any], tree), experiment)
         except ConfigError:
             raise
         except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -151,10 +152,6 @@ def _tree(overrides: list[str], config_name: str) -> Mapping[str, Any]:
         return cast(dict[str, Any], OmegaConf.to_container(compose(config_name, overrides=overrides)))
     except (HydraException, OmegaConfBaseException, ValueError):
         return {}  # a choice of a preset is wrong itself: Hydra's message lists the choices
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=False))
 
 
 def _find_resolver_message(error: BaseException | None) -> str | None:
