@@ -66,7 +66,7 @@ class Difference:
 
 
 def run_workload(workload: Workload, topology: Topology, batching: Mapping[str, Batching]) -> dict[str, Measurement]:
-    """Measure every objective of the workload in a layout, each from the same weights. Collective."""
+    """Return the measurement of every objective of the workload, each from the same weights. Collective."""
     batch = workload.batch()
     losses = {name: objective.build() for name, objective in workload.objectives.items()}
     for name, loss_fn in losses.items():

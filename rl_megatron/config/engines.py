@@ -52,7 +52,7 @@ def check_refit(generation: GenerationConfig) -> None:
 
 
 def check_adapter_refit(stage: StageConfig) -> None:
-    """With generation.refit=adapter, check that there is an adapter to send, and that the engine can apply it."""
+    """Check that generation.refit=adapter has an adapter to send, and that the engine can apply it."""
     generation, model = stage.generation, stage.model
     if generation.refit != "adapter":
         return

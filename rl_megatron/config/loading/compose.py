@@ -103,7 +103,7 @@ def compose_config(
     config_name: str = PRIMARY,
     read_model: checkpoint_metadata.ReadModel | None = None,
 ) -> Composed:
-    """Compose the primary configuration `config_name` with `overrides`; `load_config` documents the arguments."""
+    """Return the primary configuration `config_name` with `overrides`; `load_config` documents the arguments."""
     for override in overrides:
         _refuse_settings_of_hydra(override)
     if _chooses_own_loss(overrides) and not any(get_override_key(override) == "loss" for override in overrides):
