@@ -17,10 +17,10 @@ from rl_megatron.algorithms import advantages as formulas
 from rl_megatron.algorithms.rollout import rewards_per_token, whole_trajectories
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.trajectory_index import TrajectoryIndex
-from rl_megatron.config.advantages import ESTIMATORS, Estimator, check_estimator, estimator_of
+from rl_megatron.config.advantages import ESTIMATORS, Estimator, check_estimator, get_estimator
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.errors import ConfigError, RunFailed
-from rl_megatron.config.loading.import_strings import raised
+from rl_megatron.config.loading.import_strings import describe_user_error
 from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -224,7 +224,7 @@ def estimate_advantages(
 
 def group_for_owners(rollouts: Batch, algorithm: GRPOConfig) -> Tensor | None:
     """Return a number for each sequence, equal for sequences that one rank must own, or None if it may own any."""
-    together = estimator_of(algorithm.advantage_estimator).together
+    together = get_estimator(algorithm.advantage_estimator).together
     if together == "group":
         return rollouts.trajectories.owner // algorithm.samples_per_prompt
     return whole_trajectories(rollouts) if together == "trajectory" else None
@@ -233,7 +233,7 @@ def group_for_owners(rollouts: Batch, algorithm: GRPOConfig) -> Tensor | None:
 def _estimate(
     rollouts: Batch, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None
 ) -> Float[Tensor, "batch sequence"]:
-    name, is_whole = algorithm.advantage_estimator, estimator_of(algorithm.advantage_estimator).together == "sequence"
+    name, is_whole = algorithm.advantage_estimator, get_estimator(algorithm.advantage_estimator).together == "sequence"
     where, mask = f"algorithm.advantage_estimator={name}", rollouts["token_mask"]
     inputs = AdvantageInputs(
         BatchedDataDict(rollouts.facts) if is_whole else rollouts.local, algorithm.samples_per_prompt,
@@ -246,7 +246,7 @@ def _estimate(
     except ConfigError:
         raise
     except Exception as error:  # the user's function may raise anything
-        raise ConfigError(f"{where} {raised(error)}") from error
+        raise ConfigError(f"{where} {describe_user_error(error)}") from error
     shapes = [(index.num_trajectories,), *([] if is_whole else [tuple(inputs.token_mask.shape)])]
     if not isinstance(advantages, Tensor) or tuple(advantages.shape) not in shapes:
         shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__

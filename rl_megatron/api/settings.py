@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_megatron.api.model import StartingModel
-from rl_megatron.config.commands import override
+from rl_megatron.config.commands import format_override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.import_strings import record_function
-from rl_megatron.config.loading.load import load_config, merged
+from rl_megatron.config.loading.load import load_config, merge_settings
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, RunConfig
 from rl_megatron.rewards import functions
 from rl_megatron.rewards.registry import REWARDS
@@ -43,19 +43,19 @@ def run_config(
                 f"{name}: a training function runs one stage; rl_megatron.run(load_config([...])) runs an experiment"
             )
     chosen = {key: tree.pop(key) for key in _PRESETS if isinstance(tree.get(key), str)}
-    overrides = [override("algorithm", algorithm)]
+    overrides = [format_override("algorithm", algorithm)]
     usual = ALGORITHM_CONFIGS[algorithm].usual_loss if algorithm in ALGORITHM_CONFIGS else None
     if usual is not None:
         chosen.setdefault("loss", usual)
     if begin is not None and begin.checkpoint is not None:
-        overrides += ["model=init_from", override("init_from", str(begin.checkpoint))]
+        overrides += ["model=init_from", format_override("init_from", str(begin.checkpoint))]
     elif begin is not None:
-        tree = merged(begin.settings, tree)
-    overrides += [override(key, name) for key, name in chosen.items()]
+        tree = merge_settings(begin.settings, tree)
+    overrides += [format_override(key, name) for key, name in chosen.items()]
     if data is not None:
         _refuse_records(data)
         section = data if isinstance(data, Mapping) else {"path": data if isinstance(data, str) else _plain(data)}
-        tree["data"] = merged(_nest(section), tree.get("data", {}))
+        tree["data"] = merge_settings(_nest(section), tree.get("data", {}))
     if rewards:
         tree["reward"] = {"functions": reward_functions(rewards)} | tree.get("reward", {})
     tree["output_dir"] = os.fspath(output_dir)

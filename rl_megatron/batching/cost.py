@@ -52,7 +52,7 @@ class SequenceCost:
         saves. The gated delta rule handles each token on its own.
         """
         attention, width = _count_attention(model)
-        with_delta_rule = sum(LayerKind.of(model, layer).has_delta_rule for layer in range(model.num_layers))
+        with_delta_rule = sum(LayerKind.from_model(model, layer).has_delta_rule for layer in range(model.num_layers))
         with_attention = model.num_layers - with_delta_rule
         mlp = 3 * model.hidden_size * model.ffn_hidden_size
         dense_layers = model.num_layers if model.num_experts is None else model.first_dense_layers
@@ -72,7 +72,7 @@ def _count_delta_rule(model: ModelConfig) -> int:
 
     A token passes through each memory three times: it is corrected for what it holds, written to it and read from it.
     """
-    shape = DeltaShape.of(model)
+    shape = DeltaShape.from_model(model)
     projections = model.hidden_size * (shape.projected + shape.values * shape.value)
     return shape.groups * (projections + 3 * shape.values * shape.key * shape.value)
 
@@ -84,7 +84,7 @@ def _count_attention(model: ModelConfig) -> tuple[int, float]:
         head_dim = head_size(model)
         projected_heads = (2 + model.attention_output_gate) * heads + 2 * model.num_query_groups
         return hidden * projected_heads * head_dim, heads * head_dim
-    shape = LatentShape.of(model)
+    shape = LatentShape.from_model(model)
     if model.q_lora_rank is None:
         queries = hidden * heads * shape.query
     else:

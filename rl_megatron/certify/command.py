@@ -15,7 +15,7 @@ from rich.table import Table
 from rl_megatron import disk, log
 from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.batching.config import Batching
-from rl_megatron.certify.measurement import Difference, Measurement, compare, fails, run_workload
+from rl_megatron.certify.measurement import Difference, Measurement, compare, find_failures, run_workload
 from rl_megatron.certify.single_process import Reference
 from rl_megatron.certify.workload import (
     NUM_SEQUENCES,
@@ -25,8 +25,8 @@ from rl_megatron.certify.workload import (
     WIDTH,
     Objective,
     Workload,
-    shrunk,
-    small_batching,
+    build_small_batching,
+    shrink,
 )
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
@@ -64,12 +64,14 @@ def _certify(config: RunConfig) -> int:
         check_loss(stage)
     degrees.validate(first.parallel, dist.get_world_size())
     degrees.validate_model(first.model, first.parallel)  # the user's own model, before the small model is made from it
-    model, parallel = shrunk(first.model, first.parallel)
+    model, parallel = shrink(first.model, first.parallel)
     layout = topology.build(parallel, device, first.train.seed, first.train.collective_timeout_minutes)
-    objectives, batching = _objectives(config)
-    taken = {key: getattr(first.optimizer, key) for key in ("distributed", "overlap", "clip_grad")}
+    objectives, batching = _collect_objectives(config)
+    optimizer_keys = {key: getattr(first.optimizer, key) for key in ("distributed", "overlap", "clip_grad")}
     fused_head = SMALL_FUSED_HEAD if first.train.fused_head else None
-    workload = Workload(model, objectives, optimizer=replace(Workload.optimizer, **taken), fused_head=fused_head)
+    workload = Workload(
+        model, objectives, optimizer=replace(Workload.optimizer, **optimizer_keys), fused_head=fused_head
+    )
 
     with tempfile.TemporaryDirectory(prefix=disk.make_temporary_prefix("certify")) as directory:
         reference = Reference(workload, Path(directory), first.device, config.plugins) if layout.ranks.leads else None
@@ -86,18 +88,18 @@ def _certify(config: RunConfig) -> int:
         if isinstance(expected, str):
             raise RuntimeError(expected)
         differences = {name: compare(measured[name], expected[name]) for name in objectives}
-        worst = next(fails(differences), None)
+        worst = next(find_failures(differences), None)
         console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
         options = ", fused head" * first.train.fused_head + ", overlapped" * first.optimizer.overlap
         console.print(f"{layout.describe()}{options}, {device.type}; against one process, in fp32")
-        console.print(_table(differences, measured, batching))
-        console.print(_verdict(worst, time.perf_counter() - started))
+        console.print(_build_table(differences, measured, batching))
+        console.print(_describe_verdict(worst, time.perf_counter() - started))
         return 0 if worst is None else 1
 
     return layout.ranks.share(judge, (RuntimeError,))
 
 
-def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batching]]:
+def _collect_objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batching]]:
     """Return the objectives by name, and how each forms microbatches.
 
     They are the losses of the stages, with each stage's batching, and the standard objectives, with the first stage's
@@ -106,15 +108,15 @@ def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batc
     requested = []
     for name, stage in config.stages.items():
         for model, loss in get_algorithm(stage).losses(stage).items():
-            requested.append((name if model == "policy" else f"{name} {model}", Objective.of_section(loss), stage))
+            requested.append((name if model == "policy" else f"{name} {model}", Objective.from_section(loss), stage))
     requested += [(f"standard {name}", objective, config.first) for name, objective in STANDARD_OBJECTIVES.items()]
 
     different: list[tuple[list[str], Objective, Batching]] = []
     for name, objective, stage in requested:
-        batching = small_batching(
+        batching = build_small_batching(
             stage.train.batching, stage.train.micro_batch_size, objective.group_size, stage.parallel
         )
-        names = next((names for names, *known in different if known == [objective, batching]), None)
+        names = next((names for names, *entry in different if entry == [objective, batching]), None)
         if names is None:
             different.append(([name], objective, batching))
         elif not name.startswith("standard "):
@@ -125,7 +127,7 @@ def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batc
     )
 
 
-def _table(
+def _build_table(
     differences: dict[str, list[Difference]], measured: dict[str, Measurement], batching: dict[str, Batching]
 ) -> Table:
     table = Table(caption=f"{NUM_SEQUENCES} sequences of 1 to {WIDTH} tokens, vocabulary of {VOCAB_SIZE}")
@@ -151,7 +153,7 @@ def _table(
     return table
 
 
-def _verdict(worst: tuple[str, Difference] | None, seconds: float) -> str:
+def _describe_verdict(worst: tuple[str, Difference] | None, seconds: float) -> str:
     if worst is None:
         return f"This layout gives what one process gives ({seconds:.0f} s)."
     name, difference = worst

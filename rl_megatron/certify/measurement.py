@@ -66,16 +66,7 @@ class Difference:
 
 
 def run_workload(workload: Workload, topology: Topology, batching: Mapping[str, Batching]) -> dict[str, Measurement]:
-    """Return the measurement of every objective of the workload, each from the same weights. Collective.
-
-    Args:
-        workload: The model, the batch and the objectives.
-        topology: The layout.
-        batching: How each objective forms microbatches.
-
-    Raises:
-        ConfigError: The batch lacks a key that a loss reads, or a degree does not fit the model.
-    """
+    """Return the measurement of every objective of the workload, each from the same weights. Collective."""
     batch = workload.batch()
     losses = {name: objective.build() for name, objective in workload.objectives.items()}
     for name, loss_fn in losses.items():
@@ -86,7 +77,7 @@ def run_workload(workload: Workload, topology: Topology, batching: Mapping[str, 
     for name, objective in workload.objectives.items():
         head = objective.head
         if head not in policies:
-            policies[head] = _policy(workload, topology, head)
+            policies[head] = _build_policy(workload, topology, head)
         policy = policies[head]
         policy.batching = batching[name]
         planned = policy.plan(batch, losses[name])
@@ -106,7 +97,7 @@ def run_workload(workload: Workload, topology: Topology, batching: Mapping[str, 
     return measured
 
 
-def _policy(workload: Workload, topology: Topology, head: Head) -> MegatronPolicy:
+def _build_policy(workload: Workload, topology: Topology, head: Head) -> MegatronPolicy:
     return MegatronPolicy(
         workload.model, topology, vocab_size=workload.vocab_size, precision=workload.precision, seed=workload.seed,
         optimizer=workload.optimizer, head=head, fused_head=workload.fused_head,
@@ -120,43 +111,43 @@ def compare(layout: Measurement, one_process: Measurement) -> list[Difference]:
     Gradients, weights and metrics have one difference each: that of the parameter or metric with the largest error.
     """
     actual, expected = layout.metrics, one_process.metrics
-    loss_error = _relative(actual["loss"], expected["loss"])
+    loss_error = _compute_relative_error(actual["loss"], expected["loss"])
     differences = [
         Difference("loss", loss_error, LOSS_TOLERANCE, f"a loss of {expected['loss']:.7g}"),
-        _stream_difference(layout.stream, one_process.stream),
-        _worst("gradient", layout.gradients, one_process.gradients),
+        _compare_streams(layout.stream, one_process.stream),
+        _find_worst_parameter("gradient", layout.gradients, one_process.gradients),
     ]
     if one_process.weights:
-        differences.append(_worst("weights after a step", layout.weights, one_process.weights))
-    return [*differences, _worst_metric(actual, expected)]
+        differences.append(_find_worst_parameter("weights after a step", layout.weights, one_process.weights))
+    return [*differences, _find_worst_metric(actual, expected)]
 
 
-def _relative(actual: float, expected: float) -> float:
+def _compute_relative_error(actual: float, expected: float) -> float:
     return abs(actual - expected) / abs(expected) if expected else abs(actual)
 
 
-def _stream_difference(actual: Tensor, expected: Tensor) -> Difference:
+def _compare_streams(actual: Tensor, expected: Tensor) -> Difference:
     errors = (actual - expected).abs()
     sequence, position = divmod(int(errors.argmax()), errors.size(1))
     return Difference("logprobs", errors.max().item(), STREAM_TOLERANCE, f"sequence {sequence}, token {position}")
 
 
-def _worst(quantity: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Difference:
+def _find_worst_parameter(quantity: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Difference:
     """Return the difference of the parameter with the largest max |actual − expected| / max |expected|."""
     if actual.keys() != expected.keys():
         only = min(actual.keys() ^ expected.keys())
         return Difference(quantity, math.inf, GRADIENT_TOLERANCE, f"only one has {only}")
-    errors = {name: _parameter_error(actual[name], expected[name]) for name in expected}
+    errors = {name: _compute_parameter_error(actual[name], expected[name]) for name in expected}
     name = max(errors, key=lambda name: _nan_is_worst(errors[name]))
     return Difference(quantity, errors[name], GRADIENT_TOLERANCE, name)
 
 
-def _parameter_error(actual: Tensor, expected: Tensor) -> float:
+def _compute_parameter_error(actual: Tensor, expected: Tensor) -> float:
     difference, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
     return difference / scale if scale else difference
 
 
-def _worst_metric(actual: Mapping[str, float], expected: Mapping[str, float]) -> Difference:
+def _find_worst_metric(actual: Mapping[str, float], expected: Mapping[str, float]) -> Difference:
     if actual.keys() != expected.keys():
         only = min(actual.keys() ^ expected.keys())
         return Difference("metrics", math.inf, METRIC_TOLERANCE, f"only one has {only}")
@@ -169,7 +160,7 @@ def _nan_is_worst(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def fails(differences: Mapping[str, list[Difference]]) -> Iterator[tuple[str, Difference]]:
+def find_failures(differences: Mapping[str, list[Difference]]) -> Iterator[tuple[str, Difference]]:
     """Yield (objective, difference) for every difference that exceeds its tolerance, in order."""
     for name, of_objective in differences.items():
         yield from ((name, difference) for difference in of_objective if not difference.holds)

@@ -28,21 +28,14 @@ def run_in_one_process(workload: Workload, device: str = "auto") -> dict[str, Me
     """Return the measurements of the workload in this process: one rank, one padded microbatch, and whole logits."""
     layout = topology.build(ParallelConfig(), start_device(device), workload.seed)
     whole = {name: Batching("padded", NUM_SEQUENCES) for name in workload.objectives}
-    return run_workload(workload.plainly(), layout, whole)
+    return run_workload(workload.without_savings(), layout, whole)
 
 
 class Reference:
     """`run_in_one_process` in a new process, which runs at the same time as the layout. It owns the process."""
 
     def __init__(self, workload: Workload, directory: Path, device: str, plugins: Sequence[str] = ()):
-        """Start the process.
-
-        Args:
-            workload: The workload.
-            directory: A directory for the files that are exchanged with the process.
-            device: The device, as in the configuration.
-            plugins: Modules that the process imports, because the workload may use their losses.
-        """
+        """Start the process. Files in `directory` carry its results; it imports `plugins`, which may define losses."""
         self._result = directory / "reference.pt"
         environment = build_child_environment()
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # so that the plugins are found

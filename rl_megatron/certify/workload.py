@@ -43,7 +43,7 @@ class Objective:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of_section(cls, section: Mapping[str, Any]) -> Objective:
+    def from_section(cls, section: Mapping[str, Any]) -> Objective:
         """Return the objective of a configuration's loss section, {name, **settings}."""
         return cls(section["name"], {key: value for key, value in section.items() if key != "name"})
 
@@ -88,13 +88,13 @@ class Workload:
     precision: str = "fp32"
     peft: LoraConfig | None = None
 
-    def plainly(self) -> Workload:
+    def without_savings(self) -> Workload:
         """Return the same workload without options that only save time or memory: fused head and overlap."""
         return replace(self, fused_head=None, optimizer=replace(self.optimizer, overlap=False))
 
     def batch(self) -> BatchedDataDict:
         """Return the workload's batch."""
-        return batch_of_all_kinds(self.vocab_size, self.seed)
+        return build_batch_of_all_kinds(self.vocab_size, self.seed)
 
 
 STANDARD_OBJECTIVES = {
@@ -111,7 +111,7 @@ STANDARD_OBJECTIVES = {
 }
 
 
-def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
+def build_batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
     """Return twelve sequences, which are six pairs, with every key that a registered loss reads from a batch.
 
     The sequences have different lengths. One has a single token, one has two, one has token_mask 0 everywhere, and the
@@ -168,7 +168,7 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
     return batch
 
 
-def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, ParallelConfig]:
+def shrink(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, ParallelConfig]:
     """Return the smallest model of the same family that the parallel degrees allow, and matching degrees.
 
     The model keeps the ratio of heads to key/value heads, the biases, norms, tying, windows, latents and experts. The
@@ -194,7 +194,7 @@ def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, P
         num_query_groups=groups,
         max_sequence_length=2 * WIDTH,
         init_std=0.15,  # logits far from uniform, so that errors show
-        **_where_set(
+        **_filter_set_keys(
             model,
             head_dim=16,
             sliding_window=min(model.sliding_window or 7, 7),
@@ -213,14 +213,14 @@ def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, P
             v_head_dim=6,
         ),
     )
-    return replace(small, **_few_experts(model, parallel)), replace(parallel, **uneven)
+    return replace(small, **_shrink_experts(model, parallel)), replace(parallel, **uneven)
 
 
-def _where_set(model: ModelConfig, **values: int) -> dict[str, int]:
+def _filter_set_keys(model: ModelConfig, **values: int) -> dict[str, int]:
     return {key: value for key, value in values.items() if getattr(model, key) is not None}
 
 
-def _few_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+def _shrink_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
     """Return the keys of a small mixture of experts of the model's kind; empty if the model is dense."""
     if model.num_experts is None:
         return {}
@@ -234,7 +234,7 @@ def _few_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]
         "first_dense_layers": min(model.first_dense_layers, 1),
         "router_aux_loss": model.router_aux_loss if model.router_aux_loss_scope == "global" else 0.0,
         "expert_ffn_hidden_size": 32 * parallel.expert_tensor,
-        **_where_set(
+        **_filter_set_keys(
             model,
             shared_expert_ffn_hidden_size=32 * parallel.tensor,
             router_groups=2,
@@ -244,11 +244,7 @@ def _few_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]
 
 
 def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None:
-    """Check that the synthetic batch has every key that a loss reads.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Check that the synthetic batch has every key that a loss reads."""
     missing = sorted(set(getattr(loss_fn, "required_keys", ())) - batch.keys())
     if missing:
         title = getattr(loss_fn, "display_name", type(loss_fn).__name__)
@@ -258,7 +254,7 @@ def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None
         )
 
 
-def small_batching(kind: BatchingKind, sequences: int, group_size: int, parallel: ParallelConfig) -> Batching:
+def build_small_batching(kind: BatchingKind, sequences: int, group_size: int, parallel: ParallelConfig) -> Batching:
     """Return the batching of the small batch: at most four groups of sequences, or their tokens, per microbatch."""
     sequences = min(-(-sequences // group_size), 4) * group_size
     return Batching(kind, sequences, tokens=sequences * round_up(WIDTH, sequence_multiple(parallel)))

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron import log
-from rl_megatron.config.checkpoint_metadata import MANIFEST, no_checkpoint
+from rl_megatron.config.checkpoint_metadata import MANIFEST, describe_missing_checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import METRICS_FILE, SAMPLES
 from rl_megatron.config.model import ModelConfig
@@ -182,7 +182,7 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
         existing = ", ".join(path.name for path in find_checkpoints(checkpoint.parent)) or "none"
         raise ConfigError(f"checkpoint {checkpoint} does not exist; existing checkpoints: {existing}")
     if not (checkpoint / MANIFEST).is_file():
-        raise ConfigError(f"checkpoint {checkpoint} {no_checkpoint(checkpoint)}")
+        raise ConfigError(f"checkpoint {checkpoint} {describe_missing_checkpoint(checkpoint)}")
     manifest = read_manifest_alone(checkpoint)
     for name, entry in manifest["files"].items():
         path, size = checkpoint / name, get_size(entry)

@@ -26,8 +26,8 @@ from rl_megatron.checkpoint.directory import (
 from rl_megatron.checkpoint.hf_convert import describe_for_hugging_face, export_peft, export_weights
 from rl_megatron.checkpoint.hf_directory import refuse_adapter_with_head
 from rl_megatron.checkpoint.save import SaveFailed
-from rl_megatron.config.checkpoint_metadata import hugging_face_files
-from rl_megatron.config.commands import command
+from rl_megatron.config.checkpoint_metadata import find_hugging_face_files
+from rl_megatron.config.commands import format_command
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.train import TrainConfig
@@ -113,7 +113,7 @@ class Exporter:
         except CancelledError:
             return
         except Exception as error:  # whatever it is, training must not end without the remedy
-            by_hand = command("convert", "export", str(checkpoint), str(target))
+            by_hand = format_command("convert", "export", str(checkpoint), str(target))
             reason = f"{error}; {disk.describe_space(target)}"
             self._failure = (
                 f"{checkpoint} could not be exported to {target}: {reason}; the checkpoint is complete, and {by_hand} "
@@ -158,7 +158,7 @@ def check_exports(
     try:
         if is_adapter:
             refuse_adapter_with_head(output_dir, {"peft": {}, "head": head})
-        carried = None if init_from is None else hugging_face_files(init_from)
+        carried = None if init_from is None else find_hugging_face_files(init_from)
         *_, table = describe_for_hugging_face(model, head, carried, tokenizer, tokenizer.vocab_size, "the run")
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {error}; {remedy}") from error

@@ -35,9 +35,9 @@ from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
 from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, find_model_tensors, read_parts
 from rl_megatron.config.checkpoint_metadata import (
     HUGGING_FACE,
-    carried_tokenizer,
-    hugging_face_files,
-    run_tokenizer,
+    find_hugging_face_files,
+    find_imported_tokenizer,
+    find_run_tokenizer,
 )
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
@@ -66,7 +66,7 @@ def import_peft(source: Path, base: Path, checkpoint: Path) -> dict[str, Any]:
     """
     with _open_partial(checkpoint) as partial:
         manifest = import_adapters(source, base, partial)
-        carried = hugging_face_files(base)
+        carried = find_hugging_face_files(base)
         if carried is not None:
             shutil.copytree(carried, partial / HUGGING_FACE)
         publish(partial, checkpoint, manifest)
@@ -224,10 +224,10 @@ def _read_blocks(reader: WeightReader, table: WeightTable, name: str, shape: Sha
 
 def _describe(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any], WeightTable]:
     """Return the checkpoint's model, its config.json and its weight table."""
-    directory = run_tokenizer(checkpoint)
+    directory = find_run_tokenizer(checkpoint)
     tokenizer = None if directory is None else load_tokenizer(directory)
     model, head = read_model_section(checkpoint, manifest), manifest.get("head", "lm")
-    carried, what = hugging_face_files(checkpoint), f"checkpoint {checkpoint}"
+    carried, what = find_hugging_face_files(checkpoint), f"checkpoint {checkpoint}"
     return model, *describe_for_hugging_face(model, head, carried, tokenizer, manifest.get("vocab_size"), what)
 
 
@@ -292,7 +292,7 @@ def _cut_unused_rows(
             f"--cut-vocabulary: checkpoint {checkpoint} has no row to cut: each of its {rows} rows has a token, or its "
             "tokenizer is not known; leave it out"
         )
-    generation = hugging_face_files(checkpoint)
+    generation = find_hugging_face_files(checkpoint)
     generation = None if generation is None else generation / "generation_config.json"
     files = {"config.json": config}
     if generation is not None and generation.is_file():
@@ -360,8 +360,8 @@ def _write_block(writer: WeightWriter, rows: Rows, offset: Shape, block: Tensor)
 
 
 def _write_side_files(checkpoint: Path, target: Path, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    carried, tokenizer = hugging_face_files(checkpoint), run_tokenizer(checkpoint)
-    if tokenizer is not None and carried_tokenizer(checkpoint) is None:
+    carried, tokenizer = find_hugging_face_files(checkpoint), find_run_tokenizer(checkpoint)
+    if tokenizer is not None and find_imported_tokenizer(checkpoint) is None:
         shutil.copytree(tokenizer, target, dirs_exist_ok=True)
     if carried is not None:
         shutil.copytree(carried, target, dirs_exist_ok=True)

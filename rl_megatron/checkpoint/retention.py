@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import LEFTOVERS, Damaged, find_checkpoints, read_manifest_alone
-from rl_megatron.config.metrics import better
+from rl_megatron.config.metrics import is_better
 
 
 def find_best_checkpoint(checkpoints: list[Path], metric: str) -> Path | None:
@@ -20,7 +20,7 @@ def find_best_checkpoint(checkpoints: list[Path], metric: str) -> Path | None:
         except Damaged as error:
             log.once(f"{error}; it is ignored in the search for the best checkpoint")
             continue
-        if value is not None and (best_value is None or not better(metric, best_value, value)):
+        if value is not None and (best_value is None or not is_better(metric, best_value, value)):
             best, best_value = path, value
     return best
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rl_megatron import disk, log
 from rl_megatron.cli.parser import COMPOSED, WITHOUT_CONFIGURATION, build_parser
-from rl_megatron.config.commands import override
+from rl_megatron.config.commands import format_override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.workers.linux import die_with
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _run_without_configuration(parsed)
         parsed.overrides += rest
         if getattr(parsed, "replay_rollouts", None) is not None:
-            parsed.overrides.append(override("rollout.replay", parsed.replay_rollouts))
+            parsed.overrides.append(format_override("rollout.replay", parsed.replay_rollouts))
         if parsed.info is not None or parsed.hydra_help:
             return _show_composition(parsed)
         if getattr(parsed, "multirun", False):

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from rl_megatron.checkpoint.directory import list_adapter_sections, read_manifest
 from rl_megatron.checkpoint.hf_directory import MAX_SHARD_BYTES, check_export, check_import
-from rl_megatron.config.checkpoint_metadata import MANIFEST, no_checkpoint
-from rl_megatron.config.commands import command, override
+from rl_megatron.config.checkpoint_metadata import MANIFEST, describe_missing_checkpoint
+from rl_megatron.config.commands import format_command, format_override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.peft import DEFAULT_ADAPTER
 
@@ -37,8 +37,8 @@ def import_directory(source: str, target: str, base: str | None) -> None:
         if unused is not None:
             console.print(f"{source}: {unused}")
         console.print(f"{target}: a checkpoint of {manifest['model']['num_layers']} layers. To start from it:")
-    start = override("init_from", target), override("output_dir", f"outputs/{Path(target).name}")
-    console.print(f"  {command('train', 'model=init_from', *start)}")
+    start = format_override("init_from", target), format_override("output_dir", f"outputs/{Path(target).name}")
+    console.print(f"  {format_command('train', 'model=init_from', *start)}")
 
 
 def export_checkpoint(
@@ -60,7 +60,9 @@ def export_checkpoint(
         cut_vocabulary: Whether to leave out the rows of the embedding and the head that no token has.
     """
     if Path(source).is_dir() and not (Path(source) / MANIFEST).is_file():
-        remedy = no_checkpoint(Path(source), lambda checkpoint: command("convert", "export", checkpoint, target))
+        remedy = describe_missing_checkpoint(
+            Path(source), lambda checkpoint: format_command("convert", "export", checkpoint, target)
+        )
         raise ConfigError(f"{source} {remedy}")
     limit = MAX_SHARD_BYTES if max_shard_size is None else parse_size(max_shard_size)
     is_adapter = check_export(Path(source), Path(target), adapter)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rl_megatron.checkpoint.directory import check_checkpoint, check_output_dir
 from rl_megatron.config.data_sources import require_place
-from rl_megatron.config.errors import bad_input_named
+from rl_megatron.config.errors import convert_errors
 from rl_megatron.config.loggers import check_loggers
 from rl_megatron.config.losses import check_own_loss
 from rl_megatron.config.schema import RunConfig
@@ -42,9 +42,9 @@ def check_data(config: RunConfig) -> None:
     for stage in config.stages.values():
         require_place(stage.data)
     check_losses(config)
-    tokenizer = bad_input_named(lambda: load_known_tokenizer(config.first, find_earlier_run(config)))
+    tokenizer = convert_errors(lambda: load_known_tokenizer(config.first, find_earlier_run(config)))
     for stage in config.stages.values():
-        bad_input_named(lambda stage=stage: build_source(stage).check_files(tokenizer))
+        convert_errors(lambda stage=stage: build_source(stage).check_files(tokenizer))
         check_set_files(stage, tokenizer)
     if config.init_from:
         digest = None if tokenizer is None else tokenizer.digest

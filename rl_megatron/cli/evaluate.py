@@ -13,8 +13,8 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.cli.generate import build_weights_tokenizer, check_weights
-from rl_megatron.config.commands import override
-from rl_megatron.config.errors import ConfigError, bad_input_named
+from rl_megatron.config.commands import format_override
+from rl_megatron.config.errors import ConfigError, convert_errors
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.eval_problems import check_set_files
 from rl_megatron.data.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ def add_weights(weights: str, overrides: list[str]) -> list[str]:
         raise ConfigError(f"eval {weights}: the weights come first, as in rl-megatron eval CHECKPOINT {weights}")
     if any(text.startswith("init_from=") for text in overrides):
         raise ConfigError(f"eval evaluates {weights}, and init_from names other weights; leave init_from out")
-    return [*overrides, override("init_from", weights)]
+    return [*overrides, format_override("init_from", weights)]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedEvaluatio
             ) from error
     tokenizer = build_weights_tokenizer(stage)
     identity = check_weights(weights, stage, tokenizer)
-    bad_input_named(lambda: check_set_files(stage, tokenizer))
+    convert_errors(lambda: check_set_files(stage, tokenizer))
     check_rewards(stage, loads=int(os.environ.get("WORLD_SIZE", "1")) == 1)
     return PreparedEvaluation(tokenizer, identity, baseline)
 

@@ -13,9 +13,9 @@ from typing import Any
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_manifest, read_model_section
 from rl_megatron.checkpoint.hf_directory import find_weight_files, read_directory
-from rl_megatron.config.checkpoint_metadata import MANIFEST, carried_tokenizer, run_tokenizer
+from rl_megatron.config.checkpoint_metadata import MANIFEST, find_imported_tokenizer, find_run_tokenizer
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.loading.hints import key_of
+from rl_megatron.config.loading.hints import get_override_key
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.rules import check_model
 from rl_megatron.config.schema import RunConfig, StageConfig
@@ -42,7 +42,7 @@ def prepare_run(config: RunConfig, options: argparse.Namespace) -> RunConfig:
 
     Keys of the model section that are overridden keep their values. Overrides without an effect are refused.
     """
-    keys = [key_of(override) for override in options.overrides]
+    keys = [get_override_key(override) for override in options.overrides]
     for override, key in zip(options.overrides, keys, strict=True):
         _refuse_without_effect(override, key, options.command)
     name = list(config.stages)[-1] if options.stage is None else options.stage
@@ -161,7 +161,7 @@ def _find_tokenizer(stage: StageConfig, weights: Path) -> str:
         return stage.tokenizer.path
     if (weights / "config.json").is_file():
         return str(weights)
-    directory = carried_tokenizer(weights) or run_tokenizer(weights)
+    directory = find_imported_tokenizer(weights) or find_run_tokenizer(weights)
     if directory is None:
         raise ConfigError(
             f"init_from={weights} lies in no run's output_dir, so its tokenizer is not known; set tokenizer.path to "

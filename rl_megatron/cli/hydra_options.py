@@ -16,8 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.compose import PRIMARY, as_additions, composed, config_directory, hydra_session
-from rl_megatron.config.loading.hints import key_of, schema_paths
+from rl_megatron.config.loading.compose import PRIMARY, as_additions, compose_config, config_directory, hydra_session
+from rl_megatron.config.loading.hints import get_override_key, schema_paths
 from rl_megatron.config.schema import StageConfig
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -29,7 +29,9 @@ _CHOICES = ("experiment", "algorithm", "data", "model", "init_from", "stages", "
 
 def has_no_choice(overrides: list[str], config_name: str) -> bool:
     """Return whether a command chooses neither what to train nor what to train it on."""
-    return config_name == PRIMARY and not any(key_of(override).split(".")[0] in _CHOICES for override in overrides)
+    return config_name == PRIMARY and not any(
+        get_override_key(override).split(".")[0] in _CHOICES for override in overrides
+    )
 
 
 def print_experiments(config_dir: str | None) -> None:
@@ -68,7 +70,7 @@ def show_info(what: str, overrides: list[str], config_dir: str | None, config_na
     """Print Hydra's search path, the defaults list or tree, the configuration, plugins, or all of them."""
     if what not in INFO:
         raise ConfigError(f"--info {what}: choose one of {', '.join(INFO)}")
-    composed(overrides, config_dir, config_name)  # for its error messages
+    compose_config(overrides, config_dir, config_name)  # for its error messages
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rl_megatron.checkpoint.summary import describe, list_checkpoints
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.metrics import shown_name
+from rl_megatron.config.metrics import choose_shown_name
 
 _TENSORS_SHOWN = 10
 _WIDTH = 160
@@ -101,7 +101,7 @@ def _format_values(values: dict[str, Any]) -> str:
 
 
 def _format_metrics(metrics: dict[str, float]) -> str:
-    return _format_values({shown_name(name, [value]): value for name, value in metrics.items()})
+    return _format_values({choose_shown_name(name, [value]): value for name, value in metrics.items()})
 
 
 def _show_list(console: Console, stages: dict[str, list[dict[str, Any]]]) -> None:
@@ -113,7 +113,7 @@ def _show_list(console: Console, stages: dict[str, list[dict[str, Any]]]) -> Non
             if "damaged" in entry:
                 table.add_row(Path(entry["path"]).name, "", entry["damaged"], "damaged")
                 continue
-            best = [shown_name(name, [entry["measures"][name]]) for name in entry["best"]]
+            best = [choose_shown_name(name, [entry["measures"][name]]) for name in entry["best"]]
             marks = (["newest"] if entry["newest"] else []) + [f"best {name}" for name in best]
             eval_metrics = _format_metrics(entry["measures"])
             table.add_row(Path(entry["path"]).name, f"{entry['bytes']:,}", eval_metrics, ", ".join(marks))

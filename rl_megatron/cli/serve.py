@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rl_megatron import log
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
-from rl_megatron.config.errors import ConfigError, bad_input_named, nearest
+from rl_megatron.config.errors import ConfigError, convert_errors, nearest
 from rl_megatron.config.generation import MAX_PORT, NODE, ServersConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import get_run_tokenizer
@@ -45,7 +45,7 @@ def serve(config: RunConfig, options: argparse.Namespace) -> int:
     from rl_megatron.generation.servers.node import NodeServers, ServerLauncher
 
     output_dir = Path(config.output_dir)
-    tokenizer = bad_input_named(lambda: get_run_tokenizer(config.first, output_dir))
+    tokenizer = convert_errors(lambda: get_run_tokenizer(config.first, output_dir))
     launchers: dict[str, ServerLauncher] = {}
     for name, stage in stages.items():
         make_launcher = ENGINES[stage.generation.engine].launcher

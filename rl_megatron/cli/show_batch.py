@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rl_megatron.config.errors import ConfigError, bad_input_named, nearest
+from rl_megatron.config.errors import ConfigError, convert_errors, nearest
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.run_tokenizer import get_run_tokenizer
 from rl_megatron.observability.batch_view import BatchView, print_batch, render_batch_page
@@ -28,7 +28,7 @@ def show_batch(config: RunConfig, options: argparse.Namespace) -> int:
     for option, value in (("--sequences", options.sequences), ("--ranks", ranks)):
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}: must be at least 1")
-    view = bad_input_named(lambda: _make_view(config, name, options, ranks))
+    view = convert_errors(lambda: _make_view(config, name, options, ranks))
     console = Console(highlight=False)
     if options.html is None:
         print_batch(console, view.shorten(options.sequences or _SEQUENCES_SHOWN), options.ids)

@@ -27,11 +27,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rl_megatron import log
-from rl_megatron.config.commands import command
-from rl_megatron.config.commands import override as quoted
+from rl_megatron.config.commands import format_command, format_override
 from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.loading.compose import hydra_session
-from rl_megatron.config.loading.hints import explain, key_of
+from rl_megatron.config.loading.hints import explain, get_override_key
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.runs.stop_signals import SIGNALS
@@ -62,12 +61,14 @@ def expand_sweep(overrides: list[str], config_dir: str | None, config_name: str)
     """Return the jobs of a sweep, in Hydra's order: the values of the last override change fastest."""
     jobs = {}
     for job_overrides, swept in _combine(overrides, config_dir):
-        name = _name_directory([override for override in swept if key_of(override) != "output_dir"])
+        name = _name_directory([override for override in swept if get_override_key(override) != "output_dir"])
         config = load_config(job_overrides, config_dir, config_name)
         output_dir = f"{config.output_dir}/{name}" if name else config.output_dir
-        others = [override for override in job_overrides if key_of(override) != "output_dir"]
+        others = [override for override in job_overrides if get_override_key(override) != "output_dir"]
         job = Job(
-            name or output_dir, [*others, quoted("output_dir", output_dir)], replace(config, output_dir=output_dir)
+            name or output_dir,
+            [*others, format_override("output_dir", output_dir)],
+            replace(config, output_dir=output_dir),
         )
         jobs.setdefault(output_dir, job)
     return list(jobs.values())
@@ -245,4 +246,4 @@ def _report(jobs: list[Job], results: list[int]) -> None:
     complete = [job.config.output_dir for job, status in zip(jobs, results, strict=False) if status == 0]
     if complete:
         print("", "What you can do next:", "  List the checkpoints of a job:", sep="\n")
-        print(f"    {command('inspect', complete[-1])}", flush=True)
+        print(f"    {format_command('inspect', complete[-1])}", flush=True)

@@ -46,23 +46,15 @@ ESTIMATORS.register("group_decoupled")(Estimator(frozenset({"component_rewards"}
 ESTIMATORS.register("optimal_baseline")(Estimator(frozenset(), 2))
 
 
-def known_estimator(name: str) -> str:
-    """Return `name` if it is a declared estimator or an import string.
-
-    Raises:
-        ValueError: There is no such estimator.
-    """
+def check_estimator_name(name: str) -> str:
+    """Return `name` if it is a declared estimator or an import string; raise ValueError otherwise."""
     if name not in ESTIMATORS and not is_import_string(name):
         raise ValueError(f"there is no advantage estimator {name!r}{nearest(name, ESTIMATORS)}")
     return name
 
 
-def estimator_of(name: str) -> Estimator:
-    """Return the declaration of an estimator. A user's function is imported and checked.
-
-    Raises:
-        ConfigError: The function cannot be imported, or does not take one argument.
-    """
+def get_estimator(name: str) -> Estimator:
+    """Return the declaration of an estimator; a user's function is imported and checked."""
     if not is_import_string(name):
         return ESTIMATORS[name]
     where = "algorithm.advantage_estimator"
@@ -71,11 +63,7 @@ def estimator_of(name: str) -> Estimator:
 
 
 def check_estimator(function: Callable[..., Any], where: str) -> None:
-    """Check that a function can be called with the inputs alone.
-
-    Raises:
-        ConfigError: It is a class, takes another number of arguments, or takes the inputs one by one.
-    """
+    """Check that an estimator is a function that can be called with the inputs alone."""
     if isinstance(function, type):
         raise ConfigError(f"{where} is a class; an advantage estimator is a function")
     signature = inspect.signature(function)

@@ -20,14 +20,7 @@ register_algorithm_config = register_class("name", ALGORITHM_CONFIGS, declared="
 
 
 def check_whole_pairs(counts: dict[str, int]) -> None:
-    """Check that numbers of sequences are numbers of whole pairs.
-
-    Args:
-        counts: The numbers by their keys.
-
-    Raises:
-        ConfigError: One is odd.
-    """
+    """Check that numbers of sequences, by their keys, are even: a pair is two sequences."""
     for key, count in counts.items():
         if count % 2:
             raise ConfigError(
@@ -42,11 +35,7 @@ class PairsConfig(AlgorithmConfig):
     learns_from: ClassVar[str] = PAIRS
 
     def check(self, stage: StageConfig) -> None:
-        """Check that batches hold whole pairs.
-
-        Raises:
-            ConfigError: A number of sequences is odd.
-        """
+        """Check that batches hold whole pairs."""
         check_whole_pairs(
             {
                 "train.global_batch_size": stage.train.global_batch_size,
@@ -109,13 +98,7 @@ class RolloutConfig(AlgorithmConfig):
         return train.steps * self.rounds_per_step * self.prompts_per_step
 
     def optimizer_steps_of_rollouts(self, train: TrainConfig, rollouts: int, passes: int) -> int:
-        """Return how many optimizer steps it takes to learn from some rollout steps.
-
-        Args:
-            train: The train section.
-            rollouts: The number of rollout steps.
-            passes: How many times each of their batches is learned from.
-        """
+        """Return how many optimizer steps it takes to learn from `rollouts` rollout steps, `passes` times each."""
         learned = self.prompts_per_step * self.learned_per_prompt(self.samples_per_prompt)
         return rollouts * passes * math.ceil(learned / train.global_batch_size)
 
@@ -128,11 +111,7 @@ class RolloutConfig(AlgorithmConfig):
         return f"{text}, the last of {rest}" if rest else text
 
     def check(self, stage: StageConfig) -> None:
-        """Check that the samples of a prompt can differ.
-
-        Raises:
-            ConfigError: Sampling is greedy, or that of a turn is.
-        """
+        """Check that the samples of a prompt can differ: no turn is sampled greedily."""
         if stage.generation.temperature == 0:
             raise ConfigError(
                 f"generation.temperature=0 is greedy sampling, and {self.name} needs samples that differ; set it above "
@@ -180,11 +159,7 @@ class PolicyGradientConfig(RolloutConfig):
         return False
 
     def check(self, stage: StageConfig) -> None:
-        """Check that nothing needs the logprobs that `recompute_logprobs=never` leaves out.
-
-        Raises:
-            ConfigError: Something does; the message says what.
-        """
+        """Check that nothing needs the logprobs that `recompute_logprobs=never` leaves out."""
         super().check(stage)
         reason = self.needs_logprobs(stage)
         if self.recompute_logprobs == "never" and reason is not None:

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, Field
 
 from rl_megatron.config.advantages import (
     OPTIONS,
-    estimator_of,
-    known_estimator,
+    check_estimator_name,
+    get_estimator,
 )
 from rl_megatron.config.algorithm_kinds import (
     PairsConfig,
@@ -42,11 +42,7 @@ class PretrainConfig(AlgorithmConfig):
     name: Literal["pretrain"] = "pretrain"  # the algorithm
 
     def check(self, stage: StageConfig) -> None:
-        """Check that a window of text fits the model.
-
-        Raises:
-            ConfigError: It does not.
-        """
+        """Check that a window of text fits the model."""
         length, limit = stage.data.sequence_length, stage.model.max_sequence_length
         if length > limit:
             raise ConfigError(
@@ -127,16 +123,12 @@ class DPOConfig(PairsConfig):
     precompute_reference: bool = False
 
     def check(self, stage: StageConfig) -> None:
-        """Check what pairs require, and refuse batches whose reference logprobs were not computed.
-
-        Raises:
-            ConfigError: A key contradicts another; the message names both.
-        """
+        """Check what pairs require, and refuse batches whose reference logprobs were not computed."""
         super().check(stage)
         if self.precompute_reference and stage.train.on_nonfinite == "roll_back":
             raise ConfigError(
                 "algorithm.precompute_reference=true has the logprobs of the stage's own batches only, and "
-                "train.on_nonfinite=roll_back goes on with later ones; set train.on_nonfinite=skip, or "
+                "train.on_nonfinite=roll_back continues with later ones; set train.on_nonfinite=skip, or "
                 "algorithm.precompute_reference=false"
             )
 
@@ -167,11 +159,7 @@ class OnlineDPOConfig(RolloutConfig):
         return self.optimizer_steps_of_rollouts(train, train.steps, passes=1)
 
     def check(self, stage: StageConfig) -> None:
-        """Check that batches hold whole pairs, and that completions are sampled between the steps.
-
-        Raises:
-            ConfigError: A number of sequences is odd, or rollout.async_enabled is true.
-        """
+        """Check that batches hold whole pairs, and that completions are sampled between the steps."""
         super().check(stage)
         check_whole_pairs(
             {
@@ -197,11 +185,7 @@ class KTOConfig(AlgorithmConfig):
     name: Literal["kto"] = "kto"  # the algorithm
 
     def check(self, stage: StageConfig) -> None:
-        """Check that a batch has several answers, because the reference point mismatches prompts and answers.
-
-        Raises:
-            ConfigError: A batch is one answer.
-        """
+        """Check that a batch has several answers, because the reference point mismatches prompts and answers."""
         super().check(stage)
         if stage.train.global_batch_size < 2:
             raise ConfigError(
@@ -237,7 +221,7 @@ class GRPOConfig(PolicyGradientConfig):
     # deviation of the whole batch. optimal_baseline: compare with the group's mean, weighted by length (OPO).
     # group_decoupled: compare the scores of each reward function within the group, and then add them up (GDPO).
     # file.py:name or package.module:name: your own function.
-    advantage_estimator: Annotated[str, AfterValidator(known_estimator)] = "group_relative"
+    advantage_estimator: Annotated[str, AfterValidator(check_estimator_name)] = "group_relative"
     # group_relative and group_relative_turns: compare with the mean of the other samples of the group (RLOO).
     leave_one_out: bool = False
     normalize_std: bool = True  # group_relative…: divide by the group's standard deviation (Dr. GRPO: false)
@@ -257,25 +241,21 @@ class GRPOConfig(PolicyGradientConfig):
     @property
     def least_samples(self) -> int:
         """Return 2 if samples of a prompt are compared with each other."""
-        return 2 if self.dynamic_sampling else estimator_of(self.advantage_estimator).least_samples
+        return 2 if self.dynamic_sampling else get_estimator(self.advantage_estimator).least_samples
 
     @property
     def reads_components(self) -> bool:
         """Return whether the advantage estimator may read the scores of each reward function."""
-        return "component_rewards" in estimator_of(self.advantage_estimator).reads
+        return "component_rewards" in get_estimator(self.advantage_estimator).reads
 
     def may_read_logprobs(self) -> bool:
         """Return whether the advantage estimator may read them, as a user's own may."""
-        return "rollouts" in estimator_of(self.advantage_estimator).reads
+        return "rollouts" in get_estimator(self.advantage_estimator).reads
 
     def check(self, stage: StageConfig) -> None:
-        """Check that samples can be compared, and that the keys suit the advantage estimator.
-
-        Raises:
-            ConfigError: A key contradicts another or has no effect.
-        """
+        """Check that samples can be compared, and that the keys suit the advantage estimator."""
         super().check(stage)
-        reads = estimator_of(self.advantage_estimator).reads
+        reads = get_estimator(self.advantage_estimator).reads
         if self.samples_per_prompt < self.least_samples:
             raise ConfigError(
                 "algorithm.samples_per_prompt=1 leaves a sample without a group to be compared with; set it to 2 or "
@@ -326,11 +306,7 @@ class PPOConfig(PolicyGradientConfig):
         return super().optimizer_steps(train)
 
     def check(self, stage: StageConfig) -> None:
-        """Check the critic's optimizer and its warmup.
-
-        Raises:
-            ConfigError: Keys of the optimizer contradict each other, or the warmup lasts for the whole stage.
-        """
+        """Check the critic's optimizer and its warmup."""
         super().check(stage)
         self.critic_optimizer.check("algorithm.critic_optimizer")
         if self.critic_warmup_steps >= stage.train.steps:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config.commands import command, override
+from rl_megatron.config.commands import format_command, format_override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 
@@ -26,78 +26,71 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer
 ReadModel = Callable[[Path], ModelConfig]  # reads the model section of a directory with a config.json
 
 
-def model_key(key: str, init_from: str | None, read: ReadModel | None = None) -> Any:
+def read_model_key(key: str, init_from: str | None, read: ReadModel | None = None) -> Any:
     """Return the value of `key` in the model section of the checkpoint `init_from`.
 
-    Args:
-        key: The key.
-        init_from: The checkpoint.
-        read: Reads a Hugging Face directory, for commands that take one in the place of a checkpoint.
-
-    Raises:
-        ConfigError: `init_from` is not set, is not a checkpoint, or cannot be read.
+    `read` reads the model section of a Hugging Face directory, for commands that accept one instead of a checkpoint.
     """
     if not init_from:
         raise ConfigError("model=init_from takes the model section of a checkpoint: add init_from=CHECKPOINT")
-    return _model_section(Path(init_from), read)[key]
+    return _read_model_section(Path(init_from), read)[key]
 
 
 @lru_cache(maxsize=1)
-def _model_section(checkpoint: Path, read: ReadModel | None) -> dict[str, Any]:
+def _read_model_section(checkpoint: Path, read: ReadModel | None) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     if read is not None and not path.is_file() and (checkpoint / "config.json").is_file():
         return asdict(read(checkpoint))
     try:
         section = dict(json.loads(path.read_text("utf-8"))["model"])
     except FileNotFoundError as error:
-        instead = no_checkpoint(checkpoint, lambda path: override("init_from", path))
+        instead = describe_missing_checkpoint(checkpoint, lambda path: format_override("init_from", path))
         raise ConfigError(f"init_from={checkpoint} {instead}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has no readable model section") from error
-    known = asdict(ModelConfig())
-    unknown = sorted(section.keys() - known.keys())
+    defaults = asdict(ModelConfig())
+    unknown = sorted(section.keys() - defaults.keys())
     if unknown:
         raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has the unknown key model.{unknown[0]}")
-    return known | section  # a key that the checkpoint does not have was added later; its model has the default
+    return defaults | section  # a key that the checkpoint does not have was added later; its model has the default
 
 
-def no_checkpoint(path: Path, as_written: Callable[[str], str] = str) -> str:
-    """Return what a path without a manifest is instead of a checkpoint, and what to write: the end of a message.
+def describe_missing_checkpoint(path: Path, as_written: Callable[[str], str] = str) -> str:
+    """Return the end of a message about a path without a manifest: what it is, and what to write instead.
 
-    Args:
-        path: The path.
-        as_written: Returns what to write to use the checkpoint at a path.
+    `as_written` returns what to write to use the checkpoint at a path.
     """
     if not path.exists():
         return "does not exist"
     if (path / "config.json").is_file():
         converted = f"checkpoints/{path.resolve().name}"
-        conversion = command("convert", "import", str(path), converted)
+        conversion = format_command("convert", "import", str(path), converted)
         return (
             f"is a Hugging Face directory; make a checkpoint of it with {conversion}, and write {as_written(converted)}"
         )
-    found = [each.parent for stage in (path, *path.glob("checkpoints/*")) for each in stage.glob(f"step-*/{MANIFEST}")]
-    if not found:
+    stages = (path, *path.glob("checkpoints/*"))
+    checkpoints = [manifest.parent for stage in stages for manifest in stage.glob(f"step-*/{MANIFEST}")]
+    if not checkpoints:
         return f"has no {MANIFEST}: it is incomplete, or not a checkpoint directory"
-    found.sort(key=lambda checkpoint: (checkpoint / MANIFEST).stat().st_mtime)
-    listed = ", ".join(str(checkpoint.relative_to(path)) for checkpoint in found[-_LISTED:])
-    return f"is not a checkpoint, but has the checkpoints {listed}; write {as_written(str(found[-1]))}"
+    checkpoints.sort(key=lambda checkpoint: (checkpoint / MANIFEST).stat().st_mtime)
+    listed = ", ".join(str(checkpoint.relative_to(path)) for checkpoint in checkpoints[-_LISTED:])
+    return f"is not a checkpoint, but has the checkpoints {listed}; write {as_written(str(checkpoints[-1]))}"
 
 
-def hugging_face_files(checkpoint: Path) -> Path | None:
+def find_hugging_face_files(checkpoint: Path) -> Path | None:
     """Return the directory of the Hugging Face files that a checkpoint, or its run, began with.
 
     The directory has every file except the weights. The result is None if the model did not come from Hugging Face.
     """
-    return _carried(checkpoint, HUGGING_FACE, "config.json")
+    return _find_directory(checkpoint, HUGGING_FACE, "config.json")
 
 
-def carried_tokenizer(checkpoint: Path) -> Path | None:
+def find_imported_tokenizer(checkpoint: Path) -> Path | None:
     """Return the directory of the Hugging Face tokenizer that a checkpoint, or its run, began with, or None."""
     return _first_tokenizer(checkpoint, HUGGING_FACE)
 
 
-def run_tokenizer(checkpoint: Path) -> Path | None:
+def find_run_tokenizer(checkpoint: Path) -> Path | None:
     """Return the directory of the tokenizer of the run that wrote the checkpoint, or None."""
     return _first_tokenizer(checkpoint, "tokenizer")
 
@@ -108,11 +101,11 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def _first_tokenizer(checkpoint: Path, directory: str) -> Path | None:
-    found = (_carried(checkpoint, directory, name) for name in _TOKENIZERS)
-    return next((path for path in found if path is not None), None)
+    candidates = (_find_directory(checkpoint, directory, name) for name in _TOKENIZERS)
+    return next((path for path in candidates if path is not None), None)
 
 
-def _carried(checkpoint: Path, directory: str, file: str) -> Path | None:
+def _find_directory(checkpoint: Path, directory: str, file: str) -> Path | None:
     """Return `directory` in the checkpoint, or in the run that wrote it, if it has `file`; otherwise None."""
     checkpoint = checkpoint.absolute()
     homes = [checkpoint]

@@ -9,18 +9,18 @@ _UNQUOTED = r"[\w./:@%+-]+"  # characters that a value in Hydra's syntax may hav
 _NOT_TEXT = r"(?i)null|true|false|[+-]?(nan|inf|[\d_.]+(e[+-]?\d+)?)"  # Hydra reads these as other types
 
 
-def command(*words: str) -> str:
+def format_command(*words: str) -> str:
     """Return `rl-megatron` with these arguments, quoted for a shell."""
     return shlex.join(("rl-megatron", *words))
 
 
-def override(key: str, value: str) -> str:
+def format_override(key: str, value: str) -> str:
     """Return `key=value` in Hydra's syntax, where `value` is a text."""
     plain = re.fullmatch(_UNQUOTED, value, re.ASCII) and not re.fullmatch(_NOT_TEXT, value)
-    return f"{key}={value if plain else _quoted(value)}"
+    return f"{key}={value if plain else _quote(value)}"
 
 
-def override_of_list(key: str, value: str) -> str | None:
+def format_list_override(key: str, value: str) -> str | None:
     """Return `key=[…]` in Hydra's syntax, where `value` is a list whose texts were written without quotes.
 
     Numbers and quoted texts stay as they are. The result is None if the list has lists or mappings in it.
@@ -29,9 +29,9 @@ def override_of_list(key: str, value: str) -> str | None:
     if any(item.startswith(("[", "{")) for item in items):
         return None
     as_is = [item[:1] in ("'", '"') or re.fullmatch(_NOT_TEXT, item) for item in items]
-    return f"{key}=[{','.join(item if keep else _quoted(item) for item, keep in zip(items, as_is, strict=True))}]"
+    return f"{key}=[{','.join(item if keep else _quote(item) for item, keep in zip(items, as_is, strict=True))}]"
 
 
-def _quoted(value: str) -> str:
+def _quote(value: str) -> str:
     """Return a text in double quotes. Hydra reads a backslash as itself, unless a quote comes after it."""
     return '"' + re.sub(r'(\\*)(?="|$)', r"\1\1", value).replace('"', '\\"') + '"'

@@ -31,5 +31,5 @@ class MixedData:
     @property
     def shown_name(self) -> str:
         """Return its name."""
-        place = self.dataset_name or (self.path if isinstance(self.path, str) else (self.path or ("",))[0])
-        return self.name or PurePath(place).name.split(".")[0]
+        source = self.dataset_name or (self.path if isinstance(self.path, str) else (self.path or ("",))[0])
+        return self.name or PurePath(source).name.split(".")[0]

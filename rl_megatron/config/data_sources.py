@@ -22,26 +22,18 @@ _OF_TASKS = "task num_documents num_demonstrations".split()
 register_source_config = register_class("source", SOURCE_CONFIGS, declared="heldout_kind")
 
 
-def sources_providing(kind: str) -> list[str]:
+def find_sources(kind: str) -> list[str]:
     """Return the names of the registered sources that provide a kind of data."""
     return [name for name, config in SOURCE_CONFIGS.items() if kind in config.provides]
 
 
 def choose_source(data: Mapping[str, Any], algorithm: str) -> str:
-    """Return the data source for a section that does not name one.
-
-    Args:
-        data: The section.
-        algorithm: The name of the stage's algorithm.
-
-    Raises:
-        ConfigError: No source has what the algorithm learns from.
-    """
+    """Return the source for a data section that does not name one, by what the algorithm learns from."""
     needed = ALGORITHM_CONFIGS[algorithm].learns_from
     task = data.get("task") or {}
-    if isinstance(task, Mapping) and "name" in task and "task" in sources_providing(needed):
+    if isinstance(task, Mapping) and "name" in task and "task" in find_sources(needed):
         return "task"
-    providing = [name for name in sources_providing(needed) if name != "task"]
+    providing = [name for name in find_sources(needed) if name != "task"]
     if not providing:
         raise ConfigError(
             f"algorithm={algorithm} needs {needed}, and no data source has them; use a plugin that registers one"
@@ -52,9 +44,9 @@ def choose_source(data: Mapping[str, Any], algorithm: str) -> str:
 def describe_source(stage: StageConfig) -> str:
     """Return what a stage reads and why, for the log."""
     data, learns_from = stage.data, stage.algorithm.learns_from
-    place = {"path": data.path, "dataset_name": data.dataset_name, "task.name": data.task.get("name")}
-    reads = [f"data.{key}={value}" for key, value in place.items() if value is not None]
-    reads += [f"{each.shown_name}: weight {each.weight:g}" for each in data.mix]
+    sources = {"path": data.path, "dataset_name": data.dataset_name, "task.name": data.task.get("name")}
+    reads = [f"data.{key}={value}" for key, value in sources.items() if value is not None]
+    reads += [f"{data_set.shown_name}: weight {data_set.weight:g}" for data_set in data.mix]
     return f"algorithm={stage.algorithm.name} learns from {learns_from}, which data.source={data.source} has" + (
         f" ({', '.join(reads)})" if reads else ""
     )
@@ -102,7 +94,7 @@ class PreferenceConfig(DataConfig):
 @register_source_config
 @section
 class LabelledConfig(DataConfig):
-    """Records with a prompt, an answer, and a label that says whether the answer is desirable, for KTO."""
+    """Records with a prompt, an answer, and a label (desirable or not), for KTO."""
 
     provides: ClassVar[tuple[str, ...]] = (LABELLED,)
     heldout_kind: ClassVar[str] = LABELLED
@@ -139,15 +131,11 @@ class TaskConfig(DataConfig):
     source: Literal["task"] = "task"  # the data source
 
     def check(self, stage: StageConfig) -> None:
-        """Check that a task is named.
-
-        Raises:
-            ConfigError: `data.task` has no name.
-        """
+        """Check that a task is named."""
         if not isinstance(self.task.get("name"), str):
-            given = f" (it is {self.task['name']!r})" if "name" in self.task else ""
+            actual = f" (it is {self.task['name']!r})" if "name" in self.task else ""
             raise ConfigError(
-                f"data.source={self.source} needs data.task.name{given}, the name of a registered task such as "
+                f"data.source={self.source} needs data.task.name{actual}, the name of a registered task such as "
                 "arithmetic, or file.py:name of your own"
             )
 
@@ -158,15 +146,11 @@ _OF_READERS = "dataset_name split eval_path eval_split columns mix streaming".sp
 
 
 def check_data(data: DataConfig) -> None:
-    """Check the keys of a data section against one another.
-
-    Raises:
-        ConfigError: A key contradicts another or has no effect; the message names it.
-    """
-    places = {"path": data.path, "dataset_name": data.dataset_name, "mix": data.mix}
-    given = [key for key, place in places.items() if place]
-    if len(given) > 1:
-        raise ConfigError(f"data.{given[0]} and data.{given[1]} both say where the data is; remove one")
+    """Check the keys of a data section against one another, and that each of them has an effect."""
+    sources = {"path": data.path, "dataset_name": data.dataset_name, "mix": data.mix}
+    used = [key for key, source in sources.items() if source]
+    if len(used) > 1:
+        raise ConfigError(f"data.{used[0]} and data.{used[1]} both say where the data is; remove one")
     if data.mix:
         _check_mix(data)
     elif data.mix_weights is not None:
@@ -186,15 +170,7 @@ def check_data(data: DataConfig) -> None:
 
 
 def check_plain(data: DataConfig, why: str) -> None:
-    """Refuse keys of conversations for records that are plain text.
-
-    Args:
-        data: The section.
-        why: What makes the records plain text, for the message.
-
-    Raises:
-        ConfigError: Such a key is set.
-    """
+    """Refuse keys of conversations for records that are plain text; `why` is the reason, for the message."""
     for key, default in _OF_CHAT.items():
         if getattr(data, key) != default:
             raise ConfigError(
@@ -203,11 +179,7 @@ def check_plain(data: DataConfig, why: str) -> None:
 
 
 def require_place(data: DataConfig) -> None:
-    """Check that the section says where its data is. It is checked before a run, but not to print a configuration.
-
-    Raises:
-        ConfigError: It does not, and the source reads files.
-    """
+    """Check that the section names its data: before a run, but not to print a configuration."""
     if data.reads_path and data.path is None and data.dataset_name is None and not data.mix:
         records = ", data.dataset_name to a data set of the Hub" if data.reads_records else ""
         raise ConfigError(
@@ -228,26 +200,22 @@ def _check_ignored(data: DataConfig) -> None:
 
 
 def _check_mix(data: DataConfig) -> None:
-    """Check the data sets of a mixture against one another.
-
-    Raises:
-        ConfigError: One has no place or two, two have one name, or all weights are 0.
-    """
+    """Check that each data set of a mixture has one location, a name of its own, and that some weight is not 0."""
     for key in ("subset", "split"):
         if getattr(data, key) is not None:
             raise ConfigError(f"data.{key} has no effect with data.mix; set it in the data sets of data.mix")
     names: list[str] = []
-    for number, each in enumerate(data.mix):
+    for number, data_set in enumerate(data.mix):
         where = f"data.mix[{number}]"
-        if (each.path is None) == (each.dataset_name is None):
+        if (data_set.path is None) == (data_set.dataset_name is None):
             raise ConfigError(f"{where} needs a path or a dataset_name, and not both; set one")
-        if each.subset is not None and each.dataset_name is None:
-            raise ConfigError(f"{where}.subset={each.subset} has no effect without dataset_name; remove it")
-        if each.shown_name in names:
+        if data_set.subset is not None and data_set.dataset_name is None:
+            raise ConfigError(f"{where}.subset={data_set.subset} has no effect without dataset_name; remove it")
+        if data_set.shown_name in names:
             raise ConfigError(
-                f"{where} and data.mix[{names.index(each.shown_name)}] are both called {each.shown_name!r}; set "
-                f"{where}.name"
+                f"{where} and data.mix[{names.index(data_set.shown_name)}] are both called {data_set.shown_name!r}; "
+                f"set {where}.name"
             )
-        names.append(each.shown_name)
-    if not any(each.weight for each in data.mix):
+        names.append(data_set.shown_name)
+    if not any(data_set.weight for data_set in data.mix):
         raise ConfigError("data.mix: every weight is 0, so that no record would be read; set one of them")

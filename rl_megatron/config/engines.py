@@ -24,11 +24,7 @@ _OF_ENGINES = {
 
 
 def check_refit(generation: GenerationConfig) -> None:
-    """Check that the engine takes weights in the way that is chosen.
-
-    Raises:
-        ConfigError: It does not, or a key has no effect; the message names it.
-    """
+    """Check that the engine takes weights in the chosen way, and that every key about it has an effect."""
     engine, refit = generation.engine, generation.refit
     ways = _OF_ENGINES.get(engine, _OF_ENGINES_IN_PROCESSES)
     if refit not in ways:
@@ -56,11 +52,7 @@ def check_refit(generation: GenerationConfig) -> None:
 
 
 def check_adapter_refit(stage: StageConfig) -> None:
-    """Check that there is an adapter to send, and that the engine can apply it.
-
-    Raises:
-        ConfigError: `generation.refit` is "adapter", and it cannot be sent; the message names the key.
-    """
+    """Check that generation.refit=adapter has an adapter to send, and that the engine can apply it."""
     generation, model = stage.generation, stage.model
     if generation.refit != "adapter":
         return
@@ -90,11 +82,7 @@ def check_adapter_refit(stage: StageConfig) -> None:
 
 
 def refuse_several(adapters: Sequence[LoraConfig]) -> None:
-    """Refuse to send adapters of several names, of which engines take one.
-
-    Raises:
-        ConfigError: There are several.
-    """
+    """Refuse to send several adapters: an engine takes one."""
     if len(adapters) > 1:
         names = ", ".join(adapter.adapter_name for adapter in adapters)
         raise ConfigError(
@@ -163,11 +151,7 @@ ENGINE_DECLARATIONS.register("sglang")(
 
 
 def check_generation(generation: GenerationConfig) -> None:
-    """Check that the engine exists and that every key has an effect.
-
-    Raises:
-        ConfigError: The engine is unknown, or a key has no effect; the message names it.
-    """
+    """Check that the engine exists and that every key has an effect."""
     name, default = generation.engine, GenerationConfig()
     if name not in ENGINE_DECLARATIONS:
         raise ConfigError(
@@ -202,11 +186,7 @@ def check_generation(generation: GenerationConfig) -> None:
 
 
 def check_router_replay(generation: GenerationConfig, model: ModelConfig) -> None:
-    """Check that the model has experts to replay, and that the engine can record them.
-
-    Raises:
-        ConfigError: `generation.router_replay` is on and does nothing, or the engine cannot record.
-    """
+    """Check that the model has experts to replay, and that the engine can record them."""
     if not generation.router_replay:
         return
     if model.num_experts is None:
@@ -224,35 +204,33 @@ def check_router_replay(generation: GenerationConfig, model: ModelConfig) -> Non
 
 def _check_servers(generation: GenerationConfig) -> None:
     """Check the sections of engines on servers, and the keys that have no effect on such engines."""
-    default, own = GenerationConfig(), ENGINE_DECLARATIONS[generation.engine].section
+    default, chosen = GenerationConfig(), ENGINE_DECLARATIONS[generation.engine].section
     for engine, declaration in ENGINE_DECLARATIONS.items():
         section = declaration.section
-        if section is not None and section != own and getattr(generation, section) != getattr(default, section):
+        if section is not None and section != chosen and getattr(generation, section) != getattr(default, section):
             raise ConfigError(
                 f"generation.{section} does nothing: generation.engine={generation.engine}; set "
                 f"generation.engine={engine}, or leave the keys of generation.{section} out"
             )
-    if own is None:
+    if chosen is None:
         return
     for key in _NOT_OF_SERVERS:
         value = getattr(generation, key)
         if value != getattr(default, key):
             raise ConfigError(
                 f"generation.{key}={value} does nothing: generation.engine={generation.engine} runs on servers, which "
-                f"the keys of generation.{own} describe; leave generation.{key} out"
+                f"the keys of generation.{chosen} describe; leave generation.{key} out"
             )
-    getattr(generation, own).check()
-    if own == "vllm":
-        vllm_logprobs_mode(generation)
+    getattr(generation, chosen).check()
+    if chosen == "vllm":
+        choose_vllm_logprobs_mode(generation)
 
 
-def vllm_logprobs_mode(generation: GenerationConfig) -> str:
+def choose_vllm_logprobs_mode(generation: GenerationConfig) -> str:
     """Return the `--logprobs-mode` with which vLLM's logprobs are log softmax(logits/temperature), before top-k/top-p.
 
     vLLM gives logprobs at temperature 1 before everything ("raw"), or after temperature, top-k and top-p ("processed").
-
-    Raises:
-        ConfigError: Neither is that of these settings.
+    Settings for which neither is right are refused.
     """
     filtered = generation.temperature > 0 and (generation.top_k > 0 or generation.top_p < 1)
     if not filtered:

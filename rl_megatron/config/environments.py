@@ -44,15 +44,15 @@ class ToolsConfig:
     # The functions: names of tools of the package (calculator, python) or of a plugin, and import strings as in
     # `my_tools.py:search`. Empty: no tools.
     functions: tuple[str, ...] = ()
-    # How the model writes a call. auto: as the text of the chat template says. hermes: also Qwen 2.5 and Qwen 3. qwen:
+    # How the model writes a call. auto: by the text of the chat template. hermes: also Qwen 2.5 and Qwen 3. qwen:
     # the XML of Qwen3-Coder. llama: the JSON of Llama 3.1. pythonic: Llama 4 and the small models of Llama 3.2.
     format: Literal["auto", "hermes", "qwen", "llama", "mistral", "pythonic"] = "auto"
-    # What a call does that fails or cannot be read. answer: the model gets the text of the error. end: the trajectory
+    # What to do if a call fails or cannot be read. answer: the model gets the text of the error. end: the trajectory
     # ends and counts as truncated. fail: the trajectory fails, as if the rollout worker had raised an error.
     on_error: Literal["answer", "end", "fail"] = "answer"
     max_calls: Positive = 8  # calls of one turn that are run; each further one is an error
     seconds_per_call: PositiveFloat = 10.0  # how long one call may take
-    max_answer_characters: Positive = 8192  # a longer answer is cut, and says so
+    max_answer_characters: Positive = 8192  # a longer answer is cut, and the model is told so
     processes: Positive = 2  # processes that run the functions
     memory_mb: Positive = 1024  # memory of one of these processes, and of the programs of the tool python, in MiB
 
@@ -79,19 +79,12 @@ class AgentConfig:
     # secrets: variables whose names end in TOKEN, API_KEY and the like are otherwise left out.
     environment: dict[str, str | None] = field(default_factory=dict)
     # How the policy writes tool calls, which agents get as OpenAI's API writes them: a format of rollout.tools.format,
-    # or file.py:name or package.module:name, a parser of your own. auto: as the chat template says. null: agents get
+    # or file.py:name or package.module:name, a parser of your own. auto: by the chat template. null: agents get
     # the texts as they are.
     tool_format: str | None = "auto"
 
     def check(self, worker: str) -> None:
-        """Check that the command can be run, and that the worker uses it.
-
-        Args:
-            worker: The value of `rollout.worker`.
-
-        Raises:
-            ConfigError: It cannot, or does not.
-        """
+        """Check that the command can be run, and that `rollout.worker` uses it."""
         if worker != AGENT:
             if self.command is not None:
                 raise ConfigError(
@@ -109,7 +102,7 @@ class AgentConfig:
             raise ConfigError("rollout.agent.command is empty; set it to the program to run")
         if self.directory is not None and not Path(self.directory).is_dir():
             raise ConfigError(f"rollout.agent.directory={self.directory}: there is no such directory; make it")
-        taken = sorted(set(self.environment) & set(_GIVEN))
-        if taken:
-            raise ConfigError(f"rollout.agent.environment sets {taken[0]}, which the run sets itself; leave it out")
+        reserved = sorted(set(self.environment) & set(_GIVEN))
+        if reserved:
+            raise ConfigError(f"rollout.agent.environment sets {reserved[0]}, which the run sets itself; leave it out")
         require_extra("rollout.worker=agent", *GATEWAY)

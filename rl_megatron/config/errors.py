@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """An error that ends a run after its start, with exit status 1. Every rank has it if its class says nothing."""
+    """An error that ends a started run with exit status 1. All ranks raise it, unless the class documents otherwise."""
 
 
 def describe_error(error: BaseException) -> str:
@@ -43,31 +43,31 @@ _LONGEST_VALUE = 200  # characters of a value in a message
 _SHORT_LIST = 8  # a longer list of names would hide the hint
 
 
-def shown(value: object) -> str:
+def shorten_value(value: object) -> str:
     """Return a value for a message: its repr, of which a long one is cut."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
+def nearest(name: object, choices: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest known name, and all of them if they are few.
 
     A name that a user gives may be of any type, such as the number 7.
     """
-    known = sorted(known)
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    names = ", ".join(known) or "none"
+    choices = sorted(choices)
+    close = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
+    names = ", ".join(choices) or "none"
     if not close:
         return f"; known: {names}"
-    return f"; did you mean {close[0]!r}?" + (f" Known: {names}" if len(known) <= _SHORT_LIST else "")
+    return f"; did you mean {close[0]!r}?" + (f" Known: {names}" if len(choices) <= _SHORT_LIST else "")
 
 
-def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
+def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ValueError:
     """Return the error for an unknown name: `unknown task 'gsm8'; did you mean 'gsm8k'?`."""
-    return ValueError(f"unknown {kind} {name!r}{nearest(name, known)}")
+    return ValueError(f"unknown {kind} {name!r}{nearest(name, choices)}")
 
 
-def bad_input_named(build: Callable[[], _T]) -> _T:
+def convert_errors(build: Callable[[], _T]) -> _T:
     """Return `build()`; turn errors of the data package, and files that cannot be read, into a ConfigError."""
     try:
         return build()

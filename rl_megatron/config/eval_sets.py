@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.import_strings import absolute, is_import_string
+from rl_megatron.config.loading.import_strings import is_import_string, make_string_absolute
 from rl_megatron.config.loading.settings import NonNegative, NonNegativeFloat, Number, Positive, section
 
 
-def _named(task: Any) -> Any:
+def _expand_name(task: Any) -> Any:
     """Return the keys of a task of which only the name is given."""
     return {"name": task} if isinstance(task, str) else task
 
@@ -28,7 +28,7 @@ class EvalSetConfig:
     path: str | None = None
     # Name and options of a registered task, whose reward scores the answers. A text is the name: `gsm8k` stands for
     # `{name: gsm8k}`. null: path has prompts, and reward.functions score the answers.
-    task: Annotated[dict[str, Any] | None, BeforeValidator(_named)] = None
+    task: Annotated[dict[str, Any] | None, BeforeValidator(_expand_name)] = None
     num_problems: Positive | None = None  # problems per evaluation; null: all
     n: Positive = 1  # samples of each problem
     temperature: NonNegativeFloat | None = None  # of these samples; 0: greedy. null: generation.temperature
@@ -45,63 +45,47 @@ class EvalConfig:
 
     sets: tuple[EvalSetConfig, ...] = ()  # the sets; each has a name of its own
 
-    def found(self, config_dir: str | os.PathLike[str] | None) -> EvalConfig:
-        """Return these settings with absolute paths of the files of tasks.
-
-        Args:
-            config_dir: The user's config directory, in which files are looked for after the usual places.
-
-        Raises:
-            ConfigError: An import string has another form, or there is no such file.
-        """
+    def with_absolute_paths(self, config_dir: str | os.PathLike[str] | None) -> EvalConfig:
+        """Return these settings with absolute paths of the tasks' files, which may be in `config_dir`."""
         sets = []
-        for index, each in enumerate(self.sets):
-            name = None if each.task is None else each.task.get("name")
-            if each.task is not None and isinstance(name, str) and is_import_string(name):
-                target = absolute(name, f"eval.sets[{index}].task.name", config_dir)
-                each = replace(each, task=each.task | {"name": target})
-            sets.append(each)
+        for index, eval_set in enumerate(self.sets):
+            name = None if eval_set.task is None else eval_set.task.get("name")
+            if eval_set.task is not None and isinstance(name, str) and is_import_string(name):
+                target = make_string_absolute(name, f"eval.sets[{index}].task.name", config_dir)
+                eval_set = replace(eval_set, task=eval_set.task | {"name": target})
+            sets.append(eval_set)
         return replace(self, sets=tuple(sets))
 
     def check(self, where: str, temperature: float, has_reward_functions: bool) -> None:
-        """Check the sets against one another and against the other sections.
-
-        Args:
-            where: The section's key path, for messages.
-            temperature: `generation.temperature`.
-            has_reward_functions: Whether the stage has `reward.functions`.
-
-        Raises:
-            ConfigError: Two sets have one name, a set has no problems or no reward, or its samples would all be equal.
-        """
-        names = [each.name for each in self.sets]
-        for index, each in enumerate(self.sets):
+        """Check that each set has its own name, problems, something that scores them, and samples that can differ."""
+        names = [eval_set.name for eval_set in self.sets]
+        for index, eval_set in enumerate(self.sets):
             key = f"{where}.sets[{index}]"
-            if each.name in names[:index]:
-                raise ConfigError(f"{key}.name={each.name} is the name of another set as well; choose another one")
-            if each.task is None and each.path is None:
-                raise ConfigError(f"{key} ({each.name}) has no problems; set its path, its task, or both")
-            if each.task is not None and not isinstance(each.task.get("name"), str):
-                raise ConfigError(f"{key}.task ({each.name}) has no name; set it to that of a registered task")
-            if each.task is None and not has_reward_functions:
+            if eval_set.name in names[:index]:
+                raise ConfigError(f"{key}.name={eval_set.name} is the name of another set as well; choose another one")
+            if eval_set.task is None and eval_set.path is None:
+                raise ConfigError(f"{key} ({eval_set.name}) has no problems; set its path, its task, or both")
+            if eval_set.task is not None and not isinstance(eval_set.task.get("name"), str):
+                raise ConfigError(f"{key}.task ({eval_set.name}) has no name; set it to that of a registered task")
+            if eval_set.task is None and not has_reward_functions:
                 raise ConfigError(
-                    f"{key} ({each.name}) has nothing that scores its answers; set its task, or reward.functions"
+                    f"{key} ({eval_set.name}) has nothing that scores its answers; set its task, or reward.functions"
                 )
-            used = temperature if each.temperature is None else each.temperature
-            if used == 0 and each.n > 1:
+            used = temperature if eval_set.temperature is None else eval_set.temperature
+            if used == 0 and eval_set.n > 1:
                 raise ConfigError(
-                    f"{key}.n={each.n} ({each.name}): greedy samples of a problem are all the same; set "
+                    f"{key}.n={eval_set.n} ({eval_set.name}): greedy samples of a problem are all the same; set "
                     f"{key}.temperature above 0, or n to 1"
                 )
 
 
-def reported_ks(num_samples: int) -> tuple[int, ...]:
+def list_reported_ks(num_samples: int) -> tuple[int, ...]:
     """Return the k for which pass@k is reported: the powers of 2 up to `num_samples`, and `num_samples`."""
     return tuple(sorted({num_samples, *(2**power for power in range(num_samples.bit_length()))}))
 
 
-def statistic_names(num_samples: int, has_answers: bool) -> tuple[str, ...]:
-    """Return the names of the statistics of a set of problems with so many samples each."""
-    passes = tuple(f"pass@{k}" for k in reported_ks(num_samples))
+def list_statistics(num_samples: int, has_answers: bool) -> tuple[str, ...]:
+    """Return the names of the statistics of a set of problems with `num_samples` samples each."""
+    passes = tuple(f"pass@{k}" for k in list_reported_ks(num_samples))
     votes = (f"maj@{num_samples}",) if has_answers else ()
     return (f"avg@{num_samples}", *passes, *votes, "length", "truncated")

@@ -18,9 +18,6 @@ def require_extra(where: str, extra: str, *packages: str, otherwise: str = "") -
         extra: The extra that installs them.
         packages: The names that they are imported by.
         otherwise: How to do without them, for the message, as in "leave it out".
-
-    Raises:
-        ConfigError: One is missing.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:
@@ -38,12 +35,7 @@ _SECONDS = 60.0
 def check_interpreter(python: str | None, key: str) -> None:
     """Check that an interpreter exists and that this package can run in it. This process checks each once.
 
-    Args:
-        python: The interpreter; None for that of this process.
-        key: The configuration key, for messages.
-
-    Raises:
-        ConfigError: There is none, it cannot be run, or it is too old.
+    None is the interpreter of this process. `key` is the configuration key, for messages.
     """
     if python is None:
         return
@@ -60,6 +52,6 @@ def check_interpreter(python: str | None, key: str) -> None:
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{where} is not a Python interpreter: {error}; name DIRECTORY/bin/python") from error
     if len(version) != 2 or done.returncode != 0:
-        raise ConfigError(f"{where} is not a Python interpreter: it says {done.stdout or done.stderr!r:.80}")
+        raise ConfigError(f"{where} is not a Python interpreter: it prints {done.stdout or done.stderr!r:.80}")
     if version < _OLDEST:
         raise ConfigError(f"{where} is Python {version[0]}.{version[1]}, and 3.11 or newer is needed; name a newer one")

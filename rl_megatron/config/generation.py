@@ -51,15 +51,10 @@ class ServersConfig:
         return (*self.server_urls, *served)
 
     def check(self) -> None:
-        """Check that every key has an effect.
-
-        Raises:
-            ConfigError: An address cannot be used, or a key says how servers are started, and `server_urls` names
-                servers that run already.
-        """
+        """Check the addresses, and that every key has an effect: servers at `server_urls` are started elsewhere."""
         self._check_addresses()
         keys = ("--api-key", "--admin-api-key")
-        secret = next((each for each in self.extra_args if each.startswith(keys)), None)
+        secret = next((argument for argument in self.extra_args if argument.startswith(keys)), None)
         if secret is not None:
             raise ConfigError(
                 f"{self.key}.extra_args has {secret.partition('=')[0]}: servers that are started here ask for the "
@@ -80,7 +75,7 @@ class ServersConfig:
         for url in self.server_urls:
             try:
                 usable = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
-            except ValueError:  # the port is no number, or above 65535
+            except ValueError:  # the port is not a number, or above 65535
                 usable = False
             if not usable:
                 raise ConfigError(
@@ -96,9 +91,9 @@ class ServersConfig:
             raise ConfigError(
                 f"{self.key}.server_nodes and {self.key}.server_urls both name servers; leave one of them out"
             )
-        for name, given in (("server_urls", self.server_urls), ("server_nodes", self.server_nodes)):
-            if len(set(given)) < len(given):
-                raise ConfigError(f"{self.key}.{name}={list(given)} names a server twice; name each once")
+        for name, addresses in (("server_urls", self.server_urls), ("server_nodes", self.server_nodes)):
+            if len(set(addresses)) < len(addresses):
+                raise ConfigError(f"{self.key}.{name}={list(addresses)} names a server twice; name each once")
 
 
 @section

@@ -27,7 +27,7 @@ class WandbConfig:
     job_type: str | None = None  # a kind of run within its group
     tags: tuple[str, ...] = ()  # tags of the run
     notes: str | None = None  # a longer description of the run
-    # online: send metrics while the run goes on. offline: write files only, which `wandb sync` sends later.
+    # online: send metrics during the run. offline: write files only, which `wandb sync` sends later.
     mode: Literal["online", "offline"] = "online"
     directory: str | None = None  # the directory in which W&B makes its directory wandb/. null: output_dir
 
@@ -67,7 +67,7 @@ class SwanlabConfig:
     job_type: str | None = None  # a kind of run within its group
     tags: tuple[str, ...] = ()  # tags of the run
     description: str | None = None  # a longer description of the run
-    # online: send metrics while the run goes on. offline: write files only, which `swanlab sync` sends later.
+    # online: send metrics during the run. offline: write files only, which `swanlab sync` sends later.
     mode: Literal["online", "offline"] = "online"
     log_dir: str | None = None  # the directory of its files. null: swanlog/ in output_dir
 
@@ -113,7 +113,7 @@ class LoggerConfig:
     trackio: TrackioConfig | None = None  # Trackio; {} uses the defaults of its keys
     prometheus: PrometheusConfig | None = None  # an endpoint for Prometheus; {} uses the defaults of its keys
 
-    def chosen(self) -> Iterator[tuple[str, Any]]:
+    def iter_services(self) -> Iterator[tuple[str, Any]]:
         """Yield the name and the settings of each service that is used."""
         for service in fields(self):
             settings = getattr(self, service.name)
@@ -122,12 +122,8 @@ class LoggerConfig:
 
 
 def check_loggers(config: LoggerConfig) -> None:
-    """Refuse a service whose Python package is missing.
-
-    Raises:
-        ConfigError: A package is missing; the message names the extra that installs it.
-    """
-    for name, settings in config.chosen():
+    """Refuse a service whose Python package is missing; the message names the extra that installs it."""
+    for name, settings in config.iter_services():
         require_extra(f"logger.{name}", name, settings.package, otherwise=f"set logger.{name}=null")
 
 

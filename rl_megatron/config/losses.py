@@ -43,34 +43,26 @@ DISTILLATION_KL_TYPES = ("forward", "reverse", "mixed", "jensen_shannon")
 
 
 def check_loss_settings(section: Mapping[str, Any], where: str = "loss") -> None:
-    """Check the name of a loss section and, if its loss is one of the package, the settings.
-
-    Raises:
-        ConfigError: The loss or a key is unknown, or a value has another type or is out of range.
-    """
+    """Check the name of a loss section and, if its loss is one of the package, the settings."""
     name = section.get("name")
     if name is None or is_import_string(name):
         return
     if name not in LOSS_SETTINGS:
         if name not in LOSSES:
-            known = {*LOSSES, *LOSS_SETTINGS}
-            raise ConfigError(f"{where}.name={name!r}: there is no loss {name!r}{nearest(str(name), known)}")
+            names = {*LOSSES, *LOSS_SETTINGS}
+            raise ConfigError(f"{where}.name={name!r}: there is no loss {name!r}{nearest(str(name), names)}")
         return
     try:
         parse_settings(LOSS_SETTINGS[name], {key: value for key, value in section.items() if key != "name"})
     except (KeyError, TypeError, ValueError) as error:
-        said = str(error.args[0] if error.args else error)
-        if isinstance(error, KeyError) and "did you mean" not in said:
-            said += f"; loss={name} chooses {where}.name={name} with its own keys"
-        raise ConfigError(f"{where}: {said}") from error
+        message = str(error.args[0] if error.args else error)
+        if isinstance(error, KeyError) and "did you mean" not in message:
+            message += f"; loss={name} chooses {where}.name={name} with its own keys"
+        raise ConfigError(f"{where}: {message}") from error
 
 
 def check_own_loss(section: Mapping[str, Any]) -> None:
-    """Import the loss that an import string names, which imports what the user's file imports.
-
-    Raises:
-        ConfigError: It cannot be imported.
-    """
+    """Import the loss that an import string names, which imports what the user's file imports."""
     if is_import_string(section.get("name")):
         load_object(section["name"], "loss.name")
 

@@ -155,21 +155,23 @@ _LETTERS = {"avg": "avg@n", "pass": "pass@k", "maj": "maj@n"}
 
 def is_eval_metric(name: str) -> bool:
     """Return whether a checkpoint can be the best by this metric: an eval metric, or a statistic of a set."""
-    return name in HIGHER_IS_BETTER or _statistic(name) in SET_METRICS
+    return name in HIGHER_IS_BETTER or _parse_statistic(name) in SET_METRICS
 
 
 def higher_is_better(name: str) -> bool:
     """Return the direction of an eval metric, or of a statistic `<set>/<statistic>`."""
-    return HIGHER_IS_BETTER[name] if name in HIGHER_IS_BETTER else SET_METRICS[_statistic(name)].better == "higher"
+    if name in HIGHER_IS_BETTER:
+        return HIGHER_IS_BETTER[name]
+    return SET_METRICS[_parse_statistic(name)].better == "higher"
 
 
-def _statistic(name: str) -> str:
+def _parse_statistic(name: str) -> str:
     """Return the declared name of the statistic of `<set>/<statistic>`, or nothing if `name` is not of this form."""
-    found = _OF_A_SET.fullmatch(name)
-    return "" if found is None else _LETTERS.get(found["kind"], found["kind"])
+    match = _OF_A_SET.fullmatch(name)
+    return "" if match is None else _LETTERS.get(match["kind"], match["kind"])
 
 
-def shown_name(name: str, values: Iterable[float]) -> str:
+def choose_shown_name(name: str, values: Iterable[float]) -> str:
     """Return what people are shown for an evaluation metric that has these values.
 
     "accuracy" is the mean reward of held-out problems. It is only called so if it can be a share of right answers.
@@ -177,7 +179,7 @@ def shown_name(name: str, values: Iterable[float]) -> str:
     return "mean reward" if name == "accuracy" and not all(0 <= value <= 1 for value in values) else name
 
 
-def better(name: str, value: float, than: float) -> bool:
+def is_better(name: str, value: float, than: float) -> bool:
     """Return whether `value` of the eval metric `name` is better than the value `than`.
 
     Any number is better than a NaN, and a NaN is never better.
@@ -187,9 +189,9 @@ def better(name: str, value: float, than: float) -> bool:
     return value > than if higher_is_better(name) else value < than
 
 
-def goal_reached(goals: Mapping[str, float], values: Mapping[str, float]) -> str | None:
+def find_reached_goal(goals: Mapping[str, float], values: Mapping[str, float]) -> str | None:
     """Return the first of some eval metrics that is at least as good as its goal, or None."""
     for name, goal in goals.items():
-        if name in values and values[name] == values[name] and not better(name, goal, values[name]):
+        if name in values and values[name] == values[name] and not is_better(name, goal, values[name]):
             return name
     return None

@@ -26,12 +26,8 @@ class LatentShape:
     value: int
 
     @classmethod
-    def of(cls, model: ModelConfig) -> LatentShape:
-        """Return the dimensions of `model`.
-
-        Raises:
-            ValueError: One of them is null.
-        """
+    def from_model(cls, model: ModelConfig) -> LatentShape:
+        """Return the dimensions of `model`; raise ValueError if one of them is null."""
         latent, value = model.kv_lora_rank, model.v_head_dim
         nope, rope = model.qk_nope_head_dim, model.qk_rope_head_dim
         if latent is None or nope is None or rope is None or value is None:
@@ -73,12 +69,8 @@ class DeltaShape:
     kernel: int
 
     @classmethod
-    def of(cls, model: ModelConfig) -> DeltaShape:
-        """Return the dimensions of `model`.
-
-        Raises:
-            ValueError: One of them is null.
-        """
+    def from_model(cls, model: ModelConfig) -> DeltaShape:
+        """Return the dimensions of `model`; raise ValueError if one of them is null."""
         groups, heads = model.linear_num_key_heads, model.linear_num_value_heads
         key, value, kernel = model.linear_key_head_dim, model.linear_value_head_dim, model.linear_conv_kernel_dim
         if groups is None or heads is None or key is None or value is None or kernel is None:
@@ -117,7 +109,7 @@ class LayerKind(NamedTuple):
     has_delta_rule: bool = False
 
     @classmethod
-    def of(cls, model: ModelConfig, layer: int) -> LayerKind:
+    def from_model(cls, model: ModelConfig, layer: int) -> LayerKind:
         """Return the kind of a layer, counted from 0."""
         every = model.full_attention_every
         return cls(
@@ -146,7 +138,7 @@ def with_derived_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def query_size(model: ModelConfig) -> int:
     """Return the dimensions of a head's queries."""
-    return head_size(model) if model.kv_lora_rank is None else LatentShape.of(model).query
+    return head_size(model) if model.kv_lora_rank is None else LatentShape.from_model(model).query
 
 
 def rotary_size(model: ModelConfig) -> int:
@@ -155,11 +147,7 @@ def rotary_size(model: ModelConfig) -> int:
 
 
 def num_experts(model: ModelConfig) -> int:
-    """Return the number of experts of a mixture of experts.
-
-    Raises:
-        ValueError: The model is dense.
-    """
+    """Return the number of experts of a mixture of experts; raise ValueError if the model is dense."""
     if model.num_experts is None:
         raise ValueError("model.num_experts=null: a dense model has no experts")
     return model.num_experts

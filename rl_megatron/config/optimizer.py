@@ -39,14 +39,7 @@ class OptimizerConfig:
     overlap: bool = False
 
     def check(self, where: str) -> None:
-        """Check the keys against one another.
-
-        Args:
-            where: The section's key path, for the message.
-
-        Raises:
-            ConfigError: The warmup does not end before the decay does, or `min_lr` exceeds `lr`.
-        """
+        """Check that the warmup ends before the decay does, and that `min_lr` does not exceed `lr`."""
         if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
             raise ConfigError(
                 f"{where}.warmup_steps={self.warmup_steps} must be less than {where}.decay_steps={self.decay_steps}; "

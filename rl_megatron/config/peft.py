@@ -20,11 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def plain_name(name: str) -> str:
-    """Return the name of an adapter, which is also the name of its directory.
-
-    Raises:
-        ValueError: It has other characters than letters, digits, "_" and "-", or it is checkpoint-N.
-    """
+    """Return an adapter's name, also that of its directory: letters, digits, _ and -, but not checkpoint-N."""
     if _NAME.fullmatch(name) is None or TRAINER_DIRECTORY.fullmatch(name) is not None:
         raise ValueError("must be a word of letters, digits, '_' and '-', such as my_style, and not checkpoint-N")
     return name
@@ -64,11 +60,7 @@ class LoraConfig:
 
 
 def check_together(adapters: Sequence[LoraConfig]) -> None:
-    """Check that a model can have these adapters at once, whose products it adds up.
-
-    Raises:
-        ConfigError: There are several, and one of them does more than add a product.
-    """
+    """Check that a model can have these adapters at once, whose products it adds up."""
     if len(adapters) == 1:
         return
     for adapter in adapters:
@@ -79,7 +71,7 @@ def check_together(adapters: Sequence[LoraConfig]) -> None:
             modules = ", ".join(adapter.modules_to_save)
             refused = f"peft.modules_to_save=[{modules}]", "a module has the weights of one adapter"
         if refused is not None:
-            names = ", ".join(each.adapter_name for each in adapters)
+            names = ", ".join(other.adapter_name for other in adapters)
             raise ConfigError(
                 f"{refused[0]} of the adapter {adapter.adapter_name} does not go together with other adapters (the "
                 f"model would have {names}), because {refused[1]}; merge the adapters that are trained already with "

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.sections import validated
+from rl_megatron.config.loading.sections import build_section
 from rl_megatron.config.loading.settings import Fraction, NonNegative, Number, Positive, PositiveFloat, section
 
 _PREFIX = "plan."
@@ -29,9 +29,8 @@ class PlanConfig:
     # longest.
     mean_response_tokens: Positive | None = None
     memory_margin: Fraction = 0.1  # share of a GPU's memory to leave free for CUDA, NCCL and fragmentation
-    link: str | None = (
-        None  # how the GPUs of a node are connected, by its name in the table; null: as the GPU's row says
-    )
+    # How the GPUs of a node are connected, by its name in the table; null: as in the GPU's row.
+    link: str | None = None
     network: str = "infiniband_ndr"  # how nodes are connected, by its name in the table
     # The numbers of a GPU, instead of those of the table. A GPU that the table lacks needs the first three.
     gpu_memory_gib: PositiveFloat | None = None  # memory that a process can use
@@ -54,15 +53,11 @@ class _Overrides:
 
 
 def split_overrides(overrides: list[str]) -> tuple[PlanConfig, list[str]]:
-    """Return the section `plan` that overrides give, and the other overrides.
-
-    Raises:
-        ConfigError: A key of the section is unknown, or its value is wrong.
-    """
-    own = [override for override in overrides if override.lstrip("+").startswith(_PREFIX)]
-    for override in own:
+    """Return the section `plan` that overrides give, and the other overrides."""
+    of_plan = [override for override in overrides if override.lstrip("+").startswith(_PREFIX)]
+    for override in of_plan:
         if "=" not in override:
             raise ConfigError(f"override {override!r}: write {override}=VALUE")
-    values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override.lstrip("+") for override in own]))
-    section: _Overrides = validated(_Overrides, values, "")
-    return section.plan, [each for each in overrides if each not in own]
+    values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override.lstrip("+") for override in of_plan]))
+    section: _Overrides = build_section(_Overrides, values, "")
+    return section.plan, [override for override in overrides if override not in of_plan]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.sections import validated
+from rl_megatron.config.loading.sections import build_section
 from rl_megatron.config.loading.settings import Number, PositiveFloat, section
 from rl_megatron.config.rewards import RewardConfig
 
@@ -43,21 +43,17 @@ class RewardModelArguments(ScoringModel):
         return self.models or (self,)
 
 
-def on_ranks(settings: RewardConfig) -> dict[int, RewardModelArguments]:
-    """Return the arguments of the reward functions whose models run on the policy's ranks, by their place in the list.
-
-    Raises:
-        ConfigError: An argument is unknown or wrong, or a model names not exactly one source.
-    """
-    found = {}
+def list_models_on_ranks(settings: RewardConfig) -> dict[int, RewardModelArguments]:
+    """Return the arguments of reward functions whose models run on the policy's ranks, by their index."""
+    arguments = {}
     for index, function in enumerate(settings.functions):
         if function.name == REWARD_MODEL and function.path is None and "url" not in function.kwargs:
-            found[index] = _arguments(function.kwargs, f"reward.functions[{index}].kwargs")
-    return found
+            arguments[index] = _arguments(function.kwargs, f"reward.functions[{index}].kwargs")
+    return arguments
 
 
 def _arguments(kwargs: Mapping[str, Any], where: str) -> RewardModelArguments:
-    arguments: RewardModelArguments = validated(RewardModelArguments, kwargs, f"{where}.")
+    arguments: RewardModelArguments = build_section(RewardModelArguments, kwargs, f"{where}.")
     if arguments.models and (arguments.init_from, arguments.hf, arguments.weight) != (None, None, 1.0):
         raise ConfigError(f"{where}: models is an ensemble, so init_from, hf and weight belong into its entries")
     for number, model in enumerate(arguments.members):
@@ -65,6 +61,6 @@ def _arguments(kwargs: Mapping[str, Any], where: str) -> RewardModelArguments:
         if (model.init_from is None) == (model.hf is None):
             raise ConfigError(
                 f"{of_model}: set one of init_from (a checkpoint of a reward model, or stages.NAME) and hf (a Hugging "
-                "Face directory), or url for a model behind a server"
+                "Face directory), or url for a model on a server"
             )
     return arguments

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.import_strings import absolute, add_to_path, is_import_string
+from rl_megatron.config.loading.import_strings import add_to_path, is_import_string, make_string_absolute
 from rl_megatron.config.loading.settings import Number, Positive, PositiveFloat, section
 
 ENVIRONMENT = "environment"  # the name of the rewards of environments beside those of reward functions
@@ -40,7 +40,7 @@ class RewardFunctionConfig:
         return self.label or self.name.rpartition(":")[2].rpartition(".")[2]
 
 
-def _named(function: Any) -> Any:
+def _expand_name(function: Any) -> Any:
     """Return the keys of a function of which only the name is given."""
     return {"name": function} if isinstance(function, str) else function
 
@@ -51,7 +51,7 @@ class RewardConfig:
 
     # The reward of a sample is the sum of weight · score of these functions. Empty: the reward of the task. A text is
     # the name of a function: `exact_match` stands for `{name: exact_match}`.
-    functions: tuple[Annotated[RewardFunctionConfig, BeforeValidator(_named)], ...] = ()
+    functions: tuple[Annotated[RewardFunctionConfig, BeforeValidator(_expand_name)], ...] = ()
     # Worker processes on each node, which are started when there is work for them. null: one for each CPU that the
     # node's first rank may use, at most 32.
     num_workers: Positive | None = None
@@ -66,19 +66,12 @@ class RewardConfig:
     memory_limit_mb: PositiveFloat | None = 4096.0
     concurrency: Positive = 64  # samples that an async function scores at the same time in one worker
 
-    def found(self, config_dir: str | os.PathLike[str] | None) -> RewardConfig:
-        """Return these settings with absolute paths of the functions' files, so that other processes find them.
-
-        Args:
-            config_dir: The user's config directory, in which files and modules are looked for after the usual places.
-
-        Raises:
-            ConfigError: An import string has another form, or there is no such file.
-        """
+    def with_absolute_paths(self, config_dir: str | os.PathLike[str] | None) -> RewardConfig:
+        """Return these settings with absolute paths of the functions' files, so that other processes find them."""
         functions = []
         for index, function in enumerate(self.functions):
             if is_import_string(function.target):
-                target = absolute(function.target, f"reward.functions[{index}].name", config_dir)
+                target = make_string_absolute(function.target, f"reward.functions[{index}].name", config_dir)
                 function = replace(function, path=None, name=target)
                 if config_dir is not None and not target.rpartition(":")[0].endswith(".py"):
                     add_to_path(os.path.realpath(config_dir))
@@ -86,12 +79,7 @@ class RewardConfig:
         return replace(self, functions=tuple(functions))
 
     def check(self) -> None:
-        """Check the functions against one another.
-
-        Raises:
-            ConfigError: Two functions have one name in metrics, or one has that of environments; an import string is
-                written twice; or all weights are 0.
-        """
+        """Check that functions have different names, that no import string comes twice, and that a weight is not 0."""
         seen: dict[str, int] = {}
         for index, function in enumerate(self.functions):
             where = f"reward.functions[{index}]"
@@ -116,14 +104,7 @@ class RewardConfig:
 
 
 def check_used(sections: Iterable[tuple[RewardConfig, bool]]) -> None:
-    """Check that reward settings have an effect in a run.
-
-    Args:
-        sections: For each stage, its settings and whether it scores completions.
-
-    Raises:
-        ConfigError: They differ from the defaults, and no stage scores completions.
-    """
+    """Check that reward settings have an effect; `sections` has each stage's, and whether it scores completions."""
     sections = list(sections)
     if any(scores for _, scores in sections):
         return

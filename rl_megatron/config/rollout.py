@@ -18,7 +18,7 @@ VERIFIERS = "verifiers"  # the worker whose environment is one of the library of
 
 @section
 class TurnSampling:
-    """An element says how one turn is sampled. A key that is null is that of the section `generation`."""
+    """An element sets how one turn is sampled. A key that is null has the value of the section `generation`."""
 
     max_new_tokens: Positive | None = None  # most tokens of the turn
     temperature: NonNegativeFloat | None = None  # divides the logits; 0: greedy. Evaluations that are greedy stay so.
@@ -47,7 +47,7 @@ class TrajectoryConfig:
     worker_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of the worker, by name
     max_turns: Positive = 8  # turns of the policy in a trajectory of worker=conversation, which is truncated there
     # How turns of worker=conversation are sampled: entry i is for turn i, and the last one for all later turns. null:
-    # as the section generation says.
+    # all turns by the section generation.
     turn_sampling: Annotated[tuple[TurnSampling, ...], BeforeValidator(_as_list)] = ()
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)  # what answers the policy's turns
     tools: ToolsConfig = field(default_factory=ToolsConfig)  # functions that the policy calls
@@ -55,24 +55,24 @@ class TrajectoryConfig:
     # Tokens of a history, those of prompts and environments included. null: model.max_sequence_length.
     max_tokens: Positive | None = None
     max_sampled_tokens: Positive | None = None  # tokens that the policy samples in a trajectory; null: any number
-    # What happens if the chat template writes earlier messages in another way than before, as when it drops thinking.
-    # branch: a segment begins with what it writes now, and both are learned from. keep: the trajectory goes on behind
-    # the tokens that are there. error: the trajectory fails.
+    # What to do if the chat template renders earlier messages differently than before, as when it drops thinking.
+    # branch: a new segment begins with what it renders now, and both are learned from. keep: the trajectory continues
+    # after the tokens that are there. error: the trajectory fails.
     on_rewrite: Literal["branch", "keep", "error"] = "branch"
     concurrency: Positive = 4096  # trajectories that run at the same time
     retries: NonNegative = 0  # how often a trajectory that fails is tried again
     # How long an attempt may take, without the time in which it waits for the rollout engine. null: any time.
     timeout_seconds: PositiveFloat | None = None
-    # What a trajectory does that fails in all its attempts. error: the run ends. mask_group, or mask: nothing is
-    # learned from its group. mask_sample: its group is learned from without it, if enough of it is left. Metrics count
-    # such trajectories.
+    # What to do when a trajectory fails every attempt. error: the run ends. mask_group, or mask: nothing is learned
+    # from its group. mask_sample: its group is learned from without it, if enough of it is left. Metrics count such
+    # trajectories.
     on_failure: Literal["error", "mask", "mask_group", "mask_sample"] = "error"
     # Make trajectories while the policy trains, with weights of earlier steps. false: every step waits for its own.
     async_enabled: bool = False
-    # How many steps before the one that learns from a trajectory its oldest token may have been sampled; 0: none, as
-    # without async_enabled.
+    # Maximum age, in steps, of a trajectory's oldest token when the policy learns from it; 0: trajectories of the same
+    # step only, as without async_enabled.
     max_trajectory_age_steps: NonNegative = 1
-    # With async_enabled, completions that run when new weights arrive go on with them. false: new weights wait until
+    # With async_enabled, completions that run when new weights arrive continue with them. false: new weights wait until
     # the engine has no request left.
     in_flight_weight_updates: bool = True
     # Compute the keys and values of such completions again with the new weights, as every engine of the package does.
@@ -80,15 +80,15 @@ class TrajectoryConfig:
     # With async_enabled, groups that are made for a step, as a multiple of algorithm.prompts_per_step. Above 1, a step
     # learns from those that are complete first, so it prefers short ones.
     over_sampling: Annotated[float, Field(ge=1.0, le=8.0), Number] = 1.0
-    # With over_sampling, trajectories that a step did not wait for go on under new weights, for later steps. false:
-    # they are dropped.
+    # With over_sampling, trajectories that a step did not wait for continue with new weights, for later steps.
+    # false: they are dropped.
     partial: bool = True
     # How old trajectories are corrected for. recomputed: loss.use_importance_sampling_correction weights tokens by
     # π_prev/π_generation, where the trainer computes π_prev before it learns. engine: π_prev is what the engine
     # reported, so that the ratio of the loss is π/π_generation. off: not at all. auto: recomputed, if trajectories can
     # be old.
     importance_correction: Literal["auto", "recomputed", "engine", "off"] = "auto"
-    save_every: NonNegative = 0  # write the trajectories of every so many steps; 0: of none. async_enabled: of all
+    save_every: NonNegative = 0  # steps between those whose trajectories are written; 0: none. async_enabled: all
     # Prompts of a round whose trajectories are written; null: all, which a replay needs.
     save_prompts: Positive | None = None
     # Learn from the trajectories in a directory rollouts/STAGE of another run, instead of making and scoring them.
@@ -122,15 +122,7 @@ class TrajectoryConfig:
         return "recomputed" if self.may_be_old else "off"
 
     def check(self, where: str, stops_at_strings: bool) -> None:
-        """Check that every key has an effect.
-
-        Args:
-            where: The section's name, for messages.
-            stops_at_strings: Whether the rollout engine ends completions at texts.
-
-        Raises:
-            ConfigError: A key has none; the message names it.
-        """
+        """Check that every key has an effect, with an engine that stops at texts or one that does not."""
         environment, default = self.environment, EnvironmentConfig()
         if environment.name is None:
             changed = [name for name, value in vars(default).items() if getattr(environment, name) != value]

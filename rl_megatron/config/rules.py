@@ -18,11 +18,7 @@ _DEFAULT = ModelConfig()
 
 
 def check_model(model: ModelConfig) -> None:
-    """Check the keys of the model section against one another.
-
-    Raises:
-        ConfigError: Keys contradict each other, or a key has no effect; the message names them.
-    """
+    """Check the keys of the model section against one another, and that each of them has an effect."""
     _check_heads(model)
     _check_latents(model)
     _check_delta_rule(model)
@@ -274,11 +270,7 @@ def _check_router(model: ModelConfig) -> None:
 
 
 def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
-    """Check that the embedding has a row for each of the tokenizer's tokens.
-
-    Raises:
-        ConfigError: The tokenizer has more tokens than `model.vocab_size`.
-    """
+    """Check that the embedding has a row for each of the tokenizer's tokens."""
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise ConfigError(
             f"the tokenizer has {vocab_size} tokens, but model.vocab_size={model.vocab_size} gives the embedding fewer "
@@ -291,15 +283,7 @@ _CORRECTS = "use_importance_sampling_correction"
 
 
 def check_asynchronous(stage: StageConfig, where: str) -> None:
-    """Check that the engine, the data, the loss and the keys of the section suit each other.
-
-    Args:
-        stage: The stage.
-        where: The name of its section `rollout`, for messages.
-
-    Raises:
-        ConfigError: They do not; the message names the key, the rule and the remedy.
-    """
+    """Check that the engine, the data, the loss and the keys of the section `rollout` suit each other."""
     rollout = stage.rollout
     if not rollout.recompute_kv_cache_after_weight_updates:
         raise ConfigError(
@@ -358,7 +342,7 @@ def _check_data(stage: StageConfig, where: str) -> None:
 
 
 def _check_correction(stage: StageConfig, where: str) -> None:
-    """Check that the loss corrects for old trajectories as the section says."""
+    """Check that the loss corrects for old trajectories as the section requires."""
     correction, loss = stage.rollout.correction, stage.loss
     name = loss.get("name")
     if correction == "recomputed" and _CORRECTS not in loss:
@@ -387,15 +371,9 @@ VLLM_SWITCH = "VLLM_BATCH_INVARIANT"
 
 
 def check_deterministic(stage: StageConfig, environment: Mapping[str, str] = os.environ) -> None:
-    """Check that nothing in a stage depends on time, if `train.deterministic` is on.
+    """Check that attention, the rollout engine and rewards do not depend on time, if `train.deterministic` is on.
 
-    Args:
-        stage: The stage.
-        environment: This process's environment, which servers that the run starts inherit.
-
-    Raises:
-        ConfigError: Attention, the rollout engine or the reward depends on time; the message says why, and what to
-            choose.
+    Servers that the run starts inherit this process's environment.
     """
     if stage.train.deterministic and stage.model.cudnn_attention:
         raise ConfigError(

@@ -20,7 +20,7 @@ from rl_megatron.config.data import PROBLEMS, MixedData
 from rl_megatron.config.eval_sets import EvalConfig
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.loading.registry import Registry
-from rl_megatron.config.loading.settings import Fraction, Positive, named_class, section
+from rl_megatron.config.loading.settings import Fraction, Positive, choose_class, section
 from rl_megatron.config.loggers import LoggerConfig, ProfileConfig
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -177,14 +177,14 @@ class StageConfig:
     # The stage whose last weights this one starts from, as stages.NAME; it is an earlier one. null: the stage before.
     init_from: str | None = None
     # the algorithm and its settings (config/algorithms.py)
-    algorithm: Annotated[SerializeAsAny[AlgorithmConfig], named_class("name", ALGORITHM_CONFIGS)]
+    algorithm: Annotated[SerializeAsAny[AlgorithmConfig], choose_class("name", ALGORITHM_CONFIGS)]
     model: ModelConfig  # the model's architecture; the same in all stages
     parallel: ParallelConfig  # the parallel layout; the same in all stages
     optimizer: OptimizerConfig  # the policy's optimizer
     train: TrainConfig  # steps, batches, evaluations and checkpoints
     tokenizer: TokenizerConfig  # the tokenizer; the same in all stages
     # the data source and its settings (config/data_sources.py)
-    data: Annotated[SerializeAsAny[DataConfig], named_class("source", SOURCE_CONFIGS)]
+    data: Annotated[SerializeAsAny[DataConfig], choose_class("source", SOURCE_CONFIGS)]
     generation: GenerationConfig  # sampling and the rollout engine
     peft: LoraConfig | None = None  # adapters to train instead of all weights, as {r: 16}; null: all are trained
     reward: RewardConfig = field(default_factory=RewardConfig)  # reward functions and the processes that run them
@@ -198,7 +198,8 @@ class StageConfig:
     @property
     def runs_programs(self) -> bool:
         """Return whether programs that a model writes are run."""
-        return "python" in self.rollout.tools.functions or "code" in [each.name for each in self.reward.functions]
+        rewards = [function.name for function in self.reward.functions]
+        return "python" in self.rollout.tools.functions or "code" in rewards
 
     @property
     def scores_completions(self) -> bool:
@@ -219,7 +220,7 @@ class RunConfig:
     # services that metrics are sent to as well, such as W&B (config/loggers.py)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     init_from: str | None = None  # a checkpoint directory whose weights start the first stage; null: new weights
-    # Go on with the run in output_dir, if there is one. false: move it to output_dir.previous, and begin anew.
+    # Continue the run in output_dir, if there is one. false: move it to output_dir.previous, and start a new run.
     resume: bool = True
 
     @property

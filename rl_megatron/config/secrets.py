@@ -24,14 +24,14 @@ def without_secrets(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {
-            key: log.REDACTED if isinstance(each, str) and _is_secret(str(key)) else without_secrets(each)
-            for key, each in value.items()
+            key: log.REDACTED if isinstance(item, str) and _is_secret(str(key)) else without_secrets(item)
+            for key, item in value.items()
         }
     if isinstance(value, list | tuple):
         hidden, result = False, []
-        for each in value:
-            result.append(log.REDACTED if hidden and isinstance(each, str) else without_secrets(each))
-            hidden = isinstance(each, str) and each.startswith("-") and _is_secret(each.lstrip("-").replace("-", "_"))
+        for item in value:
+            result.append(log.REDACTED if hidden and isinstance(item, str) else without_secrets(item))
+            hidden = isinstance(item, str) and item.startswith("-") and _is_secret(item.lstrip("-").replace("-", "_"))
         return result
     return log.redact(value) if isinstance(value, str) else value
 

@@ -12,10 +12,10 @@ from rl_megatron.config import data_sources, schema
 from rl_megatron.config.data_sources import check_data
 from rl_megatron.config.engines import ENGINE_DECLARATIONS, check_adapter_refit, check_generation, check_router_replay
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.hints import key_of
-from rl_megatron.config.loading.sections import chosen_class, refuse_unknown, validated
+from rl_megatron.config.loading.hints import get_override_key
+from rl_megatron.config.loading.sections import build_section, find_chosen_class, refuse_unknown
 from rl_megatron.config.losses import check_loss_settings
-from rl_megatron.config.reward_models import OF_STAGES, on_ranks
+from rl_megatron.config.reward_models import OF_STAGES, list_models_on_ranks
 from rl_megatron.config.rewards import check_used
 from rl_megatron.config.rules import check_asynchronous, check_deterministic, check_model
 from rl_megatron.config.train import TrainConfig
@@ -24,11 +24,7 @@ STAGE_KEYS = {field.name for field in fields(schema.StageConfig)}
 
 
 def build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> schema.StageConfig:
-    """Return the stage `name`: the run's sections with the stage's own `changes`.
-
-    Raises:
-        ConfigError: A key is unknown or a value is wrong; the message names it with its stage.
-    """
+    """Return the stage `name`: the run's sections with the stage's own `changes`."""
     where = f"stages.{name}."
     refuse_unknown(changes, STAGE_KEYS, where)
     merged = dict(base)
@@ -40,19 +36,15 @@ def build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any]) 
             merged[key] = value
     merged["data"] = _with_source(merged["data"], merged["algorithm"])
     where = where if changes else ""
-    own = changes.get("train", {}) if changes else base.get("train")
-    merged["train"] = _with_usual_batches(merged["train"], merged["algorithm"], own, where)
-    return validated(schema.StageConfig, merged, where)
+    train = changes.get("train", {}) if changes else base.get("train")
+    merged["train"] = _with_usual_batches(merged["train"], merged["algorithm"], train, where)
+    return build_section(schema.StageConfig, merged, where)
 
 
 def refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse an override of a key that stages set themselves, and name the key under which it takes effect.
-
-    Raises:
-        ConfigError: There is such an override.
-    """
+    """Refuse an override of a key that stages set themselves, and name the key under which it takes effect."""
     for override in overrides:
-        key = key_of(override)
+        key = get_override_key(override)
         setting = [name for name, changes in stages.items() if _shadows(changes, key.split("."))]
         if setting:
             key = "algorithm.name" if key == "algorithm" else key
@@ -64,12 +56,7 @@ def refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any]
 def check_stages(stages: Mapping[str, schema.StageConfig], is_named: bool) -> None:
     """Check the rules that span the sections of a stage, and those that span stages.
 
-    Args:
-        stages: The stages by name.
-        is_named: Whether the configuration has names of stages, which then are in the messages.
-
-    Raises:
-        ConfigError: A stage breaks a rule.
+    If the configuration names its stages (`is_named`), messages contain these names.
     """
     first = next(iter(stages.values()))
     for name, stage in stages.items():
@@ -82,12 +69,12 @@ def check_stages(stages: Mapping[str, schema.StageConfig], is_named: bool) -> No
     check_used((stage.reward, stage.scores_completions) for stage in stages.values())
     for name, stage in stages.items():
         _check_beginning(stages, name, stage)
-        for index, arguments in on_ranks(stage.reward).items():
+        for index, arguments in list_models_on_ranks(stage.reward).items():
             for model in arguments.members:
                 _check_reward_model(stages, name, f"reward.functions[{index}].kwargs", model.init_from)
 
 
-def stage_before(stages: Mapping[str, schema.StageConfig], name: str) -> str | None:
+def find_previous_stage(stages: Mapping[str, schema.StageConfig], name: str) -> str | None:
     """Return the stage from whose last weights a stage starts, or None for the first one."""
     named = stages[name].init_from
     if named is not None:
@@ -100,13 +87,16 @@ def _check_beginning(stages: Mapping[str, schema.StageConfig], name: str, stage:
     """Check that a stage can start from the weights of another one."""
     if stage.init_from is not None:
         _check_earlier(stages, name, "init_from", stage.init_from)
-    before = stage_before(stages, name)
-    if before is None or stages[before].algorithm.leaves_language_model or not stage.algorithm.leaves_language_model:
+    previous = find_previous_stage(stages, name)
+    if previous is None or not stage.algorithm.leaves_language_model:
         return
-    others = [each for each in _earlier(stages, name) if stages[each].algorithm.leaves_language_model]
+    if stages[previous].algorithm.leaves_language_model:
+        return
+    earlier = _list_earlier_stages(stages, name)
+    others = [stage_name for stage_name in earlier if stages[stage_name].algorithm.leaves_language_model]
     remedy = f"stages.{name}.init_from={OF_STAGES}{others[-1]}" if others else "another order of the stages"
     raise ConfigError(
-        f"stages.{name} starts from stages.{before}, a {stages[before].algorithm.name}, which leaves no language "
+        f"stages.{name} starts from stages.{previous}, a {stages[previous].algorithm.name}, which leaves no language "
         f"model; set {remedy}"
     )
 
@@ -125,9 +115,9 @@ def _check_reward_model(stages: Mapping[str, schema.StageConfig], name: str, whe
 
 
 def _check_earlier(stages: Mapping[str, schema.StageConfig], name: str, key: str, value: str) -> None:
-    earlier = _earlier(stages, name)
+    earlier = _list_earlier_stages(stages, name)
     if value.removeprefix(OF_STAGES) not in earlier or not value.startswith(OF_STAGES):
-        choices = ", ".join(OF_STAGES + each for each in earlier) or "none, because this is the first stage"
+        choices = ", ".join(OF_STAGES + stage_name for stage_name in earlier) or "none, because this is the first stage"
         raise ConfigError(
             f"stages.{name}.{key}={value} is not an earlier stage of the run: {choices}; the weights of another run "
             "are the init_from of the whole run"
@@ -136,7 +126,7 @@ def _check_earlier(stages: Mapping[str, schema.StageConfig], name: str, key: str
         )
 
 
-def _earlier(stages: Mapping[str, schema.StageConfig], name: str) -> list[str]:
+def _list_earlier_stages(stages: Mapping[str, schema.StageConfig], name: str) -> list[str]:
     names = list(stages)
     return names[: names.index(name)]
 
@@ -177,7 +167,7 @@ def _check_kind_of_data(stage: schema.StageConfig) -> None:
     needed, source = stage.algorithm.learns_from, stage.data.source
     if needed in stage.data.provides:
         return
-    others = data_sources.sources_providing(needed)
+    others = data_sources.find_sources(needed)
     raise ConfigError(
         f"algorithm={stage.algorithm.name} needs {needed}: data.source={source} does not have them; use "
         + (f"data.source={' or '.join(others)}" if others else "a plugin that registers a data source with them")
@@ -197,7 +187,7 @@ def _shadows(changes: Mapping[str, Any], path: list[str]) -> bool:
 def _has_key(changes: Mapping[str, Any], key: str) -> bool:
     """Return whether the stage has the key: the keys of `algorithm` and `data` depend on a name in them."""
     section, _, name = key.partition(".")
-    chosen = chosen_class(section, changes[section])
+    chosen = find_chosen_class(section, changes[section])
     return chosen is None or name.partition(".")[0] in {field.name for field in fields(chosen)}
 
 
@@ -216,31 +206,29 @@ def _has(tree: Any, path: list[str]) -> bool:
 
 def _with_source(data: Any, algorithm: Any) -> Any:
     """Return a stage's data section with the source that is chosen for it if it names none."""
-    if not isinstance(data, Mapping) or data.get("source") is not None or chosen_class("algorithm", algorithm) is None:
+    if (
+        not isinstance(data, Mapping)
+        or data.get("source") is not None
+        or find_chosen_class("algorithm", algorithm) is None
+    ):
         return data
     return {**data, "source": data_sources.choose_source(data, algorithm["name"])}
 
 
-def _with_usual_batches(train: Any, algorithm: Any, own: Any, where: str) -> Any:
+def _with_usual_batches(train: Any, algorithm: Any, changes: Any, where: str) -> Any:
     """Return a stage's train section with the batches that are usual for its algorithm if it does not set them.
 
-    Args:
-        train: The section.
-        algorithm: The stage's algorithm section.
-        own: The keys of the train section that this stage does not share with others.
-        where: The beginning of the key path, for messages.
-
-    Raises:
-        ConfigError: The stage sets `micro_batch_size`, which has no effect on the usual batching.
+    `changes` are the keys that this stage does not share with others: a `micro_batch_size` among them that has no
+    effect on the usual batching is refused.
     """
-    chosen = chosen_class("algorithm", algorithm)
+    chosen = find_chosen_class("algorithm", algorithm)
     if not isinstance(train, Mapping) or chosen is None:
         return train
     if train.get("global_batch_size") is None:
         train = {**train, "global_batch_size": chosen.usual_batch_size(algorithm)}
     if train.get("batching") is not None:
         return train
-    usual, size = chosen.usual_batching, own.get("micro_batch_size") if isinstance(own, Mapping) else None
+    usual, size = chosen.usual_batching, changes.get("micro_batch_size") if isinstance(changes, Mapping) else None
     if usual != "padded" and size not in (None, TrainConfig.micro_batch_size):
         raise ConfigError(
             f"{where}train.micro_batch_size={size} has no effect: {algorithm['name']} uses train.batching={usual} if "
@@ -251,10 +239,10 @@ def _with_usual_batches(train: Any, algorithm: Any, own: Any, where: str) -> Any
 
 def _without_keys_of_another(section: str, below: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the run's section without the keys that the stage's own choice of name does not have."""
-    before, after = chosen_class(section, below), chosen_class(section, changes)
-    if before is None or after is None:
+    replaced, chosen = find_chosen_class(section, below), find_chosen_class(section, changes)
+    if replaced is None or chosen is None:
         return below
-    only_before = {field.name for field in fields(before)} - {field.name for field in fields(after)}
-    if issubclass(after, schema.DataConfig):
-        only_before |= set(after.ignores)
-    return {key: value for key, value in below.items() if key not in only_before}
+    only_replaced = {field.name for field in fields(replaced)} - {field.name for field in fields(chosen)}
+    if issubclass(chosen, schema.DataConfig):
+        only_replaced |= set(chosen.ignores)
+    return {key: value for key, value in below.items() if key not in only_replaced}

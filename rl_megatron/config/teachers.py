@@ -13,7 +13,7 @@ from rl_megatron.config.schema import StageConfig
 
 @section
 class TeacherConfig:
-    """A frozen model that a student learns from: one on the student's ranks (path), or one behind a server (url)."""
+    """A frozen model that a student learns from: one on the student's ranks (path), or one on a server (url)."""
 
     path: str | None = None  # a checkpoint, or a Hugging Face directory
     url: str | None = None  # a server that gives logprobs of prompts, as vLLM's does, such as http://127.0.0.1:8000/v1
@@ -32,11 +32,7 @@ class TeacherConfig:
     concurrency: Positive = 64  # with url: the requests that are under way at a time
 
     def check(self) -> None:
-        """Check that the teacher is in one place.
-
-        Raises:
-            ConfigError: It is in none or in several, or a key does not fit the place.
-        """
+        """Check that the teacher has either a path or a url, and only keys that fit it."""
         if (self.path is None) == (self.url is None):
             raise ConfigError(
                 "algorithm.teachers: each teacher needs one of path (a checkpoint or a Hugging Face directory) and url "
@@ -49,11 +45,7 @@ class TeacherConfig:
 
 
 def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> None:
-    """Check that there is a teacher, and only one if the loss reads its whole vocabulary.
-
-    Raises:
-        ConfigError: There is none, or the loss cannot read what they give.
-    """
+    """Check that there is a teacher, and only one if the loss reads its whole vocabulary."""
     if not teachers:
         raise ConfigError(
             "algorithm.teachers is empty: distillation needs a teacher; set it to the path of a checkpoint or of a "
@@ -81,22 +73,18 @@ def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> Non
 
 
 def _check_data_sets(teachers: Sequence[TeacherConfig], stage: StageConfig) -> None:
-    """Check that teachers of some data sets name those of the mixture, and that each data set has a teacher.
-
-    Raises:
-        ConfigError: They do not.
-    """
+    """Check that teachers of some data sets name those of the mixture, and that each data set has a teacher."""
     chosen = [name for teacher in teachers for name in teacher.data_sets]
     if not chosen:
         return
-    known = [each.shown_name for each in stage.data.mix]
-    if unknown := sorted(set(chosen) - set(known)):
+    names = [data_set.shown_name for data_set in stage.data.mix]
+    if unknown := sorted(set(chosen) - set(names)):
         raise ConfigError(
-            f"algorithm.teachers: data_sets has {unknown[0]!r}, and data.mix has {known}; name one of these (the key "
+            f"algorithm.teachers: data_sets has {unknown[0]!r}, and data.mix has {names}; name one of these (the key "
             "name of an element of data.mix sets it), or leave data_sets out"
         )
     everywhere = any(not teacher.data_sets for teacher in teachers)
-    if untaught := [name for name in known if name not in chosen and not everywhere]:
+    if untaught := [name for name in names if name not in chosen and not everywhere]:
         raise ConfigError(
             f"algorithm.teachers: no teacher has the data set {untaught[0]!r} of data.mix; add it to the data_sets of "
             "a teacher, or name a teacher without data_sets, which has all"

@@ -21,29 +21,21 @@ from rl_megatron.config.loading.settings import (
 from rl_megatron.config.metrics import HIGHER_IS_BETTER, is_eval_metric
 
 
-def _eval_metric(name: str) -> str:
-    """Return the name of an eval metric; the preflight checks whether the stage has it.
-
-    Raises:
-        ValueError: There is no such metric.
-    """
+def _check_eval_metric(name: str) -> str:
+    """Return the name of an eval metric; the preflight checks whether the stage has it."""
     if not is_eval_metric(name):
-        known = ", ".join(map(repr, HIGHER_IS_BETTER))
-        raise ValueError(f"must be {known}, or of a set of eval.sets, as in 'aime/avg@8'")
+        choices = ", ".join(map(repr, HIGHER_IS_BETTER))
+        raise ValueError(f"must be {choices}, or of a set of eval.sets, as in 'aime/avg@8'")
     return name
 
 
-EvalMetric = Annotated[str, AfterValidator(_eval_metric)]
+EvalMetric = Annotated[str, AfterValidator(_check_eval_metric)]
 
 _DURATION = re.compile(r"(\d{1,3}):(\d\d):(\d\d):(\d\d)")  # days, hours, minutes, seconds
 
 
-def seconds_of(duration: str) -> float:
-    """Return a duration DD:HH:MM:SS in seconds.
-
-    Raises:
-        ValueError: It is written in another way.
-    """
+def parse_duration(duration: str) -> float:
+    """Return a duration DD:HH:MM:SS in seconds; raise ValueError if it is written in another way."""
     parts = _DURATION.fullmatch(duration)
     if parts is None:
         raise ValueError("must be a duration DD:HH:MM:SS, such as 00:03:45:00 for 3 hours and 45 minutes")
@@ -51,15 +43,15 @@ def seconds_of(duration: str) -> float:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def _checked_duration(value: Any) -> Any:
+def _check_duration(value: Any) -> Any:
     if isinstance(value, int):  # YAML reads 10:00:00:00 as a number with the base 60
         raise ValueError('must be a duration "DD:HH:MM:SS" in quotes')
     if isinstance(value, str):
-        seconds_of(value)
+        parse_duration(value)
     return value
 
 
-Duration = Annotated[str, BeforeValidator(_checked_duration)]
+Duration = Annotated[str, BeforeValidator(_check_duration)]
 
 
 @section
@@ -92,10 +84,10 @@ class TrainConfig:
     deterministic: bool = False
     eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
     save_every: NonNegative = 0  # steps between checkpoints; 0: only after the last step
-    async_save: bool = True  # write checkpoints while training goes on; a stage still waits for its last one
+    async_save: bool = True  # write checkpoints while training continues; a stage still waits for its last one
     keep_checkpoints: Positive = 2  # newest checkpoints kept per stage; older ones are deleted
     # Also export every checkpoint in the format of Hugging Face, to OUTPUT_DIR/exported/STAGE/step-N, while training
-    # goes on: adapters as peft has them, a reward model as a classifier. An export is deleted with its checkpoint.
+    # continues: adapters as peft has them, a reward model as a classifier. An export is deleted with its checkpoint.
     export_hf: bool = False
     # Also keep the checkpoint that is best by this eval metric, or by one of a set, as in `aime/avg@8`. null: none.
     keep_best: EvalMetric | None = None
@@ -118,22 +110,15 @@ class TrainConfig:
     # The reward has collapsed if the median of the last five steps is below this share of the median before.
     reward_collapse_fraction: Fraction = 0.5
     equal_rewards_steps: Positive = 10  # steps in a row in which all rewards are equal before there is a warning
-    # How long a rank may be silent, or no rank may go on, before a report names the rank that hangs, with the stacks of
-    # all ranks in failure.json; 0: never. Nothing is ended by it.
+    # How long a rank may be silent, or all ranks without progress, before a report names the rank that hangs, with the
+    # stacks of all ranks in failure.json; 0: never. It ends nothing.
     hang_report_seconds: NonNegativeFloat = 300.0
     # The time since the command's start, as DD:HH:MM:SS, by which the last checkpoint must be saved. The run ends after
     # the last step that leaves enough time; the same command continues it. The end of a SLURM job is a limit as well.
     checkpoint_must_save_by: Duration | None = None
 
     def check(self, where: str) -> None:
-        """Check the keys against one another.
-
-        Args:
-            where: The section's key path, for the message.
-
-        Raises:
-            ConfigError: A roll-back would never have a checkpoint.
-        """
+        """Check that a roll-back has checkpoints to return to."""
         if self.on_nonfinite == "roll_back" and not self.save_every:
             raise ConfigError(
                 f"{where}.on_nonfinite=roll_back needs checkpoints to go back to, and {where}.save_every=0; set "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from rl_megatron import log
-from rl_megatron.config.errors import ConfigError, bad_input_named
+from rl_megatron.config.errors import ConfigError, convert_errors
 from rl_megatron.data import encoding
 from rl_megatron.data.mixture import MixtureCounts
 from rl_megatron.data.order import ShuffledEpochs, epoch_order
@@ -176,7 +176,7 @@ class Streamed(Component[BatchT]):
         if self._reading is None:
             self._reading = self._reader.read(self._start)
         reading = self._reading
-        return bad_input_named(lambda: list(itertools.islice(reading, self._block_size)))
+        return convert_errors(lambda: list(itertools.islice(reading, self._block_size)))
 
     def _build_items(self, records: list[Record]) -> Items[BatchT] | None:
         """Return the items of a block, or None if there is none."""
@@ -184,7 +184,7 @@ class Streamed(Component[BatchT]):
         try:
             with _log_rarely(self._num_built):
                 # An error in the data becomes a ConfigError, which ends a run with one line at any step.
-                return bad_input_named(lambda: self._build(records))
+                return convert_errors(lambda: self._build(records))
         except ConfigError as error:
             if not isinstance(error.__cause__, NothingLeft):
                 raise

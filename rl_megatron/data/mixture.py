@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.import_strings import load_object, user_code
+from rl_megatron.config.loading.import_strings import load_object, run_user_code
 from rl_megatron.config.schema import DataConfig
 
 Weights = Sequence[float] | Mapping[str, float]
@@ -66,7 +66,7 @@ class MixtureCounts:
         return counts
 
     def _read_weights(self, step: int) -> list[float]:
-        weights = user_code(f"data.mix_weights (step {step})", lambda: self._weights(step))
+        weights = run_user_code(f"data.mix_weights (step {step})", lambda: self._weights(step))
         problem = None
         if isinstance(weights, Mapping):
             if set(weights) != set(self.names):

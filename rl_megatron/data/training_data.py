@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from rl_megatron.config.algorithm_kinds import RolloutConfig
-from rl_megatron.config.errors import ConfigError, bad_input_named
+from rl_megatron.config.errors import ConfigError, convert_errors
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.train import TrainConfig
 from rl_megatron.data import token_cache
@@ -171,7 +171,7 @@ def encode_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: Re
         renderer.build_prompt(problem, record, ids[key])
         for problem, record, key in zip(problems, records, keys, strict=True)
     ]
-    return EncodedPrompts(bad_input_named(lambda: apply_limit(prompts, limit)), renderer.end_of_turn_ids)
+    return EncodedPrompts(convert_errors(lambda: apply_limit(prompts, limit)), renderer.end_of_turn_ids)
 
 
 class RolloutPrompts:

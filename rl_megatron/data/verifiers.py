@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.import_strings import imported, is_import_string, load_object, user_code
+from rl_megatron.config.loading.import_strings import import_user_code, is_import_string, load_object, run_user_code
 
 KEY = "rollout.environment.name"
 MODEL = "policy"  # the gateway takes any name
@@ -79,11 +79,11 @@ def load(name: str, kwargs: Mapping[str, Any]) -> VerifiersEnvironment:
 def _build(name: str, kwargs: Mapping[str, Any]) -> Any:
     if is_import_string(name):
         function = load_object(name, KEY)
-        return user_code(f"{KEY}={name}", lambda: function(**kwargs))
+        return run_user_code(f"{KEY}={name}", lambda: function(**kwargs))
     module = _import_module(name)
     if hasattr(module, "load_environment"):
-        return user_code(f"{KEY}={name}", lambda: module.load_environment(**kwargs))
-    return user_code(f"{KEY}={name}", lambda: _build_from_taskset(name, kwargs))
+        return run_user_code(f"{KEY}={name}", lambda: module.load_environment(**kwargs))
+    return run_user_code(f"{KEY}={name}", lambda: _build_from_taskset(name, kwargs))
 
 
 def _import_module(name: str) -> ModuleType:
@@ -96,7 +96,7 @@ def _import_module(name: str) -> ModuleType:
     except ModuleNotFoundError:  # the library has no such package
         pass
     missing = f"install its package for {sys.executable}, or name a function as in file.py:load_environment"
-    return imported(f"{KEY}={name}", module, lambda: importlib.import_module(module), missing)
+    return import_user_code(f"{KEY}={name}", module, lambda: importlib.import_module(module), missing)
 
 
 def _adapt(environment: Any, name: str) -> VerifiersEnvironment:

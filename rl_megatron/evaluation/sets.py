@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rl_megatron import log
 from rl_megatron.checkpoint.save import SaveFailed
-from rl_megatron.config.eval_sets import EvalSetConfig, statistic_names
+from rl_megatron.config.eval_sets import EvalSetConfig, list_statistics
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.eval_problems import SetProblems, build_set_stage, read_set_problems
@@ -77,7 +77,7 @@ class EvalSet:
         of_ranks = None if models is None else models.load(of_set.reward)
         self.scorer = Scorer(of_set.reward, lambda: self._problems.task, ranks, models=of_ranks)
         self.digest = _compute_digest(self._prompts, of_set, config)
-        names = statistic_names(config.n, self._problems.reads_answers)
+        names = list_statistics(config.n, self._problems.reads_answers)
         self.metric_names = tuple(f"{config.name}/{name}" for name in names)
 
     @property

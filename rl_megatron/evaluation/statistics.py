@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_megatron.config.eval_sets import reported_ks
+from rl_megatron.config.eval_sets import list_reported_ks
 
 _CHANGE, _STANDARD_ERROR, _P_VALUE = "_change", "_se", "_p"
 _MOST_TERMS, _PRECISION = 10_000, 1e-15  # of the continued fraction
@@ -94,7 +94,7 @@ def compute_problem_values(samples: ProblemSamples, right_from: float) -> dict[s
         raise ValueError("a problem needs at least one sample, got none")
     num_right = sum(reward >= right_from for reward in samples.rewards)
     values = {f"avg@{count}": sum(samples.rewards) / count}
-    values |= {f"pass@{k}": pass_at_k(count, num_right, k) for k in reported_ks(count)}
+    values |= {f"pass@{k}": pass_at_k(count, num_right, k) for k in list_reported_ks(count)}
     if samples.answers is not None:
         values[f"maj@{count}"] = majority(samples.answers, samples.rewards)
     return values | {"length": sum(samples.lengths) / count, "truncated": sum(map(bool, samples.truncated)) / count}

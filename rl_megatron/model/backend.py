@@ -107,7 +107,7 @@ def build_block_spec(
         return layer
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [
-        _build_portable_layer(model, config, LayerKind.of(model, layer))
+        _build_portable_layer(model, config, LayerKind.from_model(model, layer))
         for layer in range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     ]
     norm: Any = PortableRMSNorm  # the annotation asks for an instance, but megatron-core passes classes too

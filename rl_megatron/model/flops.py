@@ -158,7 +158,9 @@ def count_decoding_flops(shape: ShardedShape, stage: int, *, columns: float) -> 
     total = 0.0
     for kind, count in shape.layer_counts(stage).items():
         split, whole = _count_layer_weights(model, kind)
-        mixing = count_delta_flops(DeltaShape.of(model), 1).forward / tensor if kind.has_delta_rule else attention
+        mixing = (
+            count_delta_flops(DeltaShape.from_model(model), 1).forward / tensor if kind.has_delta_rule else attention
+        )
         total += count * (mixing + 2 * (split / tensor + whole))
     return total + (2 * model.hidden_size * shape.vocab_shard if stage == shape.parallel.pipeline - 1 else 0)
 
@@ -183,7 +185,7 @@ def _count_attention_weights(model: ModelConfig) -> tuple[int, int]:
     if model.kv_lora_rank is None:
         query_heads = (2 + model.attention_output_gate) * heads
         return hidden * head_size(model) * (query_heads + 2 * model.num_query_groups), 0
-    shape = LatentShape.of(model)
+    shape = LatentShape.from_model(model)
     split = heads * (shape.latent * shape.key_and_value + shape.value * hidden)
     whole = hidden * (shape.latent + shape.rope)
     if model.q_lora_rank is None:
@@ -193,7 +195,7 @@ def _count_attention_weights(model: ModelConfig) -> tuple[int, int]:
 
 def _count_delta_rule_weights(model: ModelConfig) -> tuple[int, int]:
     """Return the elements of the delta rule's matrices, all of which tensor parallelism splits, and 0."""
-    shape = DeltaShape.of(model)
+    shape = DeltaShape.from_model(model)
     return model.hidden_size * shape.groups * (shape.projected + shape.values * shape.value), 0
 
 
@@ -201,7 +203,7 @@ def _get_head_sizes(model: ModelConfig) -> tuple[int, int]:
     """Return the dimensions of a head's queries and keys, and of its values."""
     if model.kv_lora_rank is None:
         return head_size(model), head_size(model)
-    shape = LatentShape.of(model)
+    shape = LatentShape.from_model(model)
     return shape.query, shape.value
 
 

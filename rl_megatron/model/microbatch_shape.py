@@ -136,7 +136,7 @@ class MicrobatchShape:
 
     def delta_rule(self, model: ModelConfig, shards: int) -> DeltaFlops:
         """Return the operations of a layer's gated delta rule on a rank, if `shards` ranks split its groups."""
-        shape = DeltaShape.of(model)
+        shape = DeltaShape.from_model(model)
         forward = backward = needed = 0
         for lengths, longest, _ in self._group_attending(None):
             padded = count_delta_flops(shape, longest)

@@ -145,14 +145,18 @@ class ShardedShape:
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def layer_counts(self, stage: int) -> Counter[LayerKind]:
         """Return the number of layers of each kind that a stage has."""
-        return Counter(LayerKind.of(self.model, layer) for layers in self.layers(stage) for layer in layers)
+        return Counter(LayerKind.from_model(self.model, layer) for layers in self.layers(stage) for layer in layers)
 
     def parameters(self, stage: int) -> list[list[Parameter]]:
         """Return the parameters of each model chunk of a stage, in the order of `named_parameters`."""
         return [
             [
                 *self._list_before_layers(stage, model_chunk),
-                *(parameter for layer in layers for parameter in self._list_layer(LayerKind.of(self.model, layer))),
+                *(
+                    parameter
+                    for layer in layers
+                    for parameter in self._list_layer(LayerKind.from_model(self.model, layer))
+                ),
                 *self._list_after_layers(stage, model_chunk),
             ]
             for model_chunk, layers in enumerate(self.layers(stage))
@@ -297,7 +301,7 @@ def _list_attention(model: ModelConfig, tensor: int) -> list[Parameter]:
 
 
 def _list_delta_rule(model: ModelConfig, tensor: int) -> list[Parameter]:
-    shape, hidden = DeltaShape.of(model), model.hidden_size
+    shape, hidden = DeltaShape.from_model(model), model.hidden_size
     groups = shape.groups // tensor
     heads = groups * shape.values
     core = [groups * shape.convolved * shape.kernel, heads, heads]
@@ -308,7 +312,7 @@ def _list_delta_rule(model: ModelConfig, tensor: int) -> list[Parameter]:
 
 
 def _list_latent_attention(model: ModelConfig, tensor: int) -> list[Parameter]:
-    shape, hidden, heads = LatentShape.of(model), model.hidden_size, model.num_attention_heads // tensor
+    shape, hidden, heads = LatentShape.from_model(model), model.hidden_size, model.num_attention_heads // tensor
     if model.q_lora_rank is None:
         queries = [hidden * heads * shape.query]
     else:  # the down projection and its norm are whole on every rank

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rl_megatron import log
-from rl_megatron.config.metrics import is_eval_metric, shown_name
+from rl_megatron.config.metrics import choose_shown_name, is_eval_metric
 
 _SHOWN = ("reward", "loss", "grad_norm", "lr")
 _LINES_PER_STAGE = 20  # if the console is not a terminal
@@ -172,7 +172,7 @@ def _format_metrics(metrics: list[tuple[str, float]]) -> str:
 
 
 def _format_metric(name: str, value: float) -> str:
-    return f"{shown_name(name, [value])} {value:.4g}"
+    return f"{choose_shown_name(name, [value])} {value:.4g}"
 
 
 def _format_time(seconds: float) -> str:

@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from rl_megatron import disk
-from rl_megatron.config.metrics import METRICS_FILE, is_eval_metric, shown_name
+from rl_megatron.config.metrics import METRICS_FILE, choose_shown_name, is_eval_metric
 from rl_megatron.observability.html_report import warn_if_it_fails
 
 # The evaluation metrics in curves.png.
@@ -66,7 +66,9 @@ def _build_results(stages: dict[str, dict[str, float]], console: Console) -> Tab
     columns = [["stage", *stages]]
     for name in names:
         values = [result[name] for result in stages.values() if name in result]
-        columns.append([shown_name(name, values), *(_format_number(result.get(name)) for result in stages.values())])
+        columns.append(
+            [choose_shown_name(name, values), *(_format_number(result.get(name)) for result in stages.values())]
+        )
     table = _build_table(list(zip(*columns, strict=True)))
     unlimited = console.options.update(max_width=_UNLIMITED)
     if Measurement.get(console, unlimited, table).maximum <= console.width:
@@ -118,7 +120,7 @@ def _plot(axis: Any, lines: list[dict[str, Any]], kind: str, names: tuple[str, .
     for name in names:
         points = [(line["step"], line[name]) for line in lines if line["kind"] == kind and name in line]
         if points:
-            label = shown_name(name, (value for _, value in points))
+            label = choose_shown_name(name, (value for _, value in points))
             axis.plot(*zip(*points, strict=True), label=label, marker="o" if kind == "eval" else None, linewidth=1)
             axis.legend(fontsize=8)
     if title:

@@ -345,7 +345,7 @@ def prepare_service_sinks(config: LoggerConfig, output_dir: Path, info: RunInfo)
     writer would wait for the import's lock forever.
     """
     openers: dict[str, Callable[[], MetricSink]] = {}
-    for name, settings in config.chosen():
+    for name, settings in config.iter_services():
         if name not in SERVICES:
             continue
         if isinstance(settings, TrackioConfig):  # its package reads the directory when it is imported

@@ -92,12 +92,12 @@ def attention_elements(model: ModelConfig, kind: LayerKind) -> int:
     The gated delta rule computes in fp32, whose numbers count twice.
     """
     if kind.has_delta_rule:
-        return _delta_rule_elements(DeltaShape.of(model))
+        return _delta_rule_elements(DeltaShape.from_model(model))
     if model.kv_lora_rank is None:
         size = head_size(model)
         gates = 2 * model.attention_output_gate * size * model.num_attention_heads
         return (2 + model.qk_norm) * size * (model.num_attention_heads + model.num_query_groups) + gates
-    shape = LatentShape.of(model)
+    shape = LatentShape.from_model(model)
     latents = 2 * (shape.latent + (model.q_lora_rank or 0)) + shape.rope  # before and after their norms
     return latents + model.num_attention_heads * 2 * (shape.query + shape.value)
 
@@ -270,7 +270,7 @@ def cache_bytes(shape: ShardedShape, stage: int, *, sequences: int, columns: int
     slots, width = -(-sequences // 8) * 8 + 1, -(-columns // 32) * 32
     token = cached_elements(shape.model) * element_bytes(precision)
     layer_bytes = [
-        count * (_state_bytes(DeltaShape.of(shape.model), precision) if kind.has_delta_rule else width * token)
+        count * (_state_bytes(DeltaShape.from_model(shape.model), precision) if kind.has_delta_rule else width * token)
         for kind, count in shape.layer_counts(stage).items()
     ]
     return slots * sum(layer_bytes) // shape.parallel.tensor
@@ -286,5 +286,5 @@ def cached_elements(model: ModelConfig) -> int:
     """Return the elements of a token's keys and values in a layer, of all heads. Latents are not kept instead."""
     if model.kv_lora_rank is None:
         return 2 * head_size(model) * model.num_query_groups
-    head_shape = LatentShape.of(model)
+    head_shape = LatentShape.from_model(model)
     return (head_shape.query + head_shape.value) * model.num_attention_heads

@@ -233,7 +233,7 @@ class _Phases:
             if backwards:
                 yield Collective("reduce_scatter", "context", parallel.context, keys, attentions * backwards)
         if parallel.context > 1 and self._delta_layers:  # ranks exchange tokens for groups, and back
-            shape, calls = DeltaShape.of(model), count * self._delta_layers * both
+            shape, calls = DeltaShape.from_model(model), count * self._delta_layers * both
             for width in (shape.recurrent, shape.values * shape.value):
                 sent = round(local * shape.groups * width / parallel.tensor * self._size)
                 yield Collective("all_to_all", "context", parallel.context, sent, calls)

@@ -19,7 +19,7 @@ from rl_megatron.algorithms.rollout import recomputes_logprobs
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.data import DOCUMENTS
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.loading.hints import key_of
+from rl_megatron.config.loading.hints import get_override_key
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
@@ -266,7 +266,7 @@ def build_command_line(candidate: Candidate, options: argparse.Namespace, stage:
     """Return the command line that trains with a candidate, to be started on each node with its own NODE_RANK."""
     chosen = candidate.overrides(stage)
     replaced = {*chosen, *_REPLACED}
-    kept = [override for override in options.overrides if key_of(override) not in replaced]
+    kept = [override for override in options.overrides if get_override_key(override) not in replaced]
     sources = [] if options.config_dir is None else ["--config-dir", options.config_dir]
     words = ["train", *kept, *(f"{key}={value}" for key, value in chosen.items()), *sources]
     return _launcher(cluster) + shlex.join(words)

@@ -9,7 +9,7 @@ from typing import Any
 from rl_megatron.config.data import PROBLEMS
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.loading.import_strings import is_import_string
-from rl_megatron.config.reward_models import on_ranks
+from rl_megatron.config.reward_models import list_models_on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.eval_problems import read_set_problems
@@ -25,7 +25,7 @@ assert functions  # its import registers the functions of this package
 
 def build_specs(settings: RewardConfig) -> list[FunctionSpec]:
     """Return the functions of `reward.functions`, as workers load them, without those that run on ranks."""
-    specs, runs_on_ranks = [], on_ranks(settings)
+    specs, runs_on_ranks = [], list_models_on_ranks(settings)
     for index, function in enumerate(settings.functions):
         if index in runs_on_ranks:
             continue

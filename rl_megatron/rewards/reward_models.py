@@ -20,7 +20,7 @@ from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_
 from rl_megatron.checkpoint.hf_weights import open_hugging_face
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.config.reward_models import OF_STAGES, RewardModelArguments, ScoringModel, on_ranks
+from rl_megatron.config.reward_models import OF_STAGES, RewardModelArguments, ScoringModel, list_models_on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import Padding
@@ -163,7 +163,7 @@ class RewardModels:
     def load(self, settings: RewardConfig) -> dict[int, RewardModel]:
         """Load the reward models among `reward.functions`; return them by their indices. Collective."""
         loaded = {}
-        for index, arguments in on_ranks(settings).items():
+        for index, arguments in list_models_on_ranks(settings).items():
             key = repr(arguments)
             if key not in self._functions:
                 scorers = [self._scorer(model, arguments.placement) for model in arguments.members]
@@ -240,7 +240,7 @@ def check_reward_models(stage: StageConfig, tokenizer: Tokenizer) -> None:
 
     A model must exist, have a score head and the policy's tokens, and fit the layout.
     """
-    for index, arguments in on_ranks(stage.reward).items():
+    for index, arguments in list_models_on_ranks(stage.reward).items():
         if stage.rollout.is_asynchronous:
             raise ConfigError(
                 f"reward.functions[{index}]: its models run on the ranks that train, and rollout.async_enabled scores "

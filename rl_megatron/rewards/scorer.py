@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError, RunFailed, describe_error
-from rl_megatron.config.reward_models import REWARD_MODEL, on_ranks
+from rl_megatron.config.reward_models import REWARD_MODEL, list_models_on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.rewards.loading import build_specs, build_task_spec
@@ -88,7 +88,7 @@ class Scorer:
         """Start a worker on every node, which loads the functions while this process continues. Collective."""
         if self._specs:
             return
-        if on_ranks(self._settings).keys() != self._models.keys():
+        if list_models_on_ranks(self._settings).keys() != self._models.keys():
             raise ConfigError(
                 "reward.functions: reward_model with init_from or hf runs on the ranks of a stage that trains and "
                 "waits for its rollouts; serve the model elsewhere, and set url"

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from rl_megatron import disk, log
 from rl_megatron.config.environments import AGENT, AgentConfig
-from rl_megatron.config.errors import nearest, shown
+from rl_megatron.config.errors import nearest, shorten_value
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.client import RolloutClient
 from rl_megatron.rollouts.gateway.session import Session
@@ -99,7 +99,7 @@ class AgentWorker:
 
     @property
     def _shown(self) -> str:
-        return f"rollout.agent.command={shown(self._settings.command)}"
+        return f"rollout.agent.command={shorten_value(self._settings.command)}"
 
     def _build_environment(self, session: Session, directory: Path) -> dict[str, str]:
         """Return the program's environment variables: those of the run, without secrets, and those of the gateway."""
@@ -133,16 +133,16 @@ def read_result(path: Path) -> AgentResult:
     except (ValueError, OSError, RecursionError) as error:
         raise AgentFailed(f"RL_MEGATRON_RESULT is not JSON: {error}") from error
     if not isinstance(result, dict):
-        raise AgentFailed(f'RL_MEGATRON_RESULT is {shown(result)}; write an object such as {{"reward": 1.0}}')
+        raise AgentFailed(f'RL_MEGATRON_RESULT is {shorten_value(result)}; write an object such as {{"reward": 1.0}}')
     keys = ("reward", "metadata")
     unknown = next((name for name in result if name not in keys), None)
     if unknown is not None:
         raise AgentFailed(f"RL_MEGATRON_RESULT has the unknown key {unknown!r}{nearest(unknown, keys)}")
     reward, metadata = result.get("reward", 0.0), result.get("metadata", {})
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise AgentFailed(f"RL_MEGATRON_RESULT: reward is {shown(reward)}, and must be a finite number")
+        raise AgentFailed(f"RL_MEGATRON_RESULT: reward is {shorten_value(reward)}, and must be a finite number")
     if not isinstance(metadata, dict):
-        raise AgentFailed(f"RL_MEGATRON_RESULT: metadata is {shown(metadata)}, and must be an object")
+        raise AgentFailed(f"RL_MEGATRON_RESULT: metadata is {shorten_value(metadata)}, and must be an object")
     return AgentResult(float(reward), metadata)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError, RunFailed, describe_error
-from rl_megatron.config.loading.import_strings import raised
+from rl_megatron.config.loading.import_strings import describe_user_error
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, RolloutEngine, Sampling
@@ -193,7 +193,8 @@ class RolloutRunner:
             except (EngineFailed, NonFiniteLoss, ConfigError, asyncio.CancelledError):
                 raise
             except Exception as error:  # whatever the worker, an environment or a tool raises
-                failure = f"trajectory {name} ({task.prompt.record.location}): the rollout worker {raised(error)}"
+                what = f"the rollout worker {describe_user_error(error)}"
+                failure = f"trajectory {name} ({task.prompt.record.location}): {what}"
                 if isinstance(error, HostLost) and losses[error.by_another_call] > 0:
                     losses[error.by_another_call] -= 1
                     log.LOGGER.warning("%s; it begins again, which does not count as an attempt", failure)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.import_strings import raised
+from rl_megatron.config.loading.import_strings import describe_user_error
 from rl_megatron.config.loading.registry import Registry
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.rollouts.client import RolloutClient
@@ -73,4 +73,4 @@ def _make(worker_class: type, kwargs: Mapping[str, Any], where: str) -> Any:
     try:
         return worker_class(**kwargs)
     except Exception as error:  # whatever the user's class raises
-        raise ConfigError(f"{where} cannot be made with rollout.worker_kwargs: {raised(error)}") from error
+        raise ConfigError(f"{where} cannot be made with rollout.worker_kwargs: {describe_user_error(error)}") from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_megatron import log
-from rl_megatron.config.metrics import goal_reached
+from rl_megatron.config.metrics import find_reached_goal
 from rl_megatron.config.train import TrainConfig
 from rl_megatron.evaluation.heldout import Evaluation
 from rl_megatron.evaluation.sets import EvalSet, EvalSets, is_multiple
@@ -86,7 +86,7 @@ class Evaluations:
     def _reaches_goal(self, step: int) -> bool:
         """Return whether the evaluation after this step, if there was one, reaches a goal of `train.stop_at`."""
         goals = self.train.stop_at
-        name = goal_reached(goals, self.results["measures"]) if self.evaluated_at == step else None
+        name = find_reached_goal(goals, self.results["measures"]) if self.evaluated_at == step else None
         if name is None:
             return False
         value = self.results["measures"][name]

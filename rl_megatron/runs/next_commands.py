@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_megatron.algorithms.registry import get_algorithm
-from rl_megatron.config.checkpoint_metadata import carried_tokenizer
-from rl_megatron.config.commands import command, override
+from rl_megatron.config.checkpoint_metadata import find_imported_tokenizer
+from rl_megatron.config.commands import format_command, format_override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.run_tokenizer import TOKENIZER
@@ -19,16 +19,16 @@ def list_next_commands(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path
     *_, (name, stage) = config.stages.items()
     output_dir = Path(config.output_dir)
     after = Path(f"{output_dir}-next")
-    commands = [("Inspect the checkpoint:", command("inspect", str(checkpoint)))]
+    commands = [("Inspect the checkpoint:", format_command("inspect", str(checkpoint)))]
     if get_algorithm(stage).head == "lm" and not stage.train.export_hf and _has_family(config, tokenizer):
         exported = str(output_dir / "exported" / name)
-        commands.append(("Export it for Hugging Face:", command("convert", "export", str(checkpoint), exported)))
+        commands.append(("Export it for Hugging Face:", format_command("convert", "export", str(checkpoint), exported)))
     if stage.algorithm.leaves_language_model:
-        start = [override("init_from", str(checkpoint)), override("output_dir", str(after))]
-        if carried_tokenizer(checkpoint) is None:  # otherwise init_from brings it
-            start.append(override("tokenizer.path", str(output_dir / TOKENIZER)))
+        start = [format_override("init_from", str(checkpoint)), format_override("output_dir", str(after))]
+        if find_imported_tokenizer(checkpoint) is None:  # otherwise init_from brings it
+            start.append(format_override("tokenizer.path", str(output_dir / TOKENIZER)))
         words = "Start a next stage from it, with algorithm=… and data=… of your choice:"
-        commands.append((words, command("train", "model=init_from", *start)))
+        commands.append((words, format_command("train", "model=init_from", *start)))
     return commands
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl_megatron import disk
 from rl_megatron.checkpoint.directory import CONFIG, LEFTOVERS
-from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
+from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, find_hugging_face_files
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.run_tokenizer import save_tokenizer
@@ -40,7 +40,7 @@ def begin_output(config: RunConfig, run_yaml: str, lock: OutputLock, tokenizer: 
     path = output_dir / CONFIG
     if not path.is_file() or path.read_text() != run_yaml:
         disk.replace_file(path, run_yaml)
-    carried = hugging_face_files(Path(config.init_from)) if config.init_from else None
+    carried = find_hugging_face_files(Path(config.init_from)) if config.init_from else None
     kept = output_dir / HUGGING_FACE
     if carried is not None and carried.resolve() != kept.resolve():
         shutil.rmtree(kept, ignore_errors=True)
@@ -73,5 +73,5 @@ def open_metrics(config: RunConfig, layout: Topology, attempts: Attempts) -> Met
     except OSError as error:
         raise ConfigError(f"{output_dir} cannot be written: {disk.describe(error, output_dir)}") from error
     except Exception as error:  # a sink may be the user's code and raise anything, and the other ranks must not wait
-        chosen = [*config.metric_sinks, *(f"logger.{name}" for name, _ in config.logger.chosen())]
+        chosen = [*config.metric_sinks, *(f"logger.{name}" for name, _ in config.logger.iter_services())]
         raise ConfigError(f"metric_sinks={chosen} cannot be opened: {error}") from error

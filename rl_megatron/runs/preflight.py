@@ -22,14 +22,14 @@ from rl_megatron.checkpoint.directory import (
 from rl_megatron.checkpoint.exports import check_exports
 from rl_megatron.config.data_sources import require_place
 from rl_megatron.config.engines import refuse_several
-from rl_megatron.config.errors import ConfigError, bad_input_named
+from rl_megatron.config.errors import ConfigError, convert_errors
 from rl_megatron.config.eval_sets import EvalSetConfig
 from rl_megatron.config.loading.import_strings import is_import_string
 from rl_megatron.config.loggers import check_loggers
 from rl_megatron.config.peft import LoraConfig, check_together
 from rl_megatron.config.rules import check_vocabulary
 from rl_megatron.config.schema import RunConfig, StageConfig
-from rl_megatron.config.stages import stage_before
+from rl_megatron.config.stages import find_previous_stage
 from rl_megatron.data.run_tokenizer import get_run_tokenizer
 from rl_megatron.data.same_prompts import find_different_prompts
 from rl_megatron.data.tokenizer import Tokenizer
@@ -64,10 +64,10 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     refuse_changes(config)
     for stage in config.stages.values():
         require_place(stage.data)
-    tokenizer = bad_input_named(lambda: get_run_tokenizer(config.first, output_dir))
+    tokenizer = convert_errors(lambda: get_run_tokenizer(config.first, output_dir))
     check_vocabulary(config.first.model, tokenizer.vocab_size)
     for name, stage in config.stages.items():
-        bad_input_named(lambda stage=stage: _check_data_and_tokenizer(stage, tokenizer))
+        convert_errors(lambda stage=stage: _check_data_and_tokenizer(stage, tokenizer))
         saved = find_checkpoints(output_dir / "checkpoints" / name)
         if saved:
             try:
@@ -99,7 +99,7 @@ def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:
     adapters_after: dict[str, dict[str, LoraConfig]] = {}  # the adapters that each stage leaves, by name
     for name, stage in config.stages.items():
         where = f"stages.{name}.peft" if len(config.stages) > 1 else "peft"
-        previous = stage_before(config.stages, name)
+        previous = find_previous_stage(config.stages, name)
         adapters = initial if previous is None else adapters_after[previous]
         adapters_after[name] = {}
         if stage.peft is None:

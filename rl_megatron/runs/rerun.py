@@ -17,13 +17,13 @@ from pydantic import TypeAdapter
 
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import CONFIG, Damaged, find_checkpoints, read_manifest_alone
-from rl_megatron.config.errors import ConfigError, bad_input_named
+from rl_megatron.config.errors import ConfigError, convert_errors
 from rl_megatron.config.loading.load import from_yaml, to_yaml
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.config.model_shape import with_derived_sizes
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.config.secrets import without_secrets
-from rl_megatron.config.stages import stage_before
+from rl_megatron.config.stages import find_previous_stage
 from rl_megatron.data.sources import build_source
 from rl_megatron.runs.user_files import digest_files, find_changed_files
 
@@ -170,7 +170,7 @@ def _report_changed_files(name: str, stage: StageConfig, saved: list[Path]) -> N
 
 def describe_weights(config: RunConfig, output_dir: Path, name: str) -> str:
     """Describe the weights that the stage `name` starts from: init_from, a step of the stage before, or new weights."""
-    previous = stage_before(config.stages, name)
+    previous = find_previous_stage(config.stages, name)
     if previous is not None:
         saved = find_checkpoints(output_dir / "checkpoints" / previous)
         step = max(_last_step(saved), config.stages[previous].train.steps)
@@ -247,7 +247,7 @@ def _may_change(key: str, recorded: StageConfig | None, stage: StageConfig) -> b
         return False  # the load-balancing loss is of each microbatch
     if key == "data.num_eval_examples" and recorded is not None:  # the other records are trained on
         was, is_ = (
-            bad_input_named(lambda config=config: build_source(config).num_held_out) for config in (recorded, stage)
+            convert_errors(lambda config=config: build_source(config).num_held_out) for config in (recorded, stage)
         )
         return was == is_
     allowed = (*_ALLOWED, *(f"algorithm.{key}" for key in stage.algorithm.may_change_on_resume))

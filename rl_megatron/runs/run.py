@@ -21,7 +21,7 @@ from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import STOPPED, ConfigError, RunFailed
 from rl_megatron.config.schema import RunConfig
-from rl_megatron.config.stages import stage_before
+from rl_megatron.config.stages import find_previous_stage
 from rl_megatron.observability.failures import Attempts, FailureFile
 from rl_megatron.observability.html_report import start_writing_report
 from rl_megatron.observability.run_watch import RunWatch
@@ -178,7 +178,7 @@ def _run_locked(
                 exporter.wait()
             else:
                 has_trained = True
-                source = last[stage_before(config.stages, name)]
+                source = last[find_previous_stage(config.stages, name)]
                 run_stage = partial(stages.run, name, directory, source, describe_weights(config, output_dir, name))
                 results[name] = run_with_roll_backs(run_stage, stage_config.train, directory)
             last[name] = newest = find_checkpoints(directory)[-1]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.train import seconds_of
+from rl_megatron.config.train import parse_duration
 from rl_megatron.runs.step_times import write_step_times
 from rl_megatron.runs.stop_signals import StopSignals
 from rl_megatron.topology.ranks import Ranks
@@ -56,7 +56,7 @@ class Stopping:
         self._longest_step, self._longest_save, self._has_begun = 0.0, 0.0, False
         self._limits: dict[int, float] = {}
         if save_by is not None:
-            self._limits[_OF_TRAIN] = clock() + seconds_of(save_by)
+            self._limits[_OF_TRAIN] = clock() + parse_duration(save_by)
         if environment.get(SLURM_END, "").isdigit():
             self._limits[_OF_SLURM] = float(environment[SLURM_END]) - _LEAVING_SECONDS
         self._save_by = save_by

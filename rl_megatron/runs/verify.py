@@ -11,7 +11,7 @@ from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.checkpoint.directory import Damaged, find_checkpoints, read_manifest
 from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.metrics import goal_reached
+from rl_megatron.config.metrics import find_reached_goal
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.runs.checkpointer import critic_checkpoints
 from rl_megatron.topology.ranks import Ranks
@@ -39,7 +39,7 @@ def find_last_manifest(directory: Path, stage: StageConfig) -> dict[str, Any] | 
         return None
     manifest = read_manifest(saved[-1], stage.model)
     evaluated = manifest["results"].get("measures", {}) if manifest.get("evaluated_at") == manifest["step"] else {}
-    has_ended = manifest["step"] >= stage.train.steps or goal_reached(stage.train.stop_at, evaluated) is not None
+    has_ended = manifest["step"] >= stage.train.steps or find_reached_goal(stage.train.stop_at, evaluated) is not None
     return manifest if has_ended else None
 
 

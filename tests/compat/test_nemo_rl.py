@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from rl_megatron.compat import nemo_rl
-from rl_megatron.compat.nemo_rl.functions import calculate_kl, calculate_kl_penalty_joschu2020
 from rl_megatron.compat.nemo_rl.loss_inputs import PackedLossWrapper, prepare_loss_input
-from rl_megatron.compat.nemo_rl.losses import DPOLossFn
+from rl_megatron.compat.nemo_rl.losses import DPOLossFn, calculate_kl, calculate_kl_penalty_joschu2020
 from rl_megatron.losses import LossInputType, NLLLoss
 from tests.docs.forked import Fork
 

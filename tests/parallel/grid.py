@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rl_megatron.certify.measurement import Difference, Measurement, compare, run_workload
 from rl_megatron.certify.single_process import run_in_one_process
-from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, Workload, small_batching
+from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, Workload, build_small_batching
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.topology import topology
@@ -244,7 +244,9 @@ def _run_on_rank(layout: Layout) -> dict[str, Measurement]:
     workload = layout.workload()
     where = topology.build(layout.parallel, start_device("cpu"), workload.seed)
     batching = {
-        name: small_batching(layout.factors.batching, layout.factors.sequences, objective.group_size, layout.parallel)
+        name: build_small_batching(
+            layout.factors.batching, layout.factors.sequences, objective.group_size, layout.parallel
+        )
         for name, objective in workload.objectives.items()
     }
     return run_workload(workload, where, batching)

@@ -9,7 +9,7 @@ import pytest
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Measurement, compare, run_workload
 from rl_megatron.certify.single_process import run_in_one_process
-from rl_megatron.certify.workload import Objective, Workload, small_batching
+from rl_megatron.certify.workload import Objective, Workload, build_small_batching
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
@@ -51,7 +51,7 @@ def measured(parallel: dict, batching: str, workload: Workload) -> dict[str, Mea
     degrees = ParallelConfig(**parallel)
     where = topology.build(degrees, start_device("cpu"), workload.seed)
     batchings: dict[str, Batching] = {
-        name: small_batching(batching, 2, objective.group_size, degrees) for name, objective in OBJECTIVES.items()
+        name: build_small_batching(batching, 2, objective.group_size, degrees) for name, objective in OBJECTIVES.items()
     }
     return run_workload(workload, where, batchings)
 

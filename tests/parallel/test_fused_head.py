@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from rl_megatron import log
 from rl_megatron.batching.config import Batching
-from rl_megatron.certify.workload import SMALL_FUSED_HEAD, batch_of_all_kinds
+from rl_megatron.certify.workload import SMALL_FUSED_HEAD, build_batch_of_all_kinds
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.embedded import EmbeddedEngine
@@ -37,7 +37,7 @@ class OwnCall(NLLLoss):
 def without_whole_logits(parallel):
     """Train and compute logprobs while the head's `forward` raises; then restore it and generate, which needs it."""
     policy = build_policy(parallel, fused_head=SMALL_FUSED_HEAD)
-    batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
+    batch = build_batch_of_all_kinds(VOCAB_SIZE, seed=1)
     head = unwrap(policy.model.model_chunks[-1]).output_layer
     own_class = type(head)
     head.__class__ = type("Forbidden", (own_class,), {"forward": mock.Mock(side_effect=AssertionError("whole logits"))})
@@ -57,7 +57,7 @@ def test_whole_logits_never_exist(ranks, size, parallel):
 
 def reading_whole_logits():
     """Train with a loss that reads whole logits; check the warning, and that the fused head changes no number."""
-    batch, messages = batch_of_all_kinds(VOCAB_SIZE, seed=1), []
+    batch, messages = build_batch_of_all_kinds(VOCAB_SIZE, seed=1), []
     with mock.patch.object(log.LOGGER, "warning", messages.append):
         fused = build_policy({}, fused_head=SMALL_FUSED_HEAD)
         reports = [policy.train(batch, OwnCall(), gbs=12) for policy in (fused, fused, build_policy({}))]
@@ -82,7 +82,7 @@ class LayoutOfLogits(NLLLoss):
 
 
 def layouts_of_logits():
-    policy, batch, loss_fn = build_policy({}), batch_of_all_kinds(VOCAB_SIZE, seed=1), LayoutOfLogits()
+    policy, batch, loss_fn = build_policy({}), build_batch_of_all_kinds(VOCAB_SIZE, seed=1), LayoutOfLogits()
     policy.train(batch, loss_fn, gbs=12)
     assert "forward" not in vars(unwrap(policy.model.model_chunks[-1]).output_layer)
     return loss_fn.as_made
@@ -95,7 +95,7 @@ def test_whole_logits_are_not_copied_before_the_loss_reads_them(ranks):
 def refused_load(directory):
     """Return the weights after a step that leaves them scattered and a checkpoint that cannot be loaded."""
     policy = build_policy({}, MODEL, OVERLAPPED)
-    policy.train(batch_of_all_kinds(VOCAB_SIZE, seed=1), NLLLoss(), gbs=12)
+    policy.train(build_batch_of_all_kinds(VOCAB_SIZE, seed=1), NLLLoss(), gbs=12)
     with pytest.raises(ConfigError):
         policy.load_checkpoint(directory)
     return {name: weight.detach().clone() for name, weight in unwrap(policy.model.model_chunks[0]).named_parameters()}
@@ -116,7 +116,7 @@ def two_steps_in_small_buckets(*arguments):
 def two_steps(parallel, optimizer, fused_head, precision):
     """Return the losses of two steps, and the logprobs and the weights after them."""
     policy = build_policy(parallel, MODEL, optimizer, precision=precision, fused_head=fused_head)
-    batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
+    batch = build_batch_of_all_kinds(VOCAB_SIZE, seed=1)
     reports = [policy.train(batch, NLLLoss(), gbs=6) for _ in range(2)]
     logprobs = policy.get_logprobs(batch)["logprobs"]
     return [report["loss"] for report in reports], logprobs, weights(policy)
@@ -151,7 +151,7 @@ def counts_of_blocks(parallel, batching):
         return from_counts(counts, shards, block_tokens, most_counted)
 
     policy = build_policy(parallel, fused_head=SMALL_FUSED_HEAD, batching=batching)
-    batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
+    batch = build_batch_of_all_kinds(VOCAB_SIZE, seed=1)
     with mock.patch.object(token_blocks.BlockPlan, "from_counts", recorded):
         policy.train(batch, ClippedPGLossFn({}), gbs=12)
         policy.get_logprobs(batch)

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import compare, run_workload
 from rl_megatron.certify.single_process import run_in_one_process
-from rl_megatron.certify.workload import Objective, small_batching
+from rl_megatron.certify.workload import Objective, build_small_batching
 from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, import_peft, import_weights
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
@@ -49,7 +49,9 @@ def measured(layout: Layout, lora: LoraConfig = LORA):
     workload = replace(layout.workload(), objectives=OBJECTIVES, peft=lora)
     where = topology.build(layout.parallel, start_device("cpu"), workload.seed)
     batching = {
-        name: small_batching(layout.factors.batching, layout.factors.sequences, objective.group_size, layout.parallel)
+        name: build_small_batching(
+            layout.factors.batching, layout.factors.sequences, objective.group_size, layout.parallel
+        )
         for name, objective in workload.objectives.items()
     }
     return run_workload(workload, where, batching)

@@ -10,7 +10,7 @@ import torch
 
 from rl_megatron.certify.measurement import compare, run_workload
 from rl_megatron.certify.single_process import run_in_one_process
-from rl_megatron.certify.workload import small_batching
+from rl_megatron.certify.workload import build_small_batching
 from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, import_peft, import_weights
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
@@ -47,7 +47,9 @@ def measured(layout: Layout):
     workload = replace(layout.workload(), objectives=OBJECTIVES, peft=lora_of(layout))
     where = topology.build(layout.parallel, start_device("cpu"), workload.seed)
     batching = {
-        name: small_batching(layout.factors.batching, layout.factors.sequences, objective.group_size, layout.parallel)
+        name: build_small_batching(
+            layout.factors.batching, layout.factors.sequences, objective.group_size, layout.parallel
+        )
         for name, objective in workload.objectives.items()
     }
     return run_workload(workload, where, batching)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rl_megatron.batching.config import Batching
-from rl_megatron.certify.workload import NUM_SEQUENCES, batch_of_all_kinds
+from rl_megatron.certify.workload import NUM_SEQUENCES, build_batch_of_all_kinds
 from rl_megatron.losses import NLLLoss
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy, gradients, worst_relative_error
 
@@ -22,7 +22,7 @@ WHOLE = Batching("padded", NUM_SEQUENCES)
 
 def one_step(parallel: dict, batching: Batching, model=EXPERTS, num_padding: int = 0):
     policy = build_policy(parallel, model=model, batching=batching)
-    batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
+    batch = build_batch_of_all_kinds(VOCAB_SIZE, seed=1)
     if num_padding:
         batch = batch.pad_to_multiple(batch.size + num_padding)
     report = policy.accumulate_gradients(batch, NLLLoss())
@@ -97,7 +97,7 @@ def second_batch(batches: int):
     """Return the report and the gradients of the last of some batches."""
     policy = build_policy({}, model=GLOBAL, batching=Batching("padded", 4))
     for seed in range(2 - batches, 2):
-        report = policy.accumulate_gradients(batch_of_all_kinds(VOCAB_SIZE, seed), NLLLoss())
+        report = policy.accumulate_gradients(build_batch_of_all_kinds(VOCAB_SIZE, seed), NLLLoss())
     return report, gradients(policy)
 
 
@@ -108,7 +108,7 @@ def test_the_global_scope_is_that_of_its_own_batch(ranks):
 def slope_and_gradient() -> tuple[float, float]:
     """Return d(loss + balancing loss)/dε along the routers' gradient, by central differences and by the gradient."""
     policy = build_policy({}, model=EXPERTS, batching=WHOLE)
-    batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
+    batch = build_batch_of_all_kinds(VOCAB_SIZE, seed=1)
     policy.accumulate_gradients(batch, NLLLoss())
     routers = {name: p for name, p in policy.model.model_chunks[0].named_parameters() if name.endswith("router.weight")}
     direction = {name: p.main_grad.clone() for name, p in routers.items()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_megatron.batching.config import Batching
-from rl_megatron.certify.workload import NUM_SEQUENCES, batch_of_all_kinds
+from rl_megatron.certify.workload import NUM_SEQUENCES, build_batch_of_all_kinds
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.layers.router_replay import recording
 from tests.parallel.layouts import EXPERTS, VOCAB_SIZE, build_policy, gradients, worst_relative_error
@@ -23,7 +23,7 @@ def recorded_batch():
 
     Every third token has none.
     """
-    batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
+    batch = build_batch_of_all_kinds(VOCAB_SIZE, seed=1)
     generator = torch.Generator().manual_seed(3)
     shape = (*batch["input_ids"].shape, EXPERTS.num_layers, EXPERTS.num_experts)
     order = torch.rand(shape, generator=generator).argsort(dim=-1)
@@ -85,7 +85,7 @@ def test_data_parallel_ranks_replay_their_own_sequences(ranks):
 
 def recorded_then_replayed():
     """Return a step's results without replay, and with the experts that the routers themselves chose."""
-    policy, batch = build_policy({}, model=BALANCED, batching=WHOLE), batch_of_all_kinds(VOCAB_SIZE, seed=1)
+    policy, batch = build_policy({}, model=BALANCED, batching=WHOLE), build_batch_of_all_kinds(VOCAB_SIZE, seed=1)
     num_sequences, width = batch["input_ids"].shape
     own = torch.full((num_sequences, width, EXPERTS.num_layers, EXPERTS.experts_per_token), -1, dtype=torch.int16)
 

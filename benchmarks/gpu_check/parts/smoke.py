@@ -23,7 +23,7 @@ from benchmarks.gpu_check.setting import Setting, in_new_process, key_of
 from benchmarks.train_step import rollouts
 from rl_megatron.certify.measurement import Measurement, run_workload
 from rl_megatron.certify.single_process import run_in_one_process
-from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, Workload, shrunk, small_batching
+from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, Workload, build_small_batching, shrink
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
@@ -129,7 +129,7 @@ def workloads_of(tiny: bool) -> dict[tuple[str, str], Workload]:
 
 def workload_of(model: str, precision: str) -> Workload:
     """Return certify's workload with the smallest model of a family."""
-    small, _ = shrunk(load_config([f"model={MODELS[model]}"]).first.model, ParallelConfig())
+    small, _ = shrink(load_config([f"model={MODELS[model]}"]).first.model, ParallelConfig())
     return Workload(small, {name: STANDARD_OBJECTIVES[name] for name in OBJECTIVES[precision]}, precision=precision)
 
 
@@ -168,7 +168,7 @@ def run_kind(workload: Workload, layout: topology.Topology, kind: str) -> dict[s
     """Return what one batching gives."""
     batching, fused = KINDS[kind]
     batchings = {
-        name: small_batching(batching, 4, objective.group_size, ParallelConfig())  # type: ignore[arg-type]
+        name: build_small_batching(batching, 4, objective.group_size, ParallelConfig())  # type: ignore[arg-type]
         for name, objective in workload.objectives.items()
     }
     return run_workload(replace(workload, fused_head=SMALL_FUSED_HEAD if fused else None), layout, batchings)

@@ -265,7 +265,7 @@ class GeneralizedAdvantageEstimator(_RewardWithKL):
         """Return (advantages, returns), [B, S] each."""
         scored = token_rewards(rewards, mask, self.estimate_kl(logprobs_policy, logprobs_reference), self.kl_coef)
         of_policy, of_value = (
-            self.gae_lambda if own is None else own for own in (self.gae_lambda_policy, self.gae_lambda_value)
+            self.gae_lambda if value is None else value for value in (self.gae_lambda_policy, self.gae_lambda_value)
         )
         results = {
             gae_lambda: generalized_advantages(scored, values, mask, discount=self.gae_gamma, gae_lambda=gae_lambda)

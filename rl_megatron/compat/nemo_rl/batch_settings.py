@@ -61,19 +61,13 @@ class SequencePackingArgs(TypedDict, total=False):
 def plan_args(settings: Mapping[str, Any], declared: type, arguments: type[_PlanArgs]) -> tuple[_PlanArgs, str, str]:
     """Return (arguments of the planner, key of the token ids, key of the lengths).
 
-    Args:
-        settings: The caller's settings.
-        declared: The TypedDict whose keys `settings` may have.
-        arguments: The class of the planner's arguments.
-
-    Raises:
-        RuleError: A key is unknown or missing, or a value is out of range.
+    `declared` is the TypedDict whose keys the caller's `settings` may have. Wrong keys and values raise RuleError.
     """
-    known = declared.__annotations__
+    declared_keys = declared.__annotations__
     try:
         for key in settings:
-            if key not in known:
-                raise unknown_name(f"key of {declared.__name__}", key, known)
+            if key not in declared_keys:
+                raise unknown_name(f"key of {declared.__name__}", key, declared_keys)
         if "max_tokens_per_microbatch" not in settings:
             raise RuleError(
                 f"{declared.__name__} needs the key 'max_tokens_per_microbatch'; it has {sorted(settings)}."

@@ -34,7 +34,7 @@ from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.microbatch_plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
 from rl_megatron.compat.nemo_rl.batch_settings import DynamicBatchingArgs, SequencePackingArgs, plan_args
 from rl_megatron.compat.nemo_rl.errors import MissingKeyError, RangeError, RuleError, require, rule_errors
-from rl_megatron.config.errors import shown
+from rl_megatron.config.errors import shorten_value
 from rl_megatron.data import batch as core
 
 DictT = TypeVar("DictT", bound=Mapping[str, Any])
@@ -245,10 +245,10 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
             _require_multiple(batch_size, "Batch size", shards, "shards")
         starts = range(0, size, batch_size)
         if dynamic_batching_args is not None:
-            return self._shards_of(self._plan_dynamic(dynamic_batching_args, starts, shards), batch_size)
+            return self._build_shards(self._plan_dynamic(dynamic_batching_args, starts, shards), batch_size)
         if sequence_packing_args is not None:
             plans = self._plan_packing(sequence_packing_args, starts, shards, allow_uneven_shards)
-            return self._shards_of(plans, batch_size)
+            return self._build_shards(plans, batch_size)
         share = -(-batch_size // shards)
         return [
             self.select_indices(
@@ -282,7 +282,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
             plans = [plan_sequence_packing(lengths[i : i + starts.step], shards, args, allow_uneven) for i in starts]
         return [_sort_largest_first(plan) for plan in plans] if order == "largest_first" else plans
 
-    def _shards_of(self, plans: list[MicrobatchPlan], batch_size: int) -> tuple[list[Self], list[int]]:
+    def _build_shards(self, plans: list[MicrobatchPlan], batch_size: int) -> tuple[list[Self], list[int]]:
         """Return (the shards, the order of sequences over all shards) from one plan per step batch."""
         shards: list[Self] = []
         order: list[int] = []
@@ -311,16 +311,12 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         lengths = lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
         require(
             all(isinstance(length, int) and length >= 0 for length in lengths),
-            f"{key!r} must be whole numbers, none negative, got {shown(lengths)}",
+            f"{key!r} must be whole numbers, none negative, got {shorten_value(lengths)}",
         )
         return lengths
 
     def _sequence_width(self, key: str) -> int:
-        """Return S of the token ids [B, S].
-
-        Raises:
-            RuleError: There are no such ids, or dimension 1 of another tensor is not the sequence.
-        """
+        """Return S of the token ids [B, S]; raise RuleError if dimension 1 of another tensor is not the sequence."""
         tokens = self.data.get(key)
         if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
             raise RuleError(f"dynamic batching needs {key!r} as a [B, S] tensor; the batch has {sorted(self.data)}.")
@@ -372,7 +368,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[Self]:
         """Return an iterator over the microbatches of dynamic batching, each cut to its planned width."""
-        bounds, lengths = self._planned()
+        bounds, lengths = self._get_planned_microbatches()
         return (
             self.slice(start, end).truncate_tensors(sequence_dim, length)
             for (start, end), length in zip(bounds, lengths, strict=True)
@@ -380,19 +376,19 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """Return the number of microbatches of dynamic batching, which is the same on every shard."""
-        return len(self._planned()[0])
+        return len(self._get_planned_microbatches()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[Self]:
         """Return an iterator over the microbatches of sequence packing, whose sequences fit one pack but are padded."""
-        bounds, _ = self._planned()
+        bounds, _ = self._get_planned_microbatches()
         return (self.slice(start, end) for start, end in bounds)
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
         """Return (the number of microbatches of sequence packing, the tokens of the largest one)."""
-        bounds, lengths = self._planned()
+        bounds, lengths = self._get_planned_microbatches()
         return len(bounds), max(lengths)
 
-    def _planned(self) -> tuple[list[list[int]], list[int]]:
+    def _get_planned_microbatches(self) -> tuple[list[list[int]], list[int]]:
         """Return the indices and lengths of the microbatches of the only step batch, or raise `RuleError`."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             raise RuleError(

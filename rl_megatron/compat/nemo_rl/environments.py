@@ -16,7 +16,7 @@ LLMMessageLogType = list[dict[str, Any]]
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
-    """What an environment says to a batch of message logs.
+    """An environment's answer to a batch of message logs.
 
     Attributes:
         observations: A message for each.
@@ -42,7 +42,7 @@ class EnvironmentInterface(ABC, Generic[MetadataT]):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MetadataT], *args: Any, **kwargs: Any
     ) -> EnvironmentReturn[MetadataT]:
-        """Return what the environment says to the last message of each log."""
+        """Return the environment's answer to the last message of each log."""
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Return the batch and no metrics; nothing calls it here."""

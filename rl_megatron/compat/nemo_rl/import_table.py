@@ -89,8 +89,8 @@ class _Missing:
 
 
 def _missing_name_message(module: _Module, name: str) -> str:
-    """Return a message that says why the module lacks the name, if that is known, and suggests the nearest name."""
-    known = [key for key in vars(module) if not key.startswith("_")]
+    """Return a message with the reason why the module lacks the name, if that is known, and the nearest name."""
+    names = [key for key in vars(module) if not key.startswith("_")]
     reason = vars(module)["_left_out"].get(f"{module.__name__}.{name}")
-    message = f"rl_megatron provides {module.__name__}, but not its {name!r}{nearest(name, known)}"
+    message = f"rl_megatron provides {module.__name__}, but not its {name!r}{nearest(name, names)}"
     return message if reason is None else f"{message}. {reason[0].upper()}{reason[1:]}"

@@ -1,4 +1,4 @@
-"""NeMo RL's losses: the core's formulas, with NeMo RL's settings, rules and private methods."""
+"""NeMo RL's losses and its KL estimates: the core's formulas, with NeMo RL's settings, rules and argument names."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from rl_megatron.losses.base import token_scores
 from rl_megatron.losses.calling import Call, bind
 from rl_megatron.losses.contract import Reduction
 from rl_megatron.losses.distillation import LOG_INFINITESIMAL
+from rl_megatron.losses.functional import kl_penalty
 
 # The keys of a recipe's `dpo` section that are its trainer's, not its loss's.
 _DPO_TRAINER_KEYS = frozenset(
@@ -182,3 +183,22 @@ class MseValueLossFn(losses.MSEValueLoss):
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
         """Return the values of the whole batch without the first column."""
         return {"next_token_values": token_scores(output, data, sharding, self)[:, 1:]}
+
+
+def calculate_kl(
+    logprobs: Tensor,
+    logprobs_reference: Tensor,
+    kl_type: str = "k3",
+    input_clamp_value: float | None = 20.0,
+    output_clamp_value: float | None = 10.0,
+    importance_sampling_weights: Tensor | None = None,
+) -> Tensor:
+    """Return `rl_megatron.losses.kl_penalty`, with NeMo RL's argument names."""
+    return kl_penalty(
+        logprobs, logprobs_reference, kl_type, input_clamp_value, output_clamp_value, importance_sampling_weights
+    )
+
+
+def calculate_kl_penalty_joschu2020(logprobs_policy: Tensor, logprobs_reference: Tensor) -> Tensor:
+    """Return the k3 estimate of the KL, without clamps."""
+    return kl_penalty(logprobs_policy, logprobs_reference, "k3", input_clamp=None, output_clamp=None)

@@ -12,7 +12,6 @@ from rl_megatron.compat.nemo_rl import (
     batch_settings,
     batched_data_dict,
     environments,
-    functions,
     loss_inputs,
     reward_shaping,
     settings,
@@ -84,8 +83,8 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "nemo_rl.algorithms.utils": {
         "calculate_baseline_and_std_per_prompt": advantages.calculate_baseline_and_std_per_prompt,
-        "calculate_kl": functions.calculate_kl,
-        "calculate_kl_penalty_joschu2020": functions.calculate_kl_penalty_joschu2020,
+        "calculate_kl": nemo_losses.calculate_kl,
+        "calculate_kl_penalty_joschu2020": nemo_losses.calculate_kl_penalty_joschu2020,
         "get_gdpo_reward_component_keys": advantages.get_gdpo_reward_component_keys,
         "masked_mean": masked_mean,
     },

@@ -31,9 +31,7 @@ class Setting:
 def settings_as_attributes(config: type, **kinds: type[Setting]) -> Callable[[LossClass], LossClass]:
     """Return a class decorator that makes every field of a config dataclass a `Setting` of the loss.
 
-    Args:
-        config: The dataclass.
-        kinds: The subclass of `Setting` for each field that needs one.
+    `kinds` has the subclass of `Setting` for each field that needs one.
     """
 
     def add(loss: LossClass) -> LossClass:

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_megatron.config import checkpoint_metadata
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.loading.hints import OPEN_SECTIONS, explain, key_of
+from rl_megatron.config.loading.hints import OPEN_SECTIONS, explain, get_override_key
 from rl_megatron.config.loading.import_strings import is_import_string
 
 PRIMARY = "config"  # the name of the shipped primary configuration
@@ -72,19 +72,11 @@ class _ReadOnce(ConfigRepository):
 
 @contextmanager
 def hydra_session(config_dir: str | None, read_model: checkpoint_metadata.ReadModel | None = None) -> Iterator[Hydra]:
-    """Yield Hydra with the shipped YAML files on its search path, and after them those of `config_dir`.
-
-    Args:
-        config_dir: The user's own directory, or None.
-        read_model: As for `composed`.
-
-    Raises:
-        ConfigError: `config_dir` is not a directory.
-    """
+    """Yield Hydra with the shipped YAML files on its search path, and after them those of `config_dir`."""
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir {config_dir} is not a directory")
     # For configs/model/init_from.yaml.
-    model_key = partial(checkpoint_metadata.model_key, read=read_model)
+    model_key = partial(checkpoint_metadata.read_model_key, read=read_model)
     OmegaConf.register_new_resolver("of_checkpoint", model_key, replace=True)
     search_path = create_config_search_path(str(config_directory()))
     if config_dir is not None:
@@ -105,42 +97,34 @@ def config_directory() -> Path:
     return installed if installed.is_dir() else Path(__file__).resolve().parents[3] / "configs"
 
 
-def composed(
+def compose_config(
     overrides: list[str],
     config_dir: str | None,
     config_name: str = PRIMARY,
     read_model: checkpoint_metadata.ReadModel | None = None,
 ) -> Composed:
-    """Return Hydra's composition of the primary configuration `config_name` with `overrides`.
-
-    Args:
-        overrides: The overrides.
-        config_dir: The user's own directory, or None.
-        config_name: The name of the primary configuration.
-        read_model: Reads the model section of a Hugging Face directory for `model=init_from`; None: it is refused.
-
-    Raises:
-        ConfigError: An override or a file is wrong; the message names it.
-    """
+    """Return the primary configuration `config_name` with `overrides`; `load_config` documents the arguments."""
     for override in overrides:
         _refuse_settings_of_hydra(override)
-    if _chooses_own_loss(overrides) and not any(key_of(override) == "loss" for override in overrides):
+    if _chooses_own_loss(overrides) and not any(get_override_key(override) == "loss" for override in overrides):
         overrides = [*overrides, "loss=own"]  # the keys of the default loss are not those of the user's
     _refuse_several_experiments(overrides)
     with hydra_session(config_dir, read_model):
         try:
             _refuse_unknown_stages(overrides, config_name)
-            found = compose(config_name, overrides=as_additions(overrides), return_hydra_config=True)
-            experiment = found.hydra.runtime.choices.get("experiment")
-            with open_dict(found):
-                del found["hydra"]
-            return Composed(_plain(found), experiment)
+            config = compose(config_name, overrides=as_additions(overrides), return_hydra_config=True)
+            experiment = config.hydra.runtime.choices.get("experiment")
+            with open_dict(config):
+                del config["hydra"]
+            tree = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+            return Composed(cast(dict[str, Any], tree), experiment)
         except ConfigError:
             raise
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             _refuse_unknown_primary(error, config_name, config_dir)
-            groups = [override for override in overrides if "." not in key_of(override)]
-            raise ConfigError(_of_resolver(error) or explain(error, overrides, _tree(groups, config_name))) from error
+            groups = [override for override in overrides if "." not in get_override_key(override)]
+            message = _find_resolver_message(error) or explain(error, overrides, _tree(groups, config_name))
+            raise ConfigError(message) from error
 
 
 def as_additions(overrides: list[str]) -> list[str]:
@@ -156,7 +140,9 @@ def as_additions(overrides: list[str]) -> list[str]:
 
 def _chooses_own_loss(overrides: list[str]) -> bool:
     """Return whether an override names a loss by an import string."""
-    values = (override.partition("=")[2].strip("'\"") for override in overrides if key_of(override) == "loss.name")
+    values = (
+        override.partition("=")[2].strip("'\"") for override in overrides if get_override_key(override) == "loss.name"
+    )
     return any(map(is_import_string, values))
 
 
@@ -168,11 +154,7 @@ def _tree(overrides: list[str], config_name: str) -> Mapping[str, Any]:
         return {}  # a choice of a preset is wrong itself: Hydra's message lists the choices
 
 
-def _plain(found: DictConfig) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(found, resolve=True, throw_on_missing=False))
-
-
-def _of_resolver(error: BaseException | None) -> str | None:
+def _find_resolver_message(error: BaseException | None) -> str | None:
     """Return the message of a resolver's ConfigError, which OmegaConf may have wrapped more than once, or None."""
     while error is not None and not isinstance(error, ConfigError):
         error = error.__cause__ or error.__context__
@@ -180,7 +162,7 @@ def _of_resolver(error: BaseException | None) -> str | None:
 
 
 def _refuse_settings_of_hydra(override: str) -> None:
-    key, value = key_of(override), override.partition("=")[2]
+    key, value = get_override_key(override), override.partition("=")[2]
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         remedy = _OF_HYDRA.get(key, "leave it out").format(value=value)
         raise ConfigError(f"override {override!r} has no effect: a run does not use Hydra's own settings; {remedy}")
@@ -199,14 +181,14 @@ def _without_hydra(result: ConfigResult | None, file: str) -> ConfigResult | Non
 def _refuse_unknown_primary(error: Exception, name: str, config_dir: str | None) -> None:
     if str(error).startswith("Cannot find primary config"):
         directories = [config_directory(), *([] if config_dir is None else [Path(config_dir)])]
-        known = {path.stem for directory in directories for path in directory.glob("*.yaml")}
+        choices = {path.stem for directory in directories for path in directory.glob("*.yaml")}
         raise ConfigError(
-            f"--config-name {name}: there is no such file, shipped or in --config-dir{nearest(name, known)}"
+            f"--config-name {name}: there is no such file, shipped or in --config-dir{nearest(name, choices)}"
         ) from error
 
 
 def _refuse_several_experiments(overrides: list[str]) -> None:
-    chosen = [override for override in overrides if key_of(override) == "experiment"]
+    chosen = [override for override in overrides if get_override_key(override) == "experiment"]
     names = [name.strip("[] ") for override in chosen for name in override.partition("=")[2].split(",")]
     is_list = any(override.partition("=")[2].lstrip().startswith("[") for override in chosen)
     if is_list or len(chosen) > 1:
@@ -218,13 +200,13 @@ def _refuse_several_experiments(overrides: list[str]) -> None:
 
 def _refuse_unknown_stages(overrides: list[str], config_name: str) -> None:
     """Refuse an override of a stage that the experiment does not have, which would otherwise add a stage."""
-    named = [override for override in overrides if key_of(override).startswith("stages.")]
+    named = [override for override in overrides if get_override_key(override).startswith("stages.")]
     if not named:
         return
     others = [override for override in overrides if override not in named]
     stages = compose(config_name, overrides=as_additions(others)).get("stages") or {}
     for override in named:
-        name = key_of(override).split(".")[1]
+        name = get_override_key(override).split(".")[1]
         if name not in stages:
             hint = nearest(name, stages) if stages else "; it has no stages: leave stages.NAME out"
             raise ConfigError(f"override {override!r}: the experiment has no stage {name!r}{hint}")

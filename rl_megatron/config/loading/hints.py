@@ -13,8 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from hydra.errors import OverrideParseException
 
 from rl_megatron.config import schema
-from rl_megatron.config.commands import override as quoted
-from rl_megatron.config.commands import override_of_list
+from rl_megatron.config.commands import format_list_override, format_override
 from rl_megatron.config.errors import nearest
 
 OPEN_SECTIONS = ("stages.", "algorithm.", "data.")  # the keys of these depend on a name in the section
@@ -85,33 +84,30 @@ _UNSUPPORTED = {
 }
 
 
-def nearest_key(key: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown key: the keys that were probably meant.
+def suggest_key(key: str, keys: Iterable[str]) -> str:
+    """Return the end of a message about an unknown key, such as "train.lr" or "data.mix[0].wieght": the likely keys.
 
     These are the key that has this name in another library, a key of another section with the same name, and a similar
-    key of the same section. If there is none, it is a similar path, or the list of the section's keys.
-
-    Args:
-        key: The path of the unknown key, such as "train.lr" or "data.mix[0].wieght".
-        known: The paths of all keys. Those of the elements of a list are as in "data.mix[].weight".
+    key of the same section. If there is none, it is a similar path, or the list of the section's keys. `keys` are the
+    paths of all keys; those of the elements of a list are as in "data.mix[].weight".
     """
     element = re.search(r"\[\d+\]", key)
     if element is not None:
-        inside = [path for path in known if "[]" in path]
-        return nearest_key(key.replace(element[0], "[]"), inside).replace("[]", element[0])
+        inside = [path for path in keys if "[]" in path]
+        return suggest_key(key.replace(element[0], "[]"), inside).replace("[]", element[0])
     refused = next((why for name, why in _UNSUPPORTED.items() if key == name or key.endswith(f".{name}")), None)
     if refused is not None:
         return f"; {refused}"
-    known = sorted({path for path in known if ("[]" in path) == ("[]" in key)})
+    keys = sorted({path for path in keys if ("[]" in path) == ("[]" in key)})
     section, _, name = key.rpartition(".")
-    siblings = [path for path in known if path.rpartition(".")[0] == section]
+    siblings = [path for path in keys if path.rpartition(".")[0] == section]
     names = {path.rpartition(".")[2]: path for path in siblings}
     similar = [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.65)]
-    elsewhere = [path for path in known if path.rpartition(".")[2] == name]
+    elsewhere = [path for path in keys if path.rpartition(".")[2] == name]
     elsewhere.sort(key=lambda path: -difflib.SequenceMatcher(None, key, path).ratio())
     peers = NAMES_ELSEWHERE.get(".".join(key.split(".")[-2:])) or NAMES_ELSEWHERE.get(name, ())
     meant = list(dict.fromkeys((*peers, *elsewhere, *similar))) or difflib.get_close_matches(
-        key, siblings or known, n=1, cutoff=0.75
+        key, siblings or keys, n=1, cutoff=0.75
     )
     if meant[:1] and meant[0] in _REMARKS:
         meant = meant[:1]
@@ -119,7 +115,7 @@ def nearest_key(key: str, known: Iterable[str]) -> str:
         return f"; did you mean {' or '.join(map(repr, meant[:_MOST]))}?{_REMARKS.get(meant[0], '')}"
     if siblings and section:
         return f"; {section} has the keys {', '.join(names)}"
-    return f"; known: {', '.join(path for path in known if '.' not in path) or ', '.join(known) or 'none'}"
+    return f"; known: {', '.join(path for path in keys if '.' not in path) or ', '.join(keys) or 'none'}"
 
 
 def tree_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -149,65 +145,63 @@ def schema_paths(section: Any, prefix: str = "", elements: bool = False) -> Iter
 def explain(error: Exception, overrides: list[str], tree: Mapping[str, Any]) -> str:
     """Return a message about an override that Hydra refuses: its quoting, its unknown key, or Hydra's own words.
 
-    Args:
-        error: Hydra's error.
-        overrides: All overrides.
-        tree: The configuration that the choices of presets and of the experiment alone give.
+    `tree` is the configuration that the choices of presets and of the experiment alone give.
     """
     if isinstance(error, OverrideParseException):
-        return _about_quoting(_as_given(str(getattr(error, "override", "")), overrides))
+        return _explain_quoting(_restore_override(str(getattr(error, "override", "")), overrides))
     several = re.match(r"Ambiguous value for argument '(.*)'$", str(error), re.MULTILINE)
     if several is not None:
-        return _about_several_values(_as_given(several[1], overrides))
+        return _explain_several_values(_restore_override(several[1], overrides))
     preset = re.search(
-        r"Could not find '(.*)/([^/]*)'\s+Available options in '.*?':\s(.*)", _of_hydra(error), re.DOTALL
+        r"Could not find '(.*)/([^/]*)'\s+Available options in '.*?':\s(.*)", _shorten_hydra_message(error), re.DOTALL
     )
     if preset is not None:
         group, name, names = preset.groups()
         return f"{group}={name}: there is no such file{nearest(name, names.split())}"
     run_keys = {field.name for field in fields(schema.RunConfig)}
-    known = {*schema_paths(schema.StageConfig), *run_keys, "experiment", *tree_paths(tree)}
+    keys = {*schema_paths(schema.StageConfig), *run_keys, "experiment", *tree_paths(tree)}
     for override in overrides:
-        key = key_of(override)
+        key = get_override_key(override)
         if "=" not in override and not override.startswith("~"):
             return f"override {override!r} has no '='; write key=value"
-        if key not in known and not key.startswith(OPEN_SECTIONS):
-            return f"unknown key {key!r} in override {override!r}{nearest_key(key, known)}"
-    return " ".join(_of_hydra(error).split())
+        if key not in keys and not key.startswith(OPEN_SECTIONS):
+            return f"unknown key {key!r} in override {override!r}{suggest_key(key, keys)}"
+    return " ".join(_shorten_hydra_message(error).split())
 
 
-def _of_hydra(error: Exception) -> str:
+def _shorten_hydra_message(error: Exception) -> str:
     return str(error).partition("\nConfig search path:")[0]
 
 
-def key_of(override: str) -> str:
+def get_override_key(override: str) -> str:
     """Return the key path of an override, without the signs that add or remove it."""
     return override.split("=", 1)[0].lstrip("+~")
 
 
-def _as_given(override: str, overrides: list[str]) -> str:
+def _restore_override(override: str, overrides: list[str]) -> str:
     """Return an override of Hydra's message as the user wrote it, without the signs that were put before it."""
     return (
         (override if override in overrides else override.removeprefix("++")).replace("\n", "\\n").replace("\t", "\\t")
     )
 
 
-def _about_quoting(override: str) -> str:
+def _explain_quoting(override: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         return f"override {override!r} has no '='; write key=value"
-    written = override_of_list(key, value) if value.startswith("[") else quoted(key, value)
+    written = format_list_override(key, value) if value.startswith("[") else format_override(key, value)
     if written is None:
         return f"override '{override}': Hydra cannot read the value; put each text in it in double quotes"
     argument = shlex.quote(written)
     return f"override '{override}': Hydra cannot read the value; quote it for Hydra and for the shell: {argument}"
 
 
-def _about_several_values(override: str) -> str:
+def _explain_several_values(override: str) -> str:
     key, _, value = override.partition("=")
+    as_list, as_text = shlex.quote(f"{key}=[{value}]"), shlex.quote(format_override(key, value))
     return (
         f"override '{override}' has several values; add --multirun to run a job for each of them, write "
-        f"{shlex.quote(f'{key}=[{value}]')} for a list, or {shlex.quote(quoted(key, value))} for one text with commas"
+        f"{as_list} for a list, or {as_text} for one text with commas"
     )
 
 

@@ -30,17 +30,14 @@ from rl_megatron.config.errors import ConfigError, nearest
 _T = TypeVar("_T")
 
 
-def imported(where: str, name: str, load: Callable[[], Any], missing: str) -> Any:
-    """Return `load()`, which imports users' code.
+def import_user_code(where: str, name: str, load: Callable[[], Any], missing: str) -> Any:
+    """Return `load()`, which imports users' code. Any error becomes a ConfigError.
 
     Args:
         where: The key or the file that names the code, for messages.
         name: The module or file, for messages.
         load: The import.
-        missing: What to say if the module `name` itself does not exist.
-
-    Raises:
-        ConfigError: There is no such module, or importing it raises.
+        missing: The text of the message if the module `name` itself does not exist.
     """
     try:
         return load()
@@ -49,61 +46,42 @@ def imported(where: str, name: str, load: Callable[[], Any], missing: str) -> An
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and a script may exit
         if isinstance(error, ModuleNotFoundError) and error.name is not None and _is_within(name, error.name):
             raise ConfigError(f"{where}: there is no module {error.name!r}; {missing}") from error
-        raise ConfigError(f"{where}: importing {name!r} {raised(error, name)}") from error
+        raise ConfigError(f"{where}: importing {name!r} {describe_user_error(error, name)}") from error
 
 
-def user_code(where: str, call: Callable[[], _T]) -> _T:
-    """Return `call()`, which runs users' code.
-
-    Args:
-        where: The key that names the code, with its value, for the message.
-        call: The call.
-
-    Raises:
-        ConfigError: The code raised an error.
-    """
+def run_user_code(where: str, call: Callable[[], _T]) -> _T:
+    """Return `call()`, which runs users' code. Any error becomes a ConfigError that begins with `where`."""
     try:
         return call()
     except ConfigError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise ConfigError(f"{where} {raised(error)}") from error
+        raise ConfigError(f"{where} {describe_user_error(error)}") from error
 
 
-def raised(error: BaseException, file: str | None = None) -> str:
+def describe_user_error(error: BaseException, file: str | None = None) -> str:
     """Return "raised TypeError: message (file:line)" for an error of users' code.
 
-    Args:
-        error: The error.
-        file: The user's file, to give the line where the error passed it. By default, the last line is given.
+    The line is where the error passed the user's `file`, or by default where it was raised.
     """
-    said = " ".join(str(error).split())
-    return f"raised {type(error).__name__}: {said} ({_place(error, file)})"
+    message = " ".join(str(error).split())
+    return f"raised {type(error).__name__}: {message} ({_locate_error(error, file)})"
 
 
 def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
-    """Refuse an installed module that hides a module of the same name in the user's directory.
-
-    Args:
-        where: The key or the file that names the module, for the message.
-        module: What the name stands for.
-        directory: The user's directory.
-
-    Raises:
-        ConfigError: The directory has a module of this name, and `module` is another.
-    """
+    """Refuse an installed `module` that hides a module of the same name in the user's directory."""
     top = module.__name__.partition(".")[0]
     if not (directory / f"{top}.py").is_file() and not (directory / top / "__init__.py").is_file():
         return
-    places = [module.__file__] if module.__file__ else list(getattr(module, "__path__", ()))
-    if not any(Path(place).resolve().is_relative_to(directory) for place in places):
+    origins = [module.__file__] if module.__file__ else list(getattr(module, "__path__", ()))
+    if not any(Path(origin).resolve().is_relative_to(directory) for origin in origins):
         raise ConfigError(
-            f"{where}: {module.__name__!r} is {', '.join(places)}, and not the module of this name in {directory}, "
+            f"{where}: {module.__name__!r} is {', '.join(origins)}, and not the module of this name in {directory}, "
             "which it hides; rename the one in the directory"
         )
 
 
-def _place(error: BaseException, name: str | None) -> str:
+def _locate_error(error: BaseException, name: str | None) -> str:
     """Return file:line where an error was raised: in the file `name` if it passed there, otherwise in the last file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -145,25 +123,21 @@ def load_object(text: str, where: str, config_dir: str | os.PathLike[str] | None
             relative to the working directory or, if it is not there, to `config_dir`.
         where: The configuration key, for messages.
         config_dir: The user's config directory, whose modules can be imported too.
-
-    Raises:
-        ConfigError: The string has another form, the file, the module or the name does not exist, importing it raises,
-            or the object cannot be called. The message names `where`.
     """
-    place, name = _split(text, where)
-    if place.endswith(".py"):
-        module = _module_of_file(find_file(place, where, config_dir), where)
+    source, name = _split(text, where)
+    if source.endswith(".py"):
+        module = _import_file(find_file(source, where, config_dir), where)
     else:
-        module = _module_of_name(place, where, config_dir)
-    found: Any = module
+        module = _import_module(source, where, config_dir)
+    target: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
-            raise ConfigError(f"{where}={text!r}: {place} has no {part!r}{nearest(part, known)}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{where}={text!r} is the {type(found).__name__} {found!r}; name a function or a class")
-    return found
+        if not hasattr(target, part):
+            names = [key for key in vars(target) if not key.startswith("_")] if hasattr(target, "__dict__") else []
+            raise ConfigError(f"{where}={text!r}: {source} has no {part!r}{nearest(part, names)}")
+        target = getattr(target, part)
+    if not callable(target):
+        raise ConfigError(f"{where}={text!r} is the {type(target).__name__} {target!r}; name a function or a class")
+    return target
 
 
 def imported_files() -> dict[str, str]:
@@ -188,24 +162,16 @@ class _FileFinder(MetaPathFinder):
         return None if file is None else importlib.util.spec_from_file_location(fullname, file)
 
 
-def absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> str:
-    """Return an import string that means the same in any working directory: its file has an absolute path.
-
-    Raises:
-        ConfigError: The string has another form, or there is no such file.
-    """
-    place, name = _split(text, where)
+def make_string_absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> str:
+    """Return an import string that means the same in any working directory: its file has an absolute path."""
+    source, name = _split(text, where)
     if config_dir is not None:
         add_to_path(Path(config_dir).resolve())  # a module of this directory may be imported later
-    return f"{find_file(place, where, config_dir)}:{name}" if place.endswith(".py") else text
+    return f"{find_file(source, where, config_dir)}:{name}" if source.endswith(".py") else text
 
 
 def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | None) -> None:
-    """Replace the import strings of a composed configuration, and of its stages, by those that `absolute` returns.
-
-    Raises:
-        ConfigError: A string has another form, or there is no such file.
-    """
+    """Make the import strings of a composed configuration, and of its stages, absolute in place."""
     stages = tree.get("stages")
     stages = stages if isinstance(stages, Mapping) else {}
     sections = {"": tree, **{f"stages.{name}.": stage for name, stage in stages.items()}}
@@ -216,23 +182,21 @@ def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | 
             for part in above:
                 holder = holder.get(part) if isinstance(holder, dict) else None
             if isinstance(holder, dict) and is_import_string(holder.get(key)):
-                holder[key] = absolute(holder[key], f"{prefix}{path}", config_dir)
+                holder[key] = make_string_absolute(holder[key], f"{prefix}{path}", config_dir)
             elif isinstance(holder, dict) and isinstance(holder.get(key), list):
                 holder[key] = [
-                    absolute(each, f"{prefix}{path}[{index}]", config_dir) if is_import_string(each) else each
-                    for index, each in enumerate(holder[key])
+                    make_string_absolute(item, f"{prefix}{path}[{index}]", config_dir)
+                    if is_import_string(item)
+                    else item
+                    for index, item in enumerate(holder[key])
                 ]
 
 
-def find_file(place: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Return the absolute path of a user's file, which is relative to the working directory or to `config_dir`.
-
-    Raises:
-        ConfigError: The file does not exist.
-    """
-    given = Path(place).expanduser()
+def find_file(file: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Return the absolute path of a user's file, which is relative to the working directory or to `config_dir`."""
+    path = Path(file).expanduser()
     directories = [Path.cwd(), *([] if config_dir is None else [Path(config_dir)])]
-    candidates = [Path(os.path.abspath(directory / given)) for directory in directories]
+    candidates = [Path(os.path.abspath(directory / path)) for directory in directories]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
@@ -244,28 +208,28 @@ def find_file(place: str, where: str, config_dir: str | os.PathLike[str] | None 
 
 def _split(text: str, where: str) -> tuple[str, str]:
     """Return (file or module, name)."""
-    place, colon, name = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    source, colon, name = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     if not colon and text.endswith(".py"):
         raise ConfigError(f"{where}={text!r} has no name; write {text}:NAME, a class or function of the file")
-    if not place or not all(part.isidentifier() for part in name.split(".")):
+    if not source or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{where}={text!r} is not an import string; {_FORM}")
-    if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
-        raise ConfigError(f"{where}={text!r}: {place!r} is neither a .py file nor a module path; {_FORM}")
-    return place, name
+    if not source.endswith(".py") and not all(part.isidentifier() for part in source.split(".")):
+        raise ConfigError(f"{where}={text!r}: {source!r} is neither a .py file nor a module path; {_FORM}")
+    return source, name
 
 
-def _module_of_name(name: str, where: str, config_dir: str | os.PathLike[str] | None) -> ModuleType:
+def _import_module(name: str, where: str, config_dir: str | os.PathLike[str] | None) -> ModuleType:
     if config_dir is not None:
         add_to_path(Path(config_dir).resolve())
     file = Path(f"{name.replace('.', '/')}.py")
     missing = f"a module is installed, or in the directory of --config-dir; a file is written as in {file}:NAME"
-    module = imported(where, name, lambda: importlib.import_module(name), missing)
+    module = import_user_code(where, name, lambda: importlib.import_module(name), missing)
     if config_dir is not None:
         refuse_another(where, module, Path(config_dir).resolve())
     return module
 
 
-def _module_of_file(file: Path, where: str) -> ModuleType:
+def _import_file(file: Path, where: str) -> ModuleType:
     """Import a file, unless it has been imported."""
     file = file.resolve()
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:12]
@@ -273,8 +237,8 @@ def _module_of_file(file: Path, where: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     add_to_path(file.parent)
-    module = imported(where, str(file), lambda: _execute(name, file), "")
-    for sibling in _imports(file):
+    module = import_user_code(where, str(file), lambda: _execute(name, file), "")
+    for sibling in _list_imports(file):
         if sibling in sys.modules:
             refuse_another(f"{where}: {file}", sys.modules[sibling], file.parent)
     return module
@@ -294,7 +258,7 @@ def _execute(name: str, file: Path) -> ModuleType:
     return module
 
 
-def _imports(file: Path) -> Iterator[str]:
+def _list_imports(file: Path) -> Iterator[str]:
     """Yield the top-level names that a file imports."""
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
@@ -315,7 +279,7 @@ _digests: dict[str, str] = {}
 
 def record_function(name: str, function: Callable[..., Any]) -> None:
     """Record the code of a function under the name that the configuration has for it."""
-    _digests[name] = hashlib.sha256(_code(function).encode()).hexdigest()[:32]
+    _digests[name] = hashlib.sha256(_read_code(function).encode()).hexdigest()[:32]
 
 
 def function_digest(name: str) -> str | None:
@@ -323,10 +287,10 @@ def function_digest(name: str) -> str | None:
     return _digests.get(name)
 
 
-def _code(function: Any) -> str:
+def _read_code(function: Any) -> str:
     """Return the source of a function, or of the class of an object that is called; its bytecode without a source."""
     if isinstance(function, functools.partial):
-        return f"{_code(function.func)} {function.args} {function.keywords}"
+        return f"{_read_code(function.func)} {function.args} {function.keywords}"
     is_code = inspect.isroutine(function) or inspect.isclass(function)
     try:
         return inspect.getsource(function if is_code else type(function))

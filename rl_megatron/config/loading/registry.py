@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from rl_megatron.config.errors import ConfigError, nearest
-from rl_megatron.config.loading.import_strings import imported, is_import_string, load_object, refuse_another
+from rl_megatron.config.loading.import_strings import import_user_code, is_import_string, load_object, refuse_another
 
 T = TypeVar("T")
 
@@ -107,20 +107,14 @@ ENTRY_POINT_GROUP = "rl_megatron.plugins"
 
 
 def import_plugins(names: Sequence[str], directory: Path | None = None) -> None:
-    """Import the plugins of all installed packages, then those that a configuration lists.
+    """Import the plugins of all installed packages, then the modules `names` that a configuration lists.
 
-    Args:
-        names: Module paths, such as "my_package.my_module".
-        directory: The user's config directory. It is added at the end of `sys.path`, so that no file in it hides an
-            installed module.
-
-    Raises:
-        ConfigError: A plugin cannot be imported, or is a different module than the one in `directory`.
+    The user's config directory is added at the end of `sys.path`, so that no file in it hides an installed module.
     """
-    for entry_point in installed_plugins():
+    for entry_point in find_installed_plugins():
         package = entry_point.dist.name if entry_point.dist is not None else "an installed package"
         remedy = f"{package} names it in its entry points ({ENTRY_POINT_GROUP}); repair or uninstall {package}"
-        imported("plugins", entry_point.value, entry_point.load, remedy)
+        import_user_code("plugins", entry_point.value, entry_point.load, remedy)
     if names and directory is not None and str(directory.resolve()) not in sys.path:
         sys.path.append(str(directory.resolve()))
         importlib.invalidate_caches()
@@ -131,27 +125,15 @@ def import_plugins(names: Sequence[str], directory: Path | None = None) -> None:
 
 
 def import_plugin(name: str) -> ModuleType:
-    """Import the module `name`.
-
-    Raises:
-        ConfigError: There is no such module, or importing it raises.
-    """
+    """Import the module `name`."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"plugins: {name!r} is not a module path; write it as in my_package.my_module")
     remedy = f"a plugin is an installed module, or {name.replace('.', '/')}.py in the directory of --config-dir"
-    return imported("plugins", name, lambda: importlib.import_module(name), remedy)
+    return import_user_code("plugins", name, lambda: importlib.import_module(name), remedy)
 
 
-def listed_plugins(value: Any, where: str = "plugins") -> tuple[str, ...]:
-    """Return the module paths that a configuration's key `plugins` lists; null is an empty list.
-
-    Args:
-        value: The value of the key.
-        where: The key's path, for the message.
-
-    Raises:
-        ConfigError: The value is not a list of strings.
-    """
+def parse_plugins(value: Any, where: str = "plugins") -> tuple[str, ...]:
+    """Return the module paths that a configuration's key `plugins` lists; null is an empty list."""
     if value is None:
         return ()
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
@@ -160,6 +142,6 @@ def listed_plugins(value: Any, where: str = "plugins") -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def installed_plugins() -> tuple[EntryPoint, ...]:
+def find_installed_plugins() -> tuple[EntryPoint, ...]:
     """Return the entry points of all installed packages in the group of plugins."""
     return tuple(entry_points(group=ENTRY_POINT_GROUP))

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config import algorithms, data_sources  # noqa: F401  # they register their classes
-from rl_megatron.config.errors import ConfigError, shown
-from rl_megatron.config.loading.hints import nearest_key, schema_paths
+from rl_megatron.config.errors import ConfigError, shorten_value
+from rl_megatron.config.loading.hints import schema_paths, suggest_key
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS
 
 # Sections whose dataclass is chosen by one of their keys.
@@ -21,7 +21,7 @@ _CHOOSING_KEYS = {
 _MOST = 8  # mistakes that one message names
 
 
-def chosen_class(section: str, values: Any) -> type | None:
+def find_chosen_class(section: str, values: Any) -> type | None:
     """Return the registered dataclass that a section's name chooses, or None if the section has no such name."""
     if section not in _CHOOSING_KEYS or not isinstance(values, Mapping):
         return None
@@ -30,16 +30,10 @@ def chosen_class(section: str, values: Any) -> type | None:
     return registry[name] if isinstance(name, str) and name in registry else None
 
 
-def validated(section: type, values: Mapping[str, Any], where: str) -> Any:
-    """Return an instance of the dataclass `section`.
+def build_section(section: type, values: Mapping[str, Any], where: str) -> Any:
+    """Return an instance of the dataclass `section`, built from plain mappings and lists.
 
-    Args:
-        section: The dataclass.
-        values: The values of its fields, as plain mappings and lists.
-        where: The beginning of the key path, such as "stages.sft.", for messages.
-
-    Raises:
-        ConfigError: A key is unknown, or a value is wrong; the message names all such keys.
+    `where` is the beginning of the key path, such as "stages.sft.". A message names all wrong keys.
     """
     try:
         return TypeAdapter(section).validate_python(values)
@@ -49,37 +43,25 @@ def validated(section: type, values: Mapping[str, Any], where: str) -> Any:
         raise ConfigError("; ".join(described) + (f"; and {more} more mistakes" if more else "")) from error
 
 
-def refuse_unknown(tree: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    """Refuse keys of a mapping that are not among the `known` ones.
-
-    Raises:
-        ConfigError: There is such a key; the message names it and the nearest known one.
-    """
-    known = set(known)
+def refuse_unknown(tree: Mapping[str, Any], choices: Iterable[str], where: str) -> None:
+    """Refuse keys of a mapping that are not among `choices`; the message names the nearest choice."""
+    choices = set(choices)
     for key in tree:
-        if key not in known:
-            raise ConfigError(f"unknown key {f'{where}{key}'!r}{nearest_key(str(key), known)}")
+        if key not in choices:
+            raise ConfigError(f"unknown key {f'{where}{key}'!r}{suggest_key(str(key), choices)}")
 
 
 def refuse_missing(tree: Mapping[str, Any], needed: Iterable[str]) -> None:
-    """Refuse a configuration without one of the `needed` keys.
-
-    Raises:
-        ConfigError: One is missing; the message names it.
-    """
+    """Refuse a configuration without one of the `needed` keys."""
     missing = sorted(set(needed) - tree.keys())
     if missing:
         raise ConfigError(f"the configuration has no {missing[0]!r}: an override or an experiment deleted it; keep it")
 
 
-def mapping(value: Any, where: str) -> Mapping[str, Any]:
-    """Return `value`, or an empty mapping for null.
-
-    Raises:
-        ConfigError: The value is something else; the message names the key `where`.
-    """
+def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """Return `value`, or an empty mapping for null; refuse other values of the key `where`."""
     if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{where}={shown(value)}: must be a mapping of keys to values")
+        raise ConfigError(f"{where}={shorten_value(value)}: must be a mapping of keys to values")
     return value or {}
 
 
@@ -89,17 +71,18 @@ def _describe(detail: Mapping[str, Any], section: type, values: Mapping[str, Any
         location.pop(2)  # pydantic adds the name of the union's member, which the key path does not have
     path = ".".join(location)
     if detail["type"] == "unexpected_keyword_argument":
-        chosen = chosen_class(location[0], values.get(location[0]))
-        known = set(schema_paths(section, elements=True))
+        chosen = find_chosen_class(location[0], values.get(location[0]))
+        keys = set(schema_paths(section, elements=True))
         if chosen is not None:
-            others = {key for key in known if key.partition(".")[0] != location[0]}
-            known = others | set(schema_paths(chosen, f"{location[0]}.", elements=True))
-        owners = "" if chosen is None or ".".join(location[:2]) in known else _owners(*location[:2])
-        return f"unknown key {where + path!r}" + (f"; only {owners} has it" if owners else nearest_key(path, known))
+            others = {key for key in keys if key.partition(".")[0] != location[0]}
+            keys = others | set(schema_paths(chosen, f"{location[0]}.", elements=True))
+        owners = "" if chosen is None or ".".join(location[:2]) in keys else _list_owners(*location[:2])
+        return f"unknown key {where + path!r}" + (f"; only {owners} has it" if owners else suggest_key(path, keys))
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "string_type" and isinstance(detail["input"], Mapping | list):
         message += f"; quote a text with braces or brackets for Hydra and for the shell, as in '{path}=\"{{x}}\"'"
-    value = "" if detail["type"] == "missing" else f"={shown(detail['input'])}"  # the input is what lacks the key
+    # The input of a missing key is what lacks it.
+    value = "" if detail["type"] == "missing" else f"={shorten_value(detail['input'])}"
     return f"{where}{path}{value}: {message[0].lower()}{message[1:]}"
 
 
@@ -114,7 +97,7 @@ def _with_elements(location: Iterable[str | int]) -> list[str]:
     return parts
 
 
-def _owners(section: str, key: str = "") -> str:
+def _list_owners(section: str, key: str = "") -> str:
     """Return the choices of a section whose classes have the key, such as "algorithm=grpo or ppo"."""
     if section not in _CHOOSING_KEYS:
         return ""

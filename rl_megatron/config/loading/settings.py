@@ -79,21 +79,17 @@ def parse_settings(cls: type[Settings], cfg: Any) -> Settings:
         cfg = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     if not isinstance(cfg, Mapping):  # an OmegaConf node is one
         raise TypeError(f"{cls.__name__} takes a mapping or a dataclass, got {type(cfg).__name__}")
-    known = [field.name for field in dataclasses.fields(cls)]
+    names = [field.name for field in dataclasses.fields(cls)]
     for key in cfg:
-        if key not in known:
-            raise KeyError(f"{cls.__name__} has no key {key!r}{nearest(str(key), known)}")
+        if key not in names:
+            raise KeyError(f"{cls.__name__} has no key {key!r}{nearest(str(key), names)}")
     return cls(**{key: cfg[key] for key in cfg})
 
 
 def check_types(settings: Any) -> None:
-    """Check that every field declared bool holds a bool, and that every number is finite.
+    """Check that every field declared bool holds a bool (TypeError), and that every number is finite (ValueError).
 
     `True` is not accepted as a number, because it is usually the value of another key.
-
-    Raises:
-        TypeError: A value has the wrong type. The message names the key and the value.
-        ValueError: A number is infinite or NaN. The message names the key and the value.
     """
     for key in dataclasses.fields(settings):
         value, declared = getattr(settings, key.name), str(key.type)
@@ -108,16 +104,7 @@ def check_types(settings: Any) -> None:
 
 
 def check_ranges(settings: Any, at_least_zero: Iterable[str] = (), above_zero: Iterable[str] = ()) -> None:
-    """Check the ranges of numbers. None is in every range.
-
-    Args:
-        settings: A dataclass.
-        at_least_zero: The keys whose values must not be negative.
-        above_zero: The keys whose values must be positive.
-
-    Raises:
-        ValueError: A number is out of its range. The message names the key, the value and the rule.
-    """
+    """Check that numbers are not negative, or that they are positive; raise ValueError otherwise. None is accepted."""
     optional = {field.name for field in dataclasses.fields(settings) if "None" in str(field.type)}
     for key in at_least_zero:
         if getattr(settings, key) is not None and getattr(settings, key) < 0:
@@ -131,7 +118,7 @@ def check_ranges(settings: Any, at_least_zero: Iterable[str] = (), above_zero: I
 ClassT = TypeVar("ClassT", bound=type)
 
 
-def named_class(key: str, registry: Registry[Any]) -> BeforeValidator:
+def choose_class(key: str, registry: Registry[Any]) -> BeforeValidator:
     """Return a validator that turns a mapping into the registered dataclass that its `key` names."""
 
     def build(value: Any) -> Any:
@@ -151,13 +138,7 @@ def named_class(key: str, registry: Registry[Any]) -> BeforeValidator:
 def register_class(key: str, registry: Registry[Any], declared: str) -> Callable[[ClassT], ClassT]:
     """Return a class decorator that registers a section's dataclass under the default of its field `key`.
 
-    Args:
-        key: The field whose default is the name.
-        registry: The registry that the class is added to.
-        declared: A class variable that every such class must set.
-
-    Raises:
-        TypeError: The decorated class is not declared with @section, or has no name, or does not set `declared`.
+    The class must be declared with @section and set the class variable `declared`.
     """
 
     def add(cls: ClassT) -> ClassT:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from rl_megatron.config.data import ANSWERS, DOCUMENTS
-from rl_megatron.config.data_sources import TaskConfig, sources_providing
+from rl_megatron.config.data_sources import TaskConfig, find_sources
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import USUAL_EVAL_EXAMPLES
 from rl_megatron.data.plain_text import write_texts
@@ -88,7 +88,7 @@ class TaskSource(DataSource[TaskConfig]):
     def _build_documents(self, tokenizer: Tokenizer) -> TextDataset:
         task, data = self.task(), self.data
         if not isinstance(task, GeneratedTask):
-            others = [name for name in sources_providing(DOCUMENTS) if name != data.source]
+            others = [name for name in find_sources(DOCUMENTS) if name != data.source]
             raise ConfigError(
                 f"data.task.name={task.name} has no text to pretrain on; use data.source={' or '.join(others)}"
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from rl_megatron.config.errors import ConfigError, unknown_name
-from rl_megatron.config.loading.import_strings import is_import_string, load_object, raised, user_code
+from rl_megatron.config.loading.import_strings import describe_user_error, is_import_string, load_object, run_user_code
 from rl_megatron.config.loading.registry import Registry
 from rl_megatron.data.tasks.task import Demonstration, Problem, Task, choose_items
 
@@ -96,7 +96,7 @@ def call_task(name: str, call: Callable[[], ResultT]) -> ResultT:
     except (ValueError, OSError):
         raise
     except Exception as error:  # a user's task may raise anything
-        raise ConfigError(f"data.task.name={name} {raised(error)}") from error
+        raise ConfigError(f"data.task.name={name} {describe_user_error(error)}") from error
 
 
 def reads_path(name: str) -> bool:
@@ -170,10 +170,10 @@ class PlainTask:
         values = {"count": count, "seed": seed}
         arguments = {option: values[option] for option in self._options[method]}
         where = f"data.task.name={self.name}: {method}"
-        returned = user_code(where, lambda: getattr(self._task, method)(**arguments))
+        returned = run_user_code(where, lambda: getattr(self._task, method)(**arguments))
         if not isinstance(returned, Iterable) or isinstance(returned, str | Mapping):
             raise ValueError(f"task {self.name!r}: {method} returned a {type(returned).__name__}, and not a list")
-        items = user_code(where, lambda: list(returned))  # a generator runs the user's code here
+        items = run_user_code(where, lambda: list(returned))  # a generator runs the user's code here
         problems = [self._read_problem(method, number, item) for number, item in enumerate(items)]
         if not problems:
             raise ValueError(f"task {self.name!r}: {method} returned no problem")

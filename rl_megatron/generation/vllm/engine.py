@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rl_megatron.config.engines import releases_memory, shares_gpus, vllm_logprobs_mode
+from rl_megatron.config.engines import choose_vllm_logprobs_mode, releases_memory, shares_gpus
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.schema import StageConfig
@@ -66,7 +66,7 @@ def make_vllm_dialect(
     return VllmDialect(
         generation.vllm,
         max_model_len,
-        vllm_logprobs_mode(generation),
+        choose_vllm_logprobs_mode(generation),
         launch_args,
         make_transfer_environment(generation.refit),
         generation.router_replay,

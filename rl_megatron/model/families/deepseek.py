@@ -81,7 +81,7 @@ def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
 
 def _add_latent_attention(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     _, hf, megatron = layer
-    hidden, heads, shape = model.hidden_size, model.num_attention_heads, LatentShape.of(model)
+    hidden, heads, shape = model.hidden_size, model.num_attention_heads, LatentShape.from_model(model)
     table.add(f"{hf}input_layernorm.weight", f"{megatron}input_layernorm.weight", hidden)
     hf, megatron = f"{hf}self_attn.", f"{megatron}self_attention."
     queries = heads * shape.query

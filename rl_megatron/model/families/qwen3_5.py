@@ -96,11 +96,11 @@ def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
 
 def add_attention_or_delta_rule(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
     """Add the norm before the attention, and the attention or the gated delta rule."""
-    if not LayerKind.of(model, layer.number).has_delta_rule:
+    if not LayerKind.from_model(model, layer.number).has_delta_rule:
         add_normed_attention(table, model, layer)
         return
     _, hf, megatron = layer
-    hidden, shape = model.hidden_size, DeltaShape.of(model)
+    hidden, shape = model.hidden_size, DeltaShape.from_model(model)
     values = shape.values * shape.value
     norm = f"{megatron}self_attention.linear_in_proj.layer_norm_weight"
     table.add(f"{hf}input_layernorm.weight", norm, hidden)

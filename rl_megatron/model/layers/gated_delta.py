@@ -53,7 +53,7 @@ class GatedDelta(MegatronModule):
     ):
         super().__init__(config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
-        self.shape = shape = DeltaShape.of(model)
+        self.shape = shape = DeltaShape.from_model(model)
         recomputed = config.recompute_modules or ()
         self.recomputes = config.recompute_granularity == "selective" and "core_attn" in recomputed
         assert config.init_method is not None and config.output_layer_init_method is not None

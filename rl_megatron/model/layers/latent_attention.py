@@ -70,7 +70,7 @@ class LatentAttention(MegatronModule):
     ):
         super().__init__(config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
-        self.shape, self.rotary_scale = LatentShape.of(model), compute_rotary_scale(model.rope_scaling)
+        self.shape, self.rotary_scale = LatentShape.from_model(model), compute_rotary_scale(model.rope_scaling)
         recomputed = config.recompute_modules or ()
         self.recomputes = config.recompute_granularity == "selective" and "core_attn" in recomputed
         hidden, heads, shape = model.hidden_size, model.num_attention_heads, self.shape

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rl_megatron import log
-from rl_megatron.config.loading.import_strings import raised
+from rl_megatron.config.loading.import_strings import describe_user_error
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rollouts.gateway.answers import (
     build_chat_answer,
@@ -72,8 +72,8 @@ def _answer_errors(handler: Handler) -> Handler:
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:  # the session has noted it, and its trajectory fails
-            log.LOGGER.warning("the gateway %s", raised(error))
-            refused = RequestRefused(f"the gateway {raised(error)}", status=500)
+            log.LOGGER.warning("the gateway %s", describe_user_error(error))
+            refused = RequestRefused(f"the gateway {describe_user_error(error)}", status=500)
             return JSONResponse(refused.body, refused.status)
 
     return handle

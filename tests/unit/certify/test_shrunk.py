@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from rl_megatron.certify.workload import shrunk
+from rl_megatron.certify.workload import shrink
 from rl_megatron.config.loading.compose import config_directory
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
@@ -26,7 +26,7 @@ DEGREES = [
 @pytest.mark.parametrize(("scope", "coefficient"), [("global", 0.1), ("microbatch", 0.0)])
 def test_a_shrunk_model_has_the_balancing_loss_that_no_layout_changes(scope, coefficient):
     balance = ["model=nano_moe", "model.router_aux_loss=0.1", f"model.router_aux_loss_scope={scope}"]
-    small, _ = shrunk(load_config(balance).first.model, ParallelConfig(expert=2))
+    small, _ = shrink(load_config(balance).first.model, ParallelConfig(expert=2))
     assert small.router_aux_loss == coefficient
 
 
@@ -36,7 +36,7 @@ def test_a_shrunk_model_has_the_balancing_loss_that_no_layout_changes(scope, coe
 def test_a_shrunk_model_is_of_its_family_and_fits(preset, degrees):
     model = load_config([f"model={preset}"]).first.model
     expert = 1 if model.num_experts is None else 2
-    small, parallel = shrunk(model, ParallelConfig(**degrees, expert=expert))
+    small, parallel = shrink(model, ParallelConfig(**degrees, expert=expert))
     check_model(small)
     validate_model(small, parallel)
     for key in (field.name for field in fields(ModelConfig)):

@@ -5,7 +5,7 @@ import pytest
 from rl_megatron.checkpoint.directory import find_checkpoints, name_checkpoint, publish
 from rl_megatron.checkpoint.retention import delete_older, find_best_checkpoint
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.metrics import HIGHER_IS_BETTER, better
+from rl_megatron.config.metrics import HIGHER_IS_BETTER, is_better
 
 
 def save(directory, step, evaluated_at=None, **measures):
@@ -21,10 +21,10 @@ def names(directory):
 
 
 def test_every_eval_metric_has_a_direction():
-    assert better("accuracy", 0.6, 0.5) and not better("accuracy", 0.5, 0.5)
-    assert better("nll_per_token", 0.4, 0.5) and not better("nll_per_token", 0.6, 0.5)
+    assert is_better("accuracy", 0.6, 0.5) and not is_better("accuracy", 0.5, 0.5)
+    assert is_better("nll_per_token", 0.4, 0.5) and not is_better("nll_per_token", 0.6, 0.5)
     nan = float("nan")
-    assert all(better(name, 0.0, nan) and not better(name, nan, 0.0) for name in HIGHER_IS_BETTER)
+    assert all(is_better(name, 0.0, nan) and not is_better(name, nan, 0.0) for name in HIGHER_IS_BETTER)
 
 
 @pytest.mark.parametrize(("metric", "best"), [("accuracy", 2), ("nll_per_token", 1)])

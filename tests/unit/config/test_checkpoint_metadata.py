@@ -12,7 +12,7 @@ import yaml
 
 from rl_megatron.checkpoint.directory import read_manifest
 from rl_megatron.cli.convert import export_checkpoint
-from rl_megatron.config.checkpoint_metadata import carried_tokenizer, hugging_face_files, run_tokenizer
+from rl_megatron.config.checkpoint_metadata import find_hugging_face_files, find_imported_tokenizer, find_run_tokenizer
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.compose import config_directory
 from rl_megatron.config.loading.load import load_config, to_yaml
@@ -96,13 +96,13 @@ def test_a_carried_tokenizer_is_used_unless_another_is_named(tmp_path):
 
 def test_the_files_that_a_run_began_with_are_found_from_its_checkpoints(tmp_path):
     step = checkpoint(tmp_path / "run" / "checkpoints" / "sft" / "step-000003")
-    assert hugging_face_files(step) is carried_tokenizer(step) is run_tokenizer(step) is None
+    assert find_hugging_face_files(step) is find_imported_tokenizer(step) is find_run_tokenizer(step) is None
     checkpoint(tmp_path / "run" / "hugging_face", None, "config.json", "tokenizer.json")
     checkpoint(tmp_path / "run" / "tokenizer", None, "tokenizer.json")
-    assert hugging_face_files(step) == carried_tokenizer(step) == tmp_path / "run" / "hugging_face"
-    assert run_tokenizer(step) == tmp_path / "run" / "tokenizer"
+    assert find_hugging_face_files(step) == find_imported_tokenizer(step) == tmp_path / "run" / "hugging_face"
+    assert find_run_tokenizer(step) == tmp_path / "run" / "tokenizer"
     checkpoint(step / "hugging_face", None, "config.json")
-    assert hugging_face_files(step) == step / "hugging_face", "its own first"
+    assert find_hugging_face_files(step) == step / "hugging_face", "its own first"
 
 
 def test_a_hugging_face_directory_in_place_of_a_checkpoint_names_the_conversion(tmp_path):

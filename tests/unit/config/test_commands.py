@@ -3,7 +3,7 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from rl_megatron.config.commands import command, override
+from rl_megatron.config.commands import format_command, format_override
 
 
 @pytest.mark.parametrize(
@@ -14,9 +14,9 @@ from rl_megatron.config.commands import command, override
     ],
 )  # fmt: skip
 def test_an_override_is_read_as_the_same_text(value):
-    (parsed,) = OverridesParser.create().parse_overrides([override("init_from", value)])
+    (parsed,) = OverridesParser.create().parse_overrides([format_override("init_from", value)])
     assert parsed.value() == value and isinstance(parsed.value(), str)
 
 
 def test_a_command_is_quoted_for_a_shell():
-    assert command("train", override("init_from", "a b")) == "rl-megatron train 'init_from=\"a b\"'"
+    assert format_command("train", format_override("init_from", "a b")) == "rl-megatron train 'init_from=\"a b\"'"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl_megatron.config.engines import ENGINE_DECLARATIONS, EngineDeclaration, vllm_logprobs_mode
+from rl_megatron.config.engines import ENGINE_DECLARATIONS, EngineDeclaration, choose_vllm_logprobs_mode
 from rl_megatron.config.loading.load import load_config
 
 
@@ -80,7 +80,7 @@ def test_texts_are_refused_by_an_engine_that_does_not_stop_at_them(refused, monk
 )
 def test_vllm_servers_report_logprobs_in_the_mode_that_is_exact(overrides, mode):
     config = load_config(["algorithm=grpo", "generation.engine=vllm", *(f"generation.{each}" for each in overrides)])
-    assert vllm_logprobs_mode(config.first.generation) == mode
+    assert choose_vllm_logprobs_mode(config.first.generation) == mode
 
 
 def test_gate_limit_is_refused_if_the_logprob_check_is_off(refused):

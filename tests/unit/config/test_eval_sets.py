@@ -3,9 +3,9 @@
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.eval_sets import reported_ks, statistic_names
+from rl_megatron.config.eval_sets import list_reported_ks, list_statistics
 from rl_megatron.config.loading.load import from_yaml, load_config, to_yaml
-from rl_megatron.config.metrics import better, higher_is_better, is_eval_metric
+from rl_megatron.config.metrics import higher_is_better, is_better, is_eval_metric
 from rl_megatron.runs.rerun import MAY_CHANGE
 
 SUMS = "{name: sums, task: arithmetic, n: 4, temperature: 0.7, max_new_tokens: 5, every: 2}"
@@ -49,12 +49,12 @@ def test_a_reward_model_has_no_sets():
 
 
 def test_statistics_of_a_set_are_eval_metrics_with_a_direction():
-    for name in (*statistic_names(8, has_answers=True), "maj@3"):
+    for name in (*list_statistics(8, has_answers=True), "maj@3"):
         assert is_eval_metric(f"aime-24.x/{name}"), name
     for name in ("aime/avg@8_se", "aime/avg", "aime/avg@0", "avg@8", "aime/length@2", "aime/reward", "a/b/avg@8"):
         assert not is_eval_metric(name), name
     assert higher_is_better("aime/pass@4") and not higher_is_better("aime/length")
-    assert better("a/avg@2", 0.6, 0.5) and better("a/truncated", 0.1, 0.5) and not better("a/avg@2", 0.5, 0.5)
+    assert is_better("a/avg@2", 0.6, 0.5) and is_better("a/truncated", 0.1, 0.5) and not is_better("a/avg@2", 0.5, 0.5)
 
 
 def test_the_best_checkpoint_can_be_chosen_by_a_set():
@@ -64,7 +64,7 @@ def test_the_best_checkpoint_can_be_chosen_by_a_set():
 
 
 def test_pass_at_k_is_reported_for_powers_of_two_and_all_samples():
-    assert [reported_ks(n) for n in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
+    assert [list_reported_ks(n) for n in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
 
 
 def test_sets_may_change_when_a_run_is_resumed():

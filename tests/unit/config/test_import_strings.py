@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.import_strings import absolute, is_import_string, load_object, make_absolute
+from rl_megatron.config.loading.import_strings import is_import_string, load_object, make_absolute, make_string_absolute
 
 
 @pytest.fixture(autouse=True)
@@ -104,10 +104,10 @@ def test_a_string_that_cannot_be_loaded_is_refused_in_one_line_that_names_the_ke
 
 def test_the_recorded_string_has_an_absolute_path(tmp_path):
     (tmp_path / "mine.py").write_text("")
-    assert absolute("mine.py:f", "k") == f"{tmp_path / 'mine.py'}:f"
-    assert absolute("pkg.mod:f", "k") == "pkg.mod:f"
+    assert make_string_absolute("mine.py:f", "k") == f"{tmp_path / 'mine.py'}:f"
+    assert make_string_absolute("pkg.mod:f", "k") == "pkg.mod:f"
     with pytest.raises(ConfigError, match="k: there is no file"):
-        absolute("gone.py:f", "k")
+        make_string_absolute("gone.py:f", "k")
 
 
 def test_each_function_of_a_list_is_found_from_any_directory(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from rl_megatron.config import schema
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
-from rl_megatron.config.loading.hints import NAMES_ELSEWHERE, nearest_key, schema_paths
+from rl_megatron.config.loading.hints import NAMES_ELSEWHERE, schema_paths, suggest_key
 from rl_megatron.config.loading.load import load_config
 
 
@@ -246,7 +246,7 @@ def test_a_name_of_another_library_names_the_key_here(name, keys):
     known |= {*schema_paths(GRPOConfig, "algorithm."), *schema_paths(ClippedPGLossConfig, "loss.")}
     assert set(keys) <= known
     for key in (name, f"actor.{name}"):
-        assert nearest_key(key, known).startswith(f"; did you mean {' or '.join(map(repr, keys))}")
+        assert suggest_key(key, known).startswith(f"; did you mean {' or '.join(map(repr, keys))}")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def test_a_head_without_latents_has_one_size():
 
 def test_queries_with_latents_have_two_parts_and_rope_rotates_one():
     model = ModelConfig(**LATENT)
-    shape = LatentShape.of(model)
+    shape = LatentShape.from_model(model)
     assert (shape.latent, shape.query, shape.key_and_value, shape.value) == (16, 8 + 4, 8 + 6, 6)
     assert (query_size(model), rotary_size(model)) == (12, 4)
 
@@ -24,7 +24,7 @@ def test_queries_with_latents_have_two_parts_and_rope_rotates_one():
 @pytest.mark.parametrize("key", LATENT)
 def test_a_latent_shape_with_a_dimension_missing_is_refused_by_name(key):
     with pytest.raises(ValueError, match=f"model.{key}=None"):
-        LatentShape.of(ModelConfig(**{**LATENT, key: None}))
+        LatentShape.from_model(ModelConfig(**{**LATENT, key: None}))
 
 
 def test_a_dense_model_has_no_number_of_experts():

@@ -90,11 +90,11 @@ def test_an_entry_point_is_imported_and_a_broken_one_is_named(directory, monkeyp
     (directory / "plugin_by_entry_point.py").write_text("")
     sys.path.append(str(directory))
     here = EntryPoint("mine", "plugin_by_entry_point", plugins.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(plugins, "installed_plugins", lambda: (here,))
+    monkeypatch.setattr(plugins, "find_installed_plugins", lambda: (here,))
     load_config([])
     assert "plugin_by_entry_point" in sys.modules
     gone = EntryPoint("mine", "plugin_that_is_gone", plugins.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(plugins, "installed_plugins", lambda: (gone,))
+    monkeypatch.setattr(plugins, "find_installed_plugins", lambda: (gone,))
     with pytest.raises(ConfigError, match="no module 'plugin_that_is_gone'.*entry points"):
         load_config([])
 

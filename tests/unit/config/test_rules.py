@@ -6,7 +6,7 @@ import pytest
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.config.stages import stage_before
+from rl_megatron.config.stages import find_previous_stage
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ REWARDED = (
 
 def test_a_stage_starts_from_the_stage_that_it_names(tmp_path):
     stages = experiment_of(tmp_path, SFT + SCORER + AFTER).stages
-    assert [stage_before(stages, name) for name in stages] == [None, "sft", "sft"]
+    assert [find_previous_stage(stages, name) for name in stages] == [None, "sft", "sft"]
     experiment_of(tmp_path, SFT + SCORER + REWARDED.format("init_from: stages.scorer"))
 
 

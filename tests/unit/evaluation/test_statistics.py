@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from rl_megatron.config.eval_sets import statistic_names
+from rl_megatron.config.eval_sets import list_statistics
 from rl_megatron.evaluation.statistics import (
     ProblemSamples,
     compute_problem_values,
@@ -70,9 +70,9 @@ def test_the_statistics_of_a_problem():
         "avg@4": 0.5625, "pass@1": 0.5, "pass@2": pytest.approx(5 / 6), "pass@4": 1.0, "maj@4": 1.0,
         "length": 5.0, "truncated": 0.25,
     }  # fmt: skip
-    assert tuple(values) == statistic_names(4, has_answers=True)
+    assert tuple(values) == list_statistics(4, has_answers=True)
     without = ProblemSamples(samples.rewards, samples.lengths, samples.truncated)
-    assert tuple(compute_problem_values(without, right_from=1.0)) == statistic_names(4, has_answers=False)
+    assert tuple(compute_problem_values(without, right_from=1.0)) == list_statistics(4, has_answers=False)
     assert compute_problem_values(without, right_from=0.25)["pass@1"] == 0.75
 
 

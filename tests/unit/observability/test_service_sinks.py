@@ -194,7 +194,7 @@ def test_a_missing_package_is_refused_with_the_extra_that_installs_it(monkeypatc
 
 
 def test_services_are_chosen_by_their_sections():
-    assert list(load_config([]).logger.chosen()) == []
+    assert list(load_config([]).logger.iter_services()) == []
     config = load_config(["logger.wandb.mode=offline", "logger.wandb.tags=[a]", "logger.mlflow={}"])
     assert config.logger.wandb == WandbConfig(mode="offline", tags=("a",))
     assert config.logger.mlflow == MlflowConfig()

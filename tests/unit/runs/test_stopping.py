@@ -6,7 +6,7 @@ import pytest
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
-from rl_megatron.config.train import seconds_of
+from rl_megatron.config.train import parse_duration
 from rl_megatron.runs.stop_signals import StopSignals
 from rl_megatron.runs.stopping import SLURM_END, Stopping
 
@@ -78,6 +78,6 @@ def test_a_signal_is_kept_and_the_handlers_are_put_back():
 
 @pytest.mark.parametrize("value", ["3:45:00", "00:03:45", "soon"])
 def test_a_duration_is_days_hours_minutes_and_seconds(value):
-    assert seconds_of("01:02:03:04") == 86400 + 2 * 3600 + 3 * 60 + 4
+    assert parse_duration("01:02:03:04") == 86400 + 2 * 3600 + 3 * 60 + 4
     with pytest.raises(ConfigError, match="checkpoint_must_save_by.*DD:HH:MM:SS"):
         load_config([f"train.checkpoint_must_save_by='{value}'"])
