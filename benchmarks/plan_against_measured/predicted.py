@@ -9,7 +9,7 @@ from benchmarks.plan_against_measured.memory import OfPhase, OfRank, Static
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.plan.ledger import Ledger
 from rl_megatron.plan.phases import PhaseName
-from rl_megatron.plan.run import measure_use, run_phases
+from rl_megatron.plan.run import count_use, run_phases
 from rl_megatron.plan.workload import Workload
 
 
@@ -20,7 +20,7 @@ def predict(case: Case, rank: int) -> OfRank:
         uses_reference="reference" in case.phases, recomputes_logprobs="logprobs" in case.phases,
     )  # fmt: skip
     if case.layers_are_extrapolated:
-        uses = measure_use(workload, rank).phases
+        uses = count_use(workload, rank).phases
         befores = [0, *(use.after_bytes for use in uses)]
     else:
         measured = run_phases(workload, rank, Ledger(), cast(tuple[PhaseName, ...], case.phases))

@@ -184,10 +184,10 @@ def run_stages(workload: Workload, stages: Sequence[int], exact: bool, servers: 
 
     With `exact`, all layers are run. The memory of `servers` counts if they share the GPUs.
     """
-    from rl_megatron.plan.run import measure_use  # slow to import
+    from rl_megatron.plan.run import count_use  # slow to import
 
     stage_ranks = workload.world_size // workload.stage.parallel.pipeline
-    uses = [measure_use(workload, stage * stage_ranks, exact=exact) for stage in stages]
+    uses = [count_use(workload, stage * stage_ranks, exact=exact) for stage in stages]
     return tuple(uses if servers is None else (replace(use, phases=servers.add_memory_to(use.phases)) for use in uses))
 
 

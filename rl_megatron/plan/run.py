@@ -40,7 +40,7 @@ def run_as_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topol
             leave()
 
 
-def measure_use(workload: Workload, rank: int, *, exact: bool = False) -> RankUse:
+def count_use(workload: Workload, rank: int, *, exact: bool = False) -> RankUse:
     """Run each phase of a step as `rank`, and return what it uses. The process must not have started a device.
 
     With `exact`, all layers are run. Otherwise deep stacks of equal layers are run at two depths.
@@ -53,11 +53,11 @@ def measure_use(workload: Workload, rank: int, *, exact: bool = False) -> RankUs
     if depths is None:
         measured = run_phases(workload, rank, Ledger(), phases)
     else:
-        measured = _measure_at_two_depths(workload, rank, phases, depths)
+        measured = _count_at_two_depths(workload, rank, phases, depths)
     return RankUse(find_kind(workload, rank), rank, tuple(phase.use() for phase in measured))
 
 
-def _measure_at_two_depths(
+def _count_at_two_depths(
     workload: Workload, rank: int, phases: Sequence[PhaseName], depths: tuple[Workload, Workload, float]
 ) -> list[Measured]:
     """Return what phases use. Those without a forward pass take little time and are run with all layers."""

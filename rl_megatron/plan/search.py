@@ -112,7 +112,7 @@ class Search:
 
 
 def search(workload: Workload, cluster: Cluster, mean_response_tokens: int | None = None) -> Search:
-    """Search the layouts that fit a cluster, for the workload of a stage `without_layout`.
+    """Find the layouts that fit a cluster, fastest first, for the workload of a stage `without_layout`.
 
     Without `mean_response_tokens`, all responses are the longest.
     """

@@ -52,7 +52,7 @@ class Sides:
         return bool(self._on_host) and tensor.untyped_storage()._cdata in self._on_host
 
     def put_on_host(self, tensor: Tensor) -> None:
-        """Assign a tensor without data to the host."""
+        """Mark a tensor without data as one of the host."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._on_host:
             self._on_host.add(storage._cdata)

@@ -27,7 +27,7 @@ from rl_megatron.plan.closed_forms import training_bytes
 from rl_megatron.plan.closed_use import estimate_use
 from rl_megatron.plan.command import build_workload
 from rl_megatron.plan.ledger import Ledger
-from rl_megatron.plan.run import choose_depths, find_kind, measure_use, run_as_rank, run_phases
+from rl_megatron.plan.run import choose_depths, count_use, find_kind, run_as_rank, run_phases
 from rl_megatron.plan.settings import Settings
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from tests.unit.plan.planned import EXPERTS, measured, workload
@@ -123,7 +123,7 @@ def test_full_recomputation_runs_the_layers_a_second_time(fresh_process):
 
 def _uses(exact, *overrides):
     shape = ("model.num_layers=16", "parallel.pipeline=2", *EXPERTS, "parallel.expert=2")
-    use = measure_use(workload(8, *shape, *overrides), 4, exact=exact)
+    use = count_use(workload(8, *shape, *overrides), 4, exact=exact)
     return use.kind, {phase.name: phase for phase in use.phases}
 
 
