@@ -193,8 +193,10 @@ class RolloutRunner:
             except (EngineFailed, NonFiniteLoss, ConfigError, asyncio.CancelledError):
                 raise
             except Exception as error:  # whatever the worker, an environment or a tool raises
-                what = f"the rollout worker {describe_user_error(error)}"
-                failure = f"trajectory {name} ({task.prompt.record.location}): {what}"
+                failure = (
+                    f"trajectory {name} ({task.prompt.record.location}): the rollout worker "
+                    f"{describe_user_error(error)}"
+                )
                 if isinstance(error, HostLost) and losses[error.by_another_call] > 0:
                     losses[error.by_another_call] -= 1
                     log.LOGGER.warning("%s; it begins again, which does not count as an attempt", failure)

@@ -73,10 +73,10 @@ def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
     top = module.__name__.partition(".")[0]
     if not (directory / f"{top}.py").is_file() and not (directory / top / "__init__.py").is_file():
         return
-    origins = [module.__file__] if module.__file__ else list(getattr(module, "__path__", ()))
-    if not any(Path(origin).resolve().is_relative_to(directory) for origin in origins):
+    paths = [module.__file__] if module.__file__ else list(getattr(module, "__path__", ()))
+    if not any(Path(path).resolve().is_relative_to(directory) for path in paths):
         raise ConfigError(
-            f"{where}: {module.__name__!r} is {', '.join(origins)}, and not the module of this name in {directory}, "
+            f"{where}: {module.__name__!r} is {', '.join(paths)}, and not the module of this name in {directory}, "
             "which it hides; rename the one in the directory"
         )
 
