@@ -105,8 +105,7 @@ def test_nccl_over_tcp_is_a_warning():
 # --- the command ---
 
 
-def test_the_command_answers_in_json_and_ends_with_1_for_a_problem(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rl_megatron.doctor.machine.SHARED_MEMORY", tmp_path)
+def test_the_command_answers_in_json_and_ends_with_1_for_a_problem(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     status = main(["doctor", "experiment=quickstart", "output_dir=file/run", "--json"])
     answer = json.loads(capsys.readouterr().out)

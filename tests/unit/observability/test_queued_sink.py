@@ -172,7 +172,11 @@ def test_a_message_hides_the_password_of_an_address(warnings):
 @pytest.mark.change
 @pytest.mark.parametrize("service", ["blocks", "raises"])
 def test_a_bad_service_leaves_metrics_jsonl_as_it_is_without_one(service, block, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("rl_megatron.observability.sinks.CLOSE_SECONDS", 0.05)
+    class ImpatientSink(QueuedSink):
+        def __init__(self, name, open_sink):
+            super().__init__(name, open_sink, close_seconds=0.05)
+
+    monkeypatch.setattr("rl_megatron.observability.metrics_logger.QueuedSink", ImpatientSink)
     caplog.set_level(logging.WARNING)
     sink = Kept(block if service == "blocks" else None, fails=range(100))
     written = []
