@@ -58,18 +58,18 @@ def keys(section: type, without: Collection[str] = ()) -> list[Key]:
     fields = [field for field in dataclasses.fields(section) if field.name not in without]
     if missing := [field.name for field in fields if not meanings.get(field.name)]:
         place = f"{section.__module__}.{section.__qualname__}"
-        raise ValueError(f"{place} does not say what {missing} mean: write a comment behind or above each")
+        raise ValueError(f"{place} does not say what {missing} mean: write a comment after or above each")
     return [Key(field.name, in_words(hints[field.name]), default(field), meanings[field.name]) for field in fields]
 
 
 def comments(cls: type) -> dict[str, str]:
     """Return what the comments of a class say of its fields.
 
-    A comment behind a field, or the comment lines right above it, are the field's. Comment lines above several fields
+    A comment after a field, or the comment lines right above it, are the field's. Comment lines above several fields
     that have no comment of their own are the meaning of those that they name.
     """
     source = textwrap.dedent(inspect.getsource(cls))
-    whole_lines, behind = _comments_by_line(source)
+    whole_lines, after_code = _comments_by_line(source)
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef)
     found: dict[str, str] = {}
@@ -78,7 +78,7 @@ def comments(cls: type) -> dict[str, str]:
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
         above = " ".join(_lines_above(node.lineno, whole_lines))
-        own = behind.get(node.end_lineno or node.lineno, "")
+        own = after_code.get(node.end_lineno or node.lineno, "")
         above_several = above or above_several
         if above or own:
             found[node.target.id] = f"{above} {own}".strip()
@@ -104,13 +104,13 @@ def argument_meanings(cls: type) -> dict[str, str]:
 
 
 def _comments_by_line(source: str) -> tuple[dict[int, str], dict[int, str]]:
-    """Return the comments that have a line of their own, and those behind code, by line number."""
-    whole_lines, behind = {}, {}
+    """Return the comments that have a line of their own, and those after code, by line number."""
+    whole_lines, after_code = {}, {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             text = token.string.lstrip("#").strip()
-            (behind if token.line[: token.start[1]].strip() else whole_lines)[token.start[0]] = text
-    return whole_lines, behind
+            (after_code if token.line[: token.start[1]].strip() else whole_lines)[token.start[0]] = text
+    return whole_lines, after_code
 
 
 def _lines_above(line: int, whole_lines: dict[int, str]) -> list[str]:

@@ -196,7 +196,7 @@ def _top_p_of_candidates(
     total = total.masked_fill(~active, 0)
     thresholds, reached = _find_first_reaching(largest, _count_masses(largest, row_max, temperature), total, top_p)
     flat = (total > 0) & ~(reached & (thresholds >= bound))
-    if flat.any():  # a logit that is no candidate might be above the threshold
+    if flat.any():  # a logit that is not a candidate might be above the threshold
         lowest = torch.full_like(thresholds, -torch.inf)
         searched = _top_p_thresholds(logits, top_p, shard, temperature, flat, lowest)
         thresholds = torch.where(flat, searched, thresholds)

@@ -145,4 +145,4 @@ class Checkpointer:
     def _warn(self, error: SaveFailed) -> None:
         saved = find_checkpoints(self._directory)
         newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
-        log.LOGGER.warning("%s; training goes on, and %s", error, newest)
+        log.LOGGER.warning("%s; training continues, and %s", error, newest)

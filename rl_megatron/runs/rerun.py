@@ -275,8 +275,8 @@ def _refusal(config: RunConfig, differing: list[str]) -> ConfigError:
     output_dir = Path(config.output_dir)
     return ConfigError(
         f"output_dir={output_dir} holds a run with other settings ({_list(differing)}); set another output_dir, or "
-        "set them back to go on with that run, or begin anew with resume=false, which moves that run to "
-        f"{_previous_directory(output_dir)}; when a run goes on, only these may change: {', '.join(MAY_CHANGE)}, "
+        "set them back to continue that run, or start again with resume=false, which moves that run to "
+        f"{_previous_directory(output_dir)}; when a run continues, only these may change: {', '.join(MAY_CHANGE)}, "
         "logging"
     )
 

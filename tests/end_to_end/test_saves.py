@@ -98,7 +98,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_a_changed_byte_is_found(tmp_p
         for step in (6, 8)
     )
     newest = f"the newest checkpoint is {stage.relative_to(tmp_path) / 'step-000004'}"
-    assert len(warning) == 1 and f"training goes on, and {newest}" in warning[0]
+    assert len(warning) == 1 and f"training continues, and {newest}" in warning[0]
     assert len(error) == 1 and error[0].startswith("error: ") and error[0].endswith(newest)
     assert "File too large" in error[0] and "bytes free of" in error[0]
     assert checkpoints(tmp_path / "out", "sft") == ["step-000002", "step-000004"]

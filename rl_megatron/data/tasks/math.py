@@ -94,7 +94,7 @@ def read_answer(text: str, seconds: int) -> list[Any]:
         return parse(text, parsing_timeout=seconds, raise_on_error=True)
     except TimeoutException as error:
         raise TimeoutError(f"math-verify read for {seconds} seconds") from error
-    except Exception:  # the library's own default: what it cannot read is no answer
+    except Exception:  # the library's own default: what it cannot read is not an answer
         return []
 
 

@@ -43,7 +43,7 @@ def calculator(expression: str) -> str:
     try:
         return _write_number(_evaluate(ast.parse(expression.strip(), mode="eval").body))
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{expression!r} is no arithmetic expression; {_FORM}") from error
+        raise ValueError(f"{expression!r} is not an arithmetic expression; {_FORM}") from error
     except ZeroDivisionError as error:
         raise ValueError(f"{expression!r} divides by zero") from error
     except OverflowError as error:
@@ -61,8 +61,8 @@ def _evaluate(node: ast.expr) -> Value:
             _check_power(left, right)
         return _check_size(_BINARY[type(node.op)](left, right))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor):
-        raise ValueError("^ is no power; write **")
-    raise ValueError(f"{ast.unparse(node)[:40]!r} is no arithmetic; {_FORM}")
+        raise ValueError("^ is not the power; write **")
+    raise ValueError(f"{ast.unparse(node)[:40]!r} is not arithmetic; {_FORM}")
 
 
 def _check_power(base: Value, exponent: Value) -> None:
@@ -71,7 +71,7 @@ def _check_power(base: Value, exponent: Value) -> None:
         if abs(base) > 1 and base.bit_length() * exponent > 2 * _MOST_BITS:
             raise ValueError("the power is too large")
     elif base < 0 and exponent != int(exponent):
-        raise ValueError("a fractional power of a negative number is no real number")
+        raise ValueError("a fractional power of a negative number is not a real number")
 
 
 def _check_size(value: Value) -> Value:

@@ -25,7 +25,7 @@ _MOST_BYTES = 4  # of a character in UTF-8
 def python(code: str, seconds_per_call: float, memory_mb: int, max_answer_characters: int) -> str:
     """Run a Python program, and return what it prints.
 
-    Every call starts anew, in an empty directory and without a network.
+    Every call starts a new interpreter, in an empty directory and without a network.
 
     Args:
         code: The program. Print what you want to see.

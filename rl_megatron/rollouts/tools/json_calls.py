@@ -63,7 +63,7 @@ def parse_llama(text: str, parameters: Parameters) -> list[FoundCall]:
             if start == len(text):
                 return calls
             if text[start] != ";":
-                raise BadCall("has a text behind the call")
+                raise BadCall("has text after the call")
             start += 1
     except BadCall as error:
         calls.append(refuse_call(text[start:], error))

@@ -75,7 +75,7 @@ def _read_value(keyword: ast.keyword) -> Any:
         return _as_json(ast.literal_eval(keyword.value))
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise BadCall(
-            f"has a value of {keyword.arg!r} that is no literal of numbers, strings, lists and dicts"
+            f"has a value of {keyword.arg!r} that is not a literal of numbers, strings, lists and dicts"
         ) from error
 
 

@@ -22,7 +22,7 @@ def build_tool_schema(function: Any, where: str, hidden: Collection[str] = ()) -
 
     if not inspect.isfunction(function):
         raise ConfigError(
-            f"{where} is no function ({type(function).__name__}); name a function that is written with def"
+            f"{where} is not a function ({type(function).__name__}); name a function that is written with def"
         )
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in _HAS_NAME:

@@ -447,7 +447,7 @@ def test_a_worker_is_a_function_or_a_class_with_arguments(tmp_path):
     for name, kwargs, message in (
         ("completio", {}, "there is no rollout worker 'completio'"),
         (f"{path}:plain", {"size": 2}, "got an unexpected keyword argument 'size'"),
-        (f"{path}:blocking", {}, "is no coroutine function; write `async def rollout"),
+        (f"{path}:blocking", {}, "is not a coroutine function; write `async def rollout"),
         (f"{path}:Game", {}, "cannot be made with rollout.worker_kwargs: raised TypeError"),
     ):
         with pytest.raises((ConfigError, ValueError), match=message):

@@ -114,7 +114,7 @@ def test_if_one_save_fails_the_other_is_deleted_and_training_goes_on(make, logge
     checkpointer.complete()
     assert [entry for entry in log if entry[1] != "begin"] == expected
     (message,) = [message for message in logged if "cannot" in message]
-    assert "training goes on, and there is no checkpoint yet" in message
+    assert "training continues, and there is no checkpoint yet" in message
     checkpointer.save(2, last=True)
     assert ("policy", "finish", 2) in log
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_has_the_metrics_of_its_steps(make, logged):
     assert log == []
     (message,) = logged
     assert message.startswith("the checkpoint of step 1 was not saved, because metrics are not written: OSError")
-    assert "bytes free of" in message and "training goes on" in message
+    assert "bytes free of" in message and "training continues" in message
     checkpointer.save(2, last=True)
     assert ("policy", "finish", 2) in log
 

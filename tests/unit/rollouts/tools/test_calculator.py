@@ -20,14 +20,14 @@ def test_an_expression_has_its_value(expression, value):
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("1 / 0", "divides by zero"), ("0 ** -1", "divides by zero"), ("2 ^ 3", r"\^ is no power; write \*\*"),
+        ("1 / 0", "divides by zero"), ("0 ** -1", "divides by zero"), ("2 ^ 3", r"\^ is not the power; write \*\*"),
         ("9 ** 9 ** 9", "too large"), ("10 ** 100000", "too large"), ("1e308 * 10", "too large"),
         ("(10 ** 2500) * (10 ** 2500)", "too large"), ("2.0 ** 5000", "too large"), ("1e999", "too large"),
-        ("(-8) ** 0.5", "no real number"), ("__import__('os')", "is no arithmetic"), ("a + 1", "'a' is no arithmetic"),
-        ("True + 1", "is no arithmetic"), ("1j", "is no arithmetic"), ("'a' * 9", "is no arithmetic"),
-        ("[1]", "is no arithmetic"), ("1,000", "is no arithmetic"), ("2 +", "no arithmetic expression; write numbers"),
-        ("", "no arithmetic expression"), ("-" * 999 + "1", "no arithmetic expression|has 1000 char|too large|is no"),
-        ("1+" * 500 + "1", "has 1001 characters, and may have 1000"), ("(" * 400 + "1" + ")" * 400, "no arithmetic"),
+        ("(-8) ** 0.5", "not a real number"), ("__import__('os')", "is not arithmetic"), ("a + 1", "'a' is not arithmetic"),
+        ("True + 1", "is not arithmetic"), ("1j", "is not arithmetic"), ("'a' * 9", "is not arithmetic"),
+        ("[1]", "is not arithmetic"), ("1,000", "is not arithmetic"), ("2 +", "not an arithmetic expression; write numbers"),
+        ("", "not an arithmetic expression"), ("-" * 999 + "1", "not an arithmetic expression|has 1000 char|too large|is no"),
+        ("1+" * 500 + "1", "has 1001 characters, and may have 1000"), ("(" * 400 + "1" + ")" * 400, "not an arithmetic"),
         ("10**400 * 1.5", "too large"),
     ],
 )  # fmt: skip

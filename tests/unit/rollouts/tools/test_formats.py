@@ -129,10 +129,10 @@ MALFORMED = [
     ("pythonic", "[f(a=1", "is not Python: '(' was never closed"),
     ("pythonic", "[f(1)]", "has an argument without a name; write name=value"),
     ("pythonic", "[f(**{'a': 1})]", "has an argument without a name; write name=value"),
-    ("pythonic", "[f(a=g(b=1))]", "has a value of 'a' that is no literal"),
-    ("pythonic", "[f(a={1: 2})]", "has a value of 'a' that is no literal"),
-    ("pythonic", "[f(a=b'x')]", "has a value of 'a' that is no literal"),
-    ("pythonic", "[f(a=1e999)]", "has a value of 'a' that is no literal"),
+    ("pythonic", "[f(a=g(b=1))]", "has a value of 'a' that is not a literal"),
+    ("pythonic", "[f(a={1: 2})]", "has a value of 'a' that is not a literal"),
+    ("pythonic", "[f(a=b'x')]", "has a value of 'a' that is not a literal"),
+    ("pythonic", "[f(a=1e999)]", "has a value of 'a' that is not a literal"),
     ("pythonic", "[f(a=1, a=2)]", "has an argument twice"),
     ("pythonic", "[f(a=1), 2]", "is not a list of calls"),
     ("pythonic", "[f(a=" + "(" * 9999 + "]", "is not Python: too many nested parentheses"),
@@ -153,7 +153,7 @@ def test_a_malformed_call_hides_no_other_and_its_long_text_is_cut():
     assert isinstance(first, ToolCall) and isinstance(third, ToolCall)
     assert isinstance(second, MalformedCall) and second.text == f"{bad[:200]}…"
     reasons = found("llama", '{"name": "f", "parameters": {}} and more')
-    assert reasons == [("f", {}), "has a text behind the call"]
+    assert reasons == [("f", {}), "has text after the call"]
     assert found("pythonic", "[f(1), f(a=1)]")[1] == ("f", {"a": 1})
 
 

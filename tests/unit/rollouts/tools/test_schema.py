@@ -80,8 +80,8 @@ def test_hidden_arguments_are_not_in_the_schema():
         (strange, "Couldn't convert the type hint"),
         (unknown, "name 'Nothing' is not defined"),
         (many, "the argument 'x' cannot be given by its name"),
-        (dict, r"is no function \(type\); name a function"),
-        (print, "is no function"),
+        (dict, r"is not a function \(type\); name a function"),
+        (print, "is not a function"),
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_refused(function, rule):

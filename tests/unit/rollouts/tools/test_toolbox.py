@@ -132,7 +132,7 @@ def test_tools_of_a_file_are_found_from_any_directory(tmp_path, monkeypatch):
     ("functions", "message"),
     [
         ((f"{MODULE}:weather", f"{MODULE}:weather"), r"functions\[1\]=.*another tool is called 'weather', too"),
-        ((f"{MODULE}:HostsHere",), r"functions\[0\]=.* is no function \(type\)"),
+        ((f"{MODULE}:HostsHere",), r"functions\[0\]=.* is not a function \(type\)"),
         ((f"{MODULE}:wether",), "has no 'wether'; did you mean 'weather'"),
         (("no_such_file.py:f",), "there is no file"),
     ],
