@@ -56,8 +56,8 @@ def load_worker(name: str, kwargs: Mapping[str, Any]) -> RolloutWorker:
     function = getattr(worker, "rollout", worker)
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(
-            f"{where} is not a coroutine function; write `async def rollout(client, record, sampling)`, or a class with "
-            "such a method"
+            f"{where} is not a coroutine function; write `async def rollout(client, record, sampling)`, or a class "
+            "with such a method"
         )
     try:
         inspect.signature(function).bind(None, {}, None, **kwargs)
