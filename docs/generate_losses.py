@@ -34,6 +34,7 @@ from docs.loss_content import FORMULAS, PPO_FORMULA, RECIPES, TRL  # noqa: E402
 from rl_megatron import losses  # noqa: E402
 from rl_megatron.losses import LOSSES, PPOLoss, build_loss  # noqa: E402
 
+REQUIRED, REPORTED = ("token_mask", "sample_mask"), ("loss", "num_valid_samples")  # what all losses have in common
 PAGE, PLOT = DOCS / "losses.md", DOCS / "images" / "surrogates.svg"
 
 # ---- the plot
@@ -152,7 +153,8 @@ def page() -> str:
     """Return docs/losses.md.
 
     Raises:
-        ValueError: a loss has no formula, or a key no meaning; the message names them.
+        ValueError: a loss has no formula, a key has no meaning, or a loss lacks what all have in common; the message
+            names them.
     """
     if missing := sorted(LOSSES.keys() - FORMULAS.keys()):
         raise ValueError(f"{missing} have no formula: add them to FORMULAS in docs/loss_content.py")
@@ -166,12 +168,16 @@ def _overview() -> Iterator[str]:
     yield ""
     yield "`loss.name` selects a loss, and `loss.KEY` sets one of its keys. In Python, `build_loss(name, {key: value})`"
     yield "builds it. A loss returns its part of a mean over the *global* batch, so the parts of microbatches and ranks"
-    yield "add up. [A loss of your own](tutorials/own_loss.md) shows how to add one."
+    yield "add up. You can [add a loss](tutorials/own_loss.md)."
+    yield ""
+    yield f"Every loss needs {_names(REQUIRED)} in the batch, and reports {_names(REPORTED)}."
+    yield "Each section names the further keys that its loss needs with the default settings or can read, and its"
+    yield "further metrics, which are reported if their inputs exist."
     yield ""
     rolled = [name for name in FORMULAS if build_loss(name).next_token_keys & {"reference_policy_logprobs"}]
     yield f"The key `reference_policy_logprobs` (of the losses {_names(rolled)}) is rolled by −1: entry t corresponds"
-    yield "to token t+1. Of log-probabilities x that are aligned with `input_ids`, `torch.roll(x, -1, dims=-1)` gives"
-    yield "this form. The algorithms of the package do this."
+    yield "to token t+1. The algorithms do this by `torch.roll(x, -1, dims=-1)` of log-probabilities x that are aligned"
+    yield "with `input_ids`."
     yield ""
     yield "| name | class | reads | mean over |"
     yield "|---|---|---|---|"
@@ -197,11 +203,15 @@ def _loss(name: str) -> Iterator[str]:
             yield f"| `{key}` | `{default}` | {'as above' if meaning == previous else _cell(meaning)} |"
             previous = meaning
         yield ""
-    others = [key for key in _batch_keys(loss) if key not in loss.required_keys]
-    optional = f" It can also read {_names(others)}." if others else ""
-    yield f"With the default settings, it needs {_names(loss.required_keys)} in the batch.{optional}"
-    yield ""
-    yield f"Metrics, if their inputs exist: {_names(loss.metric_reductions)}."
+    if {*REQUIRED} - {*loss.required_keys} or {*REPORTED} - {*loss.metric_reductions}:
+        raise ValueError(f"{name} does not need {REQUIRED}, or does not report {REPORTED}")
+    lists = {
+        "needs": [key for key in loss.required_keys if key not in REQUIRED],
+        "can read": [key for key in _batch_keys(loss) if key not in loss.required_keys],
+        "reports": [metric for metric in loss.metric_reductions if metric not in REPORTED],
+    }
+    if sentences := [f"It {verb} {_names(names)}." for verb, names in lists.items() if names]:
+        yield " ".join(sentences)
 
 
 def _batch_keys(loss: Any) -> dict[str, None]:
@@ -216,8 +226,8 @@ def _ppo() -> Iterator[str]:
     yield "## PPOLoss"
     yield ""
     yield "`rl_megatron.losses.PPOLoss` is a module on tensors with the losses of policy and critic, and with"
-    yield "torchtune's arguments and results. Its means are over the tokens of one call, so the `ppo` algorithm uses"
-    yield "`clipped_pg` and `mse_value` instead."
+    yield "torchtune's arguments and results. Its means are over the tokens of one call. The algorithm `ppo` uses"
+    yield "`clipped_pg` and `mse_value`."
     yield f"\n```math{PPO_FORMULA}```\n"
     yield "| argument | default | meaning |"
     yield "|---|---|---|"
@@ -229,8 +239,9 @@ def _ppo() -> Iterator[str]:
 def _surrogates() -> Iterator[str]:
     yield "## The surrogates, side by side"
     yield ""
-    yield "The upper plots show what one token adds to the objective (the loss times −1), and the lower plots the"
-    yield f"derivative with respect to its log-probability, both against the ratio, at π_prev = {PREVIOUS_PROBABILITY}."
+    yield "The upper plots show what one token adds to the objective (the loss times −1), the lower plots the"
+    yield "derivative with respect to its log-probability. Both are against the ratio, at π_prev ="
+    yield f"{PREVIOUS_PROBABILITY}."
     yield ""
     names = "; ".join(surrogate.name for surrogate in SURROGATES)
     yield f"![value and gradient of the surrogate against the ratio: {names}]({PLOT.relative_to(DOCS).as_posix()})"
@@ -248,8 +259,8 @@ def _recipes() -> Iterator[str]:
 def _trl() -> Iterator[str]:
     yield "## Coming from TRL"
     yield ""
-    yield "`tests/contract/test_trl_oracle.py` and `test_trl_oracle_preferences.py` call TRL's own code on the same"
-    yield "log-probabilities. Equal means to 1e-12, in value and in every gradient."
+    yield 'Tests call TRL\'s own code on the same log-probabilities. "Equal" means to 1e-12, in value and in every'
+    yield "gradient."
     yield ""
     yield "| TRL | here | comparison |"
     yield "|---|---|---|"

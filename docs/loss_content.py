@@ -140,7 +140,7 @@ RECIPES = (
         "GRPO",
         "algorithm=grpo data=arithmetic loss.token_level_loss=false loss.reference_policy_kl_penalty=0.04",
         "[2402.03300](https://arxiv.org/abs/2402.03300). The advantage is the difference from the group's mean, "
-        "divided by its standard deviation. Every answer has the same weight.",
+        "divided by its standard deviation. All answers have the same weight.",
     ),
     Recipe(
         "Dr. GRPO",
@@ -153,16 +153,16 @@ RECIPES = (
     Recipe(
         "DAPO",
         f"algorithm=grpo data=arithmetic algorithm.dynamic_sampling=true loss.ratio_clip_max=0.28 {_NO_KL}",
-        "[2503.14476](https://arxiv.org/abs/2503.14476). A higher upper clip bound, a mean over tokens, and other "
-        "prompts in place of groups with equal rewards. Its penalty on overlong answers belongs in the task's reward.",
+        "[2503.14476](https://arxiv.org/abs/2503.14476). It has a higher upper clip bound, a mean over tokens, and "
+        "other prompts in place of groups with equal rewards. Write its penalty on overlong answers into the reward.",
     ),
     Recipe(
         "GSPO",
         "algorithm=grpo data=arithmetic "
         "loss.sequence_level_importance_ratios=true loss.token_level_loss=false "
         f"loss.ratio_clip_min=3e-4 loss.ratio_clip_max=4e-4 {_NO_KL}",
-        "[2507.18071](https://arxiv.org/abs/2507.18071). One ratio for each sequence, the geometric mean of its "
-        "tokens' ratios.",
+        "[2507.18071](https://arxiv.org/abs/2507.18071). Each sequence has one ratio, the geometric mean of those of "
+        "its tokens.",
     ),
     Recipe(
         "CISPO",
@@ -174,8 +174,8 @@ RECIPES = (
         "GMPO",
         "algorithm=grpo data=arithmetic "
         f"loss.use_gmpo=true loss.token_level_loss=false loss.ratio_clip_min=0.4 loss.ratio_clip_max=0.4 {_NO_KL}",
-        "[2507.20673](https://arxiv.org/abs/2507.20673). The geometric mean of a sequence's ratios, each clipped in "
-        "logarithms. The clip range can therefore be wide.",
+        "[2507.20673](https://arxiv.org/abs/2507.20673). It takes the geometric mean of a sequence's ratios, each "
+        "clipped in logarithms, so the clip range can be wide.",
     ),
     Recipe(
         "SAPO",
@@ -206,8 +206,7 @@ RECIPES = (
         "Token veto",
         f"algorithm=grpo data=arithmetic loss.token_veto_threshold=1e-4 {_NO_KL}",
         "A sequence does not count if the trainer gives one of its tokens less than 1/10,000 of the engine's "
-        "probability. "
-        "It can be combined with the rejection above; `vetoed_sequences` is the share of such sequences.",
+        "probability. It can be combined with the rejection above; `vetoed_sequences` is their share.",
     ),
     Recipe(
         "OPO",
@@ -228,8 +227,8 @@ RECIPES = (
         "algorithm=grpo data=arithmetic "
         "algorithm.leave_one_out=true algorithm.normalize_std=false loss.disable_ppo_ratio=true "
         f"loss.fixed_sequence_length=1 {_NO_KL}",
-        "[2402.14740](https://arxiv.org/abs/2402.14740). REINFORCE with the mean reward of the group's other answers "
-        "as the baseline. The loss is summed over an answer's tokens.",
+        "[2402.14740](https://arxiv.org/abs/2402.14740). It is REINFORCE with the mean reward of the group's other "
+        "answers as the baseline. The loss is summed over an answer's tokens.",
     ),
     Recipe(
         "REINFORCE++",
@@ -250,7 +249,7 @@ RECIPES = (
         "PPO",
         "algorithm=ppo data=arithmetic loss.use_kl_in_reward=true loss.reference_policy_kl_type=k1",
         "[1707.06347](https://arxiv.org/abs/1707.06347), with the KL in the reward as in "
-        "[InstructGPT](https://arxiv.org/abs/2203.02155). A critic with the policy's shape, and GAE.",
+        "[InstructGPT](https://arxiv.org/abs/2203.02155). It has a critic with the policy's shape, and GAE.",
     ),
     Recipe(
         "DPO",
@@ -282,13 +281,13 @@ RECIPES = (
     Recipe(
         "CPO",
         "algorithm=dpo loss=cpo data=gsm8k_pairs data.path=path/to/pairs",
-        "[2401.08417](https://arxiv.org/abs/2401.08417). DPO without a reference policy, with the likelihood of chosen "
-        "answers.",
+        "[2401.08417](https://arxiv.org/abs/2401.08417). It is DPO without a reference policy, with the likelihood of "
+        "chosen answers.",
     ),
     Recipe(
         "ORPO",
         "algorithm=dpo loss=orpo data=gsm8k_pairs data.path=path/to/pairs",
-        "[2403.07691](https://arxiv.org/abs/2403.07691). Fine-tuning and preference in one loss, so that it can start "
+        "[2403.07691](https://arxiv.org/abs/2403.07691). It is fine-tuning and preference in one loss, so it can start "
         "from a pretrained model.",
     ),
 )
@@ -300,12 +299,12 @@ TRL = (
     (
         '`loss_type="bnpo"`',
         "the defaults",
-        "equal for one batch; over several, TRL takes the mean of their means, and here the parts of one mean add up",
+        "equal for one batch; over several, TRL takes the mean of their means",
     ),
     (
         '`loss_type="grpo"`',
         "`token_level_loss: false`",
-        "equal; TRL counts a sequence without tokens in the denominator, and here a masked sample is left out",
+        "equal, except that TRL counts a sequence without tokens",
     ),
     (
         '`loss_type="dr_grpo"`',
@@ -315,7 +314,7 @@ TRL = (
     (
         '`importance_sampling_level="sequence"` (GSPO)',
         "`sequence_level_importance_ratios: true`, `token_level_loss: false`",
-        'equal to `loss_type="grpo"`; other averages of sequence ratios are refused here',
+        'equal to `loss_type="grpo"`; other averages are refused here',
     ),
     ("`epsilon`, `epsilon_high`", "`ratio_clip_min`, `ratio_clip_max`", "equal"),
     ("`delta`", "`ratio_clip_c`", "equal if it is at least 1 + `ratio_clip_max`"),
@@ -337,18 +336,18 @@ TRL = (
     (
         '`multi_objective_aggregation="normalize_then_sum"`',
         "`algorithm.advantage_estimator: group_decoupled`",
-        "equal; TRL adds 1e-4 to deviations, and here it is 1e-6 in the group and 1e-8 in the batch",
+        "equal, but TRL adds 1e-4 to deviations; here, it is 1e-6 in the group and 1e-8 in the batch",
     ),
     (
         "`beta`",
         "`reference_policy_kl_penalty`",
-        "equal in value; the gradient here has an additional term, k3·∇log π, from the sampling of the tokens",
+        "equal in value; the gradient here also has k3·∇log π, from the sampling of the tokens",
     ),
     ("`beta`, `use_bias_correction_kl=True`", "… and on-policy, or `use_on_policy_kl_approximation: true`", "equal"),
     (
         "`entropy_coef`",
         "`entropy_coeff`",
-        "equal with a mean over tokens; with a mean over sequences, the entropy here is averaged in the same way",
+        "equal with a mean over tokens; here, the entropy is averaged like the loss",
     ),
     (
         "`RLOOConfig`",
@@ -366,7 +365,7 @@ TRL = (
     (
         "`KTOConfig`, `beta`, `desirable_weight`, `undesirable_weight`",
         "`kto` and the same keys",
-        "equal, except that z₀ is a mean over the global batch here, and over microbatches of ranks there; rewards are "
+        "equal, but z₀ is a mean over the global batch here, and over microbatches of ranks there; rewards are "
         "reported without β here",
     ),
     (
@@ -388,7 +387,7 @@ TRL = (
     (
         "`GKDConfig`, `DistillationConfig`: `beta=0`, `1` or between",
         "`full_distillation`, `kl_type: forward`, `reverse` or `jensen_shannon` with `jsd_beta`",
-        "equal; so is `distillation` if the teacher's top k is the whole vocabulary; `mixed` mixes the two divergences "
-        "instead of the distributions",
+        "equal; so is `distillation` if the teacher's top k is the whole vocabulary; `mixed` mixes divergences instead "
+        "of distributions",
     ),
 )

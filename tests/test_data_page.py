@@ -1,4 +1,4 @@
-"""docs/data.md: its examples can be read, and it has every source, preset, task, option and key."""
+"""docs/data.md: its examples can be read, and it has every source, preset, task and key."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import rl_megatron.algorithms  # noqa: F401  # it registers what ALGORITHM_CONFIGS has
 from rl_megatron.config.data_sources import PreferenceConfig, PromptAnswerConfig
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS, DataConfig
 from rl_megatron.data.datasets import PreferenceDataset, PromptAnswerDataset
@@ -74,11 +75,9 @@ def test_every_source_has_a_section(source):
 
 
 @pytest.mark.parametrize("task", [name for name, cls in TASKS.items() if cls.__module__.startswith("rl_megatron.")])
-def test_every_task_and_option_is_on_the_page(task):
-    (table,) = re.findall(rf"\| option of `{task}` .*?\n\n", PAGE, re.DOTALL)
-    cells = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", table, re.MULTILINE)
-    documented = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
-    assert documented == [field.name for field in fields(TASKS[task])]
+def test_every_task_has_a_row(task):
+    """Its options have rows in reference/configuration.md (tests/docs/test_references.py)."""
+    assert f"\n| `{task}` | " in PAGE
 
 
 @pytest.mark.parametrize("key", [field.name for field in fields(DataConfig)])

@@ -98,7 +98,8 @@ def test_a_part_runs_on_the_cpu_and_reports_every_figure_or_why_not(name, tmp_pa
 
 def test_every_figure_of_a_gpu_is_on_the_page_as_not_measured_or_with_a_value():
     (table,) = re.findall(r"<!-- gpu figures -->\n(.*?)<!-- end of gpu figures -->", PAGE, re.DOTALL)
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
     assert [(part, figure) for part, figure, *_ in lines] == [
         (name, figure) for name in PARTS for figure in _rows(name, tiny=False)
     ]
@@ -197,16 +198,20 @@ def test_an_expected_value_of_another_shape_is_computed_again(tmp_path, capsys):
 def test_collected_figures_replace_earlier_ones_and_no_others(tmp_path):
     page, kept, results = tmp_path / "page.md", tmp_path / "kept", tmp_path / "results"
     page.write_text(f"before\n{collect.BEGIN}| a |\n|---|\n{collect.END}after\n")
+    texts = []
     for card, value, part in (("Card A", 2.0, "environment"), ("Card B", 5.0, "grpo")):
         record = Record(results / "part.json")
         record.figure(_rows(part, tiny=False)[0], value, "units", prediction=(4.0, 6.0))
         about = {"card": card, "device": "cuda", "tiny": False, "status": "passed", "started": "2030-01-02T03:04"}
         write_json(results / "results.json", {"parts": {part: record.to_json() | about | {"seconds": 1.0}}})
         collect.collect(results, page, kept)
-    text = page.read_text()
+        texts.append(page.read_text())
+    assert f"{collect.BEGIN}All values were measured on this card and day: Card A, 2030-01-02.\n\n| part |" in texts[0]
+    assert "| 2 units |  | 4 to 6 (wrong) |  |\n" in texts[0]
+    text = texts[1]
     assert text.startswith("before\n") and text.endswith("after\n")
-    assert "| 2 units |  | 4 to 6 (wrong) |  |  | Card A, 2030-01-02 |" in text
-    assert "| 5 units |  | 4 to 6 |  |  | Card B, 2030-01-02 |" in text and collect.NOT_MEASURED in text
+    assert "| 2 units |  | 4 to 6 (wrong) |  | Card A, 2030-01-02 |" in text
+    assert "| 5 units |  | 4 to 6 |  | Card B, 2030-01-02 |" in text and collect.NOT_MEASURED in text
     assert sorted(path.name for path in kept.iterdir()) == ["2030-01-02-card-a.json", "2030-01-02-card-b.json"]
 
 

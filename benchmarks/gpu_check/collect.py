@@ -15,8 +15,10 @@ from benchmarks.gpu_check.runner import REPOSITORY
 PAGE = REPOSITORY / "docs" / "performance.md"
 KEPT_RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu"
 BEGIN, END = "<!-- gpu figures -->\n", "<!-- end of gpu figures -->"
-NAMES = ("part", "figure", "value", "spread", "predicted", "floor", "goal", "measured on")
+NAMES = ("part", "figure", "value", "spread", "predicted", "goal", "measured on")
+_NUMBERS = ("value", "spread", "predicted")
 NOT_MEASURED = "not yet measured"
+ONE_RUN = "All values were measured on this card and day: {}.\n\n"  # above the table, in place of its last column
 
 Lines = dict[tuple[str, str], tuple[str, ...]]  # (part, figure) → the other cells
 
@@ -76,19 +78,39 @@ def lines_of(parts: dict[str, dict[str, Any]]) -> Lines:
 
 
 def fill_table(table: str, measured: Lines) -> str:
-    """Return the table with a line for every figure of the parts: as measured, as before, or not yet measured."""
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.strip().splitlines()[2:]]
-    before = {(part, figure): tuple(cells) for part, figure, *cells in rows}
+    """Return the table with a line for every figure of the parts: as measured, as before, or not yet measured.
+
+    The card and the date are above the table if they are the same for all figures.
+    """
+    before = _read_table(table)
     names = [(name, row) for name in PARTS for row in _rows(name)]
     # A part may report figures that it does not announce.
     names += [key for key in [*before, *measured] if key not in names and _is_kept(key, before, measured)]
-    lines = ["| " + " | ".join(NAMES) + " |", "|---|---|---:|---:|---:|---:|---|---|"]
+    lines: list[tuple[str, ...]] = []
     for key in sorted(dict.fromkeys(names), key=lambda key: list(PARTS).index(key[0])):
         cells = measured.get(key) or before.get(key) or (NOT_MEASURED, *[""] * (len(NAMES) - 3))
         *others, goal, card = cells
-        goal = goal or before.get(key, ("", "", "", "", "", ""))[-2]  # one that was written by hand
-        lines.append("| " + " | ".join([*key, *others, goal, card]) + " |")
-    return "\n".join(lines) + "\n"
+        goal = goal or before.get(key, ("", "", "", "", ""))[-2]  # one that was written by hand
+        lines.append((*key, *others, goal, card))
+    heading, cards = "", {card for *_, card in lines if card}
+    if len(cards) == 1:
+        heading, lines = ONE_RUN.format(*cards), [line[:-1] for line in lines]
+    columns = NAMES[: len(lines[0])]
+    rule = "|" + "|".join("---:" if name in _NUMBERS else "---" for name in columns) + "|\n"
+    return f"{heading}{_line(columns)}{rule}{''.join(map(_line, lines))}"
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _read_table(table: str) -> Lines:
+    """Return the lines of a table that `fill_table` wrote."""
+    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in lines]
+    if one_run := re.match(re.escape(ONE_RUN.strip()).replace(r"\{\}", "(.+)") + "\n", table):
+        rows = [(*row, "" if row[2] == NOT_MEASURED else one_run[1]) for row in rows]
+    return {(part, figure): tuple(cells) for part, figure, *cells in rows}
 
 
 def _is_kept(key: tuple[str, str], before: Lines, measured: Lines) -> bool:

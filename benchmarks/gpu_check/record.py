@@ -35,7 +35,6 @@ class Figure:
         goal: The limit that docs/performance.md states for it.
         spread: The smallest and the largest repetition, or their standard deviation.
         prediction: The number, or the smallest and the largest one, that was predicted without a GPU.
-        floor: The least that is possible, in the same unit.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Figure:
     goal: str = ""
     spread: Range | None = None
     prediction: Range | None = None
-    floor: float | None = None
 
 
 def holds_prediction(value: float, prediction: Range) -> bool:
@@ -89,12 +87,12 @@ class Record:
 
     def figure(
         self, name: str, value: float, unit: str = "", *, at_most: float | None = None, at_least: float | None = None,
-        spread: Range | None = None, prediction: Range | None = None, floor: float | None = None,
+        spread: Range | None = None, prediction: Range | None = None,
     ) -> None:  # fmt: skip
         """Report a number; see `Figure`. Its goals are also checks: docs/performance.md states them."""
         value, limits = float(value), {"at most": at_most, "at least": at_least}
         goal = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
-        self.figures.append(Figure(name, value, unit, goal, spread, prediction, floor))
+        self.figures.append(Figure(name, value, unit, goal, spread, prediction))
         self.save()
         if at_most is not None:
             self.at_most(name, value, at_most)

@@ -37,7 +37,7 @@ def markdown(results: dict[str, Any]) -> str:
     tables = [
         _table(("part", "result", "seconds", "checks that hold"), map(_part_line, parts, parts.values())),
         _table(("part", "failed check", "value", "had to be"), _failure_lines(parts)),
-        _table(("part", "figure", "value", "spread", "predicted", "floor", "goal"), _figure_lines(parts)),
+        _table(("part", "figure", "value", "spread", "predicted", "goal"), _figure_lines(parts)),
         _table(("part", "further", ""), _fact_lines(parts)),
         _table(("part", "not measured", "why"), _missing_lines(parts)),
     ]
@@ -51,7 +51,7 @@ def _table(names: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
     lines = [tuple(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) for line in lines]
     if not lines:
         return ""
-    rule = ["---:" if name in ("seconds", "value", "spread", "predicted", "floor") else "---" for name in names]
+    rule = ["---:" if name in ("seconds", "value", "spread", "predicted") else "---" for name in names]
     return "\n".join("| " + " | ".join(line) + " |" for line in (names, rule, *lines))
 
 
@@ -66,12 +66,12 @@ def _figure_lines(parts: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]
         yield from ((name, figure["name"], *figure_cells(figure)) for figure in part["figures"])
 
 
-def figure_cells(figure: dict[str, Any]) -> tuple[str, str, str, str, str]:
-    """Return a figure's value, spread, prediction, floor and goal as text."""
+def figure_cells(figure: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Return a figure's value, spread, prediction and goal as text."""
     value, prediction = f"{shown(figure['value'])} {figure['unit']}".strip(), shown_range(figure.get("prediction"))
     if prediction and not is_as_predicted(figure):
         prediction += " (wrong)"
-    return value, shown_range(figure.get("spread")), prediction, shown_range(figure.get("floor")), figure["goal"]
+    return value, shown_range(figure.get("spread")), prediction, figure["goal"]
 
 
 def is_as_predicted(figure: dict[str, Any]) -> bool:

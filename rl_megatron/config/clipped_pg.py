@@ -62,8 +62,7 @@ class ClippedPGLossConfig:
     """Settings of `ClippedPGLossFn`. Names and meanings follow NeMo RL, plus entropy_coeff and fixed_sequence_length.
 
     Keys of the ratio r = π/π_prev:
-        disable_ppo_ratio: Use REINFORCE's −A·log π instead of the ratio. All ratio_clip_* then have no effect;
-            ratio_clip_c has none because log π ≤ 0 < c.
+        disable_ppo_ratio: Use REINFORCE's −A·log π instead of the ratio. ratio_clip_* have no effect.
         force_on_policy_ratio: Use π_prev := sg(π), so that r ≡ 1 and prev_logprobs is not read. It is right for one
             update per rollout, and takes precedence over disable_ppo_ratio.
         sequence_level_importance_ratios: Use one ratio per sequence (GSPO). It needs token_level_loss=False. The
@@ -90,8 +89,7 @@ class ClippedPGLossConfig:
     Keys of the average:
         token_level_loss: Average over all tokens. false: average over each sequence's tokens, then over sequences.
         fixed_sequence_length: L > 0: divide the sum over all tokens by sequences·L instead of the number of tokens. It
-            is Dr. GRPO if L is the longest completion allowed, and RLOO's sum over a sequence's tokens if L = 1. null:
-            average as token_level_loss says.
+            is Dr. GRPO if L is the longest completion allowed, and RLOO if L = 1. null: as token_level_loss.
 
     Keys of the KL to the reference policy:
         reference_policy_kl_penalty: The coefficient β ≥ 0 of the KL. With 0, no reference policy is needed.
@@ -100,7 +98,7 @@ class ClippedPGLossConfig:
         kl_output_clamp_value: The KL estimate is clamped to ± this value. null disables it.
         use_kl_in_reward: The reward includes the KL, so the loss does not.
         use_on_policy_kl_approximation: Weight each token's KL by π/π_generation instead of 1, because the tokens were
-            sampled from π_generation and not from π.
+            sampled from π_generation.
 
     Keys of the correction for the generation engine's probabilities:
         use_importance_sampling_correction: Weight each token by π_prev/π_generation. NaN and ∞ count as 0.
@@ -119,8 +117,7 @@ class ClippedPGLossConfig:
         sequence_rejection_max: The upper bound. It is required with a type.
         sequence_rejection_min: The lower bound of "geometric", which requires it.
         token_veto_threshold: With or without a type, sequences are rejected that have a token whose π_prev/π_generation
-            is below this number > 0 and < 1, or NaN or ∞; usually 1e-4. A mean over a long sequence hides such a token.
-            null vetoes none.
+            is below this number in (0, 1), or NaN or ∞; usually 1e-4. null vetoes none.
 
     Keys of further terms:
         positive_example_nll_weight: The weight μ ≥ 0 of VAPO's NLL, a mean over the tokens of samples with a positive

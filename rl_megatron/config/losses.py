@@ -250,9 +250,8 @@ class FullDistillationLossConfig:
             "reverse" is KL(student‖teacher), which penalises tokens that the teacher finds unlikely. "mixed" is the
             weighted sum of both. "jensen_shannon" compares both with a mixture of the two distributions.
         mixed_kl_weight: The weight of the forward KL in the sum, in [0, 1]. The reverse KL has the rest.
-        jsd_beta: The teacher's weight β in the mixture of jensen_shannon, in (0, 1). TRL's GKD calls it beta.
-        nll_weight: The weight in [0, 1) of the task's own loss, the negative log-likelihood of the data's tokens. The
-            divergence has the rest.
+        jsd_beta: The teacher's weight β in the mixture of jensen_shannon, in (0, 1).
+        nll_weight: The weight in [0, 1) of the negative log-likelihood of the data's tokens.
     """
 
     kl_type: str = "mixed"
