@@ -43,8 +43,8 @@ from rl_megatron.model.layers.packed import PackedSequences
 from rl_megatron.model.layers.router import BalancedRouter
 from rl_megatron.topology.topology import Topology
 
-# Keys that need portable layers. megatron-core has no Transformer Engine layers for the first two. It has them for the
-# others, but they have not been tried.
+# Keys that need portable layers. megatron-core has no Transformer Engine layers for the first two. Its layers for the
+# other keys have not been tested here.
 _PORTABLE_ONLY = (
     "local_rope_base", "sandwich_norms", "kv_lora_rank", "first_dense_layers", "partial_rotary_factor",
     "rope_interleaved", "attention_sinks", "linear_bias", "attention_output_gate", "full_attention_every",
@@ -69,22 +69,22 @@ def choose_backend(model: ModelConfig, topology: Topology, precision: str) -> st
 
 def _find_obstacle(model: ModelConfig, topology: Topology, precision: str) -> str | None:
     if not topology.is_cuda:
-        return "it needs a GPU and this run uses none"
+        return "it needs a GPU, but this run uses none"
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
     if precision == "fp32":
-        # It has no flash attention in fp32, and no attention at all for packs or context parallelism.
+        # In fp32 it also has no flash attention, and no attention at all for packs or context parallelism.
         return "Transformer Engine multiplies matrices in TF32 under precision=fp32"
     if model.sliding_window is not None and topology.context > 1:
-        # It refuses windows if keys and values travel around a ring, as megatron-core asks, and versions differ in what
-        # else takes packs.
+        # It refuses windows with ring attention, megatron-core's default. Which other kinds of context parallelism
+        # support packs depends on its version.
         return (
             f"Transformer Engine cannot combine model.sliding_window={model.sliding_window} with "
             f"parallel.context={topology.context}"
         )
     if model.activation == "swiglu_oai":
         return "only portable layers support model.activation=swiglu_oai"
-    if topology.expert_tensor > 1:  # Transformer Engine's grouped experts have not been tried with it
+    if topology.expert_tensor > 1:  # not tested with Transformer Engine's grouped experts
         return f"only portable layers support parallel.expert_tensor={topology.expert_tensor}"
     for key in _PORTABLE_ONLY:
         value = getattr(model, key)

@@ -52,7 +52,7 @@ def build_transformer_config(model: ModelConfig, topology: Topology, precision: 
         layernorm_zero_centered_gamma=model.zero_centered_norm,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
-        # megatron-core wants a function of the gate, which swiglu_oai is not. Portable layers have `GatedActivation`.
+        # megatron-core expects a function of the gate, which swiglu_oai is not. Portable layers use `GatedActivation`.
         activation_func=ACTIVATIONS.get(model.activation, ACTIVATIONS["silu"]),
         add_bias_linear=model.linear_bias,
         add_qkv_bias=model.qkv_bias,
@@ -96,14 +96,14 @@ def build_transformer_config(model: ModelConfig, topology: Topology, precision: 
 
 
 def _draw_nothing(weight: Tensor) -> None:
-    """Draw nothing for a new weight."""
+    """Leave a new weight as it is."""
 
 
 def _choose_softmax_scale(model: ModelConfig) -> float | None:
     """Return the factor of attention scores, or None for megatron-core's own, 1/√head_dim.
 
-    If RoPE rotates whole heads, YaRN's factor on queries and keys is a factor of every score. If it rotates a part of
-    each head, the factor stays in the rotary embedding. With latent attention, DeepSeek also scales the scores.
+    If RoPE rotates whole heads, YaRN's scale of queries and keys is part of this factor. If RoPE rotates a part of each
+    head, the rotary embedding applies the scale. With latent attention, DeepSeek also scales the scores.
     """
     growth, scaling = 1.0, model.rope_scaling
     if model.kv_lora_rank is None:
@@ -179,7 +179,7 @@ def build_model(
     if lora is not None and lora.lora_dropout and topology.expert_tensor > 1 and any(map(is_expert, linears)):
         raise ConfigError(
             f"peft.lora_dropout={lora.lora_dropout} is not supported for adapters of experts with parallel."
-            f"expert_tensor={topology.expert_tensor}, whose ranks would drop different numbers of the same tokens; set "
+            f"expert_tensor={topology.expert_tensor}, because its ranks would drop different elements of a token; set "
             "peft.lora_dropout=0, or leave the experts out with peft.exclude_modules"
         )
     if topology.tensor > 1:
@@ -191,7 +191,8 @@ def build_model(
     config.gradient_accumulation_fusion = fuse_weight_gradients(topology)
     permute_without_waiting()
     gather_unequal_numbers()
-    # MLPs then call the activation of their spec, `GatedActivation`. The constructor would refuse gelu_tanh.
+    # MLPs then call `GatedActivation`, the activation of their spec. It is set here, because with it the constructor
+    # would refuse gelu_tanh.
     config.use_te_activation_func = backend == "portable"
     model_chunks: list[torch.nn.Module] = [
         _build_model_chunk(model, config, topology, backend, vocab_size, model_chunk, head)
@@ -213,7 +214,7 @@ def build_model(
             train_whole(unwrap(model_chunk), find_whole_tensors(lora, model, model.vocab_size or vocab_size, head))
     if precision == "bf16":
         model_chunks = [_Bf16Module(config, model_chunk) for model_chunk in model_chunks]
-    if initialise:  # otherwise the magnitudes start when the weights are loaded
+    if initialise:  # otherwise the magnitudes are set when the weights are loaded
         for adapter in find_dora_adapters(model_chunks):
             adapter.start()
     return model_chunks
@@ -222,7 +223,7 @@ def build_model(
 def attach_frozen_adapters(
     model_chunks: Sequence[torch.nn.Module], model: ModelConfig, topology: Topology, vocab_size: int, lora: LoraConfig
 ) -> None:
-    """Give a model that trains adapters others of another name, which are frozen. Their numbers are loaded next.
+    """Add frozen adapters with another name to a model that trains adapters. The caller loads their weights next.
 
     `lora` is the section `peft` with which the frozen adapters were trained. The model chunks may have wrappers.
     """
@@ -267,7 +268,7 @@ def _build_model_chunk(
             # if experts are spread over ranks. Otherwise it sums gradients over too few ranks (NVIDIA/Megatron-LM pull
             # request 5916).
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  # a mark that DDP reads
-            # megatron-core marks experts' biases for a sum over tensor-parallel ranks, which DDP makes already.
+            # megatron-core marks experts' biases for a sum over tensor-parallel ranks, but DDP sums them already.
             parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
     if model.linear_bias:
         _add_expert_biases_in_place(module)
@@ -277,9 +278,10 @@ def _build_model_chunk(
 
 
 def _add_expert_biases_in_place(module: GPTModel) -> None:
-    """Let megatron-core add an expert's bias to the output of its last linear, which is whole on its rank.
+    """Make megatron-core add an expert's bias to the output of its last linear, which one rank computes completely.
 
-    Otherwise the output passes through a function that returns it as it is, and torch refuses to change that in place.
+    Otherwise the output passes through an autograd function that returns it unchanged, and torch refuses to change the
+    result in place.
     """
     for linear in module.modules():
         if isinstance(linear, RowParallelLinear) and linear.is_expert:

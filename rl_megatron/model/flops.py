@@ -1,9 +1,9 @@
 """Closed forms of the floating-point operations of a rank: matrix products, attention by lengths, and the head.
 
-They are exact, and count as torch's FlopCounterMode does: a multiplication and an addition are two operations, and
-causal attention counts as if all scores were computed. Which of these scores a kernel computes is known besides. Only
-for experts is something assumed: that every rank gets the same number of tokens. tests/unit/model/test_flops.py
-compares them with what a `MegatronPolicy` computes.
+They are exact, and count like torch's FlopCounterMode: a multiplication and an addition are two operations, and causal
+attention counts as if all scores were computed. The share of scores that kernels compute is counted separately. The
+only assumption is that every rank gets the same number of tokens for its experts. tests/unit/model/test_flops.py
+compares the counts with what a `MegatronPolicy` computes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ForwardFlops:
         attention_backward: The operations of the backward pass of attention, which computes the scores again.
         head: The head.
         head_again: The part of the head that a backward pass computes again.
-        computed_share: The share of attention that kernels compute, since attention is causal.
-        needed_share: The share of attention that the result depends on.
+        computed_share: The share of `attention` that kernels compute, because attention is causal.
+        needed_share: The share of `attention` that the result depends on.
     """
 
     linear: int
@@ -48,7 +48,7 @@ class ForwardFlops:
         return self.linear + self.attention + self.head
 
     def with_backward(self, recompute: str) -> int:
-        """Return the operations of a forward and a backward pass, with those that are computed again.
+        """Return the operations of a forward and a backward pass, including recomputation.
 
         `recompute` is the value of `model.recompute`.
         """
@@ -57,7 +57,7 @@ class ForwardFlops:
 
     @property
     def computed(self) -> ForwardFlops:
-        """Return the operations with attention as kernels compute it, for times."""
+        """Return the operations that kernels compute, without skipped attention scores, to estimate times."""
         share = self.computed_share
         return replace(
             self,
@@ -69,12 +69,12 @@ class ForwardFlops:
     def of_model(self) -> float:
         """Return the operations of a forward and a backward pass that the result depends on, for MFU.
 
-        Operations that are computed again do not count, nor does attention to later tokens.
+        Recomputation and attention to later tokens do not count.
         """
         return 3 * (self.linear + self.needed_share * self.attention + self.head)
 
 
-@lru_cache(maxsize=64)  # closed forms and the estimate of a layout ask for the same
+@lru_cache(maxsize=64)  # several estimates of a layout repeat the same call
 def count_forward_flops(
     shape: ShardedShape,
     stage: int,
@@ -93,8 +93,8 @@ def count_forward_flops(
         microbatch: The microbatch.
         fused_head: `train.fused_head`, which skips tokens whose prediction is not read.
         all_tokens: Whether the predictions of all tokens are read, as for logprobs.
-        block_tokens: The tokens of a token block of the fused head, or None for what a GPU chooses.
-        context_rank: The place of the rank in its context-parallel group, on which the fused head's tokens depend.
+        block_tokens: The number of tokens of a block of the fused head, or None for the default on a GPU.
+        context_rank: The context-parallel rank, on which the fused head's tokens depend.
     """
     model, parallel = shape.model, shape.parallel
     counts = shape.layer_counts(stage).items()
@@ -127,9 +127,8 @@ def count_forward_flops(
 def count_model_flops(model: ModelConfig, vocab_size: int, head: Head, lengths: Sequence[int]) -> float:
     """Return the operations of a forward and a backward pass over whole sequences that the result depends on, for MFU.
 
-    Padding does not count, nor what is computed again, nor attention to later tokens. The head counts at every token.
-    `vocab_size` is the tokens of the vocabulary, if `model.vocab_size` is null, and `lengths` has those of each
-    sequence.
+    Padding, recomputation and attention to later tokens do not count. The head counts at every token. `vocab_size` is
+    used if `model.vocab_size` is null, and `lengths` are the lengths of the sequences.
     """
     shape = ShardedShape(model, ParallelConfig(), 1, vocab_size, head)
     sequences = MicrobatchShape(tuple(lengths), tuple(lengths), max(lengths), prompt_tokens=0, is_packed=True)
@@ -139,7 +138,7 @@ def count_model_flops(model: ModelConfig, vocab_size: int, head: Head, lengths: 
 def count_layer_flops(shape: ShardedShape, kind: LayerKind, tokens: int) -> int:
     """Return the operations of a layer's matrix products in the forward pass, on one rank.
 
-    `tokens` are those of the microbatch, over all ranks that share it.
+    `tokens` is the number of the microbatch's tokens over all ranks that share it.
     """
     model, parallel = shape.model, shape.parallel
     local = tokens // parallel.context
@@ -166,9 +165,9 @@ def count_decoding_flops(shape: ShardedShape, stage: int, *, columns: float) -> 
 
 
 def _count_layer_weights(model: ModelConfig, kind: LayerKind) -> tuple[int, int]:
-    """Return the elements of a layer's matrices that a token passes through.
+    """Return the numbers of elements of a layer's matrices by which one token is multiplied.
 
-    Those that tensor parallelism splits come first, and then those that it does not split.
+    The first number counts matrices that tensor parallelism splits, and the second number all others.
     """
     split, whole = _count_delta_rule_weights(model) if kind.has_delta_rule else _count_attention_weights(model)
     if not kind.has_experts:
@@ -180,7 +179,7 @@ def _count_layer_weights(model: ModelConfig, kind: LayerKind) -> tuple[int, int]
 
 
 def _count_attention_weights(model: ModelConfig) -> tuple[int, int]:
-    """Return the elements of attention's matrices that tensor parallelism splits, and of those that it does not."""
+    """Return the numbers of elements of attention's matrices that tensor parallelism splits, and of the others."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.kv_lora_rank is None:
         query_heads = (2 + model.attention_output_gate) * heads
@@ -194,7 +193,7 @@ def _count_attention_weights(model: ModelConfig) -> tuple[int, int]:
 
 
 def _count_delta_rule_weights(model: ModelConfig) -> tuple[int, int]:
-    """Return the elements of the delta rule's matrices, all of which tensor parallelism splits, and 0."""
+    """Return the number of elements of the delta rule's matrices, all split by tensor parallelism, and 0."""
     shape = DeltaShape.from_model(model)
     return model.hidden_size * shape.groups * (shape.projected + shape.values * shape.value), 0
 
@@ -212,7 +211,7 @@ def _count_head_flops(
 ) -> tuple[int, int]:
     """Return the operations of the head in the forward pass, and those that the backward pass repeats.
 
-    `read` has the tokens of each sequence-parallel rank that the fused head reads. It is None without a fused head.
+    `read` is the number of tokens that the fused head reads on each sequence-parallel rank, or None without one.
     """
     hidden, local = shape.model.hidden_size, tokens // shape.parallel.context
     if shape.head == "score":
@@ -220,13 +219,13 @@ def _count_head_flops(
     per_token = 2 * hidden * shape.vocab_shard
     if read is None:
         return local * per_token, 0
-    places, shards = max(read), len(read)  # all ranks have as many places as the one with the most
+    places, shards = max(read), len(read)  # all ranks compute as many tokens as the rank with the most
     if not places:
         return 0, 0
     block = block_tokens or default_block_tokens(shape.vocab_shard, "cuda")
     blocks = -(-places * shards // max(shards, block))
     longest = -(-places // blocks)
-    last = max(0, places - longest * (blocks - 1))  # the backward pass begins with the last block, which is kept
+    last = max(0, places - longest * (blocks - 1))  # backward begins with the last block, whose logits are kept
     return places * shards * per_token, (places - last) * shards * per_token
 
 
@@ -253,7 +252,7 @@ def _count_read_tokens(
 
 
 def _count_overlap(parts: list[tuple[range, int, int]], limit: int) -> int:
-    """Return how many of the first `limit` positions are between the bounds that each part of them has."""
+    """Return how many of the first `limit` positions of `parts` (positions, first, end) are in first … end − 1."""
     total = 0
     for part, first, end in parts:
         within = min(len(part), limit)

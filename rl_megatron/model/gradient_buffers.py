@@ -1,4 +1,4 @@
-"""How megatron-core's DDP and distributed optimizer lay out the gradients of a rank, without building the model.
+"""The layout of a rank's gradients in megatron-core's DDP and distributed optimizer, without building the model.
 
 All counts are exact. tests/unit/model/test_sharded_shape.py compares them with what a `MegatronPolicy` allocates.
 """
@@ -13,7 +13,8 @@ from rl_megatron.model.sharded_shape import Parameter, ShardedShape
 # megatron-core aligns each parameter, and the end of each bucket, to these numbers of elements.
 _PARAMETER_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
-# The least elements of a bucket if gradients are reduced during backward, in all and per data-parallel rank.
+# The minimum number of elements of a bucket if gradients are reduced during backward: in total, and per data-parallel
+# rank.
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
 
 
@@ -22,10 +23,10 @@ class GradientBuffer:
     """megatron-core's buffer of the gradients of some parameters of one model chunk.
 
     Attributes:
-        elements: Its elements, alignment included.
+        elements: The number of its elements, alignment included.
         parameters: (first element, last element + 1) of each parameter.
         buckets: (first element, last element + 1) of each bucket. Each bucket is split over `shards` ranks.
-        shards: The ranks that split the optimizer state.
+        shards: The number of ranks that split the optimizer state.
         of_experts: Whether the parameters are those of routed experts.
     """
 
@@ -39,13 +40,13 @@ class GradientBuffer:
     def from_parameters(
         cls, parameters: list[Parameter], shards: int, *, distributed: bool, bucket_elements: int | None
     ) -> GradientBuffer:
-        """Return the buffer of some parameters, of which the last comes first.
+        """Return the buffer of some parameters, in reverse order.
 
         Args:
             parameters: The parameters of a model chunk, either dense ones or those of experts.
-            shards: The ranks that split the optimizer state.
+            shards: The number of ranks that split the optimizer state.
             distributed: Whether the optimizer is distributed. Otherwise nothing is aligned.
-            bucket_elements: The elements after which a bucket ends, or None for one bucket.
+            bucket_elements: The number of elements after which a bucket ends, or None for one bucket.
         """
         alignment = _PARAMETER_ALIGNMENT if distributed else 1
         bucket_alignment = math.lcm(shards, _BUCKET_ALIGNMENT) if distributed else 1
@@ -73,7 +74,7 @@ class GradientBuffer:
         return cls(end, tuple(places), tuple(buckets), shards, any(parameter.of_expert for parameter in parameters))
 
     def shard_elements(self, rank: int) -> int:
-        """Return the elements of parameters, without alignment, whose optimizer state is on one rank of the shards."""
+        """Return the number of elements, without alignment, whose optimizer state is on one of the `shards` ranks."""
         total = 0
         for first, last in self.buckets:
             size = (last - first) // self.shards

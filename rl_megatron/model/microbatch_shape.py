@@ -1,4 +1,4 @@
-"""The shape of a microbatch, and what its lengths determine: the pairs of tokens that attend, and the gated delta rule.
+"""The shape of a microbatch, and its counts of attention's (query, key) pairs and of the gated delta rule's operations.
 
 All counts are closed forms.
 """
@@ -21,7 +21,7 @@ from rl_megatron.topology.degrees import SequenceLayout
 class DeltaFlops(NamedTuple):
     """The operations of the gated delta rule: of the forward pass, of the backward pass, and those that are needed.
 
-    Those that are needed are the ones of a forward pass that handles one token after the other, without blocks.
+    `needed` are the operations of a forward pass without blocks, which handles one token after the other.
     """
 
     forward: int
@@ -39,9 +39,9 @@ def count_delta_flops(shape: DeltaShape, length: int) -> DeltaFlops:
     """Return the operations of the gated delta rule on a sequence, in blocks (`model/layers/delta_rule.py`)."""
     block = min(BLOCK, length)
     blocks, key, value = -(-length // block), shape.key, shape.value
-    scores = 4 * block**2 * key + shape.values * 2 * block**2 * value  # of keys and queries with keys, and with values
+    scores = 4 * block**2 * key + shape.values * 2 * block**2 * value  # keys and queries · keys, and scores · values
     solve = shape.values * block**2 * (key + value)
-    with_memory = shape.values * 2 * block * key * value  # of each: correcting for it, writing to it, reading from it
+    with_memory = shape.values * 2 * block * key * value  # of each product: to correct, to write, to read
     # The backward pass needs no gradient of the first memory, and none of what is written to the last one.
     backward = (6 * blocks - 3 if blocks > 1 else 2) * with_memory
     return DeltaFlops(
@@ -56,10 +56,10 @@ class MicrobatchShape:
     """The sequences of one microbatch, over all ranks that share it.
 
     Attributes:
-        lengths: The tokens of each sequence.
-        padded_lengths: The tokens of each sequence, padding included.
-        width: The columns of the batch of these sequences, at least as many as the longest has tokens.
-        prompt_tokens: The tokens at the beginning of each sequence that are not learned from.
+        lengths: The length of each sequence.
+        padded_lengths: The length of each sequence, padding included.
+        width: The number of columns of the batch, at least the longest length.
+        prompt_tokens: The number of tokens at the beginning of each sequence that have no loss.
         is_packed: Whether the sequences are one after the other. Otherwise they are side by side, and all padded to
             the width.
     """
@@ -90,19 +90,19 @@ class MicrobatchShape:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens, padding included."""
+        """Return the number of tokens, padding included."""
         return sum(self.padded_lengths)
 
     def pairs(self, context: int, window: int | None) -> int:
         """Return how many pairs of a query and a key attention computes on one rank, padding included.
 
-        Sequences of a pack attend together if their lengths have the same number of binary digits, and each is then as
-        long as the longest of these. A context-parallel rank has two slices of each sequence, of which each attends to
-        the keys up to its end, if no window or other length among those that attend together needs a mask.
+        Sequences of a pack attend together if their lengths have the same number of binary digits, and are padded to
+        the longest of them. A context-parallel rank has two slices of each sequence. If no mask is needed (no window
+        and equal lengths), each slice attends only to the keys up to its end.
 
         Args:
             context: The context-parallel degree.
-            window: The tokens that a token attends to, or None for all before it.
+            window: The number of tokens that a token attends to, or None for all before it.
         """
         total, slices = 0, 2 * context
         for lengths, longest, has_mask in self._group_attending(window):
@@ -113,7 +113,7 @@ class MicrobatchShape:
         return total
 
     def computed_pairs(self, context: int, window: int | None) -> float:
-        """Return how many of these pairs kernels compute: all under a mask, and otherwise those of causal attention."""
+        """Return how many of `pairs` kernels compute: all with a mask, and otherwise those of causal attention."""
         return sum(
             len(lengths) * (longest**2 if has_mask else count_causal_pairs(longest, window)) / context
             for lengths, longest, has_mask in self._group_attending(window)
@@ -124,7 +124,7 @@ class MicrobatchShape:
         return sum(count_causal_pairs(length, window) for length in self.padded_lengths) / context
 
     def _group_attending(self, window: int | None) -> list[tuple[list[int], int, bool]]:
-        """Return the lengths of sequences that attend together, the longest of them, and whether they need a mask."""
+        """Return, for each group that attends together, the lengths, the longest, and whether it needs a mask."""
         together: dict[int, list[int]] = defaultdict(list)
         for length in self.padded_lengths:
             together[length.bit_length() if self.is_packed else 0].append(length)
@@ -146,10 +146,10 @@ class MicrobatchShape:
         return DeltaFlops(forward // shards, backward // shards, needed // shards)
 
     def predicting(self, *, all_tokens: bool) -> list[tuple[int, int]]:
-        """Return the tokens of each sequence that predict a token which is read, as (first, last + 1).
+        """Return, for each sequence, which tokens' predictions are read, as (first, last + 1).
 
-        With `all_tokens`, not only those that are learned from are read. The padding after a shorter sequence is then
-        read too.
+        Without `all_tokens`, only predictions of tokens with a loss are read. With it, all are, including those of the
+        padding after a shorter sequence.
         """
         if all_tokens:
             return [(0, min(length, self.width - 1) if self.is_packed else self.width - 1) for length in self.lengths]
@@ -157,7 +157,7 @@ class MicrobatchShape:
 
 
 def count_causal_pairs(length: int, window: int | None) -> float:
-    """Return the pairs of a token and one that it attends to, in a sequence; the diagonal counts half."""
+    """Return the number of (query, key) pairs of causal attention in a sequence; the diagonal counts half."""
     if window is None or window >= length:
         return length**2 / 2
     return length * window - window**2 / 2

@@ -20,7 +20,7 @@ from rl_megatron.topology.topology import Topology
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen weights beside adapters: the checkpoint they came from, and the digest of its tensors."""
+    """The source of the frozen weights beside adapters: a checkpoint, and the digest of its tensors."""
 
     path: str
     digest: str
@@ -38,8 +38,7 @@ class ShardedModel:
         lora: The adapters that are trained instead of the weights, or None.
         frozen_adapters: The sections `peft` of adapters with other names, which are frozen.
         base: Where the weights beside adapters came from, or None if they were not loaded from a checkpoint.
-        adapters_are_new: Whether the adapters have not been trained, so that the model computes what it does without
-            them.
+        adapters_are_new: Whether the adapters are untrained, so that the model computes the same as without them.
         model_chunks: One model chunk per virtual pipeline stage. Training wraps them in megatron-core's DDP.
         version: A number that changes whenever the weights change.
         is_scattered: Whether each rank has new values only for the weights that it updated itself, because the last
@@ -154,7 +153,7 @@ class ShardedModel:
         return copy
 
     def add_frozen_adapters(self, adapters: Sequence[LoraConfig]) -> None:
-        """Give a model that trains adapters others, which are frozen. Their numbers are loaded next."""
+        """Add frozen adapters to a model that trains adapters. The caller loads their weights next."""
         assert not adapters or self.lora is not None, "only a model that trains adapters has frozen ones"
         check_together([lora for lora in (self.lora, *self.frozen_adapters, *adapters) if lora is not None])
         for lora in adapters:
@@ -163,7 +162,7 @@ class ShardedModel:
 
     @contextmanager
     def adapters_off(self, trained_only: bool = False) -> Iterator[None]:
-        """Let the model compute what its base does within the block. Its weights must be gathered.
+        """Make the model compute the same as its base within the block. Its weights must be gathered.
 
         With `trained_only`, frozen adapters still take part.
         """
@@ -181,9 +180,9 @@ class ShardedModel:
 
 
 def _with_portable_layers(config: ModelConfig) -> ModelConfig:
-    """Return the model section with the layers that take adapters."""
+    """Return the model section with portable layers, the only ones that support adapters."""
     if config.backend == "transformer_engine":
         raise ConfigError(
-            "model.backend=transformer_engine: its layers take no adapters (peft); set model.backend=auto"
+            "model.backend=transformer_engine: its layers do not support adapters (peft); set model.backend=auto"
         )
     return replace(config, backend="portable")

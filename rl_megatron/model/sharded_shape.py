@@ -42,7 +42,7 @@ def optimizer_bytes_per_element(precision: str) -> int:
 class Parameter(NamedTuple):
     """A parameter of one rank: the number of its elements there, and whether it belongs to a routed expert.
 
-    It is shared if it is an embedding that the first and the last pipeline stage share.
+    `is_shared` is true for an embedding that the first and the last pipeline stage share.
     """
 
     elements: int
@@ -52,12 +52,12 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is in the layout.
+    """The position of a rank in the layout.
 
     Attributes:
         stage: Its pipeline stage.
-        data: Its place among the ranks that split the optimizer state of dense parameters (data · context).
-        expert_data: Its place among the ranks that hold the same experts.
+        data: Its index among the ranks that split the optimizer state of dense parameters (data · context).
+        expert_data: Its index among the ranks that hold the same experts.
     """
 
     stage: int
@@ -67,13 +67,13 @@ class Place:
 
 @dataclass(frozen=True)
 class ShardedShape:
-    """The shape of a model in a layout: all that the number of parameters on each rank depends on.
+    """The shape of a model in a layout, which determines the number of parameters on each rank.
 
     Attributes:
         model: The model section.
         parallel: The parallel section.
         world_size: The number of ranks.
-        vocab_size: The tokens of the vocabulary, if `model.vocab_size` is null.
+        vocab_size: The size of the vocabulary if `model.vocab_size` is null.
         head: "lm", or "score" for a reward model or a critic.
         lora: The adapters that are trained instead of the weights, or None.
     """
@@ -92,17 +92,17 @@ class ShardedShape:
 
     @property
     def stage_ranks(self) -> int:
-        """Return the ranks of a pipeline stage."""
+        """Return the number of ranks of a pipeline stage."""
         return self.world_size // self.parallel.pipeline
 
     @property
     def data_shards(self) -> int:
-        """Return the ranks that split the optimizer state of dense parameters."""
+        """Return the number of ranks that split the optimizer state of dense parameters."""
         return self.stage_ranks // self.parallel.tensor
 
     @property
     def expert_shards(self) -> int:
-        """Return the ranks that hold the same experts, and split their optimizer state."""
+        """Return the number of ranks that hold the same experts and split their optimizer state."""
         return self.stage_ranks // (self.parallel.expert * self.parallel.expert_tensor)
 
     @property
@@ -112,7 +112,7 @@ class ShardedShape:
 
     @property
     def vocab_shard(self) -> int:
-        """Return the rows of the embedding on one rank, padding included."""
+        """Return the number of the embedding's rows on one rank, padding included."""
         tensor = self.parallel.tensor
         return padded_vocab_size(self.model.vocab_size or self.vocab_size, tensor) // tensor
 
@@ -122,7 +122,7 @@ class ShardedShape:
         return self.model.tie_embeddings and self.head == "lm"
 
     def place(self, rank: int) -> Place:
-        """Return where a rank is."""
+        """Return the position of a rank."""
         stage, within = divmod(rank, self.stage_ranks)
         expert_data = within // (self.parallel.expert * self.parallel.expert_tensor)
         return Place(stage, within // self.parallel.tensor, expert_data)
@@ -163,7 +163,7 @@ class ShardedShape:
         ]
 
     def elements(self, stage: int) -> tuple[int, int]:
-        """Return the elements of dense parameters and of experts' parameters on a rank of a stage."""
+        """Return the numbers of elements of dense parameters and of experts' parameters on a rank of a stage."""
         dense = experts = 0
         for kind, count in self.layer_counts(stage).items():
             parameters = self._list_layer(kind)
@@ -175,7 +175,7 @@ class ShardedShape:
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def adapter_elements(self, stage: int) -> tuple[int, int]:
-        """Return the elements of A and B of dense linears and of experts on a rank of a stage; 0 without adapters."""
+        """Return the numbers of elements of A and B on a rank of a stage, of dense linears and of experts."""
         if self.lora is None:
             return 0, 0
         counted = [0, 0]
@@ -185,7 +185,7 @@ class ShardedShape:
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def magnitude_elements(self, stage: int) -> int:
-        """Return the magnitudes of adapters on a rank of a stage, which have fp32 in any precision; 0 without DoRA."""
+        """Return the number of DoRA's magnitudes on a rank of a stage. They are fp32 in any precision."""
         if self.lora is None or not self.lora.use_dora:
             return 0
         linears = self._list_adapted(self.lora, stage)
@@ -200,7 +200,7 @@ class ShardedShape:
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def whole_elements(self, stage: int) -> int:
-        """Return the elements of modules that are trained whole beside adapters on a rank of a stage."""
+        """Return the number of elements, on a rank of a stage, of modules that are trained whole beside adapters."""
         if self.lora is None:
             return 0
         layers = {layer for layers in self.layers(stage) for layer in layers}
@@ -209,7 +209,7 @@ class ShardedShape:
         return count_whole_elements(tensors, layers, *ends, self.vocab_shard, self.model.hidden_size)
 
     def trained_elements(self, stage: int) -> tuple[int, int]:
-        """Return the elements of dense parameters and of experts' parameters that a rank of a stage trains."""
+        """Return the numbers of elements of dense and experts' parameters that a rank of a stage trains."""
         if self.lora is None:
             return self.elements(stage)
         dense, experts = self.adapter_elements(stage)
@@ -218,9 +218,9 @@ class ShardedShape:
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def stages_of_kinds(self) -> tuple[int, ...]:
-        """Return the first and the last stage, and the first of each group of others with the same kinds of layers.
+        """Return the first and the last stage, and between them the first of each group with the same kinds of layers.
 
-        Of equal stages, the first holds the most microbatches at once.
+        Of the stages of a group, the first holds the most microbatches at once.
         """
         last, firsts = self.parallel.pipeline - 1, {}
         for stage in range(1, last):
@@ -230,7 +230,7 @@ class ShardedShape:
         return tuple(sorted({0, *firsts.values(), last}))
 
     def windows(self, stage: int) -> Counter[int | None]:
-        """Return how many layers of a stage attend to a number of tokens (the key), and how many to all (None).
+        """Return the number of layers of a stage by their window: the tokens that a token attends to, or None for all.
 
         Layers with the gated delta rule do not count.
         """
@@ -249,14 +249,14 @@ class ShardedShape:
         return list_layer_parameters(self.model, parallel.tensor, parallel.expert, parallel.expert_tensor, kind)
 
     def _list_before_layers(self, stage: int, model_chunk: int) -> list[Parameter]:
-        """Return the embedding, on the first model chunk."""
+        """Return the embedding if this is the first model chunk, otherwise nothing."""
         if stage > 0 or model_chunk > 0:
             return []
         is_shared = self.ties_embeddings and self.parallel.pipeline > 1
         return [Parameter(self.vocab_shard * self.model.hidden_size, is_shared=is_shared)]
 
     def _list_after_layers(self, stage: int, model_chunk: int) -> list[Parameter]:
-        """Return the final norm and the head, on the last model chunk."""
+        """Return the final norm and the head if this is the last model chunk, otherwise nothing."""
         if stage < self.parallel.pipeline - 1 or model_chunk < self.parallel.virtual_pipeline - 1:
             return []
         hidden = self.model.hidden_size

@@ -1,8 +1,8 @@
 """The place of every local parameter in the unsharded model, for initialisation, comparison, loading and export.
 
 megatron-core's checkpoint metadata states the global name, the global shape and this rank's offset of each parameter of
-each model chunk (query/key/value and gate/up included). `pieces` reads this metadata. All code whose result must be the
-same in every layout uses it.
+each model chunk (query/key/value and gate/up included). `pieces` reads this metadata, and all code whose result must be
+the same in every layout uses `pieces`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEAD = "output_layer.weight"
 PADDED = ("embedding.word_embeddings.weight", HEAD)  # global tensors that have rows beyond the vocabulary
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _INIT_THREADS = 8  # threads that draw weights, at most; each holds one block of rows
-_INIT_ROWS = 1024  # rows drawn from one generator; this limits the memory and time of drawing a rank's own part
+_INIT_ROWS = 1024  # rows per generator; a rank draws whole blocks, so this limits the memory and time for its part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Piece:
         global_shape: The shape of the global tensor.
         offset: The index of the part's first element in the global tensor.
         is_first_replica: Whether this rank is the first of those that hold the same part.
-        is_trained: Whether training changes it: it is a parameter that is not frozen.
+        is_trained: Whether it is a parameter that is not frozen.
     """
 
     name: str
@@ -117,12 +117,11 @@ def _piece(shard: ShardedTensor, is_trained: bool) -> Piece:
 
 
 def split_piece(piece: Piece, table: WeightTable) -> Iterator[tuple[Rows, tuple[int, ...], Tensor]]:
-    """Yield the blocks of rows of a piece that belong to one Hugging Face tensor each. An adapter's belongs to none.
+    """Yield the blocks of a piece's rows, each from one Hugging Face tensor. A piece of an adapter has no blocks.
 
     Yields:
-        The rows of the table to which the block belongs, the index of its first element in the Hugging Face tensor or
-            its
-        slab, and the view of the piece.
+        The block's entry in the table, the index of its first element in the Hugging Face tensor (or in its slab), and
+        the block as a view of the piece.
     """
     yield from split_part(piece.name, piece.offset, piece.tensor, table)
 
@@ -142,7 +141,7 @@ def split_part(
 
 
 def split_name(name: str) -> tuple[str, int | None]:
-    """Return the checkpoint's key of the tensor that `pieces` calls `name`, and the expert's number, if it is of one.
+    """Return the checkpoint key of the tensor that `pieces` calls `name`, and the number of its expert, or None.
 
     Checkpoints stack the experts of a layer under one key.
     """
@@ -199,8 +198,8 @@ def initialise_parameters(
     """Fill every parameter from (seed, global name, row), so that the model is the same in every layout.
 
     Weights are drawn from N(0, std²), and those that write into the residual stream from N(0, std²/(2·num_layers)), as
-    in GPT-2. Norms are `norm_weight`, and biases are 0. Of the gated delta rule, the norm of outputs and the bias of
-    steps are 1, and the rates of decay are drawn from U(0.01, 16), as in transformers. Numbers are drawn on the CPU, so
+    in GPT-2. Norms are `norm_weight`, and biases are 0. In the gated delta rule, the output norm and `dt_bias` are 1,
+    and decay rates are drawn from U(0.01, 16), as in transformers. Numbers are drawn on the CPU, so
     that a GPU run starts from the same weights.
     """
     filled, drawn = 0, []
@@ -220,7 +219,7 @@ def initialise_parameters(
             writes_residual = piece.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             piece_std = std / math.sqrt(2 * num_layers) if writes_residual else std
             drawn += plan_drawing(piece, seed, partial(_draw_normal, std=piece_std))
-    # In a fork, torch renews its pool of threads at the first call that asks for it. Several calls at once would fail.
+    # In a forked process, torch recreates its thread pool at the first call that needs it. Concurrent calls would fail.
     torch.set_num_threads(torch.get_num_threads())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with ThreadPoolExecutor(max(1, min(_INIT_THREADS, len(os.sched_getaffinity(0)) // ranks))) as threads:
@@ -232,7 +231,7 @@ def initialise_parameters(
 
 @torch.no_grad()
 def zero_parameters(model_chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill every parameter with 0. Loading leaves rows of a padded vocabulary that a checkpoint lacks as they are."""
+    """Fill every parameter with 0. Loading does not change padding rows of the vocabulary that a checkpoint lacks."""
     for tensor in _list_saved_tensors(model_chunks):
         tensor.zero_()
 
@@ -252,9 +251,9 @@ def _draw_normal(rows: Tensor, generator: torch.Generator, std: float) -> Tensor
 def plan_drawing(
     piece: Piece, seed: int, draw: Callable[[Tensor, torch.Generator], Tensor]
 ) -> Iterator[Callable[[], None]]:
-    """Yield functions that fill a piece, by blocks of rows, with its part of a whole tensor.
+    """Yield functions that each fill a block of a piece's rows with its part of the whole tensor.
 
-    Of that, `draw` writes each block of rows.
+    `draw` fills the block of the whole tensor, all columns included.
     """
     start, stop = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
     for block in range(start // _INIT_ROWS, -(-stop // _INIT_ROWS)):

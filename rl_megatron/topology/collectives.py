@@ -24,7 +24,7 @@ def reduce_scatter(into: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: 
 
 
 def gather_from_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return [ranks, n, …] of all ranks' `x` [n, …] in rank order, without a gradient. Group None: this rank alone."""
+    """Return all ranks' `x` [n, …] as [ranks, n, …] in rank order, without a gradient. Group None: this rank alone."""
     if group is None or group.size() == 1:
         return x[None]
     parts = x.new_empty(group.size(), *x.shape)

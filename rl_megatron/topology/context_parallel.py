@@ -16,11 +16,12 @@ from rl_megatron.topology.collectives import gather_from_ranks, reduce_scatter
 
 
 def zigzag_positions(sequence_length: int, cp_rank: int, cp_size: int, device: torch.device | None = None) -> Tensor:
-    """Return the positions `[S/cp]` in the whole sequence of the tokens that `cp_rank` holds."""
+    """Return the positions `[S/cp]`, in the whole sequence, of the tokens that `cp_rank` holds."""
     if sequence_length % (2 * cp_size):
         raise ValueError(
-            f"context parallelism over {cp_size} ranks cuts a sequence into {2 * cp_size} equal slices, and "
-            f"{sequence_length} positions do not divide; pad the sequences to a multiple of {2 * cp_size}"
+            f"context parallelism over {cp_size} ranks cuts a sequence into {2 * cp_size} equal slices, but "
+            f"{2 * cp_size} does not divide its {sequence_length} positions; pad the sequences to a multiple of "
+            f"{2 * cp_size}"
         )
     slice_length = sequence_length // (2 * cp_size)
     head, tail = cp_rank * slice_length, (2 * cp_size - 1 - cp_rank) * slice_length
@@ -31,8 +32,8 @@ def zigzag_positions(sequence_length: int, cp_rank: int, cp_size: int, device: t
 def gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
     """Gather every rank's `[n, …]` into `[cp·n, …]` in rank order; backward sums the gradients of all ranks.
 
-    It serves keys and values, which the queries of every rank read. Backward reduce-scatters: each rank gets the summed
-    gradient of its own part.
+    It is used for keys and values, because the queries of every rank attend to all of them. Backward is a
+    reduce-scatter: each rank gets the summed gradient of its own part.
     """
     if cp_group is None or cp_group.size() == 1:
         return x
@@ -40,7 +41,7 @@ def gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 def zigzag_gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None, dim: int) -> Tensor:
-    """Gather a sequence that is cut zigzag along `dim`, in order of its positions; backward as `gather_and_reduce`."""
+    """Gather a zigzag-cut sequence along `dim`, in the order of its positions; backward as in `gather_and_reduce`."""
     if cp_group is None or cp_group.size() == 1:
         return x
     parts = gather_and_reduce(x[None], cp_group).unbind(0)
@@ -49,9 +50,9 @@ def zigzag_gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None, dim:
 
 
 def scatter_heads(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """Return all ranks' tokens of a part of the heads, [cp·n, B, G/cp, …], from this rank's `[n, B, G, …]`.
+    """Return this rank's heads of all tokens, [cp·n, B, G/cp, …], given all heads of its tokens, `[n, B, G, …]`.
 
-    The tokens are in rank order, and the ranks have the heads in their order. `gather_heads` is the inverse.
+    The tokens are in rank order, and rank r gets the r-th block of G/cp heads. `gather_heads` is the inverse.
     """
     if cp_group is None or cp_group.size() == 1:
         return x
@@ -60,7 +61,7 @@ def scatter_heads(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 def gather_heads(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """Return all heads of this rank's tokens, [n, B, G, …], from all ranks' tokens `[cp·n, B, G/cp, …]`."""
+    """Return all heads of this rank's tokens, [n, B, G, …], given its heads of all tokens, `[cp·n, B, G/cp, …]`."""
     if cp_group is None or cp_group.size() == 1:
         return x
     by_rank = x.unflatten(0, (cp_group.size(), -1))
@@ -68,7 +69,7 @@ def gather_heads(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 def zigzag_order(sequence_length: int, cp_size: int, device: torch.device | None = None) -> Tensor:
-    """Return the index `[S]` of each position of a sequence among all ranks' tokens in rank order."""
+    """Return, for each position of a sequence, its index among all ranks' tokens in rank order, `[S]`."""
     positions = [zigzag_positions(sequence_length, rank, cp_size, device) for rank in range(cp_size)]
     return torch.cat(positions).argsort()
 

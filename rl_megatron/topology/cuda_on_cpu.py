@@ -2,7 +2,7 @@
 
 megatron-core is written for CUDA: it allocates with `device="cuda"`, asks for `torch.cuda.current_device()`, seeds
 CUDA generators and compares tensor type names. `redirect_cuda_to_cpu()` replaces exactly those calls of torch, once per
-process, so that megatron-core itself stays unmodified. Nothing here runs on a GPU.
+process, so that megatron-core itself stays unmodified. Runs on a GPU do not call it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def redirect_cuda_to_cpu() -> None:
     _redirected = True
     cpu = torch.device("cpu")
 
-    # `with torch.device(…)` recognises factories by identity, as they are at its first use. If ours were in place by
-    # then, it would ignore them, and transformers, which loads models through it, would read uninitialised RoPE tables.
+    # `with torch.device(…)` lists torch's factories at its first use, and recognises them by identity. It has to list
+    # the originals, which our replacements call. transformers loads models in such a block, and would otherwise read
+    # uninitialised RoPE tables.
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _redirect(getattr(torch, name)))
@@ -68,8 +69,8 @@ def redirect_cuda_to_cpu() -> None:
 
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    # megatron-core converts only tensors that come from a GPU. Counts that are on the CPU already would stay tensors,
-    # while all-to-all expects numbers.
+    # megatron-core converts only GPU tensors to numbers. Counts that are on the CPU already would stay tensors, but
+    # all-to-all expects numbers.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
@@ -97,7 +98,7 @@ def _redirect(call: Callable) -> Callable:
 
 
 def _name_types_as_on_cuda(read_type: Callable) -> Callable:
-    """Return a `Tensor.type` that names CPU tensors as CUDA tensors.
+    """Return a replacement of `Tensor.type` that gives CPU tensors the type names of CUDA tensors.
 
     megatron-core's optimizers tell fp32 from bf16 parameters by names such as "torch.cuda.FloatTensor".
     """

@@ -1,4 +1,4 @@
-"""Check the parallel degrees against the world size and the model. No torch is needed."""
+"""Check the parallel degrees against the world size and the model. This module does not need torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_megatron.config.parallel import ParallelConfig
 
 
 class ParallelDegrees(Protocol):
-    """The degrees, of a configuration or of a running topology, that a model and its sequences have to fit."""
+    """The parallel degrees, of a configuration or a running topology, that a model and its sequences must fit."""
 
     @property
     def tensor(self) -> int: ...
@@ -43,7 +43,7 @@ class ParallelDegrees(Protocol):
 
 
 class SequenceLayout(Protocol):
-    """The part of a layout that a plan of microbatches reads."""
+    """The part of a layout on which the plan of microbatches depends."""
 
     @property
     def data(self) -> int: ...  # data-parallel ranks, which share the batch
@@ -52,12 +52,12 @@ class SequenceLayout(Protocol):
     def context(self) -> int: ...
 
     @property
-    def sequence_multiple(self) -> int: ...  # padded lengths are a multiple of it
+    def sequence_multiple(self) -> int: ...  # sequences are padded to a multiple of it
 
 
 @dataclass(frozen=True)
 class ConfiguredLayout:
-    """The `SequenceLayout` of a configuration, for which no process group is needed."""
+    """The `SequenceLayout` of a configuration. It needs no process group."""
 
     data: int
     context: int
@@ -65,25 +65,25 @@ class ConfiguredLayout:
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig, world_size: int) -> Self:
-        """Return the layout of `world_size` ranks, after `validate`."""
+        """Check the degrees by `validate`, and return the layout of `world_size` ranks."""
         return cls(validate(parallel, world_size), parallel.context, sequence_multiple(parallel))
 
 
 def zigzag_slices(cp_size: int) -> int:
-    """Return the number of equal slices of a sequence, which divides the sequence's padded length."""
+    """Return the number of equal slices into which context parallelism cuts a sequence."""
     return 1 if cp_size == 1 else 2 * cp_size
 
 
 def sequence_multiple(parallel: ParallelDegrees) -> int:
-    """Return the number that padded lengths are a multiple of.
+    """Return the number that must divide the padded length of every sequence.
 
-    Context parallelism cuts a sequence into zigzag slices of equal length, and sequence parallelism into shards.
+    Context parallelism cuts a sequence into equal zigzag slices, and sequence parallelism cuts it into equal shards.
     """
     return zigzag_slices(parallel.context) * (parallel.tensor if parallel.sequence else 1)
 
 
 def validate(parallel: ParallelConfig, world_size: int) -> int:
-    """Return the data-parallel degree that `world_size` leaves.
+    """Check the degrees against the world size, and return the data-parallel degree.
 
     Raises:
         ConfigError: The degrees do not divide the world size, or one contradicts another. The message names the values
@@ -100,10 +100,10 @@ def validate(parallel: ParallelConfig, world_size: int) -> int:
             + _world_sizes_that_fit(parallel, world_size)
         )
     if parallel.sequence and parallel.tensor == 1:
-        raise ConfigError("parallel.sequence=true shards over parallel.tensor, which is 1; set parallel.sequence=false")
+        raise ConfigError("parallel.sequence=true needs parallel.tensor above 1; set parallel.sequence=false")
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError(
-            f"parallel.virtual_pipeline={parallel.virtual_pipeline} interleaves pipeline stages, and "
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline} interleaves pipeline stages, but "
             "parallel.pipeline is 1; set parallel.virtual_pipeline=1 or raise parallel.pipeline"
         )
     _check_expert_ranks(parallel, world_size // parallel.pipeline)
@@ -111,23 +111,23 @@ def validate(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def _check_expert_ranks(parallel: ParallelConfig, stage_ranks: int) -> None:
-    """Check that the ranks that hold all experts once divide those of a pipeline stage."""
+    """Check that expert · expert_tensor divides the number of ranks of a pipeline stage."""
     split = parallel.expert_tensor
     if stage_ranks % split:
         raise ConfigError(
             f"parallel.expert_tensor={split} must divide the {stage_ranks} ranks of a pipeline stage; "
-            f"fits: {_divisors(stage_ranks)}"
+            f"degrees that fit: {_divisors(stage_ranks)}"
         )
     groups = stage_ranks // split
     if groups % parallel.expert and split == 1:
         raise ConfigError(
             f"parallel.expert={parallel.expert} must divide the {stage_ranks} ranks of a pipeline stage; "
-            f"fits: {_divisors(stage_ranks)}"
+            f"degrees that fit: {_divisors(stage_ranks)}"
         )
     if groups % parallel.expert:
         raise ConfigError(
             f"parallel.expert={parallel.expert} must divide the {groups} groups of parallel.expert_tensor={split} "
-            f"ranks in a pipeline stage of {stage_ranks}; fits: {_divisors(groups)}"
+            f"ranks in a pipeline stage of {stage_ranks} ranks; degrees that fit: {_divisors(groups)}"
         )
 
 
@@ -160,7 +160,7 @@ def validate_model(model: ModelConfig, parallel: ParallelDegrees) -> None:
 
     require_divisor("parallel.tensor", parallel.tensor, "model.num_attention_heads", model.num_attention_heads)
     require_divisor("parallel.tensor", parallel.tensor, "model.num_query_groups", model.num_query_groups)
-    if model.linear_num_key_heads is not None:  # context-parallel ranks share them out once more
+    if model.linear_num_key_heads is not None:  # context-parallel ranks split them further
         both = "parallel.tensor · parallel.context"
         require_divisor(
             both, parallel.tensor * parallel.context, "model.linear_num_key_heads", model.linear_num_key_heads
@@ -171,7 +171,7 @@ def validate_model(model: ModelConfig, parallel: ParallelDegrees) -> None:
     if model.num_experts is None:
         for key, degree in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
             if degree > 1:
-                raise ConfigError(f"parallel.{key}={degree}: this model is dense; set parallel.{key}=1")
+                raise ConfigError(f"parallel.{key}={degree}: a dense model has no experts; set parallel.{key}=1")
         return
     require_divisor("parallel.expert", parallel.expert, "model.num_experts", model.num_experts)
     width = "ffn_hidden_size" if model.expert_ffn_hidden_size is None else "expert_ffn_hidden_size"
@@ -212,7 +212,7 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelDegrees) -> None:
         return
     keys = ", ".join(f"{key}={layers}" for key, layers in uneven.items())
     if stages == 1:
-        raise ConfigError(f"{keys}: there is one pipeline stage, with all layers; set it to null")
+        raise ConfigError(f"{keys} must be null, because there is only one pipeline stage, which has all layers")
     between, middle = model.num_layers - sum(uneven.values()), stages - len(uneven)
     for key, layers in uneven.items():
         if layers % per_stage:
@@ -226,7 +226,7 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelDegrees) -> None:
 
 
 def _pipelines_that_fit(num_layers: int, stages: int, per_stage: int) -> str:
-    """Return settings that fit, each with the other degrees unchanged, or those of one model chunk per stage."""
+    """Return settings that fit: each with the other degrees unchanged or, if none fits, with one chunk per stage."""
     fits = []
     # Every model chunk of a stage has the same number of layers.
     layer_groups, incomplete_groups = divmod(num_layers, per_stage)

@@ -1,4 +1,4 @@
-"""Deterministic computation: the switches of torch, CUDA, NCCL and Transformer Engine that two equal runs need."""
+"""Deterministic computation: the switches of torch, CUDA, NCCL and Transformer Engine that make runs repeatable."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from rl_megatron.config.errors import ConfigError
 
-# Environment variable → the value that it gets, and the values that it may have. cuBLAS, NCCL and Transformer Engine
-# read them when they start.
+# Environment variable → the default value, and the values that are allowed. cuBLAS, NCCL and Transformer Engine read
+# the variables when they start.
 VARIABLES: dict[str, tuple[str, tuple[str, ...]]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", (":4096:8", ":16:8")),
     "NCCL_ALGO": ("Ring", ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")),
@@ -21,23 +21,23 @@ VARIABLES: dict[str, tuple[str, tuple[str, ...]]] = {
 def compute_deterministically(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set every switch, for the rest of this process. Call it before the device is used.
 
-    megatron-core's own switch is set from torch's when a model is built (model/build.py). torch then refuses an
-    operation that has no deterministic implementation on a GPU, by its name. On a CPU torch computes with one thread,
-    because the bits of a sum depend on the number of threads.
+    megatron-core's own switch is set from torch's when a model is built (model/build.py). On a GPU, torch then raises
+    an error that names the operation if one has no deterministic implementation. On a CPU, torch computes with one
+    thread, because the bits of a sum depend on the number of threads.
 
     Raises:
-        ConfigError: A variable has another value, or CUDA has started without it.
+        ConfigError: A variable has a value that is not allowed, or is not set although CUDA has started.
     """
     for name, (value, allowed) in VARIABLES.items():
         current = environment.get(name)
         if current is None and torch.cuda.is_initialized():
             raise ConfigError(
-                f"train.deterministic=true: CUDA has started in this process, and read its settings without {name}; "
+                f"train.deterministic=true: CUDA has started in this process before {name} was set; "
                 f"set {name}={value} before Python starts"
             )
         if current is not None and current not in allowed:
             raise ConfigError(
-                f"train.deterministic=true: the environment has {name}={current}, with which results are not repeated; "
+                f"train.deterministic=true: the environment has {name}={current}, so results differ between runs; "
                 f"unset it, or set it to {' or '.join(allowed)}"
             )
         environment.setdefault(name, value)

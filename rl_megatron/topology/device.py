@@ -35,7 +35,7 @@ def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[
         timeout_minutes: How long a collective may wait for its peers.
 
     Returns:
-        The device, and the store in which the ranks met; None instead of it if the process group existed already.
+        The device, and the store in which the ranks met, or None if the process group existed already.
 
     Raises:
         ConfigError: `name` is unknown, there is no GPU, or this process has been redirected to the CPU already.
@@ -48,7 +48,7 @@ def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[
             raise ConfigError("device=cuda: this process was started on the CPU; start a new process to use the GPU")
         torch.cuda.set_device(device)
         # On a Hopper GPU torch would choose cuDNN's attention, which builds a plan for every new shape, and packs have
-        # many. `model.cudnn_attention` calls its operator.
+        # many shapes. With `model.cudnn_attention`, layers call cuDNN's operator directly.
         torch.backends.cuda.enable_cudnn_sdp(False)
         if optimizers.USING_PYTORCH_OPTIMIZER:
             use_torch_optimizers()
@@ -70,7 +70,7 @@ def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[
 
 
 def choose_device(name: str) -> torch.device:
-    """Return this rank's device for "auto", "cpu" or "cuda". Its GPU is number `LOCAL_RANK`."""
+    """Return this rank's device for "auto", "cpu" or "cuda". A rank's GPU has the number `LOCAL_RANK`."""
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device={name!r}: must be one of auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
@@ -81,19 +81,19 @@ def choose_device(name: str) -> torch.device:
     if number >= num_gpus:
         raise ConfigError(
             f"LOCAL_RANK={number} computes on cuda:{number}, but this process sees {num_gpus} GPU(s); start at most as "
-            "many ranks on a machine as it has GPUs, let each rank see all of them, or set LOCAL_RANK=0 if each sees "
-            "its own"
+            "many ranks on a machine as it has GPUs, let each rank see all GPUs, or set LOCAL_RANK=0 if each rank sees "
+            "only its own GPU"
         )
     return torch.device("cuda", number)
 
 
 def share_gloo_device() -> None:
-    """Give one device to all gloo groups that torch makes in this process from here on.
+    """Make all gloo groups that torch creates in this process from now on share one device.
 
     torch gives every group its own device, whose thread wakes up 100 times a second, and a rank has 20 to 60 groups. As
-    in torch, there is one device for each of the network interfaces that GLOO_SOCKET_IFNAME names. If all ranks are on
-    this machine and it is not set, no other machine reaches the device. Forks call this again, because a device's
-    thread does not exist in a fork.
+    in torch, there is one device for each network interface that GLOO_SOCKET_IFNAME names. If the variable is not set
+    and all ranks are on this machine, the device listens on the loopback address only. Forked processes call this
+    again, because a device's thread does not exist in them.
     """
     gloo: Any = ProcessGroupGloo  # torch's stub leaves its options out
     names = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -114,7 +114,7 @@ def share_gloo_device() -> None:
 
 
 def _define_transformer_engine_names() -> None:
-    """Define a name that megatron-core compares with None although it imports it only with Transformer Engine."""
+    """Define `te_general_gemm`, which megatron-core always reads but imports only with Transformer Engine."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -1,4 +1,4 @@
-"""A table of GPUs with the memory and speeds that their makers state."""
+"""A table of GPUs: the memory that processes can use, and the speeds that the makers state."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, as its maker states it.
+    """The specification of a GPU.
 
     Attributes:
         memory_gib: The memory that a process can use, as the driver reports it.
-        bf16_tflops: Dense matrix products in bf16, in 10¹² operations per second.
-        fp32_tflops: Matrix products in fp32 without TF32.
-        link: The name of the usual link within a node.
+        bf16_tflops: The speed of dense matrix products in bf16, in 10¹² operations per second.
+        fp32_tflops: The speed of matrix products in fp32 without TF32.
+        link: The name of the usual link between the GPUs of a node.
     """
 
     name: str
@@ -44,7 +44,7 @@ GPUS = {
 }
 
 
-# Part of the driver's name of a device → the GPU. Names of cards with the same chip and a lower clock have more words.
+# Word in the driver's name of a device → the GPU. Slower cards with the same chip have a word of `_SLOWER` as well.
 _PRODUCTS = {
     "A100": "a100_80",
     "H100": "h100",
@@ -58,9 +58,9 @@ _SLOWER = re.compile(r"\b(PCIE|NVL|MIG|LAPTOP|4090 D)\b")
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """Return the GPU with the driver's name of a device, such as "NVIDIA H100 80GB HBM3", or None if it is unknown.
+    """Return the GPU that the driver calls `name`, such as "NVIDIA H100 80GB HBM3", or None if it is unknown.
 
-    The PCIe card of A100 has the speed of the others. Those of other GPUs are slower, and unknown.
+    The PCIe card of an A100 is as fast as other A100s. PCIe cards of other GPUs are slower, and count as unknown.
     """
     words = name.upper().replace("-", " ")
     gpu = next((gpu for product, gpu in _PRODUCTS.items() if re.search(rf"\b{product}\b", words)), None)

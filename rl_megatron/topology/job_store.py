@@ -18,17 +18,17 @@ from rl_megatron.config.addresses import is_loopback
 from rl_megatron.config.errors import ConfigError
 
 JOB = "RL_MEGATRON_JOB"  # environment variable: the name of this process's job among the jobs of a sweep
-_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # environment variable: whether torchrun's agent has the store
-TIMEOUT_MINUTES = 10.0  # how long a rank waits for its peers if the caller does not say
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # environment variable: whether torchrun's agent holds the store
+TIMEOUT_MINUTES = 10.0  # how long a rank waits for its peers by default
 _POLL_SECONDS = 0.02
 
 
 def open_job_store(timeout: timedelta) -> tuple[Any, int, int]:
-    """Return the store of this process's job and attempt, its rank and the world size. All ranks call it."""
+    """Return the store of this process's job and attempt, this rank, and the world size. Collective."""
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    served = _serve_on_loopback(timeout)  # torch then uses it, and would otherwise serve its own to all machines
+    served = _serve_on_loopback(timeout)  # torch then uses it instead of a store that all machines reach
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     del served
     if JOB in os.environ:
@@ -39,16 +39,16 @@ def open_job_store(timeout: timedelta) -> tuple[Any, int, int]:
 
 
 def is_on_one_node() -> bool:
-    """Return whether all ranks of the job are on this machine, as far as the variables of its launcher tell."""
+    """Return whether all ranks of the job are on this machine, according to the launcher's environment variables."""
     is_only_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     return is_only_node or is_loopback(os.environ.get("MASTER_ADDR", ""))
 
 
 def _serve_on_loopback(timeout: timedelta) -> Any:
-    """Serve the store of rank 0 at the loopback address, if MASTER_ADDR is one, and return it.
+    """Serve the store on rank 0 at MASTER_ADDR and return it, if that is a loopback address; otherwise return None.
 
-    torch alone would listen at all interfaces. It shares a store that this process serves at the same port already. If
-    something else has the port, torch reports it.
+    torch would listen on all interfaces, but it reuses a store that this process already serves at the same port. If
+    another process uses the port, torch reports it.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 
@@ -73,9 +73,9 @@ def launcher_has_store() -> bool:
 def open_attempt_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     """Return a part of the store that no earlier attempt has written to. Every rank of the attempt calls it.
 
-    The number of the attempt cannot name that part: agents of several nodes count restarts differently. So rank 0
-    chooses a random name. Each other rank asks for it with a random word, which no earlier attempt can have answered.
-    Agents start ranks only after all ranks of the earlier attempt have ended, so rank 0 is that of this attempt.
+    The number of the attempt cannot be its name, because agents of different nodes count restarts differently. So rank
+    0 chooses a random name. Each other rank asks for it with a random word, which no earlier attempt can have answered.
+    Agents start ranks only after all ranks of the earlier attempt have ended, so no earlier rank 0 answers.
     """
     import torch.distributed as dist
 
@@ -91,7 +91,7 @@ def open_attempt_store(store: Any, rank: int, world_size: int, timeout: timedelt
 
 
 def _send_name(store: Any, name: str, world_size: int, timeout: timedelta) -> str:
-    """Send the name to every rank that asks, until all have it, and return it."""
+    """Send the name to every rank that asks until all ranks have it, and return the name."""
     import torch.distributed as dist
 
     answered: set[str] = set()
@@ -103,13 +103,13 @@ def _send_name(store: Any, name: str, world_size: int, timeout: timedelta) -> st
                 answered.add(word)
                 store.set(f"answer/{word}", name)
         if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"{arrivals} of {world_size - 1} others came")
+            raise dist.DistStoreError(f"{arrivals} of {world_size - 1} other ranks started")
         time.sleep(_POLL_SECONDS)
     return name
 
 
 def _ask_for_name(store: Any, word: str, timeout: timedelta) -> str:
-    """Return the name from rank 0, and confirm that it has arrived."""
+    """Ask rank 0 for the name, confirm that it has arrived, and return it."""
     store.append("asking", f"{word} ")
     store.wait([f"answer/{word}"], timeout)
     name = store.get(f"answer/{word}").decode()

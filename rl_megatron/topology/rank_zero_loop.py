@@ -1,4 +1,4 @@
-"""`RankZeroLoop`: an asyncio loop on rank 0, whose results every rank gets."""
+"""`RankZeroLoop`: an asyncio event loop on rank 0 that returns the results of coroutines on every rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _TICK_SECONDS = 0.2
 
 
 class RankZeroLoop:
-    """A running loop in a thread of rank 0, which does not keep the process alive. Other ranks have no loop."""
+    """An asyncio event loop that runs in a daemon thread of rank 0. Other ranks have no loop."""
 
     def __init__(self, ranks: Ranks, collective_timeout: float, name: str, foreseen: tuple[type[Exception], ...]):
         """Start the thread.
 
         Args:
             ranks: The policy's ranks.
-            collective_timeout: Seconds after which a collective fails. Waiting ranks hear from rank 0 before that.
+            collective_timeout: Seconds after which a collective fails. Rank 0 answers the waiting ranks before that.
             name: The purpose of the loop, for messages.
             foreseen: Errors that every rank raises as they are; others become RuntimeError.
         """
@@ -40,7 +40,7 @@ class RankZeroLoop:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop, on rank 0 until it is closed."""
+        """Return the loop. It exists on rank 0 until `close`."""
         if self._loop is None:
             raise RuntimeError(f"the loop for {self._name} runs on rank 0 of the policy only, until it is closed")
         return self._loop
@@ -62,7 +62,7 @@ class RankZeroLoop:
     ) -> _T:
         """Run a coroutine on rank 0's loop, and return its result, or raise its exception, on every rank.
 
-        Every rank calls it at the same time. Only rank 0 calls `work`, and `tick` a few times per second until the end.
+        Collective. Only rank 0 calls `work`. It also calls `tick` a few times per second until the coroutine ends.
         """
         future = self.start(work()) if self._ranks.leads else None
         try:
@@ -75,7 +75,7 @@ class RankZeroLoop:
                 future.cancel()
 
     def _wait_a_while(self, future: Future[_T] | None, tick: Callable[[], None] | None) -> tuple[_T, ...]:
-        """Return the result of a coroutine on rank 0, or nothing if it takes longer than other ranks may wait."""
+        """Return (the result,) of a coroutine on rank 0, or () if it takes longer than other ranks may wait."""
         assert future is not None  # only rank 0 calls it
         until = time.monotonic() + self._longest_silence
         while time.monotonic() < until:
@@ -83,14 +83,14 @@ class RankZeroLoop:
                 return (future.result(_TICK_SECONDS),)
             except concurrent.futures.TimeoutError:
                 if future.done() and isinstance(future.exception(), TimeoutError):
-                    raise RuntimeError(f"{self._name}: a time limit was reached without a message") from None
+                    raise RuntimeError(f"{self._name}: the coroutine raised TimeoutError without a message") from None
                 if not self._thread.is_alive():
                     raise RuntimeError(f"the loop for {self._name} has ended") from None
                 if tick is not None:
                     tick()
             except self._foreseen:
                 raise
-            except Exception as error:  # a mistake in this package: it has to end the run on every rank
+            except Exception as error:  # a bug in this package must end the run on every rank
                 raise RuntimeError(describe_error(error)) from error
         return ()
 

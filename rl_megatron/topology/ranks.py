@@ -1,4 +1,4 @@
-"""`Ranks`: rank 0 acts and all ranks hear of it, or all ranks act and a failure of one is raised on all."""
+"""`Ranks`: call a function on rank 0 and share its result, or on all ranks and raise a failure of one on all."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LEAVING_TIMEOUT = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that act together. All ranks call a method at the same time, so that none waits for another.
+    """The ranks that act together. All methods except `detect` are collective: every rank must call them.
 
-    A process without a process group is rank 0 of one.
+    A process without a process group is rank 0 of one rank.
 
     Attributes:
         rank: This process's rank in the default process group.
-        device: The device of the collectives that send values of rank 0; None for that of the process group.
+        device: The device of the broadcasts from rank 0; None for the device of the process group.
     """
 
     rank: int = 0
@@ -46,7 +46,7 @@ class Ranks:
     def share(self, make: Callable[[], _T], errors: tuple[type[Exception], ...] = ()) -> _T:
         """Call `make` on rank 0, and return its result on every rank.
 
-        Every rank raises those of the `errors` that `make` raises, and RuntimeError if the result cannot be sent.
+        Every rank raises an error of `make` that is one of `errors`, and RuntimeError if the result cannot be sent.
         """
         if self.size == 1:
             return make()
@@ -67,7 +67,7 @@ class Ranks:
         return result if self.leads else pickle.loads(payload)
 
     def run_on_rank0(self, act: Callable[[], _T], errors: tuple[type[Exception], ...] = (ConfigError,)) -> _T | None:
-        """Call `act` on rank 0, and return its result there; elsewhere return None. Every rank raises the `errors`."""
+        """Call `act` on rank 0, and return its result there and None elsewhere. Every rank raises `act`'s `errors`."""
         results: list[_T] = []
         self.share(lambda: results.append(act()), errors)
         return results[0] if results else None
@@ -75,7 +75,7 @@ class Ranks:
     def try_on_rank0(
         self, act: Callable[[], object], describe: Callable[[Exception], str] = describe_error
     ) -> str | None:
-        """Call `act` on rank 0, and return the description of any error that it raised, or None, on every rank."""
+        """Call `act` on rank 0. On every rank, return the description of the error that `act` raised, or None."""
 
         def describe_failure() -> str | None:
             try:
@@ -89,7 +89,7 @@ class Ranks:
     def all_or_none(self, act: Callable[[], _T]) -> _T:
         """Call `act` on every rank, and return its result. If any rank raises ConfigError, all ranks raise it.
 
-        It can fail on one node only, for example if a file is missing there. The message is that of the lowest rank.
+        `act` may fail on one node only, for example if a file is missing. The lowest failed rank's message is used.
         """
         try:
             result = act()
@@ -108,7 +108,7 @@ class Ranks:
         return values
 
     def find_first_failure(self, failure: str | None) -> str | None:
-        """Return the failure of the lowest rank that has one, or None. It names the rank unless all ranks failed."""
+        """Return the failure of the lowest failed rank, or None. The text names the rank unless all ranks failed."""
         failures = self.gather(failure)
         for rank, message in enumerate(failures):
             if message is not None:
@@ -117,15 +117,15 @@ class Ranks:
 
 
 def _pack(value: object) -> tuple[bytes, tuple[type[Exception], str] | None]:
-    """Return a value for other ranks, or why it cannot be sent, so that they do not wait for it."""
+    """Return (the pickled value, None) or, if it cannot be pickled, (b"", the error that all ranks raise)."""
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), None
-    except Exception as error:  # whatever objects of users' code raise
-        return b"", (RuntimeError, f"what rank 0 has cannot be sent to other ranks: {describe_error(error)}")
+    except Exception as error:  # objects from users' code may raise any error
+        return b"", (RuntimeError, f"the result of rank 0 cannot be sent to other ranks: {describe_error(error)}")
 
 
 def leave_together() -> None:
-    """Wait for all ranks, but not for long: when one rank exits, torchrun kills others that are still logging."""
+    """Wait up to 30 s for all ranks, because torchrun kills ranks that are still logging when another rank exits."""
     if Ranks.detect().size > 1:
         with suppress(RuntimeError):  # another rank may have ended in another way
             barrier = dist.barrier(async_op=True)

@@ -1,7 +1,7 @@
 """Sums, extremes and order statistics of values that data-parallel ranks hold in parts.
 
-The results are those of all values together, the same on every rank to the bit, whatever the number of ranks is. What a
-rank holds and sends for them does not grow with the number of values.
+A result covers the values of all ranks, and is the same on every rank, bit for bit. The amount of data that ranks
+exchange does not grow with the number of values.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from rl_megatron.topology.collectives import gather_from_ranks
 
-_DIGITS = (11, 11, 10)  # bits of a number that each pass of a selection looks at, the highest first
+_DIGITS = (11, 11, 10)  # bits of a number that each pass of a selection compares, the highest first
 _SIGN, _BITS = 1 << 31, (1 << 32) - 1
 
 
 class Moments(NamedTuple):
-    """The moments and extremes of values; without values 0, and ±infinity for the extremes."""
+    """The moments and extremes of values. Without values, the moments are 0, `least` is ∞ and `most` is −∞."""
 
     number: int
     mean: float
@@ -32,10 +32,10 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class RankReduction:
-    """The data-parallel ranks that hold parts of a batch. Every method is collective over them.
+    """A reduction over the data-parallel ranks that hold parts of a batch. Every method is collective over them.
 
     Attributes:
-        group: Their process group; None if this process holds everything.
+        group: Their process group; None if this process holds the whole batch.
         device: The device of the collectives.
     """
 
@@ -44,19 +44,19 @@ class RankReduction:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether this rank holds everything."""
+        """Return whether this rank holds the whole batch."""
         return self.group is None or self.group.size() == 1
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sums of all ranks' values, added up in rank order, on the host."""
+        """Return the element-wise sum of all ranks' values, added in rank order, on the host."""
         return self._gather(values).sum(0)
 
     def max(self, values: Tensor) -> Tensor:
-        """Return the largest of all ranks' values, entry by entry, on the host."""
+        """Return the element-wise maximum of all ranks' values, on the host."""
         return self._gather(values).amax(0)
 
     def _gather(self, values: Tensor) -> Tensor:
-        """Return [ranks, …]. An all-reduce could add up in another order on each tensor-parallel rank."""
+        """Return all ranks' values, [ranks, …]. An all-reduce might use another order on each tensor-parallel rank."""
         if self.is_alone:
             return values[None]
         return gather_from_ranks(values.to(self.device), self.group).cpu()
@@ -64,12 +64,12 @@ class RankReduction:
     def moments(self, values: Tensor, correction: int = 0) -> Moments:
         """Return the moments and the extremes of all ranks' values.
 
-        Every rank sends its own moments, once. They are put together as in Chan et al. 1979, "Updating formulae and a
+        Every rank sends its own moments once. They are combined as in Chan et al. 1979, "Updating formulae and a
         pairwise algorithm for computing sample variances".
 
         Args:
             values: [n] This rank's values.
-            correction: What is subtracted from the number to divide by: 1 for the sample standard deviation.
+            correction: The number to subtract from the count in the variance's denominator: 1 for the sample variance.
         """
         values = values.double()
         if not values.numel():
@@ -88,21 +88,21 @@ class RankReduction:
         return Moments(number, mean.item(), deviation.item(), least.min().item(), most.max().item())
 
     def order_statistics(self, values: Tensor, places: Sequence[int], weights: Tensor | None = None) -> list[float]:
-        """Return the values at these places of all ranks' values in ascending order.
+        """Return the values at these indices of all ranks' values in ascending order.
 
-        Several ranks select them digit by digit, as in a radix sort: every pass adds up, over the ranks, one histogram
-        of the next digit for the values that begin like the value at a place.
+        Several ranks select values digit by digit, as in a radix sort. For every place, each pass sums over the ranks a
+        histogram of the next digit of the values that begin with the digits selected so far.
 
         Args:
             values: [n] This rank's values, fp32, without NaN.
-            places: Places in the order, from 0.
-            weights: [n] How often each value counts, int64. None: once.
+            places: Indices in the ascending order, from 0.
+            weights: [n] The number of times that each value counts, int64. None: once.
         """
         if self.is_alone and weights is None:
             return values.sort().values[list(places)].tolist()
         keys = _encode_keys(values)
         weights = torch.ones_like(keys) if weights is None else weights
-        remaining = torch.tensor(places)  # each place among the values that begin with the selected digits
+        remaining = torch.tensor(places)  # the index of each place among the values that begin with its selected digits
         selected = torch.zeros(len(places), dtype=torch.int64)
         below = 32
         for digits in _DIGITS:
@@ -133,12 +133,12 @@ ALONE = RankReduction()
 
 
 def _encode_keys(values: Tensor) -> Tensor:
-    """Return integers from 0 to 2³²−1 in int64 that have the order of the fp32 values."""
+    """Return int64 numbers from 0 to 2³²−1 that sort in the same order as the fp32 values."""
     bits = (values.float() + 0.0).view(torch.int32).long() & _BITS  # adding 0 makes −0 the same as 0
     return torch.where(bits >= _SIGN, _BITS - bits, bits + _SIGN)
 
 
 def _decode_keys(keys: Tensor) -> Tensor:
-    """Return the fp32 values whose `_encode_keys` the integers are."""
+    """Return the fp32 values from which `_encode_keys` computed the keys."""
     bits = torch.where(keys >= _SIGN, keys - _SIGN, _BITS - keys)
     return torch.where(bits >= _SIGN, bits - (1 << 32), bits).int().view(torch.float32)

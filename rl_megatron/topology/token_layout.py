@@ -20,9 +20,9 @@ class TokenLayout:
 
         index[b, t] = rank · R·L + position among that rank's R·L tokens, or −1 if the model does not get the token
 
-    `scatter` takes whatever is aligned with the batch to the model's tokens, and `gather` brings it back. No other code
-    needs to know whether sequences are padded (R = B) or packed (R = 1), and over how many ranks they are cut. A
-    sequence of P positions is cut zigzag: into 2·cp equal slices, of which rank r holds r and 2·cp−1−r.
+    `scatter` moves values from the batch's order to the model's, and `gather` moves them back. No other code needs to
+    know whether sequences are padded (R = B) or packed (R = 1), and over how many ranks they are cut. A sequence is cut
+    zigzag into 2·cp equal slices; rank r holds the slices r and 2·cp−1−r.
 
     Attributes:
         index: `[B, S]`, as above.
@@ -72,7 +72,7 @@ class TokenLayout:
         return cls(index, (1, local_length), cp_group)
 
     def scatter(self, x: Tensor, fill: float) -> Tensor:
-        """Return this rank's [R, L, …] of [B, S, …], with `fill` where there is no token. It has no gradient."""
+        """Return this rank's part [R, L, …] of `x` [B, S, …], with `fill` at positions without a token. No gradient."""
         num_local, rank = math.prod(self.local_shape), 0 if self.cp_group is None else self.cp_group.rank()
         positions = self.index.flatten() - rank * num_local
         elsewhere = (positions < 0) | (positions >= num_local)
@@ -83,8 +83,8 @@ class TokenLayout:
     def gather(self, x: Tensor) -> Tensor:
         """Gather every rank's [R, L, …] into the whole [B, S, …], with 0 for tokens that the model does not get.
 
-        Every rank then computes the *same* loss from it, so each already has the full gradient of its own tokens.
-        Backward returns that part without a collective: a sum over the ranks would multiply it by cp.
+        Every rank then computes the *same* loss from the result, so each already has the full gradient of its own
+        tokens. Backward returns it without a collective, because a sum over the ranks would multiply it by cp.
         """
         everywhere = _GatherLocal.apply(x.flatten(0, 1), self.cp_group) if _size(self.cp_group) > 1 else x.flatten(0, 1)
         picked = everywhere[self.index.clamp(min=0)]
@@ -92,15 +92,15 @@ class TokenLayout:
         return picked.masked_fill(absent, 0.0)
 
     def locate_next_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where each token finds the values of the token after it, without a gradient.
+        """Return an index with which each token finds the values of the token after it, without a gradient.
 
         Args:
             x: [R, L, …] of this rank.
 
         Returns:
             (values, index). `index` [R, L] points into `values`, flattened to [*, …]; it is −1 if there is no token or
-            none follows. `values` is `x` itself, without a copy, unless sequences are cut over ranks: then it is a
-            copy, to which the values at the cuts are appended.
+            no next token. On one context-parallel rank, `values` is `x` itself. Otherwise it is a copy of `x`, followed
+            by the values of the tokens after each cut.
         """
         following = torch.nn.functional.pad(self.index[:, 1:], (0, 1), value=-1)
         if self.cp_group is None or self.cp_group.size() == 1:
@@ -130,11 +130,11 @@ def zigzag_index(
     """Return `TokenLayout.index` `[B, width]` of sequences in a pack that all ranks share.
 
     Args:
-        lengths: `[B]` tokens of each sequence.
-        starts: `[B]` where each sequence begins in the pack, over all ranks.
-        padded_lengths: `[B]` tokens that each sequence occupies in the pack, padding included.
+        lengths: `[B]` The length of each sequence.
+        starts: `[B]` The start of each sequence in the pack, in tokens over all ranks.
+        padded_lengths: `[B]` The number of tokens that each sequence occupies in the pack, padding included.
         width: S of the batch.
-        num_local: Tokens of the pack on each rank.
+        num_local: The number of the pack's tokens on each rank.
         cp_size: The number of context-parallel ranks.
     """
     position = torch.arange(width, device=lengths.device)

@@ -27,9 +27,9 @@ class Topology:
     """This run's parallel degrees, this rank's position in them, and the process groups, to be passed as arguments.
 
     world_size = tensor · pipeline · context · data. `virtual_pipeline` splits each pipeline stage into that many model
-    chunks. `expert` · `expert_tensor` divides the ranks that hold one pipeline stage. `store` is the one in which the
-    ranks met, if this package made it. `megatron_state` is megatron-core's own record of the groups; see
-    `use_in_megatron`.
+    chunks. `expert` · `expert_tensor` divides the ranks that hold one pipeline stage. `store` is the store in which the
+    ranks met, or None if this package did not create it. `megatron_state` is megatron-core's own record of the groups;
+    see `use_in_megatron`.
     """
 
     device: torch.device
@@ -75,7 +75,7 @@ class Topology:
 
     @property
     def is_last_stage(self) -> bool:
-        """Return whether this rank holds the last pipeline stage, which has losses, logits and metrics."""
+        """Return whether this rank holds the last pipeline stage, which computes logits, losses and metrics."""
         return self.pipeline_rank == self.pipeline - 1
 
     @property
@@ -123,21 +123,21 @@ def start_topology(
 
 
 def keep_launch_order(parallel: ParallelConfig) -> None:
-    """Let a GPU start kernels in the order of their launches, unless the user has set the variable.
+    """Make GPUs start kernels in launch order, unless the user has set CUDA_DEVICE_MAX_CONNECTIONS.
 
     megatron-core launches a collective of tensor- or context-parallel ranks before the matrix product that it overlaps
-    with. With several hardware queues the product may start first, and the collective would follow it. CUDA reads the
-    variable when it starts.
+    with. With several hardware queues, the product might start first and delay the collective. CUDA reads the variable
+    when it starts.
     """
     if parallel.tensor > 1 or parallel.context > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def keep_nccl_on_loopback(others: Iterable[str]) -> None:
-    """Let NCCL listen at the loopback address only, unless the user has set the variable.
+    """Make NCCL listen on the loopback interface only, unless the user has set NCCL_SOCKET_IFNAME.
 
-    NCCL reads it once, so nothing is changed if the ranks or `others`, the hosts that they send weights to, are on
-    several machines.
+    NCCL reads the variable once for all groups. So it stays unset if the ranks or `others`, the hosts to which they
+    send weights, are on several machines.
     """
     if is_on_one_node() and all(is_loopback(host) for host in others):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -180,7 +180,7 @@ def build(
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         distributed_timeout_minutes=timeout_minutes,  # pyright: ignore[reportArgumentType]  # any number works
-        create_gloo_process_groups=False,  # megatron-core would copy optimizer state with them; `checkpoint` does not
+        create_gloo_process_groups=False,  # only megatron-core's own optimizer checkpoints need them
     )
     model_parallel_cuda_manual_seed(seed)
     return Topology(
@@ -219,9 +219,9 @@ def build_beside(parallel: ParallelConfig, topology: Topology, timeout_minutes: 
 
 @contextmanager
 def keep_generators(device: torch.device) -> Iterator[None]:
-    """Restore this rank's random number generators, torch's and megatron-core's, after the block."""
+    """Restore the state of this rank's random number generators, torch's and megatron-core's, after the block."""
     tracker = get_cuda_rng_tracker()
-    assert tracker is not None  # `build` has made it
+    assert tracker is not None  # `build` has created it
     generators, state = tracker.get_states(), torch.get_rng_state()
     gpu_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
@@ -235,7 +235,7 @@ def keep_generators(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def use_in_megatron(topology: Topology) -> Iterator[None]:
-    """Let megatron-core's own process groups be those of `topology` within the block.
+    """Make megatron-core use the process groups of `topology` as its own within the block.
 
     Parts of megatron-core, such as the metadata of weights in a checkpoint, do not take groups as arguments.
     """

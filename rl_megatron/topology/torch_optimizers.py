@@ -1,4 +1,4 @@
-"""Let megatron-core's optimizers use torch alone, where it would use Transformer Engine or Apex."""
+"""Make megatron-core's optimizers use torch instead of Transformer Engine or Apex."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def torch_optimizers() -> list[tuple[Any, str, Any]]:
-    """Return what to replace in megatron-core (owner, name, value), so that it uses torch's Adam and its own norms.
+    """Return the replacements (owner, name, value) with which megatron-core uses torch's Adam and its own norms.
 
-    Its loops over weights become calls for all weights, each of which is a few kernels on a GPU.
+    Its loops over weights become single calls for all weights, which need few kernels on a GPU.
     """
     import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.optimizer as optimizer_classes
@@ -33,13 +33,13 @@ def torch_optimizers() -> list[tuple[Any, str, Any]]:
 
 
 def use_torch_optimizers() -> None:
-    """Replace them for the rest of this process."""
+    """Apply the replacements of `torch_optimizers` for the rest of this process."""
     for owner, name, value in torch_optimizers():
         setattr(owner, name, value)
 
 
 def _scale_together(_: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float) -> None:
-    """Write scale · each tensor of the first list into that of the second; with the arguments of amp_C."""
+    """Write each tensor of the first list, times `scale`, into the one at its index in the second, as in `amp_C`."""
     sources, targets = tensor_lists
     if any(source is not target for source, target in zip(sources, targets, strict=True)):
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]

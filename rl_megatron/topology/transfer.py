@@ -1,8 +1,8 @@
 """Move tensors between the host and the device with as few waits as possible.
 
-A GPU computes while the host prepares what follows, as long as neither waits for the other. An ordinary copy to a GPU
-waits, however small it is. So `send` makes one copy of everything that a step needs, from pinned memory, which does not
-wait. Reading always waits. `to_host` is the only function by which training and logprobs read from the device.
+A GPU computes while the host prepares the next work, as long as neither waits for the other. An ordinary copy to a GPU
+waits, however small it is. So `send` copies everything that a step needs at once, from pinned memory, without waiting.
+Reading always waits. `to_host` is the only function by which training and logprobs read from the device.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 Tree = TypeVar("Tree")
 
-_ALIGNMENT = 64  # bytes; kernels read more than one number at once only if a tensor begins at a multiple of 16
+_ALIGNMENT = 64  # bytes; kernels load several numbers at once only if a tensor begins at a multiple of 16
 
 
 def send(tree: Tree, device: torch.device) -> Tree:
-    """Return a copy of `tree` with its tensors on `device`. All of them are sent in one transfer. Nothing waits.
+    """Return a copy of `tree` with its tensors on `device`. They are sent in one transfer, and the host does not wait.
 
-    A tensor that occurs twice is sent once. The sent tensors share their memory, which is freed with the last of them.
+    A tensor that occurs twice is sent once. The sent tensors share one buffer, which is freed with the last of them.
 
     Args:
         tree: Nested dataclasses, mappings, lists and tuples. Anything else that is not a tensor on the host stays as it
@@ -41,17 +41,17 @@ def send(tree: Tree, device: torch.device) -> Tree:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return the tensor on the host. It waits until the device has computed it."""
+    """Return the tensor on the host, after waiting until the device has computed it."""
     return tensor.detach().cpu()
 
 
 def read_numbers(tensor: Tensor) -> list[float]:
-    """Return the numbers of a tensor of one dimension. It waits until the device has computed them."""
+    """Return the numbers of a 1-d tensor, after waiting until the device has computed them."""
     return to_host(tensor).tolist()
 
 
 def send_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return copies of the host's tensors on the device, which share their memory. Nothing waits."""
+    """Return copies of host tensors on the device, which share one buffer. The host does not wait."""
     sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     starts = [0, *accumulate(sizes)]
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -62,13 +62,13 @@ def send_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor
 
 
 def _views(buffer: Tensor, like: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
-    """Return tensors in the buffer with the shapes and dtypes of `like`, which begin at `starts`.
+    """Return views of the buffer that begin at `starts` and have the shapes and dtypes of `like`.
 
-    By `.data` each has its own version counter, so that writing to one does not count as a change of all others.
+    `.data` gives each view its own version counter. Otherwise autograd would count a write to one as a change of all.
     """
     return [
         buffer[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape).data
-        for tensor, start in zip(like, starts, strict=False)  # the last start is the end
+        for tensor, start in zip(like, starts, strict=False)  # the last start is the buffer's end
     ]
 
 

@@ -28,7 +28,7 @@ _NUMBER = torch.zeros(())  # the value of one token if it is a single number
 
 
 def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
-    """Return a runner of the model. It shares the list of model chunks, so `model.release` drops them here too."""
+    """Return a runner of the model. They share the list of model chunks, which `model.release` empties."""
     backend = choose_backend(model.config, model.topology, model.precision)
     # A score head does not compute logits, so it has nothing to fuse.
     return Runner(
@@ -44,11 +44,11 @@ def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
 def build_whole_batch(model: ShardedModel, data: Mapping[str, Any]) -> Batch:
     """Return a user's dictionary, which every rank has, as a batch on the host, where microbatches are formed.
 
-    The caller's dictionary keeps its own tensors. Ranks that do not embed a token would not report that the vocabulary
-    does not have it, and only the last pipeline stage uses temperatures. So both are checked here.
+    The caller's dictionary is unchanged. Tokens and temperatures are checked here on every rank, because only the first
+    pipeline stage embeds tokens, and only the last one uses temperatures.
 
     Raises:
-        KeyError: It has no `input_ids`.
+        KeyError: The dictionary has no `input_ids`.
         ValueError: `input_lengths` or `temperature` does not fit the batch, a token is not in the vocabulary, or a
             temperature is not positive and finite.
     """
@@ -60,7 +60,7 @@ def build_whole_batch(model: ShardedModel, data: Mapping[str, Any]) -> Batch:
         number, position = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"input_ids[{number}, {position}]={ids[number, position].item()} is not a token of the vocabulary, "
-            f"0 … {model.vocab_size - 1}; pad with a token that it has"
+            f"0 … {model.vocab_size - 1}; pad with a token of the vocabulary"
         )
     if isinstance(batch.get("temperature"), Tensor):
         _check_temperatures(batch["temperature"], ids.shape, batch.lengths)
@@ -79,8 +79,8 @@ def _check_temperatures(temperature: Tensor, shape: torch.Size, lengths: Tensor)
     if wrong.any():
         number, position = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"the temperature of token [{number}, {position}] is {per_token[number, position].item()}, and must be "
-            "positive and finite; greedy decoding does not have logprobs"
+            f"the temperature of token [{number}, {position}] is {per_token[number, position].item()}, but must be "
+            "positive and finite; logprobs are not defined for greedy decoding"
         )
 
 
@@ -94,9 +94,9 @@ def check_width(model: ModelConfig, width: int) -> None:
 
 
 def prepare(model: ShardedModel, batch: Batch) -> Batch:
-    """Return a batch that fits the model, with recorded experts only if the model replays them. Collective.
+    """Check a batch, and return it without recorded experts if the model cannot replay them. Collective.
 
-    A model with a score head (a critic) has its own routers, and a dense model has none.
+    A model with a score head (a critic) has other routers than those that were recorded, and a dense model has none.
     """
     check_width(model.config, batch.width)
     if ROUTED_EXPERTS not in batch:
@@ -111,7 +111,7 @@ def prepare(model: ShardedModel, batch: Batch) -> Batch:
 class Inference:
     """The forward passes of a model over batches. It owns only the cost model that balances microbatches.
 
-    Every method is collective, and returns values of the sequences that this rank has of the batch.
+    Every method is collective, and returns values for this rank's sequences of the batch.
     """
 
     def __init__(self, model: ShardedModel, runner: Runner):

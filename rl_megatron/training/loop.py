@@ -1,4 +1,4 @@
-"""`Loop`: the interface of a run to its training loop, which steps, trains, records, and keeps state in checkpoints.
+"""`Loop`: the interface with which a training loop iterates over steps, trains, logs metrics and keeps its state.
 
 Between steps, the run evaluates, saves, and stops on request; `rl_megatron.runs.stage` implements it.
 """
@@ -50,19 +50,19 @@ class Loop(ABC):
     def steps(self) -> Iterator[int]:
         """Yield the step numbers 1 … train.steps, or those after the newest checkpoint of this stage if it is resumed.
 
-        Between steps, the stage evaluates and saves when they are due. After the last step it does both. The first step
-        after which an evaluation reaches a goal of `train.stop_at` is the last.
+        Between steps, the stage evaluates and saves checkpoints when they are due. After the last step it does both. If
+        an evaluation reaches a goal of `train.stop_at`, no further step follows.
 
         Raises:
-            RunStopped: The run ends early. What has been trained is saved.
+            RunStopped: The run ends early, after a checkpoint was saved.
         """
 
     @abstractmethod
     def batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, Batch]]:
         """Yield each step with its batch of `train.global_batch_size` sequences, in shuffled epochs. Collective.
 
-        Each data-parallel replica reads an equal part of the batch, and the sequences then go to their owners. A
-        resumed stage gets the same batches as an uninterrupted one.
+        Each data-parallel replica reads an equal part of the batch, and sends each sequence to its owner, the rank that
+        trains on it. A resumed stage gets the same batches as an uninterrupted one.
         """
 
     @abstractmethod
@@ -71,16 +71,16 @@ class Loop(ABC):
 
     @abstractmethod
     def distinct_batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[BatchedDataDict]:
-        """Yield every item that the stage's steps read exactly once, in batches, in the order of its first use."""
+        """Yield the items that the stage's steps read, in batches. Each item occurs once, in the order of first use."""
 
     @abstractmethod
     def batch_number(self, step: int) -> int:
-        """Return the number of the batch of a step, counted from 1. It is larger than the step after a roll-back."""
+        """Return the number of a step's batch, counted from 1. After a roll-back, it is larger than the step number."""
 
     @property
     @abstractmethod
     def next_batch_number(self) -> int:
-        """Return the number of the batch after that of the current step."""
+        """Return the number of the batch that follows the current step's batch."""
 
     @abstractmethod
     def train(
@@ -101,13 +101,13 @@ class Loop(ABC):
             teacher: The model whose logits the loss reads as `teacher_logits`, or None.
 
         Raises:
-            NonFiniteLoss: The loss is NaN or infinite; the message names the stage and step. Checkpoints stay.
-            RanksDiffer: A desync check was due, and ranks have different batches or weights.
+            NonFiniteLoss: The loss is NaN or infinite; the message names the stage and step. Checkpoints are kept.
+            RanksDiffer: A desync check found ranks with different batches or weights.
         """
 
     @abstractmethod
     def record(self, step: int, report: dict[str, float]) -> None:
-        """Log the metrics of a step with its costs, and warn if they are unusual. Collective."""
+        """Log the metrics of a step with its times, memory and throughput, and warn if they are unusual. Collective."""
 
     @abstractmethod
     def use_loader(self, loader: DataLoader[Any]) -> None:
@@ -117,7 +117,7 @@ class Loop(ABC):
     def keep(self, name: str, part: Resumable) -> None:
         """Keep the state of `part` in checkpoints, and restore it when the stage is resumed.
 
-        Call it before `steps`. Built in are "order", "roll_back", "schedule", "loader" and "sampler".
+        Call it before `steps`. Names in use are "order", "roll_back", "schedule", "loader" and "sampler".
 
         Raises:
             ValueError: The stage keeps a part of this name already.
@@ -125,7 +125,7 @@ class Loop(ABC):
 
     @abstractmethod
     def close_at_end(self, part: Closes) -> None:
-        """Close something with the stage, before its rollout engine."""
+        """Close `part` when the stage ends, before its rollout engine is closed."""
 
     @property
     @abstractmethod
@@ -135,4 +135,4 @@ class Loop(ABC):
     @property
     @abstractmethod
     def rollout_files(self) -> Path:
-        """Return the directory of the stage's files of rollouts."""
+        """Return the directory of the stage's rollout files."""

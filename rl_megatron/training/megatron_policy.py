@@ -54,13 +54,13 @@ _READ = ("input_ids", "input_lengths", "token_mask", "temperature", ROUTED_EXPER
 class MegatronPolicy(ColocatablePolicyInterface):
     """A model with its optimizer. Every rank calls every method with the same arguments and gets the same result.
 
-    Instead of the same dictionary, ranks may pass the sequences that each of them owns (`Batch`). They then get the
-    results of these.
+    Instead of the same dictionary, each rank may pass the sequences that it owns (`Batch`), and gets the results for
+    them.
 
-    The policy distributes sequences over data-parallel ranks, and adds padding sequences with zero loss weight if their
-    number does not divide. An algorithm therefore does not depend on the layout. The caller's batch is not changed or
-    moved: each rank sends only its own sequences to its device. With `head="score"` the policy is a reward model or a
-    critic. Without `optimizer` it cannot be trained.
+    The policy distributes sequences over data-parallel ranks, and adds padding sequences with zero loss weight if the
+    ranks do not divide their number. An algorithm therefore does not depend on the layout. The caller's batch is not
+    changed or moved: each rank sends only its own sequences to its device. With `head="score"` the policy is a reward
+    model or a critic. Without `optimizer` it cannot be trained.
 
     Attributes:
         model: The sharded model, which owns the weights and their version.
@@ -96,9 +96,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
     ):
         """Build the policy with random weights or, with `initialise=False`, with zeros until they are loaded.
 
-        With `peft` it trains adapters, and a score head if it has one; all other weights stay as they are. It skips up
-        to `max_skipped_steps` optimizer steps in a row whose loss or gradient norm is not finite. The learning rate
-        decays until `optimizer.decay_steps`, or until `total_steps`; a decay without both is refused.
+        With `peft`, the policy trains adapters, `peft.modules_to_save` and a score head; all other weights are frozen.
+        It skips up to `max_skipped_steps` optimizer steps in a row whose loss or gradient norm is not finite. The
+        learning rate decays until `optimizer.decay_steps` or, by default, `total_steps`; a decay needs one of them.
         """
         self.model = ShardedModel(
             model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head, initialise=initialise,
@@ -147,8 +147,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
     ) -> Self:  # fmt: skip
         """Build a policy from a checkpoint that was saved under any parallel layout.
 
-        Model, vocabulary size, head and precision are the checkpoint's. The other arguments are those of `from_hf`, and
-        `weights_only` is that of `load_checkpoint`.
+        The model is the checkpoint's, and so are vocabulary size, head and precision unless `options` has them. The
+        other arguments are those of `from_hf`, and `weights_only` is that of `load_checkpoint`.
 
         Raises:
             ConfigError: The checkpoint cannot be read, or the parallel degrees do not fit.
@@ -156,7 +156,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         path = Path(path)
         manifest = read_manifest(path)
         if holds_adapter(manifest):
-            find_base(path, manifest)  # an adapter alone does not make a policy
+            find_base(path, manifest)  # an adapter needs the checkpoint of its base
         topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
         options = {key: manifest[key] for key in ("vocab_size", "head", "precision") if key in manifest} | options
         initialise = check_head(path, manifest, options.get("head", "lm"), weights_only)
@@ -174,12 +174,13 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
         Args:
             batch: The sequences on the ranks that have produced them.
-            sizes: The number of sequences of each optimizer step, each of which is spread evenly over the ranks. None:
+            sizes: The number of sequences of each optimizer step. Each step is spread evenly over the ranks. None:
                 every step has as many trajectories as the policy's global batch size.
-            groups: [B] A number for each sequence, the same for neighbours that one rank must own. None: ranks own any.
+            groups: [B] A number for each sequence. One rank owns all neighbours that have the same number. None: there
+                are no groups.
 
         Raises:
-            ConfigError: A sequence alone exceeds the tokens of a microbatch.
+            ConfigError: A single sequence exceeds the token limit of a microbatch.
         """
         if batch.is_whole:
             return batch.keep_all()
@@ -192,7 +193,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
     # --- training ---
 
     def prepare_for_training(self) -> None:
-        """Put the model into training mode, and move gradients and optimizer state to the device.
+        """Put the model into training mode, with gradient buffers and optimizer state on the device.
 
         Raises:
             RuntimeError: The policy was built without an optimizer.
@@ -204,7 +205,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.model.set_training(True)
 
     def finish_training(self) -> None:
-        """Put the model into evaluation mode. Collective as `ShardedModel.gather_parameters` is."""
+        """Put the model into evaluation mode. Collective if `ShardedModel.gather_parameters` is."""
         self.model.gather_parameters()
         self.model.set_training(False)
 
@@ -232,23 +233,23 @@ class MegatronPolicy(ColocatablePolicyInterface):
             mbs: The number of sequences per forward pass. The default is that of `batching`.
             sizes: The number of sequences of each optimizer step, instead of `gbs`.
             teacher: The model whose logits the loss reads as `teacher_logits`, sharded like the policy's.
-            on_policy: A policy gradient loss may take `prev_logprobs` from the forward pass of the one step, if the
-                batch does not have them, because they are those of the policy before that step.
+            on_policy: Whether the weights are those that sampled the batch. If there is only one step, a policy
+                gradient loss then computes missing `prev_logprobs` in the step's own forward pass.
 
         Returns:
             The loss's metrics, with `packing_efficiency` (tokens per token slot that the model computed), `grad_norm`
             (before clipping; also of groups of layers, as in `grad_norm_embedding`), `grad_norm_clipped`, `lr` and
             `num_updates`, and `skipped_steps` if steps may be skipped; a skipped step has no metrics of the loss. Each
-            metric is reduced over a global batch as it declares, and then over steps: minima and maxima stay minima and
-            maxima, and others are averaged.
+            metric is reduced over a global batch as the loss declares, and then over steps: the minimum of minima, the
+            maximum of maxima, and the mean of all others.
 
         Raises:
             NonFiniteLoss: The loss or the gradient norm is not finite, and the step may not be skipped. It is raised on
                 every rank before a weight has changed.
             ValueError: The batch has no sequence or no token, a token is not in the vocabulary, or tensors do not fit
                 each other; a size is not a whole number above 0, `sizes` do not add up to the batch, or they would
-                separate sequences that the loss needs together (preference pairs); `prev_logprobs` are missing without
-                `on_policy`, or with more than one step.
+                separate sequences that the loss needs together (preference pairs); `prev_logprobs` are missing, and
+                there are several steps or `on_policy` is false.
         """
         loss, gbs = as_loss(loss_fn), self._global_batch_size if gbs is None else gbs
         require_count("gbs", gbs)
@@ -300,9 +301,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return step
 
     def as_batch(self, data: Mapping[str, Any], keys: Sequence[str] = ()) -> Batch:
-        """Return a user's dictionary as a batch, with some of its keys or all; a batch stays as it is.
+        """Return a user's dictionary as a `Batch` with only `keys`, or with all keys by default.
 
-        All other code sees batches only. The errors are those of `build_whole_batch`.
+        A `Batch` is returned unchanged. The errors are those of `build_whole_batch`.
         """
         if isinstance(data, Batch):
             return data
@@ -373,7 +374,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def freeze_reference(self) -> None:
         """Copy the current weights into a frozen reference model, which is kept beside the policy.
 
-        A policy with adapters is compared with itself instead, with the adapters that it has now.
+        For a policy with adapters, the reference shares its frozen weights and keeps only the current adapters.
         """
         self.model.require_head("lm", "freeze_reference")
         self.reference = None  # first, so that there is never a third model in memory
@@ -385,8 +386,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def record_reference(self, path: Path, batches: Iterable[BatchedDataDict]) -> None:
         """Compute reference logprobs of `batches` with the current weights, and keep them instead of a second model.
 
-        The reference then has logprobs of these sequences only, in whatever batches they come. They are stored in the
-        file `path`. Logprobs of the same weights that the file already has are not computed again.
+        The reference then has logprobs of these sequences only, in whatever batch they are, and stores them in `path`.
+        If the file has logprobs of the same weights, they are not computed again.
         """
         self.model.require_head("lm", "record_reference")
         self.reference = None
@@ -395,7 +396,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.reference = recorded
 
     def get_reference_policy_logprobs(self, data: BatchT, micro_batch_size: int | None = None) -> BatchT:
-        """Return `reference_logprobs` [B, S] of the reference that was frozen or recorded, as `get_logprobs` does."""
+        """Return `reference_logprobs` [B, S] of the frozen or recorded reference, in the format of `get_logprobs`."""
         self.model.require_head("lm", "get_reference_policy_logprobs")
         if (reference := self.reference) is None:
             raise RuntimeError("there is no reference policy yet; call freeze_reference() first")

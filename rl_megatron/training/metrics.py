@@ -21,7 +21,7 @@ from rl_megatron.topology.transfer import read_numbers, send
 
 
 class NonFiniteLoss(RunFailed):
-    """The error if a loss is NaN or infinite, raised on every rank before the optimizer changes a weight."""
+    """The error for a NaN or infinite loss or gradient norm, raised on every rank before a weight changes."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Denominators:
 
     @classmethod
     def count(cls, batch: Mapping[str, Tensor], ranks: RankReduction = ALONE) -> Denominators:
-        """Count a global batch, of which `batch` has this rank's sequences. Collective over `ranks`."""
+        """Count the global batch, given this rank's sequences of it. Collective over `ranks`."""
         sample_mask, mask = batch["sample_mask"].double(), batch["token_mask"][:, 1:].double()
         tokens = (mask.sum(1) * sample_mask).sum()
         width = torch.full_like(sample_mask, batch["input_ids"].size(1))
@@ -58,7 +58,7 @@ def reduce_metrics(
 ) -> dict[str, float]:
     """Return each metric of the last stage's microbatches, reduced as the loss declares, on every rank.
 
-    It is reduced over microbatches, then over data-parallel ranks (context- and tensor-parallel ranks hold equal
+    Metrics are reduced over microbatches, then over data-parallel ranks (context- and tensor-parallel ranks hold equal
     values), and sent to all pipeline stages, with at most one collective for each kind of reduction. A metric that only
     some microbatches return is reduced over those. The host waits for the device once.
 
@@ -67,7 +67,7 @@ def reduce_metrics(
         loss_fn: The loss.
         batches: The microbatches.
         topology: The layout.
-        step_metrics: Further metrics, which every rank has already. Those that are NaN are left out.
+        step_metrics: Further metrics, equal on all ranks. NaN values are left out.
 
     Raises:
         ValueError: On every rank, if a microbatch returns a metric whose reduction is not declared.
@@ -79,8 +79,8 @@ def reduce_metrics(
     by_kind = {kind: sorted(name for name in reductions if reductions[name] is kind) for kind in Reduction}
     names = [name for kind in Reduction for name in by_kind[kind]]
     # A rank does not know the metrics of other ranks' microbatches. So every rank sends the same shape, which follows
-    # from the declarations: a value for each name, 1 if any microbatch has it, and 1, or 2 if any returns undeclared
-    # names.
+    # from the declarations: a value for each name; 1 or 0 for each name, whether any microbatch has it; and a last
+    # number, 2 if any microbatch returns undeclared names and otherwise 1.
     reduced = torch.zeros(2 * len(names) + 1, dtype=torch.float64, device=device)
     if topology.is_last_stage:
         parts = {kind: _reduce_microbatches(kind, by_kind[kind], reports) for kind in Reduction if by_kind[kind]}
@@ -108,7 +108,7 @@ def reduce_metrics(
 
 
 def _reduce_microbatches(kind: Reduction, names: list[str], reports: list[dict[str, Tensor]]) -> Tensor:
-    """Return the metrics [names] of one kind of reduction, over microbatches.
+    """Return the metrics [names] of one kind of reduction, reduced over microbatches.
 
     A missing metric contributes the reduction's identity.
     """

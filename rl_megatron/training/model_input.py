@@ -31,7 +31,7 @@ class ModelInput:
         packing: How sequences are packed; None if they are padded.
         sharding: How the model's output is distributed over ranks.
         padding: `[R, L]`, true for tokens that do not count in the balance of experts, or None if no router needs it.
-            If recorded experts are replayed, it has the tokens' numbers too (`number_tokens`).
+            If recorded experts are replayed, it encodes the tokens' numbers, too (`number_tokens`).
         experts: `[R, L, layers, k]`, the recorded experts in the layers of this rank; None if none are replayed.
     """
 
@@ -81,8 +81,8 @@ class ModelInput:
     def select_padding(self, model_chunk: torch.nn.Module, topology: Topology) -> Tensor | None:
         """Return `padding` as megatron-core expects it for this model chunk.
 
-        Under sequence parallelism, the model chunk with the embedding takes the whole mask and splits it itself; other
-        model chunks get this rank's part.
+        Under sequence parallelism, the model chunk with the embedding needs the whole mask and splits it itself; other
+        model chunks need this rank's part.
         """
         if self.padding is not None and topology.sequence and not unwrap(model_chunk).pre_process:
             return self.padding.chunk(topology.tensor, dim=1)[topology.tensor_rank]
@@ -95,7 +95,7 @@ class PreparedStep:
 
     Attributes:
         experts: [N, layers, k] The recorded experts of this rank's tokens by number, or None if none are replayed.
-        shapes: (sequences, padded tokens of each over all ranks) of each microbatch.
+        shapes: (number of sequences, padded length over all ranks) of each microbatch.
     """
 
     microbatches: list[Microbatch]
@@ -105,9 +105,9 @@ class PreparedStep:
 
 
 def number_all_tokens(unnumbered: Sequence[ModelInput]) -> tuple[list[ModelInput], Tensor | None]:
-    """Return the microbatches with their tokens numbered, and the recorded experts [N, layers, k] by number.
+    """Return the inputs with their tokens numbered, and the recorded experts [N, layers, k] by token number.
 
-    If no recorded experts are replayed, the microbatches are returned as they are, with None.
+    If no recorded experts are replayed, return the inputs unchanged, and None.
     """
     numbered, recorded, first = [], [], 0
     for model_input in unnumbered:
@@ -120,9 +120,9 @@ def number_all_tokens(unnumbered: Sequence[ModelInput]) -> tuple[list[ModelInput
 
 
 def _most_counted(batch: BatchedDataDict, layout: TokenLayout, shards: int) -> int:
-    """Return the evaluated tokens of the sequence-parallel rank that has most of them.
+    """Return the largest number of evaluated tokens on a sequence-parallel rank.
 
-    A token is evaluated at the one before it. Without `token_mask`, all tokens are evaluated.
+    A token is evaluated at the position before it. Without `token_mask`, all tokens are evaluated.
     """
     ids = batch["input_ids"]
     mask = batch["token_mask"] * batch["sample_mask"][:, None] if "token_mask" in batch else torch.ones_like(ids)
@@ -132,7 +132,7 @@ def _most_counted(batch: BatchedDataDict, layout: TokenLayout, shards: int) -> i
 
 
 def _weighted_tokens(batch: BatchedDataDict) -> Tensor:
-    """Return `[b, S]`, true for every token within its sequence, for sequences with a loss weight above 0."""
+    """Return `[b, S]`, true for the tokens (without padding) of sequences with a loss weight above 0."""
     ids = batch["input_ids"]
     weighted = (batch["sample_mask"] > 0)[:, None].expand(ids.shape)
     if "input_lengths" not in batch:

@@ -63,9 +63,9 @@ def has_replicas(config: TransformerConfig, topology: Topology) -> bool:
 
 @torch.no_grad()
 def complete_gradients(model_chunks: list[DistributedDataParallel]) -> None:
-    """Gather the summed gradients of all its parameters on every rank. Collective.
+    """Gather the summed gradients of all parameters on every rank. Collective.
 
-    Under the distributed optimizer, after a backward pass each rank has only the sums for the weights that it updates.
+    With the distributed optimizer, a rank has only the sums for the weights that it updates after a backward pass.
     """
     for model_chunk in model_chunks:
         if not model_chunk.ddp_config.use_distributed_optimizer:
@@ -114,9 +114,9 @@ def build_optimizer(
 
 
 def _count_once(optimizer: MegatronOptimizer, topology: Topology) -> None:
-    """Let the gradient norm count the weights of experts that are whole on several ranks once.
+    """Make the gradient norm count an expert's weight once if several ranks hold all of it.
 
-    megatron-core counts whole weights on the first tensor-parallel rank. Experts are split over other ranks.
+    megatron-core counts such weights on the first tensor-parallel rank only, but other ranks split the experts.
     """
     for part in list_parts(optimizer):
         if any(group["is_expert_parallel"] for group in part.optimizer.param_groups):
@@ -124,7 +124,7 @@ def _count_once(optimizer: MegatronOptimizer, topology: Topology) -> None:
 
 
 def fuse(optimizer: MegatronOptimizer) -> None:
-    """Let torch's AdamW update each parameter in one kernel. The implementations of other libraries do so anyway.
+    """Make torch's AdamW update each parameter in one kernel. Adam of other libraries always does.
 
     torch's default is a loop of many operations per parameter on a CPU. On a GPU it handles all parameters at once, but
     allocates as much memory as they take.

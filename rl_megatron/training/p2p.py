@@ -1,8 +1,8 @@
 """Send activations and gradients between pipeline stages, whose microbatches may differ in shape.
 
-megatron-core's stages send each other each shape before each tensor. That waits for the device at every send. If two
-stages interleave model chunks, each is both the next and the previous stage of the other, and shapes reach the wrong
-receiver. Here every stage knows the plan of all microbatches, and so the shape of each tensor that it receives.
+megatron-core's stages send a shape before each tensor, so the host waits for the device at every send. If two stages
+interleave model chunks, each is both the next and the previous stage of the other, and shapes reach the wrong receiver.
+Here every stage knows the plan of all microbatches, and so the shape of each tensor that it receives.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Shape = tuple[int, int]
 class PlannedCommunicator(P2PCommunicator):
     """megatron-core's communicator, which takes the shapes of received tensors from the plan.
 
-    With interleaving, microbatches run in groups of as many as there are stages; without, all are one group. For each
-    group, activations arrive model chunk by model chunk, and gradients likewise. The first stage receives no
-    activations for its first model chunk, and the last stage no gradients for its last.
+    With interleaving, microbatches run in groups of one per stage; without, all of them are one group. In each group,
+    activations arrive model chunk by model chunk, and so do gradients. The first stage receives no activations for its
+    first model chunk, and the last stage receives no gradients for its last one.
 
-    `shapes` are (sequences, tokens of a sequence over all ranks) of each microbatch, in order. A pack is one sequence.
+    `shapes` are (number of sequences, padded length over all ranks) of each microbatch. A pack is one sequence.
     """
 
     def __init__(self, topology: Topology, config: TransformerConfig, shapes: Sequence[Shape]):

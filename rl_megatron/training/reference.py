@@ -1,4 +1,4 @@
-"""The reference of a policy: a second model, its own model with other adapters, or recorded logprobs.
+"""The reference of a policy: a second model, the policy's model with other adapters, or recorded logprobs.
 
 `ReferenceModel` is on the device or in host memory. `AdapterReference` needs no second model. `RecordedReference` has
 the logprobs of offline data, computed once, and needs no model at all.
@@ -64,10 +64,10 @@ class ReferenceModel:
 
 
 class AdapterReference:
-    """A model with the adapters that it had when this was built. It shares the model's weights.
+    """The policy's model with the adapters that it had when the reference was built. The weights are shared.
 
-    If the adapters had not been trained by then, they are switched off during a call. Otherwise they are copied, and
-    the copies replace them during a call. Frozen adapters take part in either case.
+    If the adapters were untrained, a call switches them off. Otherwise the reference keeps copies of them, which
+    replace the current adapters during a call. Frozen adapters take part in either case.
     """
 
     def __init__(self, model: ShardedModel, inference: Inference):
@@ -78,7 +78,7 @@ class AdapterReference:
             self._start = [weight.detach().clone() for weight in self._weights()]
 
     def logprobs(self, batch: Batch, batching: Batching) -> Tensor:
-        """Return logprobs [B, S] fp32 under the weights at the start. Entry t corresponds to token t. Collective."""
+        """Return logprobs [B, S] fp32 with the original adapters. Entry t corresponds to token t. Collective."""
         self._model.gather_parameters()
         self._model.set_training(False)
         with self._model.adapters_off(trained_only=True) if self._start is None else self._use_weights(self._start):
@@ -140,7 +140,7 @@ class HostWeights:
 
 
 class RecordedReference:
-    """The logprobs of recorded sequences, each at its `temperature` (default 1). It owns them and their file.
+    """The logprobs of recorded sequences, each at its `temperature` (default 1). It owns the logprobs and their file.
 
     Sequences are recognized by their tokens and temperature. Therefore a sequence may come in any batch, and a resumed
     run may read more sequences than before.
@@ -153,14 +153,14 @@ class RecordedReference:
         replaces it. `reference` is the digest of the reference's weights (`digest_weights`).
         """
         self._path, self._reference, self._ranks = path, reference, ranks
-        tensors = ranks.share(self._read)  # three of them: a view would be sent with its whole storage
+        tensors = ranks.share(self._read)  # not as views: each would be pickled with its whole storage
         self._sequences: dict[bytes, Tensor] = _split(*tensors)
 
     def complete(self, batches: Iterable[BatchedDataDict], logprobs: _Logprobs) -> None:
         """Record the sequences of `batches` that are not recorded yet. Collective.
 
-        The file is written once, at the end, so it is either complete or unchanged. If it cannot be written, there is a
-        warning, and the logprobs are kept in memory alone. `logprobs` returns the logprobs [B, S] of a batch.
+        The file is written once, at the end, so it is either complete or unchanged. If it cannot be written, a
+        warning is logged, and the logprobs are kept in memory only. `logprobs` returns the logprobs [B, S] of a batch.
         """
         num_recorded = len(self._sequences)
         for batch in batches:

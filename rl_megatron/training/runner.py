@@ -1,7 +1,7 @@
-"""Run microbatches to gradients and metrics, on megatron-core's pipeline schedules.
+"""Compute gradients and metrics of microbatches with megatron-core's pipeline schedules.
 
-Nothing scales a loss. Losses arrive divided by global counts that were known before the first forward, and every
-microbatch contributes its part. The parts add up over microbatches (here), over data-parallel ranks (DDP sums) and over
+Losses are not scaled here. They are already divided by global counts, which are known before the first forward, so that
+the losses of microbatches only have to be summed: over microbatches (here), over data-parallel ranks (by DDP) and over
 context-parallel ranks (each backpropagates its own tokens).
 """
 
@@ -51,12 +51,12 @@ _Prepared = tuple[Microbatch, ModelInput, int | None]
 
 @dataclass(frozen=True)
 class FusedHead:
-    """The choice that losses read logits one token block at a time (`linear_logprobs`).
+    """The setting with which losses compute logits one token block at a time (`linear_logprobs`).
 
     Losses that need whole logits still get them.
 
     Attributes:
-        block_tokens: Tokens of a block; None for the default of `linear_logprobs`.
+        block_tokens: The number of tokens of a block; None for the default of `linear_logprobs`.
     """
 
     block_tokens: int | None = None
@@ -67,10 +67,10 @@ class Runner:
     """This rank's model chunks, and how it runs them over microbatches.
 
     Attributes:
-        vocab_size: Tokens of the tokenizer. The padded vocabulary beyond it never enters a softmax.
+        vocab_size: The size of the tokenizer's vocabulary. Padding beyond it never enters a softmax.
         backend: The backend of the layers, as `choose_backend` returns it.
         fused_head: How losses read logits block by block; None if they read whole logits.
-        has_dropout: Whether adapters drop numbers of their inputs while they train.
+        has_dropout: Whether adapters apply dropout to their inputs in training.
     """
 
     model_chunks: list[torch.nn.Module]
@@ -95,14 +95,15 @@ class Runner:
             loss_fn: The loss.
             denominators: The global counts that the loss divides by.
             forward_only: Compute the loss and its metrics, but no gradient.
-            number: The number of the optimizer step. It seeds dropout together with the tokens of a microbatch, so that
-                every layout with the same microbatches drops the same, also after a resume, except under context
+            number: The number of the optimizer step. Dropout is seeded by it and by the tokens of a microbatch. So
+                layouts with the same microbatches drop the same elements, also after a resume, except under context
                 parallelism.
 
         Returns:
             Every metric, reduced as it is declared, the same on all ranks. "loss" is the value of `loss_fn` alone. With
             `model.router_aux_loss` above 0, the gradient also has the balancing loss, reported as "router_aux_loss".
-            If recorded experts are replayed, "mismatch_routing" is the share of them that routers would not choose.
+            If recorded experts are replayed, "mismatch_routing" is the share of (token, layer) pairs for which the
+            router would choose other experts.
 
         Raises:
             NonFiniteLoss: On every rank, if the loss is NaN or infinite. The message names the microbatch and metrics.
@@ -157,7 +158,7 @@ class Runner:
 
     @torch.no_grad()
     def next_token_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """Return [b, S−1] of each microbatch on the last pipeline stage, and an empty list on other stages."""
+        """Return the logprobs [b, S−1] of each microbatch on the last pipeline stage, and [] on other stages."""
 
         def read(batch: BatchedDataDict, logits: Tensor | DeferredLogits, sharding: Sharding) -> Tensor:
             mask = batch["token_mask"] * batch["sample_mask"][:, None] if "token_mask" in batch else None
@@ -171,9 +172,9 @@ class Runner:
 
     @torch.no_grad()
     def scores(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """Return [b, S] fp32 of each microbatch, for a model with a score head; stages as `next_token_logprobs`.
+        """Return the scores [b, S] fp32 of each microbatch on the last pipeline stage, and [] on other stages.
 
-        Entry t is the score after token t.
+        Entry t is the score after token t. The model must have a score head.
         """
 
         def read(batch: BatchedDataDict, output: Tensor, sharding: Sharding) -> Tensor:
@@ -184,10 +185,10 @@ class Runner:
 
     @torch.no_grad()
     def topk_logits(self, microbatches: list[Microbatch], k: int) -> list[Tensor]:
-        """Return the k largest logits after each token, [b, S, k, 2] int32; stages as `next_token_logprobs`.
+        """Return the k largest logits of each microbatch, [b, S, k, 2] int32, on the last stage, and [] on others.
 
-        The last dimension holds the bits of the logit (fp32) and its token id, so that both stay exact when they are
-        sent between ranks.
+        Entry t is read after token t. The last dimension holds the bits of the logit (fp32) and its token id, so that
+        both stay exact when they are sent between ranks.
         """
 
         def read(batch: BatchedDataDict, logits: Tensor, sharding: Sharding) -> Tensor:
@@ -199,9 +200,9 @@ class Runner:
 
     @torch.no_grad()
     def deferred_logits(self, microbatches: list[Microbatch]) -> list[DeferredLogits]:
-        """Return the logits of each microbatch, to be computed later; stages as `next_token_logprobs`.
+        """Return the deferred logits of each microbatch on the last pipeline stage, and [] on other stages.
 
-        They are hidden states, sharded like the microbatch's other outputs, and this rank's part of the head's weight.
+        They hold hidden states, sharded like the microbatch's other outputs, and this rank's part of the head's weight.
         """
         logits: list[DeferredLogits] = []
 
@@ -218,7 +219,7 @@ class Runner:
         return self._run_schedule(prepared, read, forward_only=True, head=head, collect=True)[: len(microbatches)]
 
     def _choose_head(self) -> DeferredHead | UncopiedHead | None:
-        """Return how logits reach losses that can read them in any memory layout, or block by block."""
+        """Return the head for losses that can read logits in any memory layout, or block by block."""
         if self.fused_head is None:
             return UncopiedHead.find(self.model_chunks)
         return DeferredHead.find(self.model_chunks, self.fused_head.block_tokens)
@@ -230,7 +231,7 @@ class Runner:
         """Run the schedule of the pipeline, and return `read(batch, output, sharding)` of every microbatch.
 
         Only the last stage has an output; others return an empty list. `head` computes the output from that of the
-        model; without a head, it is contiguous logits or scores.
+        model; without a head, the output is the model's contiguous logits or scores.
         """
         topology, config, shapes = self.topology, get_model_config(self.model_chunks[0]), prepared.shapes
         config.variable_seq_lengths = len(set(shapes)) > 1
@@ -305,9 +306,9 @@ class Runner:
         return [zlib.crc32(ids.tobytes(), number) for ids in tokens]
 
     def _fill_up(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """Return as many microbatches as the schedule needs: the interleaved one takes multiples of the stages.
+        """Return as many microbatches as the schedule needs: with interleaving, a multiple of the number of stages.
 
-        The shortest microbatch is repeated with zero loss weight.
+        To fill up, the shortest microbatch is repeated with zero loss weight.
         """
         missing = -len(microbatches) % self.topology.pipeline if self.topology.virtual_pipeline > 1 else 0
         if not missing:
@@ -324,7 +325,7 @@ def _in_double(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 def _report_begun(microbatches: list[_Prepared]) -> Iterator[_Prepared]:
-    """Yield the microbatches, and report before each how many were begun."""
+    """Yield the microbatches, and report before each how many have begun."""
     for begun, microbatch in enumerate(microbatches):
         report_progress(begun, len(microbatches), "microbatches")
         yield microbatch

@@ -36,7 +36,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """Plans the optimizer steps of batches for a model."""
+    """A planner of the optimizer steps of batches for a model."""
 
     model: ShardedModel
     cost: SequenceCost
@@ -51,7 +51,7 @@ class StepPlanner:
         teacher: Teacher | None = None,
         on_policy: bool = True,
     ) -> Iterator[OptimizerStep]:
-        """Check a batch, and return an iterator over its optimizer steps, each planned when it is taken.
+        """Check a batch, and return an iterator over its optimizer steps, which plans each step when it is requested.
 
         It is collective over the ranks that share the batch; arguments and errors are those of `MegatronPolicy.train`.
         """
@@ -104,7 +104,7 @@ class StepPlanner:
 
 
 def _require_logprobs(batch: Batch, loss: Loss, on_policy: bool, steps: int) -> None:
-    """Refuse a batch without the logprobs from before the first step, if the loss reads them and needs them."""
+    """Refuse a batch without logprobs that the loss reads, unless it can compute them in the one on-policy step."""
     missing = ", ".join(repr(key) for key in sorted(loss.on_policy_keys) if key not in batch)
     if not missing or not loss.reads_on_policy_keys:
         return
@@ -116,8 +116,8 @@ def _require_logprobs(batch: Batch, loss: Loss, on_policy: bool, steps: int) -> 
         )
     if steps > 1:
         raise ValueError(
-            f"{loss.display_name} needs {missing} for {steps} optimizer steps, of which only the first one is "
-            f"on-policy: {compute}"
+            f"{loss.display_name} needs {missing}, because only the first of {steps} optimizer steps is on-policy: "
+            f"{compute}"
         )
 
 

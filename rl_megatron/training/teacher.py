@@ -46,8 +46,8 @@ class Teacher:
     ):
         """Initialise the teacher with the weights of `model`, and freeze them.
 
-        With `own_layout` the model has another topology than the policy, and batches whose sequences have owners are
-        gathered for it.
+        With `own_layout`, the model has another topology than the policy, so batches that are distributed over the
+        policy's ranks are gathered for it.
         """
         self._own_layout = own_layout
         self.model = model
@@ -74,7 +74,7 @@ class Teacher:
         """Return the plan with the teacher's logits of each microbatch as `teacher_logits`.
 
         They are sharded like the student's, and computed from hidden states when a loss reads them. The hidden states
-        of all microbatches of the step are kept until then. Only the last pipeline stage, which has the loss, has them.
+        of all microbatches of the step are kept until then. Only the last pipeline stage has teacher logits.
         """
         with self._use_weights():
             deferred = self._runner.deferred_logits(plan.microbatches)
@@ -82,14 +82,14 @@ class Teacher:
             return plan
         microbatches = []
         for microbatch, logits in zip(plan.microbatches, deferred, strict=True):
-            # The weight itself: the parameter may leave the device before the loss reads it.
+            # Keep the weight's tensor, because the parameter may be offloaded before the loss reads it.
             logits = replace(logits, weight=logits.weight.detach())
             batch = BatchedDataDict(microbatch.batch | {"teacher_logits": logits})
             microbatches.append(replace(microbatch, batch=batch))
         return replace(plan, microbatches=microbatches)
 
     def _gather(self, batch: Batch) -> Batch:
-        """Return the sequences that the model reads: all of them on every rank if it has another layout."""
+        """Return the batch for the model: if it has another layout, all sequences on every rank."""
         if batch.is_whole or not self._own_layout:
             return batch
         values = batch.gather_on_rank_0([key for key in _READ if key in batch])
@@ -161,7 +161,7 @@ def check_vocabulary(path: Path, tokenizer: Tokenizer) -> None:
     student = f"a vocabulary of {tokenizer.vocab_size}, digest {tokenizer.digest[:8]}"
     raise ConfigError(
         f"algorithm.teachers: the teacher {path} has another tokenizer (a vocabulary of {size}, digest {digest[:8]}) "
-        f"than the student ({student}), and distillation compares both models' distributions token by token; set "
+        f"than the student ({student}), but distillation compares both models' distributions token by token; set "
         "tokenizer.path to the teacher's tokenizer and train the student with it, or choose a teacher with the "
         "student's tokenizer"
     )

@@ -1,7 +1,7 @@
-"""Bring the values of tokens from the ranks that computed them to the hosts of all ranks that have their sequences.
+"""Send the values of tokens from the ranks that computed them to the ranks that have the sequences, on the host.
 
-A device only ever has the values of its own rank's sequences and a block of bounded size, however many ranks there are.
-The block is smaller than what the forward pass has held, so that gathering does not raise the peak of memory.
+A device holds only the values of its own rank's sequences and one block of bounded size, for any number of ranks. The
+block is not larger than the forward pass's hidden states, so that gathering does not raise the peak of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rl_megatron.topology.topology import Topology
 from rl_megatron.topology.transfer import send, to_host
 
 BLOCK_BYTES = 1 << 25
-"""The size on a device of the values that one collective gathers from all ranks, at most."""
+"""The maximum size, on a device, of the values that one collective gathers from all ranks."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TokenValues:
     Attributes:
         batch: The batch.
         step: Its microbatches.
-        first_column: The first token of a sequence that has a value. The values of microbatches begin there too.
+        first_column: The first token of a sequence that has a value. The values of microbatches begin at it, too.
         topology: The layout.
         hidden_bytes: The bytes of the hidden state of one token.
     """
@@ -46,7 +46,7 @@ class TokenValues:
         """Return the value of every token [n, S, …] of the sequences that this rank has, on the host. Collective.
 
         Args:
-            streams: [b, ·, …] of each of this rank's microbatches on the last pipeline stage, and none on other stages.
+            streams: [b, ·, …] The values of each of this rank's microbatches on the last stage; empty on other stages.
             entry: […] Zeros of the shape and dtype of one value. They fill entries without a value: those before
                 `first_column` and those beyond a sequence's end.
         """
@@ -76,7 +76,7 @@ class TokenValues:
     def _gather_blocks(self, local: Tensor) -> Tensor:
         """Return the values [ranks, n, …] of all data-parallel ranks on the host, from this rank's [n, …].
 
-        A block may begin within a value, because one of every rank may already be too many bytes.
+        A block may begin within a value, because one value of every rank may already exceed the block's size.
         """
         group, flat = self.topology.groups.dp, local.flatten()
         step = max(1, self._block_bytes() // (group.size() * flat.element_size()))
@@ -88,8 +88,8 @@ class TokenValues:
     def _block_bytes(self) -> int:
         """Return the bytes of a block, the same on all ranks: those of the hidden states between two layers.
 
-        The forward pass has held at least these on every rank, because they are those of the smallest of the ranks'
-        largest microbatches.
+        Each rank has a largest microbatch. The smallest of these is used, so every rank's forward pass has held at
+        least as many bytes.
         """
         topology = self.topology
         tokens = min(planned.largest for planned in self.step.ranks)

@@ -28,14 +28,14 @@ from rl_megatron.training.runner import Runner
 from rl_megatron.training.steps import OptimizerStep
 
 QUARTERS = 4
-# The groups of layers: the embedding, quarters of the layers, and what follows them.
+# The groups of layers: the embedding, quarters of the layers, and the parameters after the layers.
 GROUPS = ("embedding", *(f"layers_{quarter}" for quarter in range(1, QUARTERS + 1)), "output")
 
 
 class Trainer:
-    """The gradient buffers and the optimizer of a model, and the steps that they take. All methods are collective.
+    """The owner of a model's gradient buffers and optimizer, which takes steps. All methods are collective.
 
-    It owns the number of steps that were skipped since the last update, because their loss or gradient norm was NaN or
+    It counts the steps that were skipped since the last update, because their loss or gradient norm was NaN or
     infinite. All ranks raise `NonFiniteLoss` for the same step, so all of them skip it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Trainer:
         self._max_skipped, self._num_skipped = max_skipped_steps, 0
 
     def train(self, steps: Iterable[OptimizerStep], loss: Loss) -> dict[str, Any]:
-        """Take optimizer steps, each planned when it is taken, and return the metrics over them."""
+        """Take optimizer steps, which `steps` plans one by one, and return their combined metrics."""
         reports = [self.step(step, loss) for step in steps]
         counts = {"num_updates": int(sum(report["updated"] for report in reports))}
         if self._max_skipped:
@@ -80,8 +80,8 @@ class Trainer:
         lr = self.optimizer.param_groups[0]["lr"]
         if lr == 0:
             log.once(
-                "the learning rate is 0, so that optimizer steps change no weight: the decay has ended at "
-                "optimizer.min_lr=0; set optimizer.decay_steps or min_lr"
+                "the learning rate is 0, so optimizer steps do not change the weights: the decay has ended at "
+                "optimizer.min_lr=0; raise optimizer.decay_steps or min_lr"
             )
         try:
             report = self.accumulate(step, loss)
@@ -109,10 +109,10 @@ class Trainer:
         return report
 
     def update(self, loss: float) -> tuple[dict[str, float], bool]:
-        """Update the weights with the gradients in their buffers, unless they are not finite, and advance the schedule.
+        """Update the weights with the buffered gradients, and advance the schedule.
 
-        Return the norms before clipping and the clipped one, and whether the weights were updated. The loss is for the
-        error message.
+        Return the norms before clipping and the clipped norm, and whether the weights were updated. If the norm is not
+        finite, raise NonFiniteLoss instead; `loss` is for its message.
         """
         self.optimizer.prepare_grads()
         norms = self._gradients.compute()
@@ -122,7 +122,7 @@ class Trainer:
         if self._clip_grad > 0:
             for part in list_parts(self.optimizer):
                 clip_grads.clip_grad_by_total_norm_fp32([*part.get_parameters()], self._clip_grad, grad_norm)
-            clipped *= min(1.0, self._clip_grad / (grad_norm + 1e-6))  # as megatron-core has scaled it
+            clipped *= min(1.0, self._clip_grad / (grad_norm + 1e-6))  # megatron-core scales gradients by this factor
         updated = bool(self.optimizer.step_with_ready_grads())
         self._model.mark_updated(updated)
         if updated and self._model.lora is None:  # the routers beside adapters are frozen
@@ -140,7 +140,7 @@ class Trainer:
                 "(train.max_nonfinite_steps)"
             ) from error
         self._num_skipped += 1
-        log.LOGGER.warning("an optimizer step is skipped, and weights and optimizer state stay: %s", error)
+        log.LOGGER.warning("an optimizer step is skipped, and weights and optimizer state stay unchanged: %s", error)
 
 
 class GradientNorms:
@@ -206,5 +206,5 @@ def _find_groups(model_chunk: torch.nn.Module, num_layers: int) -> dict[Tensor, 
 
 
 def _quarter(layer_number: int, num_layers: int) -> int:
-    """Return the quarter, from 1, of a layer that is counted from 1 over all pipeline stages."""
+    """Return the quarter (1 to 4) of the model that has this layer. Layers are numbered from 1 over all stages."""
     return (layer_number - 1) * QUARTERS // num_layers + 1

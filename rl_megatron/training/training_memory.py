@@ -40,7 +40,7 @@ class TrainingMemory:
         if not self._gradients_are_free:
             return
         for model_chunk in self._model.wrapped_model_chunks:
-            # The step waits for the allocation in the order of the stream, so that the host need not.
+            # The stream runs the allocation before the step, so the host does not have to wait.
             model_chunk.restore_grad_buffers(synchronize=False)
         self._gradients_are_free = False
 

@@ -54,7 +54,7 @@ def read_model(hf_config: Mapping[str, Any], where: str) -> tuple[Family, ModelC
     """Return the family and the model section of a config.json. `where` names the file in messages, here and below."""
     family = find_family_of_config(hf_config, where)
     strict = HFConfig(text_config(hf_config, where), where)
-    require_only(strict, is_causal=True)  # encoders made from these decoders have false, which elsewhere means "off"
+    require_only(strict, is_causal=True)  # encoders have false, which `refuse_unread` would accept as "off"
     try:
         model = family.read_config(strict)
     except ValidationError as error:

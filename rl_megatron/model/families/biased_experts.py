@@ -56,7 +56,7 @@ def write_experts(model: ModelConfig) -> dict[str, Any]:
 
 
 def add_dense_or_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
-    """Add a layer's dense MLP, or its router with the bias, its experts and its shared experts; and the norm before."""
+    """Add the norm before the MLP, and the dense MLP or the router with its bias, the experts and shared experts."""
     _, hf, megatron = layer
     hidden = model.hidden_size
     is_dense = model.num_experts is None or layer.number < model.first_dense_layers
@@ -82,6 +82,6 @@ def _add_experts(table: TableBuilder, model: ModelConfig, hf: str, megatron: str
 
 
 def is_dropped(hf_name: str, model: ModelConfig) -> bool:
-    """Return whether a checkpoint's tensor belongs to one of the further layers, which are not part of the model."""
+    """Return whether a checkpoint's tensor belongs to a layer after the model's last one."""
     layer = _LAYER.match(hf_name)
     return layer is not None and int(layer[1]) >= model.num_layers

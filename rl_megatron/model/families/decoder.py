@@ -68,7 +68,7 @@ def write_decoder(architecture: str, model_type: str, model: ModelConfig, vocab_
 def read_period(kinds: Sequence[str], every: int | None = None) -> int | None:
     """Return the period of layers without a sliding window in `layer_types`, or None if no layer has a window.
 
-    `every` is the period that another key names; several may describe the same layers.
+    Several periods may describe the same layers. `every`, the period in another key, is then preferred.
     """
     if LOCAL not in kinds:
         return None
@@ -82,7 +82,7 @@ def read_period(kinds: Sequence[str], every: int | None = None) -> int | None:
 
 
 def layer_types(num_layers: int, every: int | None) -> list[str]:
-    """Return the kind of each layer, if every n-th has no sliding window, or none has one."""
+    """Return the kind of each layer: every n-th has no sliding window; if `every` is None, none has one."""
     return [GLOBAL if every is None or layer % every == 0 else LOCAL for layer in range(1, num_layers + 1)]
 
 

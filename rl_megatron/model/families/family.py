@@ -27,12 +27,12 @@ class Family:
         write_config: Returns a config.json, given a model section and the number of rows of the embedding. If the
             family can express the model, `read_config` returns the same section for it.
         table: Returns the weight table, given a model section and the number of rows of the embedding.
-        is_dropped: Returns whether a tensor of a Hugging Face checkpoint, by its name, is ignored because it is not
-            part of the model, neither here nor in transformers.
+        is_dropped: Returns whether the tensor of this name in a Hugging Face checkpoint is ignored, because it is not
+            part of the model here or in transformers.
         ignored: Keys of config.json that change nothing, whatever their value.
         with_images: The models that read images and whose text model is one of this family, or None.
-        stacked_experts: The tensors of a layer that may stack all experts, [E, rows, columns], by the end of their
-            names: the linears whose rows each has, from top to bottom. The table has a tensor for each expert's linear.
+        stacked_experts: End of the name of a tensor that may stack all experts of a layer, [E, rows, columns] → the
+            linears that its rows hold, from top to bottom. The table has a tensor for each expert's linear.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""GLM-4 without experts (0414): norms around attention and MLP, and RoPE on neighbours in half of each head."""
+"""GLM-4 without experts (0414): norms around attention and MLP, and RoPE on adjacent pairs in half of each head."""
 
 from __future__ import annotations
 

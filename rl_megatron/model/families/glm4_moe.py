@@ -31,5 +31,5 @@ def build_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     return build_decoder_table(model, vocab_size, add_normed_attention, add_dense_or_experts)
 
 
-_IGNORED = frozenset({"num_mtp_layers", "num_nextn_predict_layers"})  # of the further layers, which are dropped
+_IGNORED = frozenset({"num_mtp_layers", "num_nextn_predict_layers"})  # keys of dropped layers
 GLM4_MOE = Family("Glm4MoeForCausalLM", read_config, write_config, build_table, is_dropped, _IGNORED)

@@ -1,6 +1,6 @@
 """gpt-oss: attention with sinks, a sliding window in every second layer, biases everywhere, and a clamped SwiGLU.
 
-A checkpoint stacks the experts of a layer in one tensor, transposed, and with the columns of gate and up in turn.
+A checkpoint stacks the experts of a layer in one tensor, transposed, in which columns of gate and up alternate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         )
     every = read_period(hf["layer_types"]) if hf.get("layer_types") else _PERIOD
     return ModelConfig(
-        **read_decoder(hf) | {"head_dim": hf["head_dim"]},  # required: transformers' default is 64, not a quotient
+        **read_decoder(hf) | {"head_dim": hf["head_dim"]},  # required: transformers' default is always 64
         qkv_bias=True,
         linear_bias=True,
         attention_sinks=True,

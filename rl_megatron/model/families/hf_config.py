@@ -85,7 +85,7 @@ def _find_harmless_values(model_type: str) -> dict[str, Any]:
 def require_only(hf: Mapping[str, Any], **supported: Any) -> None:
     """Refuse a config.json in which a key differs from the only value that is supported.
 
-    A key that is missing or null has the supported value.
+    A key that is missing or null counts as having the supported value.
     """
     for key, value in supported.items():
         if hf.get(key) not in (None, value):

@@ -15,7 +15,7 @@ from rl_megatron.model.families.with_images import WithImages
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     require_only(hf, use_qk_norm=True, attention_bias=False)
-    decoder = read_decoder(hf) | {"head_dim": hf["head_dim"]}  # required: transformers' default is 128, not a quotient
+    decoder = read_decoder(hf) | {"head_dim": hf["head_dim"]}  # required: transformers' default is always 128
     return ModelConfig(**decoder, qk_norm=True, sliding_window=read_window(hf))
 
 

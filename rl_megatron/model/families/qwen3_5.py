@@ -118,11 +118,11 @@ def add_attention_or_delta_rule(table: TableBuilder, model: ModelConfig, layer: 
 
 
 def is_dropped(hf_name: str, model: ModelConfig) -> bool:
-    """Return whether a tensor belongs to the layers that predict several tokens, which transformers ignores, too."""
+    """Return whether a tensor belongs to the multi-token prediction layers, which transformers ignores, too."""
     return hf_name.startswith("mtp.")
 
 
-IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})  # of those layers
+IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})  # keys of dropped layers
 QWEN3_5 = Family(
     "Qwen3_5ForCausalLM", read_config, write_config, build_table, is_dropped, IGNORED,
     WithImages("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),

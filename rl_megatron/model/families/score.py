@@ -29,7 +29,7 @@ def name_classifier(family: Family) -> str:
 
 
 def describe_decoder(hf_config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the config.json of the language model with the decoder of a classifier, which must have one label."""
+    """Return the config.json of the language model with the decoder of a classifier that has one label."""
     named = hf_config.get("architectures") or []
     supported = (family for family in FAMILIES.values() if family.architecture not in _WITHOUT_CLASSIFIER)
     decoders = {name_classifier(family): family.architecture for family in supported}
@@ -41,16 +41,16 @@ def describe_decoder(hf_config: Mapping[str, Any], where: str) -> dict[str, Any]
         )
     labels = hf_config.get("num_labels", len(hf_config.get("id2label", {0: 0, 1: 1})))  # transformers' default is two
     if labels != 1:
-        raise ConfigError(f"{where}: the model has {labels} labels, and a reward model has one score (num_labels=1)")
+        raise ConfigError(f"{where}: the model has {labels} labels, but a reward model has one score (num_labels=1)")
     rest = {key: value for key, value in hf_config.items() if key not in _LABEL_KEYS}
     return rest | {"architectures": [decoders[classifier]]}
 
 
 def describe_classifier(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the config.json of the classifier of one label with the decoder of a language model.
+    """Return the config.json of the classifier of one label that has a language model's decoder.
 
     transformers reads the score at the last token that is not padding. If answers end with the padding token, the
-    config.json has none, so that transformers reads the last token, and refuses several sequences at once.
+    config.json has no `pad_token_id`. transformers then reads the last token, and refuses several sequences at once.
     """
     if family.architecture in _WITHOUT_CLASSIFIER:
         raise ConfigError(

@@ -27,11 +27,11 @@ Shape = tuple[int, ...]
 class Slab:
     """A part of one expert in a Hugging Face tensor that stacks all experts, [E, in, out] or [E, out] (gpt-oss).
 
-    An expert's matrix is transposed there, so its rows are columns of the tensor. Gate and up may alternate in them.
+    An expert's matrix is transposed there, so its rows are columns of the tensor. Columns of gate and up may alternate.
 
     Attributes:
-        first: The first column of the part.
-        step: The distance of its columns: 2 if gate and up alternate, 1 otherwise.
+        first: The part's first column in the expert's matrix.
+        step: The distance between its columns: 2 if gate and up alternate, otherwise 1.
         count: The number of its columns.
     """
 
@@ -42,7 +42,7 @@ class Slab:
 
     @property
     def start(self) -> int:
-        """Return the number of the part's first row, if the rows of all parts of the tensor are numbered."""
+        """Return the index of the part's first row among the rows of all parts of the tensor."""
         return (self.expert * self.step + self.first) * self.count
 
     def rows(self, expert: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Rows:
 
     @property
     def hf_number(self) -> int:
-        """Return the number of the first row among all rows of the Hugging Face tensor."""
+        """Return the index of the first row among all rows of the Hugging Face tensor."""
         return self.hf_row + (0 if self.slab is None else self.slab.start)
 
 
@@ -103,7 +103,7 @@ class WeightTable:
         return (shape[0] * shape[-1], *shape[1:-1])
 
     def with_first_rows(self, names: Iterable[str], count: int) -> WeightTable:
-        """Return the table with the first `count` rows of these Megatron tensors, each of which is a tensor alone."""
+        """Return the table with only the first `count` rows of these Megatron tensors, each one Hugging Face tensor."""
         firsts = {name: self.by_name[name][0] for name in names}
         cut = {first.hf_name: name for name, first in firsts.items()}
         return replace(
@@ -166,8 +166,8 @@ class TableBuilder:
 
         Args:
             name: The Megatron tensor.
-            blocks: The Hugging Face tensor and the number of rows of each block of a group, in their order within it. A
-                tensor with several blocks has its first block of all groups first, then its second one, and so on.
+            blocks: (Hugging Face tensor, number of rows) of each block of a group, in order. A Hugging Face tensor with
+                several blocks has the first block of every group, then the second block of every group, and so on.
             groups: The number of groups.
             *columns: The sizes of the other dimensions.
         """
@@ -214,7 +214,7 @@ class TableBuilder:
                         raise ValueError(f"row {min(end, first(rows))} of {name} occurs twice, or not at all")
                     end += rows.count
                 if end != shape[0]:
-                    raise ValueError(f"{name} has {shape[0]} rows, but {end} of them have a place")
+                    raise ValueError(f"{name} has {shape[0]} rows, but the table has {end} of them")
         return table
 
 
@@ -295,7 +295,7 @@ def build_decoder_table(model: ModelConfig, vocab_size: int, *parts: AddLayerPar
 
 
 def dense_decoder(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """Return the table of a dense decoder with Llama's names, as Llama, Mistral, Qwen2 and Qwen3 have."""
+    """Return the table of a dense decoder with Llama's names: Llama, Mistral, Qwen2 or Qwen3."""
     return build_decoder_table(model, vocab_size, add_normed_attention, add_normed_mlp)
 
 

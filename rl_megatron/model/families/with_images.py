@@ -1,6 +1,6 @@
-"""Models that read images, as they are published: the text model of one is a model of a family.
+"""Models that read images, whose text model is a model of a family.
 
-Its config.json has the text model's keys in `text_config`, and its tensors have a prefix in their names.
+Such a model's config.json has the text model's keys in `text_config`, and its tensors' names have a prefix.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class WithImages:
     Attributes:
         architecture: Their name in `architectures` of a config.json.
         text_type: The `model_type` of their `text_config`.
-        model_type: The `model_type` of the text model alone, if it is another one.
-        defaults: Keys that `text_config` may lack, with the values that transformers then takes.
+        model_type: The `model_type` of the text model alone, if it is not `text_type`.
+        defaults: Keys that `text_config` may lack, with transformers' default values.
     """
 
     architecture: str
@@ -64,7 +64,7 @@ class WithImages:
                 f"{where}: {_TEXT}.model_type={text.get('model_type')!r} is not supported; {self.architecture} is "
                 f"read with {self.text_type!r}"
             )
-        tied = {key: whole[key] for key in ("tie_word_embeddings",) if key in whole}  # it decides in transformers, too
+        tied = {key: whole[key] for key in ("tie_word_embeddings",) if key in whole}  # it overrides the text's
         whole.refuse_unread(_IMAGE_KEYS)
         config = {**self.defaults, **text, **tied, "architectures": [architecture]}
         if self.model_type is None:
@@ -83,5 +83,5 @@ def text_name(hf_name: str) -> str:
 
 
 def is_of_images(hf_name: str) -> bool:
-    """Return whether a tensor only reads images."""
+    """Return whether a tensor belongs only to the part that reads images."""
     return hf_name.startswith(_IMAGE_PREFIXES)

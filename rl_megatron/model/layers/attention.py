@@ -34,7 +34,7 @@ from rl_megatron.model.layers.sinks import attend_with_sinks
 from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gather_and_reduce, zigzag_positions
 
 BIASES = LastBiases()
-"""The biases of the microbatch that all layers are computing. `Runner` clears them after a pass."""
+"""The attention biases of the current microbatch, which all layers share. `Runner` clears them after a pass."""
 
 
 @dataclass
@@ -54,15 +54,15 @@ class PortableRotaryEmbedding(RotaryEmbedding):
     It returns cosines and sines instead of angles (`compute_turns`), which are computed once for all layers. One lookup
     gives those of a whole pack; megatron-core would loop over sequences in every layer.
 
-    If layers with a window have their own frequencies (`local_frequencies` [D/2]), the turns of both kinds are side by
-    side, [S, 1, 2, D], because megatron-core passes one tensor to all layers. `PortableSelfAttention` selects its own.
+    If layers with a window have their own frequencies (`local_frequencies` [D/2]), it returns both kinds side by side,
+    [S, 1, 2, D], because megatron-core passes one tensor to all layers. `PortableSelfAttention` selects its layer's.
     """
 
     local_frequencies: Tensor | None = None
     scale: float = 1.0  # of cosines and sines
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Return the turns of `max_seq_len` positions from `offset` on.
+        """Return the cosines and sines of `max_seq_len` positions, from `offset` on.
 
         The shape is [S, 1, 1, D], or [S, 1, 2, D] if layers with a window have their own frequencies.
         """
@@ -89,7 +89,7 @@ class PortableRotaryEmbedding(RotaryEmbedding):
         )
 
     def forward(self, max_seq_len: int | PackedSequences, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the turns of this rank's tokens, given the sequences of a pack or the length of a padded batch."""
+        """Return this rank's cosines and sines, given the sequences of a pack or the length of a padded batch."""
         if isinstance(max_seq_len, PackedSequences):
             return self.get_emb(max_seq_len.longest)[max_seq_len.positions]
         return super().forward(max_seq_len, *args, **kwargs)
@@ -171,10 +171,10 @@ class PortableAttention(torch.nn.Module):
     Each token attends to itself and to the `sliding_window − 1` tokens before it, or to all tokens before it if there
     is no window. Under context parallelism the queries stay on their rank. Keys and values are gathered over the group
     in one all-gather, whose backward is a reduce-scatter. A rank's two slices of a sequence then attend one after the
-    other, each to the keys up to its end, for which causal kernels need no mask.
+    other, each to the keys up to its end, so that causal kernels need no mask.
 
-    Its only parameter is there if the config's `softmax_type` is "learnable": `softmax_offset`, the sinks of the rank's
-    heads (`sinks.py`), with megatron-core's name.
+    If the config's `softmax_type` is "learnable", it has one parameter: `softmax_offset`, megatron-core's name for the
+    sinks of the rank's heads (`sinks.py`).
 
     Shapes (positions S of the rank, batch B, heads N, key/value heads G, head dim D): query is [S, B, N, D]; key and
     value are [S, B, G, D]; the result is [S, B, N·D]. A pack has B = 1.
@@ -264,13 +264,13 @@ class PortableAttention(torch.nn.Module):
         return self.window is not None and self.window < length
 
     def _attend_to_all(self, query: Tensor, key: Tensor, value: Tensor, sequences: object) -> Tensor:
-        """Return the output without a window, of this rank's queries [S/cp, …] and all keys and values [S, …].
+        """Return attention without a window, of this rank's queries [S/cp, …] to all keys and values [S, …].
 
         Args:
-            query: Of sequences that are cut zigzag over the ranks.
-            key: Of the whole sequences.
-            value: Of the whole sequences.
-            sequences: An object that differs from that of other sequences (`LastBiases`).
+            query: The queries of sequences that are cut zigzag over the ranks.
+            key: The keys of the whole sequences.
+            value: The values of the whole sequences.
+            sequences: An object that identifies the sequences for `LastBiases`.
         """
         if len(query) == len(key) or self.cp_group is None:
             return self._attend_last(query, key, value, sequences)
@@ -283,7 +283,7 @@ class PortableAttention(torch.nn.Module):
         return torch.cat(outputs)
 
     def _attend_last(self, query: Tensor, key: Tensor, value: Tensor, sequences: object) -> Tensor:
-        """Return the output without a window of queries at the last positions of the keys."""
+        """Return attention without a window, of queries at the last of the keys' positions."""
         num_queries, length = len(query), len(key)
         flash = self.softmax_offset is None and flash_attends_last(query, value)
         if num_queries == length and flash and self.by_cudnn:
@@ -298,8 +298,8 @@ class PortableAttention(torch.nn.Module):
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         """Return the output for a pack. No scores are computed between tokens of different sequences.
 
-        torch's flash kernel takes a pack as it is. For others, sequences of similar length are unpacked into one batch
-        and attend together.
+        torch's flash kernel computes a pack directly. For other kernels, sequences of similar length are unpacked into
+        one batch and attend together.
         """
         if self.attends_within_pack(query, value, sequences):
             parts = (query[:, 0], key[:, 0], value[:, 0])
@@ -322,7 +322,7 @@ class PortableAttention(torch.nn.Module):
         return sequences.pack(outputs)[:, None]
 
     def attends_within_pack(self, query: Tensor, value: Tensor, sequences: PackedSequences) -> bool:
-        """Return whether the flash kernel takes the pack."""
+        """Return whether the flash kernel supports the pack."""
         return (
             (self.cp_group is None or self.cp_group.size() == 1)
             and self.softmax_offset is None
@@ -367,8 +367,8 @@ def attend(
         key: [S_k, B, G, D].
         value: [S_k, B, G, D].
         bias: What to add to the scores, broadcastable to [B, N, S_q, S_k] and of the query's dtype
-            (`build_causal_bias`). None means causal attention of as many queries as keys, or of the last ones if
-            `flash_attends_last`.
+            (`build_causal_bias`). None means causal attention with as many queries as keys. If `flash_attends_last`,
+            there may be fewer queries, at the last positions.
         scale: The factor of the scores. None means 1/√D.
         sinks: [N], the score of each head's sink, or None.
     """

@@ -1,4 +1,4 @@
-"""Causal attention without a mask in memory, by kernels that are chosen here and not by torch."""
+"""Causal attention without a mask in memory, by kernels that this module chooses instead of torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def flash_attends_last(query: Tensor, value: Tensor) -> bool:
 def attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Return causal attention [S_q, B, N·D] of queries at the last S_q of S_k positions, without a mask in memory.
 
-    torch offers it by `causal_lower_right`, which fails under dispatch modes, such as torch's counter of FLOPs. Its
-    operator understands causal attention in this way.
+    torch offers this as `causal_lower_right`, which fails under dispatch modes such as FlopCounterMode. So the operator
+    behind it is called directly.
     """
     output, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), 0.0, True, scale=scale
@@ -32,9 +32,9 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) 
 
 
 def attend_by_cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Return causal attention [S, B, N·D] of as many queries as keys by cuDNN.
+    """Return causal attention [S, B, N·D] with as many queries as keys, computed by cuDNN.
 
-    cuDNN builds a plan for every new shape, forward and backward, and keeps it. On an H200 that took 0.15 to 2 seconds.
+    cuDNN builds a plan for every new shape, forward and backward, and keeps it. This took 0.15 to 2 seconds on an H200.
     """
     output, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), None, torch.is_grad_enabled(),
@@ -52,7 +52,7 @@ def attend_within_pack(
         query: [T, N, D].
         key: [T, G, D].
         value: [T, G, D].
-        starts: [sequences + 1] int32, where each sequence begins, and where the last one ends.
+        starts: [sequences + 1] int32, the cumulative lengths of the sequences (cu_seqlens).
         longest: The longest sequence's length.
         scale: The factor of the scores. None means 1/√D.
     """

@@ -4,9 +4,9 @@ With a matrix S [key, value] that begins as 0, a token with query q, key k, valu
 
     S ← α·S + k·(β·(v − α·Sᵀk))ᵀ        o = Sᵀq
 
-It replaces what the memory returned for the key k by a mixture of that and v. All tokens of a block are computed
-together. With the products γ of decays since the block's begin, and S at its begin, the corrections U of its tokens
-solve
+It replaces the value that the memory returns for the key k by a mixture of that value and v. All tokens of a block are
+computed together. Let γ_i be the product of the decays from the block's start to token i, and S the memory at its
+start. The corrections U of its tokens solve
 
     (I + L)·U = β·V − (β·γ·K)·S         L_ij = β_i·(γ_i/γ_j)·(k_i·k_j)  for j < i
 
@@ -26,7 +26,7 @@ _EPSILON = 1e-6  # added to the squared length of a query or key
 
 
 class DeltaStates(NamedTuple):
-    """What a sequence's next token needs of the earlier ones.
+    """The state that a sequence's next token needs from earlier tokens.
 
     Attributes:
         last: [B, K − 1, …] The last inputs of the convolution.
@@ -57,7 +57,7 @@ def apply_delta_rule(
         log_decay: [B, L, G, R], log α, at most 0.
         strength: [B, L, G, R], β.
         memory: [B, G, R, Dk, Dv] The memory before the first token, or None for 0.
-        lengths: [B] The tokens of each sequence, or None for L. Those that follow leave the memory as it is.
+        lengths: [B] The length of each sequence, or None for L. Later tokens do not change the memory.
     """
     length, size = query.size(1), query.size(-1)
     if lengths is not None:
@@ -78,7 +78,7 @@ def apply_delta_rule(
     decay = (since_begin - since_begin.mT).masked_fill(later, -torch.inf).exp()  # γ_i/γ_j of i ≥ j, and 0
     lower = strength * decay * (key @ key.mT)
     right = torch.cat([strength * value, strength * since_begin.exp() * key], dim=-1)
-    # The solver reads neither the diagonal nor what is above it.
+    # The solver reads only entries below the diagonal.
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     from_values, from_memory = solved.split([value.size(-1), size], dim=-1)
     state = value.new_zeros(*value.shape[:3], size, value.size(-1)) if memory is None else memory
@@ -107,7 +107,7 @@ def convolve(
         x: [B, L, …] The inputs.
         weight: […, K] The factors of an input and the K − 1 before it, the earliest first.
         earlier: [B, K − 1, …] The inputs before the first one, or None for 0.
-        lengths: [B] The tokens of each sequence, or None for L.
+        lengths: [B] The length of each sequence, or None for L.
     """
     length, kernel = x.size(1), weight.size(-1)
     if earlier is None:
@@ -126,6 +126,6 @@ def _normalise(x: Tensor) -> Tensor:
 
 
 def _split_into_blocks(x: Tensor, block: int) -> Tensor:
-    """Return x [B, L, N, D] as [B, N, n, C, D], with zeros at the end, which leave the memory as it is."""
+    """Return x [B, L, N, D] as [B, N, n, C, D], with zeros at the end, which do not change the memory."""
     x = x.transpose(1, 2)
     return pad(x, (0, 0, 0, -x.size(2) % block)).unflatten(2, (-1, block))

@@ -1,7 +1,7 @@
-"""Replacements in megatron-core's token dispatchers: grouping tokens by experts, and gathering those of an expert.
+"""Replacements of functions of megatron-core's token dispatchers.
 
-The first does not wait for the GPU. The second takes different numbers of tokens from the ranks that split an expert's
-matrices.
+`permute` groups tokens by expert without waiting for the GPU. `gather` and `reduce_scatter` allow different numbers of
+tokens on the ranks that split an expert's matrices.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _reduce_scatter: Any = token_dispatcher.reduce_scatter_to_sequence_parallel_regi
 
 
 def permute_without_waiting() -> None:
-    """Let megatron-core's dispatchers group tokens by `permute`, if their own way waits for the GPU.
+    """Make megatron-core's dispatchers group tokens by `permute`, if their own function waits for the GPU.
 
-    Before 0.19, megatron-core selects entries by a mask, and torch has to know how many there are: the host waits for
-    the GPU twice in every layer with experts. If no tokens are dropped, the number is known.
+    Before 0.19, megatron-core selects entries by a mask. To count them, the host waits for the GPU twice in every layer
+    with experts, although the number is known if no tokens are dropped.
     """
     if "align_size" not in inspect.signature(_permute).parameters:  # 0.19 has it, and does not wait
         token_dispatcher.permute = permute
@@ -42,15 +42,15 @@ def permute(
 
     Args:
         tokens: [T, H].
-        routing_map: Whether a token goes to an expert, [T, E].
+        routing_map: Whether a token is sent to an expert, [T, E].
         probs: The weight of a token's expert, [T, E].
-        num_out_tokens: The number of entries of `routing_map` that are true. If the host does not know it,
-            megatron-core's way is taken, as with the next two.
+        num_out_tokens: The number of entries of `routing_map` that are true. If the host does not know it, or one of
+            the next two is true, megatron-core's function is called.
         fused: Whether Transformer Engine permutes.
         drop_and_pad: Whether each expert has an equal number of tokens.
 
     Returns:
-        The tokens, grouped by expert, [num_out_tokens, H]; their weights [num_out_tokens]; their places in `tokens`.
+        The tokens, grouped by expert, [num_out_tokens, H]; their weights [num_out_tokens]; their indices in `tokens`.
     """
     if fused or drop_and_pad or not isinstance(num_out_tokens, int):
         return _permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
@@ -62,9 +62,9 @@ def permute(
 
 
 def gather_unequal_numbers() -> None:
-    """Let megatron-core's dispatchers use `gather` and `reduce_scatter`.
+    """Make megatron-core's dispatchers use `gather` and `reduce_scatter`.
 
-    Ranks have different numbers of tokens for an expert. gloo's own collectives refuse them.
+    Ranks have different numbers of tokens for an expert, which gloo's own collectives refuse.
     """
     dispatcher: Any = token_dispatcher
     dispatcher.gather_from_sequence_parallel_region = gather
@@ -79,8 +79,8 @@ def gather(
     Args:
         input_: This rank's rows.
         group: The ranks.
-        output_split_sizes: The number of rows of each rank, or None if they have equally many.
-        **options: Other arguments of megatron-core's function, which is called for equal numbers.
+        output_split_sizes: The number of rows of each rank, or None if all ranks have equally many.
+        **options: Other arguments of megatron-core's function, which is called if `output_split_sizes` is None.
     """
     if output_split_sizes is None:
         return _gather(input_, group=group, **options)
@@ -91,13 +91,13 @@ def gather(
 def reduce_scatter(
     input_: Tensor, *, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None, **options: Any
 ) -> Tensor:
-    """Return this rank's rows, each the sum of those that the ranks of the group have for it.
+    """Return this rank's rows, each summed over the ranks of the group.
 
     Args:
         input_: The rows for all ranks, one rank's after the other's.
         group: The ranks.
-        input_split_sizes: The number of rows of each rank, or None if they have equally many.
-        **options: Other arguments of megatron-core's function, which is called for equal numbers.
+        input_split_sizes: The number of rows of each rank, or None if all ranks have equally many.
+        **options: Other arguments of megatron-core's function, which is called if `input_split_sizes` is None.
     """
     if input_split_sizes is None:
         return _reduce_scatter(input_, group=group, **options)

@@ -65,7 +65,7 @@ class _GatedActivation(torch.autograd.Function):
         activated = ACTIVATIONS[activation](gate)
         if computes_again(both.device):
             ctx.save_for_backward(both)
-            return activated.mul_(up)  # nothing else needs it, so that no third tensor of this size exists
+            return activated.mul_(up)  # in place, to avoid a third tensor of this size
         ctx.save_for_backward(both, activated)
         return activated * up
 

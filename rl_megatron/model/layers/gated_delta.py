@@ -1,4 +1,4 @@
-"""A layer's gated delta rule, which Qwen3.5 has in the place of attention in most layers."""
+"""A layer's gated delta rule, which replaces attention in most layers of Qwen3.5."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class GatedDelta(MegatronModule):
         o = delta_rule(silu(conv(q, k, v)), sigmoid(β), −exp(A_log)·softplus(α + dt_bias))
         output = W·(norm(o)·silu(z))
 
-    Tensor parallelism splits the groups, and context parallelism splits them once more for the delta rule itself: its
-    ranks exchange their tokens of all groups for all tokens of a part of the groups.
+    Tensor parallelism splits the groups. For the delta rule itself, context parallelism splits them further: each rank
+    exchanges all groups of its tokens for some groups of all tokens.
 
     Shapes: hidden is [S, B, H], or [S/tp, B, H] under sequence parallelism; the result has the same shape.
 
@@ -93,8 +93,8 @@ class GatedDelta(MegatronModule):
 class DeltaCore(torch.nn.Module):
     """The convolution and the gated delta rule of this rank's groups.
 
-    Its parameters belong to the groups: `conv` [G·C, 1, K], a factor of each convolved channel and input, `A_log` [G·R]
-    and `dt_bias` [G·R].
+    Its parameters, by group, are `conv` [G·C, 1, K], which has K factors for each convolved channel, `A_log` [G·R] and
+    `dt_bias` [G·R].
     """
 
     def __init__(self, config: TransformerConfig, shape: DeltaShape, pg_collection: ProcessGroupCollection):
@@ -150,10 +150,10 @@ class DeltaCore(torch.nn.Module):
         """Return the output [B, L, G, R, Dv] of sequences, and their states after the last token.
 
         Args:
-            mixed: [B, L, G, C] The numbers of all groups of this rank, or of its part of them under context
-                parallelism.
-            earlier: The states before the first token, or None at the begin of the sequences.
-            lengths: [B] The tokens of each sequence, or None for L; what follows is not in the states.
+            mixed: [B, L, G, C] The input of `forward` for all groups of this rank, or for its part of them under
+                context parallelism.
+            earlier: The states before the first token, or None at the start of the sequences.
+            lengths: [B] The length of each sequence, or None for L. Later tokens do not change the states.
         """
         shape, groups = self.shape, self._select_groups(mixed.size(2))
         conv = self.conv.squeeze(1).unflatten(0, (-1, shape.convolved))[groups]

@@ -31,6 +31,6 @@ def _triton() -> LayerKernels | None:
     try:
         from rl_megatron.model.layers import triton_layers
     except ModuleNotFoundError:
-        log.once("Triton is not installed, so torch computes RoPE and SwiGLU, in more passes; `pip install triton`.")
+        log.once("Triton is not installed, so torch computes RoPE and SwiGLU in more passes; run `pip install triton`.")
         return None
     return LayerKernels(triton_layers.turn_heads, triton_layers.gated_silu, triton_layers.gated_silu_gradient)

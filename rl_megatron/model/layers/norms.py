@@ -40,7 +40,7 @@ def apply_rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The norm on a CPU. Its forward has the bits of torch's, and its backward takes half as many passes."""
+    """The norm on a CPU. Its forward equals torch's bit for bit, and its backward needs half as many passes."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:

@@ -55,7 +55,7 @@ class PackedSequences:
         positions: [T/cp] The positions of this rank's tokens within their sequences.
         slots: [T/cp] The index of each of this rank's tokens among the queries of all buckets, in order.
         buckets: The sequences by length.
-        starts: [sequences + 1] int32, where each sequence begins in the pack of all ranks, and where the last one ends.
+        starts: [sequences + 1] int32, the cumulative padded lengths (cu_seqlens) of the pack over all ranks.
         longest: The longest padded length.
     """
 
@@ -67,7 +67,7 @@ class PackedSequences:
 
     @property
     def is_one_batch(self) -> bool:
-        """Return whether the pack's tokens are those of one batch in order, so that no token has to be moved."""
+        """Return whether the pack is one batch in the same order, so that no token has to be moved."""
         return len(self.buckets) == 1 and math.prod(self.buckets[0].query_shape) == len(self.slots)
 
     def unpack(self, tokens: Tensor) -> Sequence[Tensor]:
@@ -83,7 +83,7 @@ class PackedSequences:
     def key_slots(self) -> Tensor:
         """Return the index [T] of each token of all ranks, in rank order, among the keys of all buckets, in order.
 
-        Positions beyond a sequence's end read token 0, whose own place is before all of them.
+        Positions beyond a sequence's end read token 0, too. Its own slot is the smallest of these.
         """
         (_, length), (_, local_length) = self.buckets[0].key_shape, self.buckets[0].query_shape
         keys = torch.cat([bucket.keys for bucket in self.buckets])
@@ -187,9 +187,9 @@ def build_causal_mask(positions: Tensor, length: int, window: int | None) -> Ten
 def build_causal_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return `build_causal_mask` as the number to add to a score: 0 if the query may attend to the key, otherwise −inf.
 
-    torch would make it of a bool mask in each layer, and autograd would keep each of them. On a GPU, torch copies a
-    bias for each layer, too, unless its rows begin at multiples of 16 numbers. So there are some more columns in
-    memory than those that are returned.
+    From a bool mask, torch would compute a bias in each layer, and autograd would keep all of them. On a GPU, torch
+    also copies a bias in each layer, unless its rows begin at multiples of 16 elements. So its rows are padded in
+    memory.
     """
     seen = build_causal_mask(positions, length, window)
     columns = -(-length // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
@@ -198,17 +198,16 @@ def build_causal_bias(positions: Tensor, length: int, window: int | None, dtype:
 
 
 class LastBiases:
-    """The biases of the sequences at hand. They are made once for all layers, and freed when other sequences follow."""
+    """The attention biases of the current sequences: made once for all layers, and freed for other sequences."""
 
     def __init__(self) -> None:
         self._sequences: object = None
         self._biases: dict[Hashable, Tensor] = {}
 
     def get(self, sequences: object, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """Return the bias with this key, made by `make` if these sequences do not have it yet.
+        """Return the bias of these sequences with this key, made by `make` if it does not exist yet.
 
-        Biases of anything that does not equal `sequences` are freed. `key` tells the biases of the same sequences
-        apart.
+        If `sequences` differs from that of the last call, all earlier biases are freed.
         """
         if sequences != self._sequences:
             self.clear()

@@ -1,7 +1,7 @@
 """RoPE: its frequencies, plain or scaled for longer contexts, and the rotation of queries and keys.
 
-The rotation takes one pass over the output of the projection that makes them. Autograd of the same formula would keep
-and copy several tensors of that size in every layer.
+The rotation takes one pass over the output of the projection that computes queries and keys. Autograd of the same
+formula would keep and copy several tensors of that size in every layer.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def rotate(x: Tensor, turns: Tensor, scale: float = 1.0, *, interleaved: bool = 
 def split_and_rotate(
     mixed: Tensor, turns: Tensor, head_dim: int, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query [S, B, N, D], key [S, B, G, D] and value [S, B, G, D]. RoPE has rotated query and key.
+    """Return query [S, B, N, D], key [S, B, G, D] and value [S, B, G, D]; query and key are rotated.
 
     Args:
         mixed: Each group's query heads, key and value, [S, B, G, (N/G + 2)·D].
@@ -104,14 +104,14 @@ def split_and_rotate(
 
 
 def turn_heads(mixed: Tensor, parts: Sequence[Tensor], turns: Tensor, interleaved: bool, back: bool) -> None:
-    """Write the heads of `mixed` into `parts`, rotated except for values; with `back`, the other way and turned back.
+    """Write the heads of `mixed` into `parts`, and rotate queries and keys; with `back`, do the inverse.
 
     Args:
         mixed: [S, B, G, heads, D], contiguous.
         parts: Query [S, B, G, heads, D]; or query [S, B, G, N/G, D], key and value [S, B, G, 1, D]. All are contiguous.
         turns: The result of `compute_turns`, with the dimensions S or 1, B or 1, 1 and at most D.
         interleaved: Whether neighbours are rotated, as in `rotate`.
-        back: Whether `mixed` is written.
+        back: Whether to rotate `parts` back and write them into `mixed`.
     """
     turns = turns.to(mixed.dtype)[..., None, :]
     if back:
@@ -132,7 +132,7 @@ def _turn_heads(mixed: Tensor, parts: Sequence[Tensor], turns: Tensor, interleav
 
 
 def _turn(x: Tensor, turns: Tensor, out: Tensor, interleaved: bool) -> None:
-    """Write the rotated x into `out`. Products are rounded before they are added, as in the formula."""
+    """Write the rotated x into `out`. Products are rounded to the dtype before they are added."""
     cos, sin = turns.chunk(2, dim=-1)
     rotated = turns.size(-1)
     first, second = _split_coordinates(x[..., :rotated], interleaved)

@@ -45,11 +45,11 @@ class BalancedRouter(TopKRouter):
         step_tokens: T of the current step.
         reported: This rank's part of L_aux in the current step.
         expert_bias: megatron-core's buffer, or None if the router has no bias.
-        visits: [experts] The tokens of this rank per expert in the current step. None outside a step.
+        visits: [experts] The tokens of this rank per expert in the current step. None before the first step.
         counted: [experts] With the scope "global", the tokens of the global batch per expert in the current step.
         counts: Whether forward passes add to `counted`, as within `counting`.
-        replayed: [2] Of this rank's tokens in the current step that were routed to recorded experts: how many the
-            router would have routed to others, and how many there are. None outside a step.
+        replayed: [2] Of this rank's tokens in the current step that were routed to recorded experts: the number that
+            the router would have routed to others, and the total number. None before the first step.
     """
 
     step_tokens: Tensor | None = None
@@ -61,7 +61,7 @@ class BalancedRouter(TopKRouter):
     replayed: Tensor | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the weights and the experts of each token. Within `counting`, count what balances."""
+        """Return the weights and the experts of each token. Within `counting`, also count the tokens per expert."""
         if self.counts and self.counted is not None:
             padding = None if padding_mask is None else padding_mask.reshape(-1)
             routing_map, _ = compute_routing_scores_for_aux_loss(
@@ -91,14 +91,14 @@ class BalancedRouter(TopKRouter):
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """Return `probs`: `_apply_aux_loss` has both scopes. megatron-core's mean is over the microbatches so far."""
+        """Return `probs`: `_apply_aux_loss` handles both scopes. megatron-core would average over past microbatches."""
         return probs
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert, without padding and sequences with zero loss weight.
 
-        megatron-core's own count stays 0. It would include padding, and would move the bias before it is known whether
-        the optimizer step is taken.
+        megatron-core's own count stays 0. It would include padding, and megatron-core would move the bias before it is
+        known whether the optimizer step is taken.
         """
         if self.visits is not None and self.training and torch.is_grad_enabled():
             tokens = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
@@ -151,15 +151,15 @@ def _find_routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRoute
 
 
 def balances_globally(config: TransformerConfig) -> bool:
-    """Return whether the balancing loss compares with the experts' shares of the global batch."""
+    """Return whether the balancing loss uses the experts' shares of the global batch's tokens."""
     return config.moe_router_load_balancing_type == GLOBAL
 
 
 @contextmanager
 def counting(model_chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup) -> Iterator[None]:
-    """Count the tokens per expert that the balancing losses compare with, in the forward passes within the context.
+    """Count the tokens per expert for the balancing losses, in the forward passes within the block.
 
-    Collective over `group`, the ranks of a pipeline stage, at its end.
+    The end of the block is collective over `group`, the ranks of a pipeline stage.
     """
     routers = find_balancing_routers(model_chunks)
     for router in routers:
@@ -223,10 +223,10 @@ def compute_expert_load(
     world: dist.ProcessGroup,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Return how unevenly the step used its experts: the most and the fewest tokens of one, over its layer's mean.
+    """Return the largest and the smallest number of tokens of an expert in the step, each over its layer's mean.
 
-    Collective over `world`, of which `stage_group` are the ranks of this pipeline stage. Both are scalars on the
-    device, over all layers; 1 if all experts get equally many.
+    Both are scalars on the device, over the experts of all layers; they are 1 if all experts get equally many tokens.
+    Collective over `world`; `stage_group` has the ranks of this pipeline stage.
     """
     extremes = torch.full((2,), -torch.inf, device=device)
     visits = [router.visits for router in _find_routers(model_chunks) if router.visits is not None]

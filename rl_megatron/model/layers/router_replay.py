@@ -1,9 +1,9 @@
 """Router replay: record the experts that routers choose, and make routers use recorded experts instead of their own.
 
-megatron-core passes each top-k of a router through the router's `router_replay`, if it has one. The objects of this
-module take that place for the time of a context. megatron-core's own `RouterReplay` is not used, for three reasons. All
-models of a process share its list of routers. It expects the forward passes and the recomputations of a run in a fixed
-order, and someone who switches it between them. And it needs recorded experts for every token.
+megatron-core calls the object in a router's `router_replay`, if there is one, to compute top-k. Within a context, this
+module puts its own object there. megatron-core's own `RouterReplay` is not used, for three reasons. All models of a
+process share its list of routers. It expects forward passes and recomputations in a fixed order, and the caller must
+switch its mode between them. And it needs recorded experts for every token.
 
 Source: Ma et al. 2025 (arXiv:2510.11370), rollout routing replay.
 """
@@ -46,8 +46,8 @@ def number_tokens(padding: Tensor, first: int) -> Tensor:
 def replaying(model_chunks: Iterable[torch.nn.Module], experts: Tensor) -> Iterator[None]:
     """Make the routers of these model chunks use the recorded experts of each token, within the context.
 
-    A router computes its scores as always. The weights of the recorded experts, and their gradients, are made of its
-    own scores of these experts, normalised as in the model. A token without recorded experts is routed by its scores.
+    A router computes its scores as always. The weights of the recorded experts, and their gradients, come from its own
+    scores of these experts, normalised as in the model. A token without recorded experts is routed by its scores.
 
     megatron-core passes the padding mask to every layer, splits it over sequence-parallel ranks, and keeps it with a
     layer's input for the recomputation of activations. The tokens' numbers take its place, so every layer knows its
@@ -116,7 +116,7 @@ class ReplayedTopK:
 
 @contextmanager
 def recording(model_chunks: Iterable[torch.nn.Module], keep: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Give the choices of the routers of these model chunks to `keep`, within the context.
+    """Call `keep` with the experts that the routers of these model chunks choose, within the context.
 
     Args:
         model_chunks: This rank's model chunks.

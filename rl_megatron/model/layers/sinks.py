@@ -2,9 +2,9 @@
 
     p = softmax([scores, sink])     output = p[without the sink] · V
 
-torch's kernels have no sinks, but they return the logarithm of the sum of each softmax. With it, the output without the
-sink becomes the one with it. Their backward computes p again from that logarithm and takes the mean gradient of p from
-the output. So it gives the gradients of attention with sinks if it gets the logarithm and the output with the sink.
+torch's kernels have no sinks, but they return the log-sum-exp of each softmax. With it, the output without the sink can
+be rescaled to the output with the sink. Their backward recomputes p from the log-sum-exp, and the mean gradient of p
+from the output. So with the log-sum-exp and the output of attention with sinks, it returns the gradients of that.
 
 Source: OpenAI 2025, gpt-oss model card (arXiv:2508.10925), §2.
 """
@@ -61,7 +61,7 @@ class _SinkAttention(torch.autograd.Function):
     def forward(
         ctx, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor | None, scale: float | None
     ) -> Tensor:
-        if bias is not None and query.is_cuda:  # the GPU's backward wants the whole shape too
+        if bias is not None and query.is_cuda:  # backward on a GPU needs the expanded bias, too
             bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
         output, log_sum, random = _attend(query, key, value, bias, scale)
         output, log_sum = _add_sinks(output, log_sum, sinks[:, None])
@@ -82,7 +82,7 @@ class _SinkAttention(torch.autograd.Function):
                 gradient, query, key, value, bias, output, log_sum, *random, 0.0, [True, True, True, False],
                 bias is None, scale=ctx.scale,
             )[:3]  # fmt: skip
-        # A sink has no value, so a softmax gives it −p·(the mean gradient of p), which is the gradient · the output.
+        # A sink has no value, so its score's gradient is −p·(the mean gradient of p); that mean is gradient · output.
         query_log_sum = log_sum[..., : output.size(2)]  # a GPU's kernel pads them
         share = (sinks[:, None].float() - query_log_sum).exp()
         sink_gradients = -(share * (gradient.float() * output.float()).sum(-1)).sum((0, 2))
@@ -92,7 +92,7 @@ class _SinkAttention(torch.autograd.Function):
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return attention without sinks, the logarithms of its sums [B, N, S_q or more], and the state of its dropout."""
+    """Return attention without sinks, its log-sum-exps [B, N, S_q or more], and the kernel's random state."""
     if query.device.type == "cpu":
         output, log_sum = _CPU(query, key, value, 0.0, bias is None, attn_mask=bias, scale=scale)
         return output, log_sum, ()
@@ -103,7 +103,7 @@ def _attend(
 
 
 def _add_sinks(output: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and the logarithms of the sums with the sinks, which are broadcastable to the latter."""
+    """Return the output and the log-sum-exps with the sinks. `sinks` must be broadcastable to `log_sum`."""
     total = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
     kept = (log_sum - total).exp()[..., : output.size(2), None]
     return (output * kept).to(output.dtype), total

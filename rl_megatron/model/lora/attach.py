@@ -1,4 +1,4 @@
-"""How adapters are attached to the linears of a model chunk, found again, and switched off."""
+"""Attach adapters to the linears of a model chunk, find them, and switch them off."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attach_adapters(
     topology: Topology,
     seed: int,
 ) -> None:
-    """Give the linears of a model chunk their adapters, and freeze all other weights but those of a score head.
+    """Add adapters to the linears of a model chunk, and freeze all other weights except those of a score head.
 
     Args:
         model_chunk: The model, without wrappers.
@@ -41,14 +41,14 @@ def attach_adapters(
         linears: The parts of each linear that gets an adapter, by its global name (`find_adapted_linears`).
         megatron: megatron-core's config of the model.
         topology: The layout.
-        seed: The seed of the adapters' initial numbers.
+        seed: The seed of the adapters' initial weights.
     """
     for module in model_chunk.modules():
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(isinstance(module, ScoreHead))
     _attach(model_chunk, config, linears, megatron, topology, seed)
     if getattr(model_chunk, "pre_process", False):
-        # Recomputation of a layer gives no gradients unless its input has one, and the frozen embedding has none.
+        # A recomputed layer has gradients only if its input requires one, which a frozen embedding's output does not.
         model_chunk.get_submodule("embedding").register_forward_hook(_require_gradient)
 
 
@@ -59,7 +59,7 @@ def attach_frozen(
     megatron: TransformerConfig,
     topology: Topology,
 ) -> None:
-    """Give the linears of a model chunk adapters of another name, which are not trained and drop nothing.
+    """Add frozen adapters of another name, without dropout, to the linears of a model chunk.
 
     `config` is the section `peft` with which they were trained. The other arguments are those of `attach_adapters`.
     """
@@ -108,7 +108,7 @@ def find_dora_adapters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Dora
 
 @contextmanager
 def switch_off(model_chunks: Sequence[torch.nn.Module], trained_only: bool = False) -> Iterator[None]:
-    """Let the model compute without its adapters within the block, or only without those that are trained."""
+    """Make the model compute without its adapters within the block; with `trained_only`, frozen ones stay on."""
     adapters = list((find_trained_adapters if trained_only else find_adapters)(model_chunks))
     for adapter in adapters:
         adapter.is_on = False
@@ -140,7 +140,7 @@ def _require_gradient(module: torch.nn.Module, args: tuple, output: Tensor) -> T
 
 
 def _find_global_name(local: str, megatron: TransformerConfig, topology: Topology) -> str:
-    """Return the name of a layer's module with the global number of its expert, if it is an expert's."""
+    """Return the name of a layer's module, with the global number of its expert if it belongs to one."""
     match = _LOCAL_EXPERT.search(local)
     if match is None:
         return local

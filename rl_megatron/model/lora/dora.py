@@ -1,12 +1,12 @@
-"""DoRA: an adapter that scales each row of W + s·B·A to a length of its own, which is trained.
+"""DoRA: an adapter that scales each row i of W + s·B·A to a trained length m_i, its magnitude.
 
-With the length |·| of a row as a constant in the backward pass, as in peft, row i of the linear is
+As in peft, the length |·| of a row is a constant in the backward pass. Row i of the linear is
 
     y_i = m_i / |(W + s·B·A)_i| · (W + s·B·A)_i · x
 
-m starts as the rows' lengths, so that training starts from the base. It is split as the rows of W are, and has fp32 for
-weights of any dtype, because bf16 would round whole rows. The length of a row needs all of its columns, so the ranks of
-a row-parallel linear sum their squares. A row of zeros stays as it is.
+m starts as the rows' lengths, so that training starts from the base. It is sharded like the rows of W, and is fp32 for
+weights of any dtype, because rounding to bf16 would scale whole rows. The length of a row needs all of its columns, so
+the ranks of a row-parallel linear sum their squares. A row of zeros is not scaled.
 
 Source: Liu et al. 2024 (arXiv:2402.09353), sections 4.1 and 4.3.
 """
@@ -28,7 +28,7 @@ _ROWS = 1024  # rows that are added in fp32 at once; this limits the memory
 
 
 class DoraAdapter(LinearAdapter):
-    """The adapters of one Megatron linear: A, B and the magnitudes m of each of its parts that has one.
+    """The adapters of one Megatron linear: A, B and the magnitudes m of each part that has an adapter.
 
     It keeps the lengths of the rows until `forget_lengths`, which must be called after W, A or B has changed.
     """
@@ -36,7 +36,7 @@ class DoraAdapter(LinearAdapter):
     _letters = ("A", "B", MAGNITUDE)
 
     def __init__(self, config: LoraConfig, parts: Sequence[Part], module: torch.nn.Module, *others: Any):
-        """Build the adapter of `module`; see `LinearAdapter`. Call `start` when the weights of the base are there."""
+        """Build the adapter of `module`; see `LinearAdapter`. Call `start` after the base's weights are loaded."""
         super().__init__(config, parts, module, *others)
         self._linear = (module,)  # a tuple, because the adapter does not own it
         self._lengths: dict[str, Tensor] | None = None
@@ -61,7 +61,7 @@ class DoraAdapter(LinearAdapter):
             self.get_parameter(f"{part}_{MAGNITUDE}").copy_(lengths)
 
     def forget_lengths(self) -> None:
-        """Compute the lengths of the rows again when they are needed next, because weights have changed."""
+        """Drop the kept lengths of the rows, because weights have changed."""
         self._lengths = None
 
     @torch.no_grad()
@@ -83,9 +83,9 @@ class DoraAdapter(LinearAdapter):
         return self._lengths
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
-        """Return the linear's output on this rank with that of the adapter. `x` is the input of both.
+        """Return the linear's output on this rank plus that of the adapter. `x` is the input of both.
 
-        As in peft, dropout also acts on what the magnitudes add to the product with W.
+        As in peft, dropout also applies to the term that the magnitudes add, (m/|·| − 1)·W·x.
         """
         (module,) = self._linear
         dropped = self._drop(x)

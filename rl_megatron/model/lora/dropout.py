@@ -1,8 +1,8 @@
-"""Dropout of adapters, as a function of a seed instead of the random numbers drawn before.
+"""Dropout of adapters that depends only on a seed, and not on random numbers drawn before.
 
-So a layout drops what one process drops, if it has the same microbatches. The seed of a microbatch is a state of
-megatron-core's tracker of random number generators, because the recomputation of activations restores these, in
-whatever order a pipeline runs.
+So a layout with the same microbatches as a single process drops the same elements, except under context parallelism. A
+microbatch's seed is a state in megatron-core's tracker of random number generators, because the recomputation of
+activations restores these states, in whatever order a pipeline runs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def get_microbatch_seed(device: torch.device) -> int:
 
 
 def dropout(x: Tensor, p: float, seed: int, axis: int = 0, shards: int = 1, shard: int = 0) -> Tensor:
-    """Return x with numbers of a share `p` set to 0, and the others divided by 1 − p.
+    """Return x with each element set to 0 with probability `p`, and all others divided by 1 − p.
 
     Args:
         x: One of `shards` equal parts of a tensor along `axis`, the one with the number `shard`, from 0.
-        p: The share.
-        seed: Decides, with the shape of the whole tensor, which of its numbers are dropped.
+        p: The probability.
+        seed: Determines, with the shape of the whole tensor, which of its elements are dropped.
         axis: The axis.
         shards: The number of parts.
         shard: The number of this part.

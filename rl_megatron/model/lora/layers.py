@@ -1,7 +1,7 @@
-"""The adapters of a transformer layer's linears, sharded as these are.
+"""The adapters of a transformer layer's linears, sharded like the linears.
 
 A linear y = W·x of Megatron may stack several linears of Hugging Face, such as queries, keys and values. Each of them
-has its own A and B, as peft has it. The product A·x has only r numbers per token, so it is what ranks exchange:
+has its own A and B, as in peft. Ranks exchange the product A·x, because it has only r numbers per token:
 
     column-parallel   A is whole on every rank, B has the rank's rows. Under sequence parallelism A·x is gathered.
     row-parallel      A has the rank's columns, B is whole. The ranks' A·x are summed, or reduced and scattered.
@@ -46,13 +46,13 @@ _COLUMN, _ROW, _WHOLE = "column", "row", "whole"
 
 
 class LinearAdapter(torch.nn.Module):
-    """The adapters of one Megatron linear: A and B of each of its parts that has one.
+    """The adapters of one Megatron linear: A and B of each part that has an adapter.
 
     Attributes:
         parts: All parts of the linear, in the order of its rows.
         scaling: The factor s of B·A·x.
         is_on: Whether the adapter takes part in the forward pass.
-        is_frozen: Whether it stays as it is, beside adapters of another name that are trained.
+        is_frozen: Whether it is not trained, beside trained adapters of another name.
     """
 
     _letters: tuple[str, ...] = ("A", "B")  # the names of each part's tensors
@@ -66,7 +66,7 @@ class LinearAdapter(torch.nn.Module):
         topology: Topology,
         seed: int,
     ):
-        """Build the adapter of `module`, with numbers that depend only on the seed and the names of its parts."""
+        """Build the adapter of `module`. Its initial weights depend only on `seed` and names."""
         super().__init__()
         self.parts, self.scaling = tuple(parts), config.scaling
         self.is_on, self.is_frozen = True, False
@@ -96,7 +96,7 @@ class LinearAdapter(torch.nn.Module):
         return (part for part in self.parts if part.has_adapter)
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
-        """Return the linear's output on this rank with that of the adapter. `x` is the input of both."""
+        """Return the linear's output on this rank plus that of the adapter. `x` is the input of both."""
         return output + self(self._drop(x))
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -179,9 +179,9 @@ class LinearAdapter(torch.nn.Module):
 
     @torch.no_grad()
     def fill(self, parameter: torch.nn.Parameter, part: Part, letter: str, config: LoraConfig, seed: int) -> None:
-        """Draw A from U(−1/√in, 1/√in), as peft does, and set B to 0, or draw it from U(−1/√r, 1/√r).
+        """Draw A from U(−1/√in, 1/√in), as peft does, and set B and magnitudes to 0.
 
-        Tensors of other kinds of adapters are 0.
+        With `init_lora_weights=false`, B is drawn from U(−1/√r, 1/√r).
         """
         if letter not in "AB" or (letter == "B" and config.init_lora_weights):
             parameter.zero_()

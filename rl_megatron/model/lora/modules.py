@@ -25,8 +25,9 @@ class WholeTensor:
 def find_whole_tensors(config: LoraConfig, model: ModelConfig, rows: int, head: str = "lm") -> dict[str, WholeTensor]:
     """Return the tensors of modules that are trained whole, by Megatron name.
 
-    As in peft, a module is chosen if its Hugging Face name ends with one of `peft.modules_to_save`. A score head takes
-    the place of the language model's and is always trained, so it is not among them. `rows` are those of the embedding.
+    As in peft, a module is chosen if its Hugging Face name ends with one of `peft.modules_to_save`. A score head
+    replaces the language model's and is always trained, so it is not returned. `rows` is the number of the embedding's
+    rows.
     """
     if not config.modules_to_save:
         return {}
@@ -57,7 +58,7 @@ def count_whole_elements(
         layers: The layers of the stage, counted from 0.
         is_first: Whether it is the first stage.
         is_last: Whether it is the last stage.
-        vocabulary: The rank's rows of the vocabulary.
+        vocabulary: The number of the rank's rows of the vocabulary.
         hidden: The hidden size.
     """
     total = 0
@@ -77,10 +78,10 @@ def _check(wanted: str, hf: str, name: str, model: ModelConfig) -> None:
         if model.tie_embeddings:
             raise ConfigError(
                 f"peft.modules_to_save: {wanted!r} is the embedding, which model.tie_embeddings=true also makes the "
-                "head, and peft would train only one of them; leave it out"
+                "head, but peft would train only one of them; leave it out"
             )
     elif not name.endswith(("norm.weight", "norm_weight")):
         raise ConfigError(
-            f"peft.modules_to_save: {wanted!r} chooses {hf.removesuffix(_WEIGHT)}, and only the embedding, the head "
+            f"peft.modules_to_save: {wanted!r} chooses {hf.removesuffix(_WEIGHT)}, but only the embedding, the head "
             "and norms can be trained whole; name it in peft.target_modules, so that it gets an adapter"
         )

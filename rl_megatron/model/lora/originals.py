@@ -16,7 +16,7 @@ _ORIGINAL = "frozen_original"  # a buffer that is not saved
 
 
 def train_whole(model_chunk: MegatronModule, names: Collection[str]) -> None:
-    """Train parameters of a model chunk without wrappers, and keep copies of them as their originals.
+    """Make parameters of a model chunk (without wrappers) trainable, and keep copies of them as their originals.
 
     `names` are the global names of the parameters.
     """
@@ -39,14 +39,14 @@ def find_whole_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[t
 
 @torch.no_grad()
 def keep_originals(model_chunks: Sequence[torch.nn.Module]) -> None:
-    """Take the weights that the parameters have now as their originals."""
+    """Copy the current weights of the parameters to their originals."""
     for parameter, original in find_whole_parameters(model_chunks):
         original.copy_(parameter)
 
 
 @contextmanager
 def use_originals(model_chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Let the model compute with the originals within the block."""
+    """Make the model compute with the originals within the block."""
     exchanged = [(parameter, parameter.data, original) for parameter, original in find_whole_parameters(model_chunks)]
     for parameter, _, original in exchanged:
         parameter.data = original

@@ -28,7 +28,7 @@ from rl_megatron.model.families.table import (
 
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?linear_\w+)\.weight")
 _WEIGHT = ".weight"
-# Llama's names have none for experts; these are Qwen3's.
+# Llama has no names for experts, so these are Qwen3's.
 _EXPERT_NAMES = ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
 _CONTAINER = "lora"
 _IN_ADAPTER = re.compile(rf"\.{_CONTAINER}(?:-([\w-]+))?\.")
@@ -44,7 +44,7 @@ class Part:
         out_features: The size of its output.
         in_features: The size of its input.
         groups: The number of blocks into which Megatron splits its rows, to alternate with those of other parts.
-        is_in_order: Whether its rows have the same order in Megatron. Otherwise it takes no adapter.
+        is_in_order: Whether its rows have the same order in Megatron. Otherwise it cannot have an adapter.
         has_adapter: Whether it gets an adapter.
     """
 
@@ -81,7 +81,7 @@ def find_adapted_linears(config: LoraConfig, model: ModelConfig, rows: int) -> d
     bare = sorted(set(range(model.num_layers)) - {parse_layer(linear) for linear in adapted})
     if bare:
         raise ConfigError(
-            f"peft.target_modules={_format_modules(config.target_modules)} gives layer {bare[0]} no adapter, and every "
+            f"peft.target_modules={_format_modules(config.target_modules)} gives layer {bare[0]} no adapter, but every "
             "layer needs one; add a module of its attention, such as o_proj"
         )
     return adapted
@@ -102,21 +102,22 @@ def refuse_fused_parts(linears: Mapping[str, Sequence[Part]], tensor: int) -> No
 
 
 def count_local_elements(linear: str, parts: Iterable[Part], r: int, parallel: ParallelConfig) -> int:
-    """Return the elements of a linear's A and B on one rank; those of an expert on average over expert-parallel ranks.
+    """Return the number of elements of a linear's A and B on one rank.
 
-    `linear` is its Megatron name, and `r` the rank of the adapters.
+    For an expert, it is the mean over expert-parallel ranks. `linear` is the linear's Megatron name, and `r` the rank
+    of the adapters.
     """
     elements = sum(r * (rows + columns) for rows, columns in _list_local_sizes(linear, parts, parallel))
     return elements // parallel.expert if is_expert(linear) else elements
 
 
 def count_local_magnitudes(linear: str, parts: Iterable[Part], parallel: ParallelConfig) -> int:
-    """Return the magnitudes of a linear on one rank, one for each row with an adapter; see `count_local_elements`."""
+    """Return the number of a linear's magnitudes on one rank, one for each row of a part with an adapter."""
     return sum(rows for rows, _ in _list_local_sizes(linear, parts, parallel))
 
 
 def _list_local_sizes(linear: str, parts: Iterable[Part], parallel: ParallelConfig) -> Iterator[tuple[int, int]]:
-    """Yield the rows and the columns that one rank has of each part with an adapter."""
+    """Yield one rank's numbers of rows and columns of each part with an adapter."""
     name = linear.rpartition(".")[2]
     shards = parallel.expert_tensor if is_expert(linear) else parallel.tensor
     shards = 1 if name.endswith("_down_proj") else shards
@@ -207,7 +208,7 @@ def _find_linears(table: WeightTable) -> dict[str, list[Part]]:
             continue
         by_row = sorted(table.by_name[name], key=lambda rows: rows.row)
         if by_row[0].slab is not None:
-            continue  # peft has no linear for stacked experts
+            continue  # peft adapts linears only, which stacked experts are not
         counts: dict[str, int] = {}
         starts: dict[str, list[int]] = defaultdict(list)
         for hf_name, blocks in groupby(by_row, key=lambda rows: rows.hf_name):
@@ -231,7 +232,7 @@ def _choose(config: LoraConfig, names: list[str]) -> set[str]:
 
 
 def _find_matching(which: str, patterns: str | tuple[str, ...], names: list[str]) -> set[str]:
-    """Return the names that match: as peft, a string is a regular expression, and a list has ends of names."""
+    """Return the names that match. As in peft, a string is a regular expression, and a list has suffixes of names."""
     key = f"peft.{which}_modules"
     matches: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
@@ -255,7 +256,7 @@ def _find_matching(which: str, patterns: str | tuple[str, ...], names: list[str]
 
 
 def _refuse_other_order(patterns: str | tuple[str, ...], parts: Iterable[Part]) -> None:
-    """Refuse a module that is named in a list, and whose rows have another order in Megatron."""
+    """Refuse a listed module whose rows have another order in Megatron."""
     for part in parts:
         if not part.is_in_order and not isinstance(patterns, str) and part.key in patterns:
             raise ConfigError(

@@ -110,7 +110,7 @@ def test_shorter_mean_responses_take_less_time_and_as_much_memory():
             "parallel.tensor × parallel.pipeline × parallel.context does not divide the world size",
         ),
         (
-            "parallel.expert=3 must divide the 8 ranks of a pipeline stage; fits: [1]",
+            "parallel.expert=3 must divide the 8 ranks of a pipeline stage; degrees that fit: [1]",
             "parallel.expert must divide the ranks of a pipeline stage",
         ),
     ],

@@ -23,7 +23,7 @@ def test_ranks_share_the_tokens_and_the_causal_work(cp_size):
 
 
 def test_a_length_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="10 positions do not divide; pad the sequences to a multiple of 4"):
+    with pytest.raises(ValueError, match="4 does not divide its 10 positions; pad the sequences to a multiple of 4"):
         zigzag_positions(10, 0, 2)
 
 
