@@ -31,14 +31,14 @@ from rl_megatron.topology.reductions import ALONE, RankReduction
 
 
 class AdvantageInputs:
-    """The inputs of an advantage estimator: samples, with those of a prompt next to each other, and their tokens.
+    """The inputs of an advantage estimator: samples, grouped by prompt, and their tokens.
 
     B is the number of samples, which may be 0, S their padded length, and entry t of a sequence corresponds to token t.
 
     Attributes:
         group_size: The number of samples per prompt.
-        ranks: The data-parallel ranks that share the step's samples, with sums, extremes and moments over all of them.
-            Every rank must call them equally often. Comparisons with the whole batch need them.
+        ranks: The data-parallel ranks that share the step's samples. Its methods return sums, extremes and moments over
+            the whole batch; every rank must call them equally often.
         leave_one_out: This key of the algorithm section.
         normalize_std: This key of the algorithm section.
     """
@@ -54,10 +54,11 @@ class AdvantageInputs:
         leave_one_out: bool = False,
         normalize_std: bool = True,
     ):
-        """Make the inputs from a batch, which has the keys that they are read from.
+        """Make the inputs from a batch; each property reads its keys of the batch.
 
-        `loss_fn`, the policy's loss, decides whether rewards have a KL penalty; without it they have none. `reward` has
-        the weights of the reward functions; without it, all are 1. For the other arguments, see the class.
+        `loss_fn` is the policy's loss, whose settings may add a KL penalty to rewards; without it, there is no penalty.
+        `reward` has the weights of the reward functions; without it, all weights are 1. For the other arguments, see
+        the class.
         """
         self.group_size, self.ranks = group_size, ranks
         self.leave_one_out, self.normalize_std = leave_one_out, normalize_std
@@ -72,9 +73,9 @@ class AdvantageInputs:
 
     @property
     def sample_mask(self) -> Float[Tensor, " batch"]:
-        """Return 1, and 0 for a sample that failed (rollout.on_failure).
+        """Return 1 for each sample that succeeded, and 0 for one that failed (rollout.on_failure).
 
-        Its reward and its token_mask are 0, and it must not be compared with.
+        The reward and the token_mask of a failed sample are 0. Leave it out of baselines.
         """
         return self.index.take_first(sample_mask(self._rollouts))
 
@@ -101,7 +102,7 @@ class AdvantageInputs:
 
     @property
     def component_rewards(self) -> dict[str, Float[Tensor, " batch"]]:
-        """Return the score of each reward function for each sample, before its weight; NaN where it gave none.
+        """Return the score of each reward function for each sample, before its weight; NaN if it gave none.
 
         The rewards of an environment have the name "environment".
         """
@@ -119,14 +120,14 @@ class AdvantageInputs:
     def rollouts(self) -> BatchedDataDict:
         """Return the batch, with input_ids, input_lengths, prompt_lengths, generation_logprobs and prev_logprobs.
 
-        Without prev_logprobs if algorithm.recompute_logprobs is never.
+        The batch lacks prev_logprobs if algorithm.recompute_logprobs is never.
 
         Raises:
             ConfigError: A sample has several sequences.
         """
         if not self.index.all_alone:
             raise ConfigError(
-                "the advantage estimator reads inputs.rollouts, and a trajectory of this step has several sequences; "
+                "the advantage estimator reads inputs.rollouts, but a trajectory of this step has several sequences; "
                 "read inputs.token_rewards and inputs.token_mask instead, or set rollout.on_rewrite=keep"
             )
         return self._rollouts
@@ -212,7 +213,7 @@ def estimate_advantages(
 ) -> Float[Tensor, "batch sequence"]:
     """Return the advantages [B, S] that the configured estimator gives the rollouts, 0 at tokens that do not count.
 
-    They are those of this rank's sequences. Collective, because a user's function may fail on some ranks only. Raises
+    They cover this rank's sequences. Collective, because a user's function may fail on some ranks only. Raises
     AdvantagesFailed on every rank if it does, or if its result has another shape or is not finite. `reward` has the
     weights of the reward functions; without it, all are 1.
     """
@@ -223,7 +224,7 @@ def estimate_advantages(
 
 
 def group_for_owners(rollouts: Batch, algorithm: GRPOConfig) -> Tensor | None:
-    """Return a number for each sequence, equal for sequences that one rank must own, or None if it may own any."""
+    """Return a number for each sequence, equal for sequences that one rank must own, or None without such a rule."""
     together = get_estimator(algorithm.advantage_estimator).together
     if together == "group":
         return rollouts.trajectories.owner // algorithm.samples_per_prompt

@@ -1,10 +1,10 @@
 """Advantages: how much better a sample or a token was than expected.
 
-Tensors of token advantages are [B, S], and entry t corresponds to token t. Only entries with mask ≠ 0 count: the others
-(a prompt, a tool's output, padding) are not read and may be NaN, and results are 0 there.
+Tensors of token advantages are [B, S], and entry t corresponds to token t. Only entries with mask ≠ 0 count. Other
+entries (a prompt, a tool's output, padding) are not read and may be NaN; their results are 0.
 
-`turns` [B, S] is the number of the turn at each sampled token, and -1 elsewhere. The reward of a turn is the sum over
-its tokens. Without turns, every sample has one, and advantages of turns are those of `group_relative`.
+`turns` [B, S] is the turn's number at each sampled token, and -1 at all other tokens. The reward of a turn is the sum
+over its tokens. If every sample has one turn, advantages of turns equal those of `group_relative`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def group_relative(
         group_size: The number of samples per prompt.
         leave_one_out: Whether a sample's baseline leaves out its own reward.
         normalize_std: Whether to divide by the standard deviation.
-        sample_mask: 0 for samples to leave out, such as those that failed; None to take all.
+        sample_mask: 0 for samples to leave out, such as failed ones; None to keep all.
 
     Raises:
         ValueError: The rewards do not form whole groups.
@@ -71,16 +71,16 @@ def _compare_groups(
     sample_mask: Shaped[Tensor, " samples"] | None,
     *values: Float[Tensor, " samples"],
 ) -> Float[Tensor, " samples"]:
-    """Return the results of a function of groups. Samples that are left out get 0.
+    """Return the result of `compare` for each sample, and 0 for samples that are left out or alone in their group.
 
-    The function gets groups of one size at a time, so that what it returns for samples of a group is to the bit what it
-    returns for a group without those that are left out. Groups with fewer than two samples get 0.
+    `compare` is called for groups of one size at a time, without the left-out samples. Its results are therefore
+    bitwise the same as if these samples had never been in the batch.
 
     Args:
-        compare: Takes values of groups, [groups, size] each, and returns one for each sample.
+        compare: A function of values, [groups, size] each, that returns one value for each sample.
         group_size: The number of samples per prompt.
-        sample_mask: 0 for samples to leave out; None to take all.
-        values: What the function gets.
+        sample_mask: 0 for samples to leave out; None to keep all.
+        values: The values to pass to `compare`, [B] each.
     """
     if values[0].dim() != 1:
         raise ValueError(f"rewards {tuple(values[0].shape)} must be one reward per sample, [B]")
@@ -149,7 +149,7 @@ def whiten(
 
     std is the sample standard deviation, as in `group_relative`. Collective over the ranks that share the batch.
 
-    Shapes: advantages and mask are [B, S]; the result is [B, S] fp32. It is NaN if an advantage is that counts.
+    Shapes: advantages and mask are [B, S]; the result is [B, S] fp32. It is NaN if an advantage that counts is NaN.
     Source: Andrychowicz et al. 2021, "What matters for on-policy deep actor-critic methods?" (arXiv:2006.05990),
     advantage normalization.
 
@@ -210,7 +210,7 @@ def reinforce_plus_plus(
     *,
     discount: float = 1.0,
 ) -> Float[Tensor, "batch sequence"]:
-    """Return whiten(Σ_k γ^k·r_{t+k}), the return from token t on compared with the whole batch, without a critic.
+    """Return whiten(Σ_k γ^k·r_{t+k}): the return from token t on, whitened over the whole batch, without a critic.
 
     Collective over the ranks that share the batch.
 
@@ -229,7 +229,7 @@ def reinforce_plus_plus_baseline(
     ranks: RankReduction = ALONE,
     sample_mask: Shaped[Tensor, " samples"] | None = None,
 ) -> Float[Tensor, "samples sequence"]:
-    """Return whiten(r_i − mean of the group), over all tokens of the whole batch, each with its sample's difference.
+    """Return whiten(r_i − mean of the group) over the whole batch, with sample i's difference at each of its tokens.
 
     Samples whose `sample_mask` is 0 are left out of their group. Collective over the ranks that share the batch.
 
@@ -247,11 +247,11 @@ def group_decoupled(
     group_size: int,
     ranks: RankReduction = ALONE,
 ) -> Float[Tensor, " samples"]:
-    """Return whiten(Σ_k w_k·(r_ik − mean_k) / (σ_k + ε)), with the mean and deviation of each function in the group.
+    """Return whiten(Σ_k w_k·(r_ik − mean_k) / (σ_k + ε)), with each function's mean and std in the group.
 
-    Every function thus has the influence of its weight, however large its scores are. A score that is NaN is left out;
-    a sample without scores gets 0, and so does a group in which the scores of every function are equal, before the
-    whitening over the samples of the whole batch. Collective over the ranks that share the batch.
+    A function's influence thus depends on its weight, not on the scale of its scores. NaN scores are left out, and a
+    sample without scores gets 0. If the scores of each function are equal in a group, its samples have 0 before the
+    whitening, which is over the samples of the whole batch. Collective over the ranks that share the batch.
 
     Shapes: scores is [num_groups · group_size, K], with groups contiguous; weights is [K]; the result is [B] fp32.
     Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization" (arXiv:2601.05242).
@@ -283,8 +283,9 @@ def optimal_baseline(
 ) -> Float[Tensor, " samples"]:
     """Return A_i = r_i − Σ_j l_j·r_j / Σ_j l_j over groups of samples of one prompt, with l the number of tokens.
 
-    It is the baseline of least variance if a sample's squared gradient grows with its length. A group of equal rewards
-    gets exactly 0, and so does one without tokens. Samples whose `sample_mask` is 0 are left out of their group.
+    This baseline has the least variance if a sample's squared gradient is proportional to its length. A group of equal
+    rewards gets exactly 0, and so does one without tokens. Samples whose `sample_mask` is 0 are left out of their
+    group.
 
     Shapes: rewards is [num_groups · group_size], with groups contiguous; mask is [B, S]; the result is [B] fp32.
     Source: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585), eq. 6.
@@ -313,8 +314,8 @@ def group_relative_turns(
     """Return A_ik = (G_ik − b_k) / (σ_k + ε), where G_ik is the sum of the rewards of sample i from turn k on.
 
     b_k and σ_k are the mean and the sample standard deviation of G_jk over the samples j of the group that have a turn
-    k; with `leave_one_out`, b_k leaves out sample i itself. If all G_jk are equal, or only one sample has a turn k, its
-    advantage is exactly 0.
+    k; with `leave_one_out`, b_k leaves out sample i itself. If all G_jk are equal, or only one sample has a turn k,
+    advantages at turn k are exactly 0.
 
     Shapes: token_rewards and turns are [B, S], with B = num_groups · group_size; the result is [B, S] fp32.
     Source: the outcome supervision of GRPO, arXiv:2402.03300 §4.1.2, applied to the returns of each turn.
@@ -352,7 +353,7 @@ def group_relative_steps(
 ) -> Float[Tensor, "batch sequence"]:
     """Return A_ik = Σ_{l ≥ k} (r_il − b) / (σ + ε), where r_il is the reward of turn l of sample i.
 
-    b and σ are the mean and the sample standard deviation of the rewards of all turns of the group. If they are all
+    b and σ are the mean and the sample standard deviation of the rewards of all turns of the group. If all rewards are
     equal, advantages are exactly 0.
 
     Shapes: token_rewards and turns are [B, S], with B = num_groups · group_size; the result is [B, S] fp32.
@@ -380,7 +381,7 @@ def group_relative_steps(
 def _sum_turns(
     token_rewards: Float[Tensor, "batch sequence"], turns: Int[Tensor, "batch sequence"], group_size: int
 ) -> tuple[Float[Tensor, "groups size turns"], Bool[Tensor, "groups size turns"]]:
-    """Return the reward of each turn, and which turns there are."""
+    """Return the reward of each turn, and whether the turn exists."""
     check_groups(group_size, token_rewards=token_rewards, turns=turns)
     if token_rewards.shape != turns.shape:
         raise ValueError(f"token_rewards {tuple(token_rewards.shape)} and turns {tuple(turns.shape)} must be [B, S]")
@@ -394,12 +395,12 @@ def _sum_turns(
 
 
 def _sum_to_end(values: Tensor) -> Tensor:
-    """Return the sum of each entry and of all after it in the last dimension."""
+    """Return the sum of each entry and all entries after it in the last dimension."""
     return values.flip(-1).cumsum(-1).flip(-1)
 
 
 def _deviation(values: Tensor, exists: Tensor, over: int | tuple[int, ...]) -> Tensor:
-    """Return the sample standard deviation of the values that exist; 0 of fewer than two."""
+    """Return the sample standard deviation of the values that exist, or 0 for fewer than two."""
     count = exists.sum(over, keepdim=True)
     mean = torch.where(exists, values, 0.0).sum(over, keepdim=True) / count.clamp(min=1)
     squares = torch.where(exists, (values - mean) ** 2, 0.0).sum(over, keepdim=True)
@@ -416,5 +417,5 @@ def _all_equal(values: Tensor, exists: Tensor, over: int | tuple[int, ...]) -> T
 def _spread_to_tokens(
     values: Float[Tensor, "batch turns"], turns: Int[Tensor, "batch sequence"]
 ) -> Float[Tensor, "batch sequence"]:
-    """Return the value of its turn at each sampled token, and 0 elsewhere."""
+    """Return the value of the token's turn at sampled tokens, and 0 at other tokens."""
     return torch.where(turns >= 0, values.gather(1, turns.clamp(min=0)), 0.0)

@@ -1,6 +1,6 @@
-"""Select the tokens whose advantage and logprob vary together most, which Clip-Cov and KL-Cov treat specially.
+"""Select tokens for Clip-Cov and KL-Cov by the covariance of advantage and logprob.
 
-A step that makes likely tokens likelier lowers the policy's entropy, and these tokens lower it most.
+A step that makes likely tokens likelier lowers the policy's entropy. Tokens with a large covariance lower it most.
 
 Source: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
 (arXiv:2505.22617), eq. 10 to 13.
@@ -22,8 +22,8 @@ from rl_megatron.topology.reductions import RankReduction
 def add_covariance_mask(rollouts: Batch, loss_fn: LossFunction, seed: int) -> Batch:
     """Add the `covariance_mask` to rollouts if the loss reads it, and return them. Collective.
 
-    It is selected from `advantages` and `prev_logprobs`, both [B, S]. `seed` is that of the tokens that Clip-Cov draws;
-    every step has its own.
+    The mask is computed from `advantages` and `prev_logprobs`, both [B, S]. `seed` is for Clip-Cov's random draw of
+    tokens, and must differ in every step.
     """
     cfg = getattr(loss_fn, "cfg", None)
     if isinstance(cfg, ClippedPGLossConfig) and cfg.uses_covariances:
@@ -60,8 +60,8 @@ def find_largest(
 ) -> Bool[Tensor, " n"]:
     """Return which of this rank's values are among the `count` largest of all ranks. Collective.
 
-    Of equal values, those of the sequence with the lower number come first, and then those that come first in it. All
-    values are chosen if there are fewer. Only one rank has values of a sequence; `sequences` are their numbers.
+    Among equal values, a lower sequence number wins, then an earlier position in the sequence. If there are fewer
+    values, all are chosen. `sequences` is the number of each value's sequence; a sequence is on one rank only.
     """
 
     def total(chosen: Tensor) -> int:
@@ -82,7 +82,7 @@ def _share(number: int, ratio: float) -> int:
 
 
 def _draws(seed: int, numbers: Tensor, lengths: Tensor) -> Tensor:
-    """Return a random number for each token that counts; those of a sequence depend on its number alone."""
+    """Return a random number for each token that counts; those of a sequence depend only on `seed` and its number."""
     draws = [
         np.random.default_rng([seed, number]).random(length, dtype=np.float32)
         for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True)

@@ -1,6 +1,6 @@
 """DPO and its relatives: raise the likelihood of chosen answers over rejected answers.
 
-A loss such as SimPO compares the answers without a reference policy, and then there is none.
+With a loss that needs no reference policy, such as SimPO, none is kept.
 
 Source: Rafailov et al. 2023, arXiv:2305.18290.
 """

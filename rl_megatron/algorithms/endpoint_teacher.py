@@ -30,13 +30,13 @@ class TeacherFailed(RunFailed):
 
 
 class EndpointTeacher:
-    """A frozen model at an endpoint. It owns the connections, which only rank 0 has.
+    """A frozen model at an endpoint. It owns the connections, which only rank 0 opens.
 
-    Every method but `close` is collective. Temperatures are left to the loss: the logprobs are those of temperature 1.
+    `topk_logits` and `logprobs` are collective. Their results are at temperature 1; the loss applies its temperature.
     """
 
     def __init__(self, config: TeacherConfig, ranks: Ranks):
-        """Keep the settings; nothing is sent."""
+        """Store the settings; nothing is sent."""
         assert config.url is not None
         self._config, self._ranks, self._url = config, ranks, config.url.rstrip("/")
         self._runner = asyncio.Runner()  # connections belong to an event loop
@@ -74,14 +74,14 @@ class EndpointTeacher:
         ours = tokenizer.encode(_PROBE)
         if theirs != ours:
             raise ConfigError(
-                f"algorithm.teachers: the teacher at {self._url} has another tokenizer than the student: of {_PROBE!r} "
-                f"it makes {len(theirs)} tokens, {theirs[:8]} …, and the student {len(ours)}, {ours[:8]} …; set "
+                f"algorithm.teachers: the teacher at {self._url} has another tokenizer than the student: it encodes "
+                f"{_PROBE!r} as {len(theirs)} tokens, {theirs[:8]} …, the student as {len(ours)}, {ours[:8]} …; set "
                 "tokenizer.path to the teacher's tokenizer and train the student with it, or choose a teacher with the "
                 "student's tokenizer"
             )
-        if limit is not None and longest + 1 > limit:  # a request generates a token, which nobody reads
+        if limit is not None and longest + 1 > limit:  # a request also generates a token, which is not used
             raise ConfigError(
-                f"algorithm.teachers: {self._url} reads at most {limit - 1} tokens, and the data has sequences of up "
+                f"algorithm.teachers: {self._url} reads at most {limit - 1} tokens, but the data has sequences of up "
                 f"to {longest}; shorten them (data.too_long, generation.max_new_tokens), or choose another teacher"
             )
         start, completions = ours[:2], self._endpoint(self._completions.url)
@@ -103,7 +103,7 @@ class EndpointTeacher:
         return _pad(self._ask_all(batch, 1, read_own), batch)
 
     def _ask_all(self, batch: Batch, k: int, make: Callable[[Sequence[Entry], Sequence[int]], _T]) -> list[_T]:
-        """Return what `make` makes of the logprobs and the ids of each sequence of all ranks.
+        """Return `make(logprobs, ids)` of each sequence of all ranks.
 
         Raises TeacherFailed on every rank if the endpoint does not answer.
         """
@@ -146,7 +146,7 @@ def _read_tokens(answer: Any) -> tuple[list[int], int | None]:
 
 
 def _read_logprobs(ids: Sequence[int], k: int, answer: Any) -> Sequence[Entry]:
-    """Return the logprobs of each token of a prompt, of which the first has none: its own, and at least k in all."""
+    """Return the logprobs at each token of a prompt: at least k, the token's own included. The first token has none."""
     try:
         entries = answer["choices"][0]["prompt_logprobs"]
     except (KeyError, TypeError, IndexError) as error:
@@ -155,12 +155,12 @@ def _read_logprobs(ids: Sequence[int], k: int, answer: Any) -> Sequence[Entry]:
         raise BadReply(f"has no prompt_logprobs of {len(ids)} tokens")
     for token, entry in zip(ids[1:], entries[1:], strict=True):
         if len(entry) < k or str(token) not in entry:
-            raise BadReply(f"has {len(entry)} prompt_logprobs of token {token}, and needs {k} with that of the token")
+            raise BadReply(f"has {len(entry)} prompt_logprobs of token {token}, but needs {k} with that of the token")
     return entries
 
 
 def _pick_largest(entries: Sequence[Entry], k: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest logprobs of each entry, [length, k], and their ids. The last token has none: zeros."""
+    """Return the k largest logprobs of each entry, [length, k], and their ids. The last token has none, and gets 0."""
     logprobs, ids = torch.zeros(length, k), torch.zeros(length, k, dtype=torch.int64)
     for index, entry in enumerate(entries):
         pairs = sorted(((float(value["logprob"]), int(token)) for token, value in entry.items()), reverse=True)[:k]
@@ -169,7 +169,7 @@ def _pick_largest(entries: Sequence[Entry], k: int, length: int) -> tuple[Tensor
 
 
 def _pad(values: Sequence[Tensor], batch: Batch) -> Tensor:
-    """Return the values of this rank's sequences from those of all ranks, [n, S, …], with zeros after their ends."""
+    """Return the values of this rank's sequences, [n, S, …], padded with 0, from those of all ranks."""
     padded = values[0].new_zeros(len(values), batch["input_ids"].size(1), *values[0].shape[1:])
     for sequence, unpadded in zip(padded, values, strict=True):
         sequence[: len(unpadded)] = unpadded

@@ -63,7 +63,9 @@ def describe_imbalance(num_desirable: int, num_undesirable: int, cfg: KTOLossCon
     """Return a warning if one label has much more influence than the other, or None."""
     if not num_desirable or not num_undesirable:
         label, other = ("desirable", "undesirable") if num_desirable else ("undesirable", "desirable")
-        return f"all {num_desirable + num_undesirable} answers are {label}; KTO is meant for data with {other} ones too"
+        return (
+            f"all {num_desirable + num_undesirable} answers are {label}; KTO is meant for data with {other} answers too"
+        )
     if not cfg.desirable_weight or not cfg.undesirable_weight:
         return None
     low, high = _BALANCED
@@ -74,7 +76,7 @@ def describe_imbalance(num_desirable: int, num_undesirable: int, cfg: KTOLossCon
     return (
         f"{num_desirable} desirable and {num_undesirable} undesirable answers with loss.desirable_weight="
         f"{cfg.desirable_weight:g} and loss.undesirable_weight={cfg.undesirable_weight:g} do not balance; "
-        f"loss.desirable_weight from {wanted[0]:.3g} to {wanted[1]:.3g} does"
+        f"set loss.desirable_weight to {wanted[0]:.3g} … {wanted[1]:.3g}"
     )
 
 
@@ -98,11 +100,11 @@ def kto(loop: Loop, policy: MegatronPolicy, data: DataLoader[BatchedDataDict], a
 def add_reference_point(
     answers: BatchedDataDict, policy: PolicyInterface, pad_id: int, max_length: int, ranks: Ranks
 ) -> BatchedDataDict:
-    """Add what the loss needs besides the tokens and labels to a global batch, and return it. Collective.
+    """Add the reference's logprobs, z₀ and the number of desirable answers to a global batch. Collective.
 
     `reference_policy_logprobs` [B, S] are aligned with the tokens. `reference_point` [B] is z₀, and `num_desirable` [B]
-    the number of desirable answers; both are the same number for every sequence. Every rank has the whole batch, and
-    the policy has a reference. `pad_id` pads sequences of at most `max_length` tokens.
+    the number of desirable answers; both are the same number for every sequence. Every rank passes the whole batch, and
+    the policy must have a reference. Sequences are padded with `pad_id` and have at most `max_length` tokens.
     """
     answers["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(answers)["reference_logprobs"]
     ones = torch.ones_like(answers["sample_mask"])
@@ -127,7 +129,7 @@ def estimate_reference_point(
 
 
 def mismatch_answers(answers: BatchedDataDict, pad_id: int, max_length: int) -> BatchedDataDict:
-    """Return the prompt of each sequence with the answer of the sequence before it; the first has that of the last.
+    """Return each sequence's prompt with the previous sequence's answer; the first prompt gets the last answer.
 
     The answer begins at the first token with token_mask 1. Sequences are cut at `max_length` tokens.
     """
@@ -146,7 +148,7 @@ def mismatch_answers(answers: BatchedDataDict, pad_id: int, max_length: int) -> 
 @register_evaluation(LABELLED)
 @dataclass(frozen=True)
 class HeldoutLabelled(Evaluation):
-    """The evaluation on held-out answers with labels, `batch`, which has `desirable`."""
+    """The evaluation on `batch`: held-out answers with labels under the key `desirable`."""
 
     batch: BatchedDataDict
     pad_id: int
@@ -154,10 +156,10 @@ class HeldoutLabelled(Evaluation):
 
     @classmethod
     def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
-        """Return the evaluation on the held-out answers, of which some must be desirable."""
+        """Return the evaluation on the held-out answers. At least one must be desirable."""
         if not heldout.batch[_LABEL].any():
             raise ConfigError(
-                f"none of the {heldout.batch.size} held-out answers is desirable, and their likelihood is evaluated; "
+                f"none of the {heldout.batch.size} held-out answers is desirable, but the evaluation needs one; "
                 "raise data.heldout_fraction or data.num_eval_examples, or set data.eval_path to other data"
             )
         return cls(heldout.batch, tokenizer.pad_id, stage.model.max_sequence_length)

@@ -1,7 +1,7 @@
 """Declare the metrics of training steps, rollouts and the logprob check.
 
-Importing this module declares every metric that a run of this package writes: `config.metrics.METRICS` for training
-steps and engines, `config.metrics.EVAL_METRICS` for evaluations.
+Importing this module declares every metric that a run of this package writes: those of training steps and engines in
+`config.metrics.METRICS`, those of evaluations in `config.metrics.EVAL_METRICS`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ OPTIMIZER = declare_metrics(
     ),
     Metric("grad_norm_clipped", "1", "The norm of the gradient after clipping, over the optimizer steps.", "mean"),
     Metric("lr", "1", "The learning rate, over the optimizer steps.", "mean"),
-    Metric("updated", "1", "The share of optimizer steps that moved the weights.", "mean", "higher", healthy="1"),
-    Metric("num_updates", "steps", "The number of optimizer steps that moved the weights.", "sum"),
+    Metric("updated", "1", "The share of optimizer steps that changed the weights.", "mean", "higher", healthy="1"),
+    Metric("num_updates", "steps", "The number of optimizer steps that changed the weights.", "sum"),
     Metric(
         "skipped_steps",
         "steps",
-        "With train.on_nonfinite=skip, the number of optimizer steps that were left out.",
+        "With train.on_nonfinite=skip, the number of optimizer steps that were skipped.",
         "sum",
         "lower",
         healthy="0",
@@ -55,12 +55,18 @@ OPTIMIZER = declare_metrics(
     Metric(
         "expert_load_max",
         "1",
-        "The most tokens of an expert, as a multiple of its layer's mean.",
+        "The most tokens routed to an expert, as a multiple of its layer's mean.",
         "max",
         "lower",
         healthy="below 3",
     ),
-    Metric("expert_load_min", "1", "The fewest tokens of an expert, as a share of its layer's mean.", "min", "higher"),
+    Metric(
+        "expert_load_min",
+        "1",
+        "The fewest tokens routed to an expert, as a share of its layer's mean.",
+        "min",
+        "higher",
+    ),
     Metric("router_aux_loss", "1", "The experts' load-balancing loss, summed over layers.", "mean", "lower"),
 )
 
@@ -78,14 +84,14 @@ ASYNCHRONOUS = declare_metrics(
     Metric(
         "trajectory_age_mean",
         "steps",
-        "With rollout.async_enabled, how many steps ago the oldest tokens of trajectories were sampled.",
+        "With rollout.async_enabled, how many steps ago a trajectory's oldest token was sampled, on average.",
         "mean",
         "lower",
     ),
     Metric(
         "trajectory_age_max",
         "steps",
-        "The same, for the oldest trajectory.",
+        "With rollout.async_enabled, how many steps ago the oldest token of the step was sampled.",
         "max",
         "lower",
         healthy="at most rollout.max_trajectory_age_steps",
@@ -102,9 +108,9 @@ ASYNCHRONOUS = declare_metrics(
         "sum",
         "lower",
     ),
-    Metric("refilled_groups", "groups", "Groups that were started in the place of dropped ones.", "sum"),
-    Metric("running_groups", "groups", "Groups that run when the step gets its own.", "last"),
-    Metric("ready_groups", "groups", "Complete groups that wait for later steps then.", "last"),
+    Metric("refilled_groups", "groups", "Groups that were started to replace dropped ones.", "sum"),
+    Metric("running_groups", "groups", "Groups still being sampled when the step receives its own.", "last"),
+    Metric("ready_groups", "groups", "Complete groups that then wait for later steps.", "last"),
     Metric(
         "engine_idle",
         "1",
@@ -165,18 +171,24 @@ ROLLOUT = declare_metrics(
     Metric(
         "segments",
         "segments",
-        "The mean number of segments; more than 1 if a chat template rewrites the past.",
+        "The mean number of segments of a trajectory; above 1 if a chat template rewrites earlier turns.",
         "mean",
     ),
-    Metric("tool_calls", "calls", "The mean number of calls of tools in a trajectory that has tools.", "mean"),
+    Metric("tool_calls", "calls", "The mean number of tool calls in a trajectory that has tools.", "mean"),
     Metric(
         "tool_errors",
         "calls",
-        "The mean number of these calls that failed or could not be read.",
+        "The mean number of a trajectory's tool calls that failed or could not be read.",
         "mean",
         "lower",
     ),
-    Metric("malformed_calls", "calls", "The mean number of these calls that could not be read.", "mean", "lower"),
+    Metric(
+        "malformed_calls",
+        "calls",
+        "The mean number of a trajectory's tool calls that could not be read.",
+        "mean",
+        "lower",
+    ),
     Metric(
         "failed_trajectories",
         "trajectories",
@@ -188,7 +200,7 @@ ROLLOUT = declare_metrics(
     Metric(
         "masked_groups",
         "groups",
-        "The groups that are not learned from, because a trajectory of them failed, or too many for mask_sample.",
+        "The groups that are not learned from because a trajectory failed, or too many with mask_sample.",
         "sum",
         "lower",
         healthy="0",
@@ -203,12 +215,18 @@ ROLLOUT = declare_metrics(
         "lower",
     ),
     Metric("advantage_mean", "reward", "The mean advantage, over the tokens that are learned from.", "mean"),
-    *_distribution("advantage", "reward", "the advantages of these tokens"),
-    Metric("weight_age_mean", "versions", "How much newer the policy's weights are.", "mean", "lower"),
+    *_distribution("advantage", "reward", "the advantages of the tokens that are learned from"),
+    Metric(
+        "weight_age_mean",
+        "versions",
+        "How many versions newer the policy's weights are than those that sampled a completion, on average.",
+        "mean",
+        "lower",
+    ),
     Metric(
         "weight_age_max",
         "versions",
-        "The same, for the oldest completion.",
+        "How many versions newer the policy's weights are than the oldest that sampled a completion.",
         "max",
         "lower",
         healthy="0, unless generation runs ahead of training",
@@ -224,7 +242,7 @@ ROLLOUT = declare_metrics(
     Metric(
         "teacher_kl",
         "nats",
-        "The reverse KL from the teachers, estimated by the sampled tokens: the mean of log π − log π_teacher.",
+        "The reverse KL from the teachers, estimated from sampled tokens: the mean of log π − log π_teacher.",
         "mean",
         "lower",
     ),

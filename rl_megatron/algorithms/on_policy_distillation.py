@@ -53,7 +53,7 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...
     if urls and stage.generation.temperature != 1 and by_advantage:
         raise ConfigError(
             f"generation.temperature={stage.generation.temperature}: {urls[0]} gives logprobs of temperature "
-            "1, and advantages compare logprobs of the same temperature; set generation.temperature=1, or "
+            "1, but advantages need logprobs of the sampling temperature; set generation.temperature=1, or "
             "loss=distillation"
         )
     check_each_teacher(algorithm.teachers, stage, tokenizer, lengths, 1 if by_advantage else algorithm.top_k)

@@ -45,12 +45,12 @@ def online_dpo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: 
 def select_pairs(rollouts: BatchedDataDict, group_size: int) -> BatchedDataDict:
     """Return a pair for each group: its sample with the highest reward, then the one with the lowest.
 
-    Of equal rewards, the first sample is taken. Samples that failed (sample_mask 0) are left out. The pair of a group
-    whose rewards are all equal has the sample_mask 0. The samples of a group are contiguous.
+    Among equal rewards, the first sample is chosen. Samples that failed (sample_mask 0) are left out. The pair of a
+    group whose rewards are all equal has the sample_mask 0. The samples of a group are contiguous.
     """
     if not TrajectoryIndex(rollouts).all_alone:
         raise ConfigError(
-            "algorithm=online_dpo compares whole sequences, and a trajectory of this step has several; set "
+            "algorithm=online_dpo compares whole sequences, but a trajectory of this step has several; set "
             "rollout.on_rewrite=keep"
         )
     rewards = rollouts["rewards"].float().view(-1, group_size)

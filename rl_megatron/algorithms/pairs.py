@@ -1,4 +1,4 @@
-"""The common parts of algorithms that learn from preference pairs: the requirements on their loss, the reference."""
+"""The common parts of algorithms that learn from preference pairs: requirements on their loss, and the reference."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PAIR_KEYS = frozenset({"input_ids", "input_lengths", "token_mask", "sample_mask"
 def pair_loss(input_type: LossInputType, uses: str, choices: str, more_keys: frozenset[str] = frozenset()) -> LossNeeds:
     """Return the requirements of an algorithm whose loss compares the two answers of a pair.
 
-    `input_type` is the model output that the loss must read. `more_keys` are keys of the algorithm's batches besides
-    those of every batch of pairs.
+    `input_type` is the model output that the loss must read. `more_keys` are keys of the algorithm's batches in
+    addition to `PAIR_KEYS`.
     """
 
     def suits(loss_fn: LossFunction) -> bool:
@@ -31,7 +31,7 @@ LOGPROB_PAIRS = pair_loss(
 
 
 def uses_reference(stage: StageConfig) -> bool:
-    """Return whether the stage's loss reads the reference's logprobs. An undeclared loss is assumed to read them."""
+    """Return whether the stage's loss reads the reference's logprobs. Without `required_keys`, assume it does."""
     return _REFERENCE in getattr(configured_loss(stage.loss), "required_keys", (_REFERENCE,))
 
 

@@ -63,8 +63,8 @@ class Algorithm(Generic[ConfigT]):
 
     Attributes:
         config: The class of its settings.
-        run: Its training loop, called with the stage (a `Loop`), its policy, where batches come from, the settings and,
-            if one is declared, the critic. Batches come from a `Sampler` for a `RolloutConfig`, and otherwise from a
+        run: Its training loop, called with the stage (a `Loop`), its policy, the source of batches, the settings and,
+            if one is declared, the critic. The source is a `Sampler` for a `RolloutConfig`, and otherwise a
             `DataLoader` of the stage's training data.
         loss: Its requirements on the configured loss, or None if it always uses `fixed_loss`.
         fixed_loss: The registered loss of an algorithm whose loss cannot be chosen.

@@ -34,7 +34,7 @@ ROLLOUT_KEYS = frozenset(
 
 
 def _uses_advantages(loss_fn: LossFunction) -> bool:
-    return "advantages" in getattr(loss_fn, "required_keys", ("advantages",))  # an undeclared loss is assumed to use it
+    return "advantages" in getattr(loss_fn, "required_keys", ("advantages",))  # without `required_keys`, assume it does
 
 
 ROLLOUT_LOSS = LossNeeds("advantages", _uses_advantages, ROLLOUT_KEYS, "clipped_pg")
@@ -45,13 +45,13 @@ def uses_reference(stage: StageConfig) -> bool:
 
 
 def rollout_loss(stage: StageConfig) -> LossFunction:
-    """Return the loss of a stage, which weights old trajectories by `rollout.importance_correction`."""
+    """Return the loss of a stage, with the importance weights that `rollout.importance_correction` selects."""
     recomputed = stage.rollout.correction == "recomputed" and stage.rollout.async_enabled
     return configured_loss({**stage.loss, **({"use_importance_sampling_correction": True} if recomputed else {})})
 
 
 def check_problems(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Check that a step has enough different problems; return the tokens of the longest prompt with its completion.
+    """Check that a step has enough different problems; return the largest length of a prompt and its completion.
 
     Raises:
         ConfigError: There are too few problems, or a completion may not fit after a prompt.
@@ -61,7 +61,7 @@ def check_problems(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, 
 
 
 def check_policy_gradient(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Check what `check_problems` checks, and that the loss can learn without the logprobs that are not recomputed."""
+    """Run `check_problems`, and check that the loss does not need logprobs that are not recomputed."""
     algorithm: PolicyGradientConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
     recomputes_logprobs(stage, algorithm, rollout_loss(stage))
     return check_problems(stage, tokenizer)
@@ -70,9 +70,10 @@ def check_policy_gradient(stage: StageConfig, tokenizer: Tokenizer) -> list[tupl
 def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, loss_fn: LossFunction) -> bool:
     """Return whether `prev_logprobs` are computed before the policy learns from a rollout.
 
-    With `rollout.importance_correction=engine` they are those of the engine. With `algorithm.recompute_logprobs=auto`
-    they are computed, unless the loss takes them from the forward pass of the training step (`Loss.on_policy_keys`),
-    and nothing else may read them. With `never`, a loss that needs them is a ConfigError.
+    With `rollout.importance_correction=engine`, the engine's logprobs are used instead. With
+    `algorithm.recompute_logprobs=auto`, they are computed unless the loss takes them from the forward pass of the
+    training step (`Loss.on_policy_keys`) and nothing else may read them. With `never`, a loss that needs them raises
+    ConfigError.
     """
     if stage.rollout.correction == "engine":
         return False
@@ -80,8 +81,8 @@ def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, los
     needed = key in getattr(loss_fn, "required_keys", ())
     if algorithm.recompute_logprobs == "never" and needed:
         raise ConfigError(
-            f"algorithm.recompute_logprobs=never: loss.name={stage.loss['name']} needs {key!r} in its batch; set it to "
-            "auto"
+            f"algorithm.recompute_logprobs=never: loss.name={stage.loss['name']} needs {key!r} in its batch; set "
+            "recompute_logprobs to auto"
         )
     if algorithm.recompute_logprobs != "auto":
         return algorithm.recompute_logprobs == "always"
@@ -90,7 +91,7 @@ def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, los
 
 
 def whole_trajectories(rollouts: Batch) -> Tensor | None:
-    """Return the number of the trajectory of each sequence, or None if each trajectory is one sequence."""
+    """Return the trajectory number of each sequence, or None if each trajectory is one sequence."""
     return None if rollouts.trajectories.all_alone else rollouts.trajectories.owner
 
 
@@ -138,7 +139,7 @@ def rewards_per_token(rollouts: BatchedDataDict, index: TrajectoryIndex, loss_fn
     """
     kl = _kl_of_tokens(rollouts, loss_fn)
     at_end, of_turns = rollouts["rewards"].float(), rollouts.get(TURN_REWARDS)
-    if of_turns is not None:  # they have their own tokens, and the rest belongs to the last one
+    if of_turns is not None:  # turn rewards stay at their tokens; the rest is at the last one
         at_end = torch.where(index.is_last(), at_end - index.spread(index.total(of_turns.sum(1))), 0.0)
     rewards = token_rewards(at_end, rollouts["token_mask"], kl, kl_in_reward(loss_fn))
     return rewards if of_turns is None else rewards + of_turns

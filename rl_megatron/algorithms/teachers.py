@@ -44,7 +44,7 @@ def check_each_teacher(
 ) -> None:
     """Check that every teacher can be read, has the student's vocabulary, and fits the layout and the data.
 
-    `lengths` has, for each item of the data, the tokens of its sequences. `top_k` logits of each token are read.
+    `lengths` has the lengths of the sequences of each item of the data. `top_k` logits of each token are read.
     """
     longest = max((length for item in lengths for length in item), default=0)
     for teacher in teachers:
@@ -61,7 +61,7 @@ def check_each_teacher(
         model, _ = open_teacher(path)
         if longest > model.max_sequence_length:
             raise ConfigError(
-                f"algorithm.teachers: {teacher.path} reads at most {model.max_sequence_length} tokens, and the data "
+                f"algorithm.teachers: {teacher.path} reads at most {model.max_sequence_length} tokens, but the data "
                 f"has sequences of up to {longest}; shorten them (data.too_long, generation.max_new_tokens), or choose "
                 "another teacher"
             )
@@ -69,7 +69,7 @@ def check_each_teacher(
             validate_model(model, teacher.parallel or stage.parallel)
         except ConfigError as error:
             whose = "the student's layout" if teacher.parallel is None else "its own layout"
-            raise ConfigError(f"algorithm.teachers: {teacher.path} runs in {whose}: {error}") from error
+            raise ConfigError(f"algorithm.teachers: {teacher.path} cannot run in {whose}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Teachers:
     Attributes:
         batching: How their batches are cut into microbatches.
         top_k: How many logits of each token are read.
-        data_sets: The indices in `data.mix` of the data sets that each teacher has; an empty tuple: all.
+        data_sets: The indices in `data.mix` of the data sets that each teacher teaches; an empty tuple: all.
     """
 
     models: list[Teacher | EndpointTeacher]
@@ -111,11 +111,11 @@ class Teachers:
         return cls(models, shares, batching, k, data_sets)
 
     def find_whole_teacher(self, loss_fn: LossFunction) -> Teacher | None:
-        """Return the teacher whose whole vocabulary the loss reads while it trains, or None."""
+        """Return the teacher whose logits of all ids the loss reads in training steps, or None."""
         if not WHOLE_KEYS & set(getattr(loss_fn, "required_keys", ())):
             return None
         first = self.models[0]
-        if isinstance(first, EndpointTeacher):  # the settings are checked for the package's own loss only
+        if isinstance(first, EndpointTeacher):  # the settings refuse this for `full_distillation` only
             raise ConfigError("algorithm.teachers: a loss over the whole vocabulary needs a teacher with a path")
         return first
 
@@ -152,7 +152,7 @@ class Teachers:
         return mean
 
     def _taught(self, batch: Batch) -> list[Tensor]:
-        """Return for each teacher which sequences of the global batch it has, [B] bool."""
+        """Return for each teacher which sequences of the global batch it teaches, [B] bool."""
         every = torch.ones(batch.size, dtype=torch.bool)
         return [torch.isin(batch.facts[DATA_SET], torch.tensor(sets)) if sets else every for sets in self.data_sets]
 
@@ -168,10 +168,10 @@ class Teachers:
         read: Callable[[Batch], Sequence[Tensor]],
         blank: Sequence[Tensor],
     ) -> Sequence[Tensor]:
-        """Return what `read` returns for the sequences that a teacher has, and `blank` for others. Collective."""
+        """Return the result of `read` for the sequences that a teacher teaches, and `blank` for others. Collective."""
         if taught.all():
             return read(batch)
-        if taught.any():  # all ranks take part if one has a sequence for it
+        if taught.any():  # all ranks take part if any has a sequence for this teacher
             is_taught = batch.select_local(taught)
             for values, taught_values in zip(blank, read(batch.select(taught)), strict=True):
                 values[is_taught] = taught_values

@@ -1,4 +1,4 @@
-"""torchtune's loss of PPO with the numbers that it reports: `from rl_megatron.compat.torchtune import PPOLoss`."""
+"""torchtune's PPO loss, including its reported mean ratio: `from rl_megatron.compat.torchtune import PPOLoss`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Scalar = Float[Tensor, ""]
 
 
 class PPOLoss(losses.PPOLoss):
-    """`rl_megatron.losses.PPOLoss` whose fourth result is torchtune's mean of the ratios.
+    """`rl_megatron.losses.PPOLoss` whose fourth result is torchtune's mean ratio.
 
-    It is over all tokens, masked ones included, and log-ratios do not saturate in it. The loss is the same.
+    This mean is over all tokens, masked ones included, and does not bound log-ratios. The loss is the same.
     """
 
     def forward(

@@ -4,14 +4,15 @@ Each operator reads the logits once and never gathers them:
 
 - `vocab_parallel_logprobs` computes the statistics from logits.
 - `linear_logprobs` computes them from hidden states, with the model's head inside the operator.
-- `next_token_stats` calls one of the two as losses need it. It shifts the labels, undoes context parallelism and
+- `next_token_stats` calls one of these two for losses. It shifts the labels, undoes context parallelism and
   packing, and returns [B, S-1] on every rank.
 - `vocab_parallel_soft_cross_entropy` and `vocab_parallel_kl` compare the logits of two models.
-- `teacher_divergences` does so with several divergences at once, and a teacher whose logits come block by block.
+- `teacher_divergences` computes several divergences at once; the teacher's logits may be computed block by block.
 - `vocab_parallel_top_k` finds the largest logits.
 - `vocab_subset` maps the logits of a large vocabulary to a small one.
 
-Annotations give shapes, which tests check (tests/shape_checks.py). Within one call or object, a name is one size:
+Annotations give shapes, which tests check (tests/shape_checks.py). Within one call or object, a name stands for one
+size:
 
     *tokens         any leading dimensions of logits: [T], [B, S], [S, B]
     rows            the tokens, flattened; `places` are rows in the order of a `BlockPlan`

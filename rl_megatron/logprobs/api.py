@@ -71,21 +71,20 @@ def vocab_parallel_logprobs(
     own backward must therefore run its backward first. Autograd's version counter checks this in both directions, so
     that misuse raises an error instead of giving wrong gradients. A second backward raises too. In three cases the
     gradient gets its own memory instead, and backward may run twice: the logits are a leaf or a view of one; their rows
-    share memory; saved-tensor hooks are active, which disable the version check (a non-reentrant activation checkpoint
-    is one). Without grad mode, the logits are only read.
+    share memory; saved-tensor hooks are active, which disable the version check (as in a non-reentrant activation
+    checkpoint). Without grad mode, the logits are only read.
 
     Strides: logits with permuted leading dimensions ([S, B, V] seen as [B, S, V]) are used in place. Any other strided
     view, such as the slice `logits[:, :-1]`, is copied first; set targets to `ignore_index` instead of slicing.
 
     Special values: rows whose target is `ignore_index` have logprob 0, entropy 0 and gradient exactly 0, whatever their
     logits are, including NaN. Rows without upstream gradient are set to zero without being read. Logits of −inf have
-    probability 0, and gradient 0 except for the target's own. A row with only −inf has logprob −inf, entropy 0 and
-    gradient 0.
+    probability 0, and gradient 0 except at the target. A row with only −inf has logprob −inf, entropy 0 and gradient 0.
 
     Filter: with a `sampling_filter` the distribution is the softmax over the logits x_v ≥ τ only, which are the tokens
-    that top-k and top-p keep. τ is a constant in the gradient. `filter_thresholds` describes how τ is found, and which
-    further reads and all-reduces that needs. Tokens below τ have probability and gradient 0, and logprob −inf if
-    gathered. `SamplingFilter.outside` decides about a target below τ. A filter that is off has no effect.
+    that top-k and top-p keep. τ is a constant in the gradient. `filter_thresholds` describes how τ is found, and the
+    further reads and all-reduces that this needs. Tokens below τ have probability and gradient 0, and logprob −inf if
+    gathered. `SamplingFilter.outside` selects the logprob of a target below τ. A filter that is off has no effect.
 
     Shapes: logits [..., V_local]; targets [...]; temperature a number or a tensor that broadcasts to [...]; gather_ids
     [..., K].
@@ -95,7 +94,7 @@ def vocab_parallel_logprobs(
         targets: Global ids, or `ignore_index`.
         tp_group: The group over which the vocabulary is sharded; None: it is not sharded.
         vocab_range: This rank's ids (start, stop) if shards are uneven. None: shards are equal and in rank order.
-        valid_vocab_size: Ids from here on are padding. They are in no softmax, entropy or gradient. A rank may have
+        valid_vocab_size: Ids from this one on are padding. They are in no softmax, entropy or gradient. A rank may have
             only padding.
         temperature: T, a positive number per row. It has no gradient.
         ignore_index: The target of rows to leave out.
@@ -177,10 +176,10 @@ def flatten_temperature(
     order: list[int],
     dtype: torch.dtype,
 ) -> Float[Tensor, " rows"] | None:
-    """Check the temperature, and return that of each row, or None if it is the number 1, so that nothing is divided.
+    """Check the temperature, and return it for each row, or None if it is the number 1 (no division is needed).
 
-    A tensor broadcasts to the shape of `targets`, of which nothing else but the device is used. `order` is the leading
-    dimensions in memory order.
+    A tensor broadcasts to the shape of `targets`, whose values are not read. `order` lists the leading dimensions in
+    memory order.
     """
     if not isinstance(temperature, Tensor):
         if not (temperature > 0 and math.isfinite(temperature)):

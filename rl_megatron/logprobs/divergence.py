@@ -45,7 +45,7 @@ def vocab_parallel_soft_cross_entropy(
     gradient, with the checks of `vocab_parallel_logprobs`.
 
     Special values: rows whose teacher row is −1 have CE 0 and gradient exactly 0, whatever their logits are, including
-    NaN. If the student has −inf at an id that the teacher finds possible, CE is ∞, but the gradient q − p is finite. If
+    NaN. If the student has −inf at an id with p > 0, CE is ∞, but the gradient q − p is finite. If
     the student's or the teacher's row has only −inf, the gradient is 0. If the teacher's row has only −inf, CE is 0.
 
     Shapes: student_logits [..., V_local]; teacher_logits [*, V_local]; teacher_rows [...]. Returns [...].
@@ -54,12 +54,12 @@ def vocab_parallel_soft_cross_entropy(
         student_logits: This rank's columns of the student's logits.
         teacher_logits: This rank's columns of the teacher's logits. It has no gradient.
         tp_group: The group over which the vocabulary is sharded; None: it is not sharded.
-        teacher_rows: The teacher's row for each student row, counted in the teacher's flattened leading dimensions; −1
-            for none. None: both have the same leading shape, and rows at the same position belong together.
-        valid_vocab_size: Ids from here on are padding. They are in no softmax and no gradient.
+        teacher_rows: The index of each student row's teacher row in the teacher's flattened leading dimensions; −1: no
+            teacher row. None: both have the same leading shape, and rows at the same position are compared.
+        valid_vocab_size: Ids from this one on are padding. They are in no softmax and no gradient.
 
     Raises:
-        ValueError: Shapes do not fit, or the teacher does not have a row.
+        ValueError: Shapes do not fit, or teacher_rows is out of range.
 
     Source: Hinton, Vinyals & Dean 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531), eq. 2 at
     temperature 1. Statistics are merged across shards as in `vocab_parallel_logprobs`.
@@ -86,12 +86,11 @@ def vocab_parallel_kl(
     `vocab_parallel_soft_cross_entropy`. The result is in nats. The sum is over the differences log p − log q, so that
     the KL of two equal models is 0 up to rounding, and may be slightly negative.
 
-    Special values, with the first argument of KL(·‖·) as the one that weights:
+    Special values, for a first distribution a and a second distribution b in KL(a‖b):
 
-    - Ids that only the weighting model finds impossible add 0.
-    - Ids that only the other model finds impossible make the KL ∞. Forward: the student has −inf where the teacher has
-      not; the gradient q − p is finite. Reverse: the teacher has −inf where the student has not; the gradient would be
-      infinite, and is set to 0.
+    - Ids whose logit is −inf in a add 0.
+    - Ids whose logit is −inf only in b make the KL ∞. Forward, the gradient q − p is finite. Reverse, the gradient
+      would be infinite, and is set to 0.
     - A teacher row with only −inf gives KL 0 and gradient 0. A student row with only −inf gives KL ∞ and gradient 0.
 
     Shapes: as in `vocab_parallel_soft_cross_entropy`; temperature a number or a tensor that broadcasts to [...].
@@ -103,10 +102,10 @@ def vocab_parallel_kl(
         direction: "forward" for KL(p‖q) or "reverse" for KL(q‖p).
         temperature: T, a positive number per student row. It has no gradient.
         teacher_rows: See `vocab_parallel_soft_cross_entropy`.
-        valid_vocab_size: Ids from here on are padding. They are in no softmax and no gradient.
+        valid_vocab_size: Ids from this one on are padding. They are in no softmax and no gradient.
 
     Raises:
-        ValueError: Shapes do not fit, the teacher does not have a row, or the direction is unknown.
+        ValueError: Shapes do not fit, teacher_rows is out of range, or the direction is unknown.
 
     Source: forward, Hinton et al. 2015 (arXiv:1503.02531), without that paper's factor T²; reverse, Gu et al. 2024,
     "MiniLLM" (arXiv:2306.08543).

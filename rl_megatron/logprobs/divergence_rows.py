@@ -25,7 +25,7 @@ class Pairs(NamedTuple):
         teacher: The teacher's logits, [M, V_local].
         rows: The teacher's row of each student row, in [0, M).
         temperature: T of each student row, or None for 1.
-        num_columns: Columns from here on are padding.
+        num_columns: Columns from this one on are padding.
     """
 
     student: Float[Tensor, "rows vocab_local"]
@@ -57,8 +57,8 @@ def pair_stats(
         u = Σ_v w_v·d_v:   cross_entropy w = e^{y−m'}, d = −(x−m);   forward w = e^{y−m'}, d = (y−m')−(x−m);
                            reverse w = e^{x−m}, d = (x−m)−(y−m')
 
-    A shard that is empty or has only −inf gives m = −inf and s = 0, and uses (x − 0) in d. The results of rows that are
-    not active are undefined; such rows are skipped if that costs nothing.
+    A shard that is empty or has only −inf gives m = −inf and s = 0, and uses (x − 0) in d. The results of inactive rows
+    are undefined, because some of these rows are skipped.
     """
     num_columns, num_rows = pairs.num_columns, pairs.student.shape[0]
     stats = pairs.student.new_zeros(num_rows, 4 + len(divergences), dtype=pairs.dtype)
@@ -99,7 +99,7 @@ def merge_pairs(
         M = max_r m_r,  s = Σ_r e^{m_r−M}·s_r,  M' and s' likewise
         u = Σ_r e^{a_r−A}·(u_r + ((a_r−A) − (b_r−B))·s_{a,r}),   for the cross-entropy without (a_r−A)
 
-    a stands for the model whose probabilities are the weights, and b for the other. Sums are in rank order, so that the
+    a stands for the model whose probabilities weight the sum, and b for the other. Sums are in rank order, so that the
     results are bitwise the same on every rank. The maximum of a row with only −inf is returned as 0.
     """
     student, teacher = (parts[..., 0], parts[..., 1]), (parts[..., 2], parts[..., 3])
@@ -114,7 +114,7 @@ def merge_pairs(
             (shift, weighing), (other_shift, other) = (shifts[0], student[1]), (shifts[1], teacher[1])
         else:
             (shift, weighing), (other_shift, other) = (shifts[1], teacher[1]), (shifts[0], student[1])
-        moved = -other_shift.masked_fill(other == 0, 0.0)  # a shard with only −inf has used x − 0
+        moved = -other_shift.masked_fill(other == 0, 0.0)  # `pair_stats` used x − 0 for a shard with only −inf
         if divergence != "cross_entropy":
             moved = moved + shift
         weights = shift.exp()
@@ -142,7 +142,7 @@ def write_pair_gradients(
 ) -> None:
     """Write g·∂/∂student into `out`, which may be the student itself.
 
-        ∂/∂student = (1/T)·(q − p),  or of the reverse KL  (1/T)·q·((ln q − ln p) − KL)
+        ∂/∂student = (1/T)·(q − p),  or for the reverse KL  (1/T)·q·((ln q − ln p) − KL)
         ln q = (x−M)−log s,  ln p = (y−M')−log s'
 
     Rows that are not active, and columns from num_columns on, are set to exactly 0 and are never read.

@@ -103,7 +103,7 @@ def _find_below(
     shard: VocabShard,
     kernels: Kernels,
 ) -> Bool[Tensor, "rows ids"]:
-    """Return which of K local columns per row the filter leaves out, with false for ids of other ranks."""
+    """Return which of K local columns per row the filter leaves out; false for ids of other ranks."""
     return (columns >= 0) & (read_logits(logits, columns, None, shard, kernels) < thresholds[:, None])
 
 

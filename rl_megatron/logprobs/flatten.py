@@ -32,7 +32,7 @@ def from_rows(x: Shaped[Tensor, "rows ..."], leading: torch.Size, order: list[in
 def may_be_overwritten(rows: Shaped[Tensor, "rows columns"]) -> bool:
     """Return whether backward may overwrite these rows [N, V] with their gradient.
 
-    It may not in three cases:
+    Backward must not overwrite them in three cases:
 
     - The rows are the memory of a leaf, which is the caller's own data.
     - Elements share memory (an expanded tensor, sliding windows), but each has its own gradient.

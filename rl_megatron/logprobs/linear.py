@@ -14,7 +14,7 @@ from rl_megatron.logprobs.kernels.backends import choose_kernels
 from rl_megatron.logprobs.token_blocks import BlockPlan, HiddenBlocks, HiddenGradient
 from rl_megatron.logprobs.vocab_parallel import Upstream, differentiate_once, merge, read_logits
 
-# The number of logits of a token block. On a GPU they have 512 MiB in bf16: thousands of rows, so that reading the
+# The number of logits in a token block. On a GPU they have 512 MiB in bf16: thousands of rows, so that reading the
 # weights for each block is cheap compared with the products. On a CPU they have 32 MiB in bf16: about a hundred rows of
 # the largest vocabularies, beyond which more rows are not faster.
 BLOCK_ELEMENTS_CPU = 1 << 24
@@ -26,7 +26,7 @@ WIDENED_ELEMENTS_CPU = 1 << 22
 
 @dataclass(frozen=True)
 class DeferredLogits:
-    """A language model's output whose logits have not been computed. `linear_logprobs` reads their statistics.
+    """A language model's output whose logits have not been computed. `linear_logprobs` computes their statistics.
 
     Attributes:
         hidden: The head's input, [S, B, H], or this rank's part of the first dimension under sequence parallelism.
@@ -69,18 +69,18 @@ def linear_logprobs(
     sequence_parallel: bool = False,
     most_counted: int | None = None,
 ) -> LogprobStats:
-    """Return `vocab_parallel_logprobs(hidden · weightᵀ, targets, …)`, with the logits of one token block at a time.
+    """Return `vocab_parallel_logprobs(hidden · weightᵀ, targets, …)`, computing logits one token block at a time.
 
         forward, block by block:   z = h·Wᵀ → (m, s, t, z_y) of each row → z is dropped
         backward, block by block:  z = h·Wᵀ again → dz in the same memory → dh = dz·W,  dW += dzᵀ·h
 
     The last block's logits are kept for backward, which starts with this block. Rows with target `ignore_index` are
-    left out of every product. On a GPU, finding these rows waits for the device once.
+    left out of every product. On a GPU, the host waits once to count the other rows, unless `most_counted` is given.
 
     Memory: besides the results, dh and dW, it needs one block of logits, up to four blocks of hidden states, and 60
     bytes per token. For 16-bit weights without `main_grad` it also needs dW in fp32.
 
-    Collectives over `tp_group`: forward has those of `vocab_parallel_logprobs`, once and not per block. Backward sums
+    Collectives over `tp_group`: forward runs those of `vocab_parallel_logprobs` once, not per block. Backward sums
     each block's dh over the ranks while the product for dW runs. With `sequence_parallel`, forward and backward gather
     each block of hidden states, and the sums of dh are scattered. The whole hidden states are never in memory.
 
@@ -104,10 +104,10 @@ def linear_logprobs(
         backend: The backend of the logprob kernels. The products are always torch's.
         block_tokens: The number of rows of a token block. None: as many as have 512 MiB of bf16 logits on a GPU, or 32
             MiB on a CPU.
-        chunk_tokens: The same under the name that other libraries have.
+        chunk_tokens: The name of `block_tokens` in other libraries.
         sequence_parallel: Whether the first dimension of hidden is cut over `tp_group`.
-        most_counted: How many rows have a target other than `ignore_index`, of the rank of `tp_group` that has most of
-            them under sequence_parallel, or of all rows. None: they are counted, for which the host waits.
+        most_counted: The number of rows whose target is not `ignore_index`; under sequence_parallel, the largest number
+            on any rank of `tp_group`. None: it is computed, and the host waits for the device.
 
     Raises:
         ValueError: Shapes do not fit, block_tokens is below 1, or `vocab_parallel_logprobs` would raise.
@@ -121,7 +121,7 @@ def linear_logprobs(
     kernels = choose_kernels(backend, hidden.device)
     if chunk_tokens is not None:
         if block_tokens not in (None, chunk_tokens):
-            raise ValueError(f"block_tokens={block_tokens} and chunk_tokens={chunk_tokens} are two names of one number")
+            raise ValueError(f"block_tokens={block_tokens} and chunk_tokens={chunk_tokens} differ; give only one")
         block_tokens = chunk_tokens
     if block_tokens is not None and block_tokens < 1:
         raise ValueError(f"block_tokens={block_tokens} must be at least 1; None chooses it from the vocabulary's size")
@@ -245,7 +245,7 @@ class _LinearStats(torch.autograd.Function):
                 hidden_grad.add(rows, logits, weight)  # its sum over ranks overlaps with the product for dW
             if weight_grad is not None:
                 weight_grad.add(logits, h)
-        scratch = logits = None  # free the block before the placeholder for dW, which is as large, is allocated
+        scratch = logits = None  # free the block before the equally large placeholder for dW is allocated
         return (
             None if hidden_grad is None else hidden_grad.finish(),
             None if weight_grad is None else weight_grad.finish(),

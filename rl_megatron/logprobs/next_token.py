@@ -18,17 +18,17 @@ from rl_megatron.topology.token_layout import TokenLayout
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model's output is distributed over ranks, and how its rows hold the tokens.
+    """The distribution of a model's output over ranks, and the layout of tokens in its rows.
 
     Attributes:
         tp_group: The last dimension is cut over these ranks; None: it is whole.
         cp_group: Sequences are cut zigzag over these ranks; None: they are whole.
-        valid_vocab_size: Ids from here on are padding; None: no id is.
+        valid_vocab_size: Ids from this one on are padding; None: no id is.
         cu_seqlens: [B+1], the cumulative lengths of sequences that are packed in one row (see `TokenLayout.from_pack`).
             None: each sequence has its own row.
-        cu_seqlens_padded: [B+1], where the sequences start in the packed row; None: they are not padded.
-        most_counted: How many tokens of a sequence-parallel rank count in the batch's token_mask·sample_mask, at the
-            rank that has most of them; None: it is not known on the host.
+        cu_seqlens_padded: [B+1], the cumulative padded lengths of these sequences; None: they are not padded.
+        most_counted: The largest number of unmasked tokens (by the batch's token_mask·sample_mask) on any
+            sequence-parallel rank; None: the host does not know it.
     """
 
     tp_group: dist.ProcessGroup | None = None
@@ -76,12 +76,12 @@ def next_token_stats(
     its slice, and the first token of the next sequence in a pack never becomes a label. There is one pass over the
     logits, whatever the layout.
 
-    Every rank returns the whole [B, S-1]. Backward takes this rank's part of the gradient, so every rank of the
+    Every rank returns the whole [B, S-1]. Backward uses only this rank's part of the gradient, so every rank of the
     context-parallel group must compute the same loss from the result: see `TokenLayout.gather`.
 
     Args:
         logits: [B, S', V/tp] with S' ≥ S; positions from S on are ignored. Under context parallelism they are this
-            rank's zigzag slice [B, S'/cp, V/tp], with S' a multiple of 2·cp. Packed they are [1, T/cp, V/tp].
+            rank's zigzag slice [B, S'/cp, V/tp], with S' a multiple of 2·cp. Packed logits are [1, T/cp, V/tp].
             `DeferredLogits` are read by `linear_logprobs`.
         input_ids: [B, S].
         sharding: How the logits are distributed over ranks, and whether they are packed.
@@ -91,9 +91,8 @@ def next_token_stats(
         gather_ids: [B, S-1, K] ids whose logprobs to return. Entry t is for `logits[b, t]`.
         mask: [B, S] aligned with input_ids. Tokens with mask 0 are not evaluated: their logprob, entropy and gradient
             are exactly 0.
-        most_counted: How many tokens are evaluated of the sequence-parallel rank that has most of them, if the host
-            knows it: `Sharding.most_counted` if `mask` is the batch's token_mask·sample_mask. `linear_logprobs` would
-            wait for the device to count them.
+        most_counted: The largest number of evaluated tokens on any sequence-parallel rank: `Sharding.most_counted` if
+            `mask` is the batch's token_mask·sample_mask. None: `linear_logprobs` waits for the device to count them.
         backend: See `vocab_parallel_logprobs`.
 
     Raises:
@@ -138,10 +137,9 @@ def next_token_stats(
 def next_token_temperature(
     temperature: float | Tensor, layout: TokenLayout, batch: tuple[int, int]
 ) -> float | Float[Tensor, ""] | Float[Tensor, "rows length"]:
-    """Return the temperature of this rank's logits [R, L], each that of the token after it.
+    """Return the temperature of each of this rank's logits, [R, L]: that of the next token.
 
-    `temperature` is a number, which is returned as it is, or is [B], [B, 1] or [B, S] and aligned with input_ids, whose
-    shape (B, S) is `batch`.
+    A number is returned unchanged. A tensor is [B], [B, 1] or [B, S], aligned with input_ids; `batch` is (B, S).
     """
     if not isinstance(temperature, Tensor) or temperature.dim() == 0:
         return temperature

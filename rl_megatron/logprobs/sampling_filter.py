@@ -1,6 +1,6 @@
 """Top-k and top-p filters of a distribution, as one threshold per row of logits.
 
-A threshold is found among the likeliest tokens, or digit by digit of its bits, without sorting or gathering logits.
+A threshold is found among the likeliest tokens, or digit by digit of its bits, without sorting or gathering all logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rl_megatron.topology.collectives import gather_from_ranks
 Outside = Literal["minus_infinity", "keep", "ignore"]
 
 # Masses are counted in units of this fraction of the likeliest token's mass. Sums of up to 2^22 ids are then exact, and
-# so the same in every order and sharding. Masses too small to count add up to 1e-7 among a hundred thousand ids.
+# so the same in every order and sharding. The masses that this rounds to 0 sum to at most 1e-7 over a hundred thousand
+# ids.
 _MASS_SCALE = 2.0**-40
 
 _COPIES = 4  # a block of rows needs this many times its fp32 size: its positions and weights are int64
@@ -34,16 +35,16 @@ _NUM_DIGITS = 1 << _DIGIT_BITS
 class SamplingFilter:
     """A filter that keeps the tokens a sampler draws from.
 
-    It keeps the top_k likeliest tokens, and of these the fewest likeliest whose share of their mass reaches top_p. At
+    It keeps the top_k likeliest tokens and, of these, the likeliest until their share of the mass reaches top_p. At
     least one token is kept. Equally likely tokens are kept or left out together, so more tokens may be kept than top_k
     and top_p require.
 
     Attributes:
         top_k: The number of likeliest tokens; None disables this filter.
         top_p: The share of the mass, in (0, 1]; 1 disables this filter.
-        outside: The logprob of a target that the filter leaves out. "minus_infinity": −inf, the sampler's own
-            probability of it. "keep": the target counts as kept in every sum, so that its logprob is finite.
-            "ignore": 0, as if the target were `ignore_index`.
+        outside: The logprob of a target that the filter leaves out. "minus_infinity": −inf, as in the sampler. "keep":
+            the target counts as kept in every sum, so that its logprob is finite. "ignore": 0, as if the target were
+            `ignore_index`.
     """
 
     top_k: int | None = None
@@ -52,7 +53,7 @@ class SamplingFilter:
 
     def __post_init__(self) -> None:
         if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or None to disable it, and a whole number")
+            raise ValueError(f"top_k={self.top_k} must be a whole number of at least 1, or None to disable it")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]; 1 disables it")
         if self.outside not in get_args(Outside):
@@ -80,10 +81,11 @@ def filter_thresholds(
 
     τ is one of the row's own logits. It has no gradient, and the same bits on every rank.
 
-    Up to top_k = num_candidates, τ is sought among the top_k largest logits of each rank, which one all-gather brings
-    together. With top_p, one all-reduce counts the tokens that equal the last of them. Without top_k, top-p on a CPU
-    looks among the num_candidates largest logits of each rank, after one pass that sums all masses. Rows that need more
-    tokens, and the other cases, are searched digit by digit of τ's bits (`find_largest_threshold`).
+    For top_k ≤ num_candidates, one all-gather collects the top_k largest logits of each rank, and τ is one of them.
+    With top_p too, one all-reduce counts the tokens that equal the smallest of them. For top-p alone on a CPU, τ is
+    sought among the num_candidates largest logits of each rank, after one pass that sums all masses. All other cases,
+    and rows whose candidates have too little mass, use a search of τ digit by digit of its bits
+    (`find_largest_threshold`).
 
     τ is −inf in rows that are not active, whatever their logits are, and in rows for which top-p has no finite τ: rows
     with NaN or +inf, and rows with only −inf.
@@ -155,7 +157,7 @@ def _top_k_then_top_p(
     temperature: Float[Tensor, " rows"] | None,
     active: Bool[Tensor, " rows"],
 ) -> Float[Tensor, " rows"]:
-    """Return the thresholds of top-k and, below 1, top-p. Nothing waits for a GPU."""
+    """Return the thresholds of top-k and, if top_p < 1, of top-p. The host does not wait for a GPU."""
     largest, _ = _gather_candidates(logits, top_k, shard, active)
     lowest = largest[:, -1].masked_fill(largest[:, -1].isnan(), -torch.inf)
     if top_p == 1:
@@ -168,7 +170,7 @@ def _top_k_then_top_p(
     if shard.is_parallel:
         dist.all_reduce(kept, group=shard.group)
     masses = _count_masses(largest, largest[:, 0], temperature)
-    total = masses.sum(dim=1) + (kept - top_k).clamp(min=0) * masses[:, -1]  # those that equal the last one
+    total = masses.sum(dim=1) + (kept - top_k).clamp(min=0) * masses[:, -1]  # plus the tokens that equal the last logit
     threshold, _ = _find_first_reaching(largest, masses, total, top_p)
     return torch.maximum(threshold, lowest)
 
@@ -181,7 +183,7 @@ def _top_p_of_candidates(
     active: Bool[Tensor, " rows"],
     num_candidates: int,
 ) -> Float[Tensor, " rows"]:
-    """Return the thresholds of top-p, from the likeliest tokens in all rows in which these have enough mass."""
+    """Return the thresholds of top-p: from the likeliest tokens if these have enough mass, otherwise by a search."""
     largest, bound = _gather_candidates(logits, num_candidates, shard, active)
     row_max = largest[:, 0]
     total = torch.zeros(len(active), dtype=torch.int64, device=logits.device)
@@ -221,7 +223,7 @@ def _required_mass(total: Int[Tensor, " rows"], top_p: float) -> Int[Tensor, " r
 def _find_first_reaching(
     largest: Float[Tensor, "rows kept"], masses: Int[Tensor, "rows kept"], total: Int[Tensor, " rows"], top_p: float
 ) -> tuple[Float[Tensor, " rows"], Bool[Tensor, " rows"]]:
-    """Return the first of the sorted logits at which their mass reaches top_p·total, and whether any does.
+    """Return the first of the sorted logits at which the cumulative mass reaches top_p·total, and whether any does.
 
     The logit is −inf in rows without mass.
     """
@@ -304,7 +306,7 @@ def _count_digits(
     shift: int,
 ) -> Int[Tensor, "rows digits"]:
     """Return this shard's weight of the logits with (ordered bits >> shift) = first + j, for each of 256 digits j."""
-    # One more position at either end takes the logits with smaller and larger prefixes.
+    # One extra position at each end collects the logits with smaller or larger prefixes.
     histogram = torch.zeros(len(active), _NUM_DIGITS + 2, dtype=torch.int64, device=logits.device)
     if shard.num_columns:
         for block, skip in row_blocks(active, shard.num_columns * _COPIES):

@@ -26,7 +26,7 @@ class TeacherDivergences(NamedTuple):
     """Per-token results in fp32 (fp64 for fp64 logits). They are differentiable, and the same on every tp rank.
 
     Attributes:
-        divergences: One column for each divergence that was asked for, [..., D].
+        divergences: One column for each requested divergence, [..., D].
         logprobs: The student's log q(target), [...].
     """
 
@@ -53,9 +53,9 @@ def teacher_divergences(
         jensen_shannon:  β·KL(p‖m) + (1−β)·KL(q‖m), m = β·p + (1−β)·q
                                                                      ∂/∂x = ((1−β)/T)·q·((log q − log m) − KL(q‖m))
 
-    Sums are over the whole vocabulary, whose columns both models shard over `tp_group` equally and in rank order. With
-    them comes the student's log q(target), so that a loss that mixes a divergence with the task's own loss reads the
-    student's logits with one operator.
+    Sums are over the whole vocabulary, whose columns both models shard over `tp_group` equally and in rank order. The
+    student's log q(target) is returned too, so that a loss of divergence and cross-entropy reads the student's logits
+    in one operator.
 
     Cost: forward reads both logits once, and makes one all-gather of up to 28 bytes per row and rank. The
     Jensen-Shannon divergence needs the normalisers of both models first, so it reads both twice, with an all-gather of
@@ -68,8 +68,8 @@ def teacher_divergences(
 
     Special values: rows whose target is `ignore_index` have divergences and logprob 0 and gradient exactly 0, whatever
     their logits are, including NaN. The KL divergences treat −inf as `vocab_parallel_kl` does; the Jensen-Shannon
-    divergence is finite. If the student's row has only −inf, divergences are ∞, and if the teacher's has, they are 0.
-    Neither has a gradient.
+    divergence is finite. Divergences are ∞ if the student's row has only −inf, and 0 if the teacher's row does. Both
+    have no gradient.
 
     Shapes: student_logits [..., V_local]; a teacher of the same shape; targets [...]; temperature a number or a tensor
     that broadcasts to [...]. Returns [..., D] and [...].
@@ -80,11 +80,11 @@ def teacher_divergences(
         targets: Global ids, or `ignore_index`.
         tp_group: The group over which the vocabulary is sharded; None: it is not sharded.
         divergences: The divergences to return.
-        beta: The teacher's weight β in m, in (0, 1), for jensen_shannon. β → 0 is β·forward, and β → 1 is
-            (1−β)·reverse.
+        beta: The teacher's weight β in m, in (0, 1), for jensen_shannon. The divergence approaches β·forward for β → 0,
+            and (1−β)·reverse for β → 1.
         temperature: T, a positive number per row. It has no gradient.
         ignore_index: The target of rows to leave out.
-        valid_vocab_size: Ids from here on are padding. They are in no softmax and no gradient.
+        valid_vocab_size: Ids from this one on are padding. They are in no softmax and no gradient.
 
     Raises:
         ValueError: Shapes do not fit.
@@ -115,13 +115,13 @@ def teacher_divergences(
 
 @dataclass(frozen=True)
 class _TeacherRows:
-    """The teacher's logits of every student row, in the rows' order.
+    """The teacher's logits of every student row, in the order of the student's rows.
 
     Attributes:
-        logits: The logits [N, V_local], or None if they are computed.
-        hidden: The hidden states [N, H] that they are computed from.
-        weight: The head's weight [V_local, H].
-        block_rows: The rows of a block.
+        logits: The logits [N, V_local], or None if they are computed from hidden states.
+        hidden: The hidden states [N, H], or None.
+        weight: The head's weight [V_local, H], or None.
+        block_rows: The number of rows in a block.
     """
 
     logits: Tensor | None
@@ -170,7 +170,7 @@ class _TeacherDivergences(torch.autograd.Function):
         dtype = torch.promote_types(student.dtype, torch.float32)
         target_x = torch.where(owned, student.gather(1, columns[:, None])[:, 0].to(dtype), 0.0)
         target_x = target_x if temperature is None else target_x / temperature
-        # That some rank owns each target is one more sum.
+        # The sum of `owned` over ranks shows whether some rank owns each target.
         stats = torch.cat([rows.stats(one_pass), target_x[:, None], owned[:, None].to(dtype)], dim=1)
         parts = gather_from_ranks(stats, shard.group)
         check(
@@ -251,7 +251,7 @@ class _Rows:
     active: Tensor
 
     def stats(self, divergences: Sequence[Divergence]) -> Float[Tensor, "rows statistics"]:
-        """Return the statistics of `pair_stats` of each row. Those of rows that are not active are undefined."""
+        """Return the `pair_stats` of each row. Those of inactive rows are undefined."""
         dtype = torch.promote_types(self.student.dtype, torch.float32)
         stats = self.student.new_zeros(len(self.student), 4 + len(divergences), dtype=dtype)
         for block, pairs in self._pairs():
@@ -280,12 +280,12 @@ class _Rows:
             normalisers: M, log s, M' and log s'.
             grads: The upstream gradient of each divergence, divided by the temperature.
             logprob_grad: The upstream gradient of the logprobs, divided by the temperature.
-            at_target: The targets' local columns, and the same gradient for those that this rank has, otherwise 0.
+            at_target: The targets' local columns, and logprob_grad for targets that this rank owns, 0 for others.
             reverse: KL(q‖p), or None.
             student_kl: KL(q‖m), or None.
             beta: β of the Jensen-Shannon divergence.
         """
-        done, (columns, target_grads) = torch.zeros(len(out), dtype=torch.bool), at_target  # the former on the host
+        done, (columns, target_grads) = torch.zeros(len(out), dtype=torch.bool), at_target  # `done` is on the host
         for rows, tiles in self._tiles(normalisers, count=6):
             log_q, log_p, q, p, scratch, total = tiles[:, : rows.stop - rows.start]
             total.copy_(q).mul_(-logprob_grad[rows, None])
@@ -319,7 +319,7 @@ class _Rows:
             yield block, Pairs(self.student[block], logits, rows, temperature, self.shard.num_columns)
 
     def _tiles(self, normalisers: Normalisers, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield rows and `count` scratch tiles, of which the first four have log q, log p, q and p of these rows."""
+        """Yield rows and `count` scratch tiles. The first four hold log q, log p, q and p of these rows."""
         if self.shard.num_columns == 0:
             return
         for outer, pairs in self._pairs():

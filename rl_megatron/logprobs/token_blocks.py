@@ -1,4 +1,4 @@
-"""Token blocks: which rows of hidden states are processed together, and how these and their gradients are exchanged."""
+"""Token blocks: which rows of hidden states are processed together, and how ranks exchange them and their gradients."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class BlockPlan:
             counts: Which of the N rows count. Each rank has N/shards consecutive rows.
             shards: The number of sequence-parallel ranks.
             block_tokens: The largest number of places of a block; it is rounded up to a multiple of `shards`.
-            most_counted: How many rows count of the rank that has most of them. None: they are counted, for which the
-                host waits for the device.
+            most_counted: The largest number of rows that count on any rank. None: it is computed, and the host waits
+                for the device.
 
         Raises:
-            ValueError: More rows count than `most_counted` (on a GPU, see `check`).
+            ValueError: More rows count on a rank than `most_counted` (on a GPU, see `check`).
         """
         local_rows = len(counts) // shards
         per_rank = counts.view(shards, local_rows).sum(dim=1)
@@ -59,7 +59,7 @@ class BlockPlan:
             longest = most_counted
             check(
                 (per_rank <= longest).all(),
-                lambda: f"most_counted={longest}, but {per_rank.tolist()} rows of the ranks count",
+                lambda: f"most_counted={longest} is too small: {per_rank.tolist()} rows count on the ranks",
             )
         num_blocks = -(-longest * shards // max(shards, block_tokens))
         length = -(-longest // max(1, num_blocks))
@@ -88,13 +88,13 @@ class BlockPlan:
         return picked.masked_fill((self.order < 0).view(-1, *(1 for _ in x.shape[1:])), fill)
 
     def restore(self, x: Shaped[Tensor, " places *rest"], num_rows: int) -> Shaped[Tensor, " {num_rows} *rest"]:
-        """Return rows that are in the plan's order in their own order, with 0 for rows that do not count.
+        """Return rows from the plan's order in their original order, with 0 for rows that do not count.
 
-        It is differentiable.
+        The operation is differentiable.
         """
         if self.order is None:
             return x
-        places = torch.where(self.order < 0, num_rows, self.order)  # places without a row go to one more row
+        places = torch.where(self.order < 0, num_rows, self.order)  # places without a row write to an extra last row
         return x.new_zeros(num_rows + 1, *x.shape[1:]).index_copy(0, places, x)[:num_rows]
 
     def local(self, block: slice, rank: int) -> Int[Tensor, " places"] | slice:
@@ -108,7 +108,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class HiddenBlocks:
-    """The token blocks of hidden states [N, H], of which each rank of `group` has [N/tp, H].
+    """The token blocks of hidden states [N, H]; each rank of `group` holds [N/tp, H].
 
     Attributes:
         plan: The rows of each block.
@@ -120,7 +120,7 @@ class HiddenBlocks:
 
     @property
     def rank(self) -> int:
-        """Return this rank in the group, or 0 without a group."""
+        """Return this process's rank in the group, or 0 without a group."""
         return 0 if self.group is None else self.group.rank()
 
     def iterate(
@@ -172,7 +172,7 @@ class HiddenGradient:
         if self._plan.order is None:
             self._whole = torch.empty_like(hidden)
         else:
-            self._whole = hidden.new_zeros(num_rows + 1, hidden.shape[1])  # places without a row go to the last row
+            self._whole = hidden.new_zeros(num_rows + 1, hidden.shape[1])  # places without a row write to the extra row
         self._sum = self._whole[:num_rows]
 
     def add(

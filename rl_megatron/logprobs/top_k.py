@@ -42,7 +42,7 @@ def vocab_parallel_top_k(
         logits: This rank's columns, [..., V_local].
         k: The number of ids per token.
         tp_group: The group over which the vocabulary is sharded; None: it is not sharded.
-        valid_vocab_size: Ids from here on are padding and are never returned.
+        valid_vocab_size: Ids from this one on are padding and are never returned.
 
     Returns:
         values, [..., k] in fp32 (fp64 logits are rounded first), and global ids, [..., k] in int64.

@@ -33,7 +33,7 @@ class VocabShard:
     Attributes:
         start: The first global id of this rank.
         stop: One past the last global id of this rank, including padding.
-        vocab_size: Ids from here on are padding; None: no id is.
+        vocab_size: Ids from this one on are padding; None: no id is.
         group: The group over which the vocabulary is sharded, or None.
     """
 
@@ -71,7 +71,7 @@ def check(condition: Bool[Tensor, ""], describe: Callable[[], str]) -> None:
 
 
 def differentiate_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's `once_differentiable(backward)`, with a type that overrides `torch.autograd.Function.backward`."""
+    """Return torch's `once_differentiable(backward)`, typed so that it can override `Function.backward`."""
     return once_differentiable(backward)
 
 
@@ -124,7 +124,7 @@ def gather_logits(
     shard: VocabShard,
     kernels: Kernels,
 ) -> Float[Tensor, "rows ids"]:
-    """Return x at K ids per row, [N, K], with one all-reduce: one rank has each id, and the others add 0."""
+    """Return logits / T at K ids per row, [N, K], with one all-reduce: ranks that lack an id add 0."""
     x = read_logits(logits, columns, temperature, shard, kernels)
     if shard.is_parallel:
         dist.all_reduce(x, group=shard.group)
@@ -138,7 +138,7 @@ def read_logits(
     shard: VocabShard,
     kernels: Kernels,
 ) -> Float[Tensor, "rows ids"]:
-    """Return x at K local columns per row, or 0 for ids that another rank has."""
+    """Return logits / T at K local columns per row, or 0 for ids that another rank has."""
     if shard.num_columns:
         return kernels.gather_columns(logits, columns, temperature)
     return logits.new_zeros(columns.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -202,7 +202,7 @@ def merge(
 
 
 class Upstream(NamedTuple):
-    """The last arguments of `write_row_gradients`, which are computed from the gradients of the results.
+    """The last arguments of `write_row_gradients`, computed from the upstream gradients of the results.
 
     Attributes:
         base: A, [N].
@@ -230,7 +230,7 @@ class Upstream(NamedTuple):
         active: Bool[Tensor, " rows"],
         kernels: Kernels,
     ) -> Upstream:
-        """Return the arguments for the gradients of the results, of which at least one is not None.
+        """Return the arguments from the upstream gradients of the results. At least one gradient must not be None.
 
         Args:
             target_grad: The gradient of the logprobs, or None.
@@ -302,7 +302,7 @@ def load_saved(ctx, operator: str) -> tuple[Tensor, ...]:
 def _gather_shards(
     stats: Float[Tensor, "rows 4"], shard: VocabShard
 ) -> tuple[Float[Tensor, "tp rows 4"], Float[Tensor, "tp 2"] | None]:
-    """Return every rank's statistics [tp, N, 4] in rank order, and its (start, stop) [tp, 2] if there are several.
+    """Return all ranks' statistics [tp, N, 4] in rank order, and their (start, stop) [tp, 2], or None for one rank.
 
     One all-gather sends both, with the range as one more row. Shards that overlap or leave a gap, and targets that no
     rank has, are then found without another collective.

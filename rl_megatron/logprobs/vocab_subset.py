@@ -23,11 +23,10 @@ def vocab_subset(
 
     Args:
         logits: This rank's columns, [..., V_local]. Shards are equal and in rank order.
-        ids: [V'] with V' ≤ tp·num_local, on the CPU. The destinations are computed there, so that nothing waits for the
-            device.
+        ids: [V'] with V' ≤ tp·num_local, on the CPU, so that computing the destinations does not wait for the device.
         num_local: The number of columns of each shard of the result.
         tp_group: The group over which both vocabularies are sharded; None: they are not sharded.
-        valid_vocab_size: Ids from here on are padding.
+        valid_vocab_size: Ids from this one on are padding.
 
     Returns:
         [..., num_local].

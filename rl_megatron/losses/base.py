@@ -1,4 +1,4 @@
-"""The base classes of losses. Each has a formula over streams, and reads the streams from a model's output."""
+"""The base classes of losses: formulas over streams (per-token tensors), which they read from a model's output."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rl_megatron.losses.streams import TokenMask, TokenStreams, require_integers
 class Loss(ABC):
     """A loss: a formula, `evaluate`, over the streams that `read_output` reads from a model's output.
 
-    Every returned value is divided by a global count. The parts of a batch therefore add up to the loss of the batch,
-    and their gradients add up to its gradient. A loss can be called in two forms: see `__call__`.
+    Means are divided by global counts. The losses of a batch's parts therefore add up to the batch's loss, and their
+    gradients to its gradient. A loss can be called in two forms: see `__call__`.
 
     Attributes:
         loss_type: What the loss averages over.
         input_type: What the loss needs from the model.
-        reads: "logprobs" if `read_output` reads logits by `next_token_stats` alone, and so takes `DeferredLogits` too;
-            "logits" if it needs whole logits or scores. A subclass with a `read_output` of its own reads "logits"
-            unless it declares otherwise.
+        reads: "logprobs" if `read_output` passes the output only to `next_token_stats`, and so accepts `DeferredLogits`
+            too; "logits" if it needs whole logits or scores, and in subclasses that override `read_output` without
+            setting `reads`.
         output_name: The keyword of the model's output in a call.
-        input_names: The keywords that `evaluate` takes from the output; () if it takes the output itself.
-        further_positional: Keywords of `evaluate` that a call also takes by position, after all others.
+        input_names: The keywords that `read_output` always returns for `evaluate`; () if it returns only `output_name`.
+        further_positional: Keywords of `evaluate` that a call also accepts by position, after all others.
         output_keys: Required keys that only `read_output` reads, such as a teacher's logits.
         group_size: The number of consecutive sequences that must stay in one microbatch: 2 for preference pairs.
         next_token_keys: Keys of [B, S] streams in data whose entry t corresponds to token t+1.
@@ -59,7 +59,7 @@ class Loss(ABC):
         """Return every metric that this instance can report, with the reduction that combines its parts.
 
         The mapping does not depend on data, so that a rank without data can join the reduction. If an optional input is
-        missing, its metrics are missing too, and `Reduction.identity` takes their place.
+        missing, the metrics that need it are missing too, and `Reduction.identity` replaces them.
         """
 
     @property
@@ -69,23 +69,23 @@ class Loss(ABC):
 
     @property
     def on_policy_keys(self) -> frozenset[str]:
-        """Return the keys that this instance takes from the model's own output, detached, if the batch lacks them.
+        """Return the keys that this instance replaces with the model's own detached output if the batch lacks them.
 
-        This is right only for the first update after the completions were sampled.
+        This is correct only for the first update after the completions were sampled.
         """
         return frozenset()
 
     @property
     def reads_on_policy_keys(self) -> bool:
-        """Return whether another value than the model's own output could change the result."""
+        """Return whether the result would change if `on_policy_keys` differed from the model's own output."""
         return bool(self.on_policy_keys)
 
     @property
     def global_counts(self) -> Mapping[str, CountOfSequences]:
-        """Return the keys of further counts over the global batch, each with what counts it in every sequence.
+        """Return further counts over the global batch: each key with the function that counts per sequence.
 
-        `MegatronPolicy` adds up the counts of the sequences of an optimizer step on all ranks. It puts the sum into the
-        batch under the key, repeated per sequence, unless the batch has the key already.
+        `MegatronPolicy` sums the counts over the sequences of an optimizer step on all ranks. It adds the sum to the
+        batch under the key, repeated per sequence, unless the batch already has the key.
         """
         return {}
 
@@ -132,8 +132,8 @@ class Loss(ABC):
             data: The batch.
             global_valid_seqs: The number of sequences that count in the global batch.
             global_valid_toks: The number of tokens that count in the global batch.
-            *streams: The streams of `read_output`, each of which a subclass takes by name.
-            **keywords: The same by name, and options of the loss.
+            *streams: The streams that `read_output` returns; subclasses list them by name.
+            **keywords: The same streams by name, and options of the loss.
 
         Raises:
             KeyError: A key is missing. The message names the key and the loss.
@@ -159,7 +159,7 @@ class Loss(ABC):
 
         Raises:
             NaNLoss: The loss is NaN because an input is NaN or infinite at a token or sample that counts. The message
-                names the input and the position. It is a ValueError.
+                names the input and the position. `NaNLoss` is a ValueError.
             ValueError: The shapes do not fit. Other errors of `evaluate` are raised as well.
         """
         call = self.prepare(bind(self, args, keywords))
@@ -195,7 +195,7 @@ class Loss(ABC):
 class LogprobLoss(Loss):
     """A loss over next-token logprobs: `evaluate(…, next_token_logprobs, next_token_entropy=None)`, each [B, S-1].
 
-    The form with a model's output takes next_token_logits, [B, S, V/tp], or [B, S/cp, V/tp] with a
+    In the form with a model's output, next_token_logits is [B, S, V/tp], or [B, S/cp, V/tp] with a
     context_parallel_group.
     """
 
@@ -233,9 +233,9 @@ class LogprobLoss(Loss):
 class ScoreLoss(Loss):
     """A loss over one score per token: `evaluate(…, next_token_scores)`, [B, S-1].
 
-    Entry t is the output of a model with a score head at token t, which has read the prefix up to token t. The form
-    with a model's output takes scores, [B, S] or [B, S, 1], or [B, S/cp(, 1)] with a context_parallel_group. A subclass
-    may rename both keywords.
+    Entry t is the score head's output at token t, after the prefix that ends with token t. In the form with a model's
+    output, scores is [B, S] or [B, S, 1], or [B, S/cp(, 1)] with a context_parallel_group. A subclass may rename
+    both keywords.
     """
 
     input_type = LossInputType.LOGIT

@@ -83,7 +83,7 @@ def bind(forms: CallForms, args: tuple[Any, ...], keywords: Mapping[str, Any]) -
     has_streams = any(named.get(name) is not None for name in forms.input_names)
     if (named.get(forms.output_name) is None) != has_streams:
         names = (forms.output_name, *forms.input_names[:1])
-        raise TypeError(f"{forms.display_name} takes {'either ' if len(names) > 1 else ''}{' or '.join(names)}")
+        raise TypeError(f"{forms.display_name} needs {'either ' if len(names) > 1 else ''}{' or '.join(names)}")
     output = named.pop(forms.output_name, None)
     rank, tp_group, cp_group = (named.pop(name, None) for name in _GROUPS)
     if tp_group is not None and rank not in (None, dist.get_rank(tp_group)):

@@ -46,7 +46,7 @@ class ClippedPGLossDataDict(TypedDict):
         global_positive_toks: The number of tokens in samples with a positive reward, over the global batch. Training
             sets it.
         curr_logprobs_unfiltered: log π [B, S-1] before top-k and top-p. The KL reads it instead of the logprobs.
-        covariance_mask: 1 at tokens that Clip-Cov or KL-Cov has selected, otherwise 0. Only they need it.
+        covariance_mask: 1 at tokens that Clip-Cov or KL-Cov has selected, otherwise 0. Only these two need it.
         temperature: A number, [B] or [B, S]. If the call gives logits, they are divided by it.
     """
 
@@ -73,7 +73,7 @@ class ClippedPGLossFn(LogprobLoss):
         ℓ = −min( r·A, clip(r, 1−ε_min, 1+ε_max)·A ),  r = π/π_prev,  w = 1,  mean over the global batch's tokens
 
     With use_clip_cov, ℓ is 0 at the tokens of data["covariance_mask"]. With use_kl_cov, ℓ = −r·A + c·|log r|·m for the
-    mask m. The mask is selected once per rollout, from covariances over the whole of it: `algorithms/covariances.py`.
+    mask m. `algorithms/covariances.py` selects the mask once per rollout, from covariances over all of its tokens.
 
     If the batch has no prev_logprobs, π_prev is π without its gradient, so that r is 1. This is right for the first
     update after the completions were sampled.
@@ -81,8 +81,8 @@ class ClippedPGLossFn(LogprobLoss):
     NLL⁺ is the mean of −log π over the tokens of samples with a positive reward. Its denominator is a global count, so
     that the term does not grow with the number of microbatches. If the batch has data["global_positive_toks"] (the
     count of these tokens over the global batch, a scalar or repeated per sample), NLL⁺ is divided by it: VAPO's mean.
-    `MegatronPolicy` sets it in every optimizer step. A direct call without it divides by global_valid_toks, which gives
-    a positive token the weight of any other token.
+    `MegatronPolicy` sets it in every optimizer step. A direct call without it divides by global_valid_toks, so that a
+    token of a positive sample weighs as much as any other token.
 
     The KL is estimated from the sampled tokens, and its gradient includes the gradient of their probability: see
     `functional.score_function_weight`. The log-ratio log π/π_prev saturates at ±20, `functional.MAX_LOG_RATIO`.
@@ -107,7 +107,7 @@ class ClippedPGLossFn(LogprobLoss):
     TRL's GMPOTrainer computes the same as use_gmpo=True with token_level_loss=False, for advantages that are equal over
     a sequence.
 
-    TRL's "bnpo" differs: it is a mean of the microbatches' means. TRL's delta equals ratio_clip_c only if it is at
+    TRL's "bnpo" differs: it is a mean of the microbatches' means. TRL's delta equals ratio_clip_c only if delta is at
     least 1 + ratio_clip_max. TRL differentiates the KL without the tokens' probability unless use_bias_correction_kl is
     set. TRL's RLOOTrainer, on-policy, computes the same as disable_ppo_ratio with fixed_sequence_length=1.
 
@@ -158,7 +158,7 @@ class ClippedPGLossFn(LogprobLoss):
 
     @property
     def on_policy_keys(self) -> frozenset[str]:
-        """Return "prev_logprobs", unless covariances need them or a subclass replaces what can do without them."""
+        """Return "prev_logprobs", unless covariances or a subclass's `evaluate` or `__call__` may need it."""
         replaced = self.has_own_call or type(self).evaluate is not ClippedPGLossFn.evaluate
         return frozenset(() if replaced or self.cfg.uses_covariances else ("prev_logprobs",))
 
@@ -328,7 +328,7 @@ def policy_ratio(
     log_ratio = logprobs - prev_logprobs
     if cfg.sequence_level_importance_ratios:
         log_ratio = F.sequence_log_ratio(log_ratio, mask)
-    if cfg.use_gmpo:  # its clip range is one of logarithms
+    if cfg.use_gmpo:  # its clip range bounds the log-ratio
         return F.bounded_exp(log_ratio), F.bounded_exp(log_ratio.clamp(-cfg.ratio_clip_min, cfg.ratio_clip_max))
     ratio = F.bounded_exp(log_ratio)
     return ratio, F.clip_ratio(ratio, below=cfg.ratio_clip_min, above=cfg.ratio_clip_max)
@@ -343,7 +343,7 @@ def surrogate_loss(
     mask: Shaped[Tensor, "batch tokens"],
     selected: Float[Tensor, "batch tokens"] | None = None,
 ) -> Float[Tensor, "batch tokens"]:
-    """Return the loss of every token: PPO's, with dual clip if ratio_clip_c is set, or that of another method.
+    """Return the loss of every token: the surrogate of the configured method, by default PPO's.
 
     Shapes: all tensor arguments and the result are [B, S-1].
 
@@ -369,7 +369,7 @@ def surrogate_loss(
     return loss if selected is None else loss * (1 - selected)
 
 
-# --- the correction for the generation engine, and the sequences that it rejects ---
+# --- the correction for the generation engine, and the rejection of sequences ---
 
 
 def importance_weights(
@@ -379,7 +379,7 @@ def importance_weights(
     token_mask: Float[Tensor, "batch tokens"],
     infinite_is_outside: bool = True,
 ) -> tuple[Float[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
-    """Return (π_prev/π_generation after truncation, whether it was outside its bounds) for every token.
+    """Return (π_prev/π_generation after truncation, whether it was outside the bounds) for every token.
 
     Under GSPO the weight is per sequence: the product over the sequence's tokens. A NaN or infinite weight becomes 0.
 
@@ -391,7 +391,7 @@ def importance_weights(
         generation_logprobs: log π_generation.
         token_mask: The tokens that count.
         infinite_is_outside: Whether a weight that is NaN or infinite is outside every bound. If not, it is truncated
-            as a weight of 0, and counts as 1 in the mean of a sequence, as in NeMo RL.
+            like a weight of 0, and counts as 1 in a sequence's geometric mean, as in NeMo RL.
     """
     log_ratio = prev_logprobs - generation_logprobs
     log_weight = log_ratio
@@ -421,9 +421,7 @@ def find_rejected(
     generation_logprobs: Float[Tensor, "batch tokens"],
     token_mask: Float[Tensor, "batch tokens"],
 ) -> Bool[Tensor, "batch tokens"]:
-    """Return, at every token, whether its sequence is rejected, as sequence_rejection_type says.
-
-    A token veto is not considered; see `find_vetoed`.
+    """Return, for every token, whether sequence_rejection_type rejects its sequence. For vetoes, see `find_vetoed`.
 
     Shapes: all tensor arguments and the result are [B, S-1]. `token_mask` does not include the sample's weight.
 
@@ -445,7 +443,9 @@ def find_vetoed(
     generation_logprobs: Float[Tensor, "batch tokens"],
     token_mask: Float[Tensor, "batch tokens"],
 ) -> Bool[Tensor, "batch tokens"]:
-    """Return, at every token, whether a token of its sequence has a ratio below token_veto_threshold.
+    """Return, for every token, whether any token of its sequence is vetoed.
+
+    A token is vetoed if its ratio π_prev/π_generation is below token_veto_threshold, NaN or infinite.
 
     Shapes: all tensor arguments and the result are [B, S-1]. `token_mask` does not include the sample's weight.
     """

@@ -17,7 +17,7 @@ CountOfSequences = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
 
 
 class LossType(enum.Enum):
-    """The unit that a loss averages over, which decides the global count that divides it."""
+    """The unit that a loss averages over. It selects the global count that divides the loss."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
@@ -60,7 +60,7 @@ class Reduction(enum.Enum):
 class LossFunction(Protocol):
     """NeMo RL's protocol: a callable that returns (loss, metrics) for a batch, the global counts and a model's output.
 
-    `input_type` decides which keyword holds the output. `rl_megatron.losses.as_loss` makes a `Loss` of such an object.
+    `input_type` selects the keyword of the output. `rl_megatron.losses.as_loss` wraps such an object as a `Loss`.
     """
 
     loss_type: LossType
@@ -77,10 +77,7 @@ def is_loss_function(candidate: Any) -> bool:
 
 
 def takes_logprobs(loss_fn: Any) -> bool:
-    """Return whether an object declares LOGPROB as its input_type, or is a function of `next_token_logprobs`.
-
-    Losses of NeMo RL's first generation declare no input_type.
-    """
+    """Return whether an object has the input_type LOGPROB, or is a function of `next_token_logprobs` without one."""
     if hasattr(loss_fn, "input_type") or not inspect.isfunction(loss_fn):
         return getattr(loss_fn, "input_type", None) is LossInputType.LOGPROB
     return "next_token_logprobs" in inspect.signature(loss_fn).parameters

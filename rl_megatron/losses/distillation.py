@@ -20,7 +20,7 @@ from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.streams import require, require_integers, require_real
 
-# The teacher's log-probability of a token outside its top-k. It takes the place of log 0.
+# The teacher's log-probability of a token outside its top-k. It replaces log 0.
 LOG_INFINITESIMAL = -100.0
 
 
@@ -34,8 +34,8 @@ class DistillationLossDataDict(TypedDict):
         teacher_topk_logits: [B, S, K]. Entry t holds the teacher's K largest logits at position t, so it corresponds to
             token t+1. The last entry is not used.
         teacher_topk_indices: The token ids of teacher_topk_logits, [B, S, K].
-        teacher_weights: [B, 1, n] The weight of each of n teachers in the divergence of a sequence. The K logits are
-            then those of n teachers, K/n of each. Without the key, they are those of one.
+        teacher_weights: [B, 1, n] The weight of each of n teachers in the divergence of a sequence. Of the K logits,
+            K/n are then from each teacher. Without this key, there is one teacher.
         temperature: A number, [B] or [B, S]. The logits of both models are divided by it.
     """
 
@@ -49,7 +49,7 @@ class DistillationLossDataDict(TypedDict):
 
 
 def weigh_terms(cfg: FullDistillationLossConfig) -> dict[str, float]:
-    """Return the weight of each term of a distillation loss whose weight is not 0, by the name of its metric."""
+    """Return the nonzero weights of a distillation loss's terms, by metric name."""
     forward = {"forward": 1.0, "reverse": 0.0, "mixed": cfg.mixed_kl_weight}.get(cfg.kl_type)
     if forward is None:
         divergences = {"jensen_shannon": 1.0}
@@ -78,21 +78,21 @@ class DistillationLossFn(Loss):
         KL(q‖p) = Σ_v q·log q − Σ_k q·log p + 100·(1 − Σ_k q)
         KL(q‖m) = Σ_k q·(log q − log m) − log(1−β)·(1 − Σ_k q)
 
-    Of several teachers (`teacher_weights`), each has its own ids k and its own D, and the weighted sum of D counts. One
-    pass over the student's logits reads its logprobs at all ids, its entropy and log q(y).
+    With several teachers (`teacher_weights`), each has its own ids k and its own D, and the loss uses the weighted sum
+    of the D. One pass over the student's logits computes its logprobs at all ids, its entropy and log q(y).
 
     Metrics: see `metric_reductions`. `forward_kl`, `reverse_kl`, `jensen_shannon` and `nll` are the means of the terms;
     a term whose weight is 0 is not reported.
 
     Shapes: student_topk_logprobs and teacher_topk_logprobs are [B, S-1, K] with K ≥ 1. H_all is [B, S-1], Σ_v q·log q
-    (minus the student's entropy); it is required if `needs_entropy` is true. next_token_logprobs is [B, S-1], required
-    if nll_weight is above 0. All are in nats. Errors: see `Loss.evaluate`.
+    (the negative entropy of the student); it is required if `needs_entropy` is true. next_token_logprobs is [B, S-1],
+    required if nll_weight is above 0. All are in nats. Errors: see `Loss.evaluate`.
 
     If the top-k is the whole vocabulary, TRL's DistillationTrainer computes the same with beta 0 ("forward"), 1
     ("reverse") or jsd_beta ("jensen_shannon").
 
     Source: Agarwal et al. 2023, "On-Policy Distillation of Language Models" (arXiv:2306.13649). The renormalisation
-    over the top-k and the rest term follow NeMo RL's DistillationLossFn.
+    over the top-k and the term 100·(1 − Σ_k q) follow NeMo RL's DistillationLossFn.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -120,7 +120,7 @@ class DistillationLossFn(Loss):
     def read_output(
         self, output: Tensor | DeferredLogits, data: Mapping[str, Any], sharding: Sharding
     ) -> dict[str, Tensor]:
-        """Return both models' logprobs at the teacher's top-k ids, and H_all if this loss needs it."""
+        """Return both models' logprobs at the teacher's top-k ids, and H_all and log q(y) if this loss needs them."""
         input_ids = require_integers(data, "input_ids", self.display_name)
         teacher_logits, indices = self._teacher(data, input_ids)
         temperature = data.get("temperature", 1.0)
@@ -256,7 +256,7 @@ def jensen_shannon(
         student: log q.
         teacher: log p.
         beta: The teacher's weight β in m.
-        with_rest: Whether q has more probability elsewhere, where p is 0 and m is (1−β)·q.
+        with_rest: Whether q has probability outside the K ids, where p is 0 and m is (1−β)·q.
     """
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     student_kl = _expectation(student, student - mixture)
@@ -266,12 +266,12 @@ def jensen_shannon(
 
 
 def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
-    """Return Σ_k p·v over [..., K]. An id with probability 0 adds 0, even if v is infinite there."""
+    """Return Σ_k p·v over [..., K]. An id with probability 0 adds 0, even if its v is infinite."""
     return (logprobs.exp() * torch.where(logprobs == -torch.inf, 0.0, values)).sum(dim=-1)
 
 
 def _per_prediction(temperature: float | Tensor, like: Tensor) -> float | Tensor:
-    """Return the temperature of each prediction [B, S-1], shaped [B, S-1, 1], or a number if it is one.
+    """Return the temperature of each prediction as [B, S-1, 1], or unchanged if it is a scalar.
 
     The temperature is a number, [B], or [B, S] aligned with input_ids.
     """

@@ -73,7 +73,7 @@ class DPOLossFn(ReferencePreferenceLoss):
     **data["reference_policy_logprobs"] is rolled by −1**: see `ReferencePreferenceLoss`. Pairs: see `PreferenceLoss`.
 
     Metrics: loss, preference_loss and sft_loss (both without their weights; sft_loss is 0 if w_s is 0), and the metrics
-    of `PreferenceLoss`, with rewards without β.
+    of `PreferenceLoss`, whose rewards do not include β.
 
     TRL's DPOTrainer computes the same L_pref with loss_type "sigmoid", or "sigmoid_norm" for
     preference_average_log_probs. TRL's rewards include β. TRL's "sft" is a mean over the tokens of chosen sequences,

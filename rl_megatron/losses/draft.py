@@ -30,7 +30,7 @@ class DraftCrossEntropyLossDataDict(TypedDict):
         token_mask: Which tokens count, [B, S].
         sample_mask: Which samples count, [B].
         teacher_logits: The policy's logits, sharded, padded or packed like the draft's. Row t corresponds to token t+1.
-            They are a constant here.
+            They have no gradient.
     """
 
     token_mask: Tensor
@@ -43,24 +43,25 @@ class DraftCrossEntropyLossFn(Loss):
     """The draft loss, L = Σ_t m_{t+1}·CE_t / N_tokens, with CE_t = −Σ_v p_{t+1}(v)·log q_t(v).
 
     q_t is the draft's distribution at position t, and p_{t+1} is the policy's at the next position. A draft head reads
-    the policy's state at token t and token t+1 itself, and predicts the policy's distribution of token t+2. The policy
+    token t+1 and the policy's hidden state at token t, and predicts the policy's distribution of token t+2. The policy
     is a constant. Both distributions are at temperature 1.
 
     A draft with a smaller vocabulary needs `d2t`. The policy's distribution is then restricted to the draft's ids and
     renormalised. If the vocabulary is sharded, the policy's columns are sent to the ranks that hold the draft's: see
     `vocab_subset`. The policy's ids from valid_vocab_size on are padding, and so are columns after the draft's last id.
 
-    Besides the forms of `Loss`, a call may have teacher_logits= and mask= besides student_logits=. The three must then
-    already be aligned: entry t of each corresponds to the same token, as if p and token_mask were rolled by −1.
+    In addition to the forms of `Loss`, a call may give teacher_logits= and mask= along with student_logits=. The three
+    must then already be aligned: entry t of each corresponds to the same token, as if p and token_mask were rolled by
+    −1.
 
     Shapes: student_logits is [B, S, V/tp], with context parallelism [B, S/cp, V/tp], packed [1, T/cp, V/tp].
     draft_cross_entropy is [B, S-1], and its entry t is CE_t, in nats. Errors: see `Loss.evaluate`.
 
     Args:
-        cfg: The settings, of which there are none.
+        cfg: Empty settings.
         d2t: [V_draft] integer offsets: the draft's id i is the policy's id i + d2t[i]. None: the vocabularies are
             equal.
-        vocab_parallel_group: The tensor-parallel group of calls with teacher_logits= that do not give one.
+        vocab_parallel_group: The tensor-parallel group for calls with teacher_logits= that give no group.
 
     Source: Li et al. 2025, "EAGLE-3" (arXiv:2503.01840). Alignment, d2t and mask follow NeMo RL's draft training.
     """
@@ -140,7 +141,7 @@ class DraftCrossEntropyLossFn(Loss):
     ) -> tuple[Tensor, int | None]:
         """Return the policy's logits over the draft's vocabulary, sharded like the draft's, and this vocabulary's size.
 
-        Without d2t they are the arguments.
+        Without d2t, `teacher` and `valid_vocab_size` are returned unchanged.
         """
         if self._policy_ids is None:
             return teacher, valid_vocab_size

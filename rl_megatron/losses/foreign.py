@@ -18,8 +18,8 @@ def as_loss(loss_fn: LossFunction | Loss) -> Loss:
     """Return `loss_fn` as a `Loss` whose `read_output` and `evaluate` run it.
 
     - A `Loss` that does not override `__call__` is returned unchanged.
-    - A `Loss` that overrides `__call__` is run by that method, because it may do more than `evaluate` does. It gets
-      the model's whole logits or scores, in NeMo RL's form of call with an output.
+    - A `Loss` that overrides `__call__` is run through that method, which may do more than `evaluate` does. The method
+      receives the model's whole logits or scores, as in NeMo RL's calls with an output.
     - Any other object must follow `LossFunction` with the input_type LOGPROB. It is called with next_token_logprobs. It
       may declare `metric_reductions`, `required_keys`, `next_token_keys` and `group_size` as a `Loss` does.
 
@@ -34,19 +34,19 @@ def as_loss(loss_fn: LossFunction | Loss) -> Loss:
 
 
 def check_call(loss: Loss) -> None:
-    """Raise TypeError if a loss's formula lacks a parameter that it is called with or, as a function, needs another."""
+    """Raise TypeError if a loss does not accept the keywords of its call, or if a function requires further ones."""
     names = ("data", "global_valid_seqs", "global_valid_toks", *loss.input_names)
     try:
         if isinstance(loss, ProtocolLoss):
             inspect.signature(loss.wrapped).bind(**dict.fromkeys(names))
-        else:  # a `Loss` declares what its `read_output` returns, and that may be more
+        else:  # `read_output` may return more than `input_names`
             inspect.signature(loss.evaluate).bind_partial(**dict.fromkeys(names))
     except TypeError as error:
         raise TypeError(f"{loss.display_name} is called with {', '.join(names)} by name: {error}") from error
 
 
 class CalledLoss(Loss):
-    """A `Loss` that runs another loss by that loss's own `__call__`."""
+    """A `Loss` that runs another loss through that loss's own `__call__`."""
 
     def __init__(self, loss_fn: Loss) -> None:
         self._loss_fn = loss_fn

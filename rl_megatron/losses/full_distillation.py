@@ -38,7 +38,7 @@ class FullDistillationLossDataDict(TypedDict):
         token_mask: Which tokens count, [B, S].
         sample_mask: Which samples count, [B].
         teacher_logits: The teacher's logits, or `DeferredLogits` of its hidden states; sharded, padded or packed like
-            the student's. Row t corresponds to token t+1. They are a constant here.
+            the student's. Row t corresponds to token t+1. They have no gradient.
         temperature: A number, [B] or [B, S]. The logits of both models are divided by it.
     """
 

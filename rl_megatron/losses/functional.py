@@ -90,18 +90,18 @@ def sequence_mean(
 
 
 def masked_min(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """Return the minimum over positions with m ≠ 0, a scalar. Without any it is +∞, so that parts combine by min."""
+    """Return the minimum over positions with m ≠ 0, a scalar; +∞ if there are none, so that parts combine by min."""
     kept = torch.where(mask != 0, values, torch.inf).flatten()
     return torch.cat([kept, kept.new_full((1,), torch.inf)]).amin()
 
 
 def masked_max(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """Return the maximum over positions with m ≠ 0, a scalar. Without any it is −∞, so that parts combine by max."""
+    """Return the maximum over positions with m ≠ 0, a scalar; −∞ if there are none, so that parts combine by max."""
     return -masked_min(-values, mask)
 
 
 def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return exp(clamp(x, ±MAX_LOG_RATIO)). It is always finite, and its gradient is 0 where it saturates."""
+    """Return exp(clamp(log_ratio, ±MAX_LOG_RATIO)). It is always finite, and its gradient is 0 where it saturates."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -150,9 +150,9 @@ def kl_penalty(
 
 
 def score_function_weight(logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return e^{lp − sg(lp)}: its value is 1, and its gradient is ∇lp.
+    """Return e^{lp − sg(lp)} (lp: logprobs, sg: stop-gradient). Its value is 1, and its gradient is ∇lp.
 
-    A KL estimate k that is multiplied by it has the additional gradient term k·∇log π. Without this term, the gradient
+    Multiplied by it, a KL estimate k has the additional gradient term k·∇log π. Without this term, the gradient
     of E_π[k] would ignore that the expectation itself depends on π.
 
     Source: Tang & Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv:2506.09477).
@@ -161,7 +161,7 @@ def score_function_weight(logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*
 
 
 def importance_weight(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return e^x, or 0 if that is NaN or infinite: a token whose weight cannot be represented is left out."""
+    """Return exp(log_ratio), or 0 if that is NaN or infinite: tokens without a representable weight are left out."""
     representable = torch.isfinite(log_ratio.exp())
     # Without the inner where, the derivative of an overflow would be 0 · ∞ = NaN.
     return torch.where(representable, torch.where(representable, log_ratio, 0.0).exp(), 0.0)
@@ -203,7 +203,7 @@ def dual_clip(
     advantages: Float[Tensor, "*shape"],
     ceiling: float,
 ) -> Float[Tensor, "*shape"]:
-    """Return min(loss, −c·A) if A < 0, and the loss otherwise, with c = ceiling > 1.
+    """Return min(surrogate, −c·A) if A < 0, and the surrogate otherwise, with c = ceiling > 1.
 
     It bounds the loss of a token with A < 0 whose ratio is far above 1.
 
@@ -230,7 +230,7 @@ def geometric_mean_surrogate(
     clipped_ratio: Float[Tensor, "batch tokens"],
     mask: Shaped[Tensor, "batch tokens"],
 ) -> Float[Tensor, "batch tokens"]:
-    """Return −A·(Π r)^{1/|y|} at every token, with each r clipped on the side that its advantage would push it past.
+    """Return −A·(Π r)^{1/|y|} at every token, with each r clipped only from above if A > 0, otherwise only from below.
 
     Source: Zhao et al. 2025, "Geometric-Mean Policy Optimization" (arXiv:2507.20673), eq. 4.
     """
@@ -244,7 +244,7 @@ def soft_surrogate(
     temperature_pos: float,
     temperature_neg: float,
 ) -> Float[Tensor, "*shape"]:
-    """Return −A·(4/τ)·σ( τ·(r − 1) ), whose gradient fades with the distance of r from 1, where it is PPO's.
+    """Return −A·(4/τ)·σ( τ·(r − 1) ). Its gradient is PPO's at r = 1, and fades as r moves away from 1.
 
     τ is temperature_pos if A > 0, and temperature_neg otherwise.
 
@@ -260,11 +260,10 @@ def penalised_surrogate(
 ) -> Float[Tensor, "*shape"]:
     """Return −A·r + c·|log r|, with a coefficient c for each token.
 
-    A difference of less than 1e-4 nats counts as 0. Otherwise the rounding of a policy that has not moved would decide
-    the sign of the gradient.
+    |log r| below 1e-4 counts as 0. Otherwise rounding would set the sign of the gradient if the policy has not changed.
 
     Source: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
-    (arXiv:2505.22617), eq. 13, with the estimate |log r| of the KL that the authors' code has.
+    (arXiv:2505.22617), eq. 13, with |log r| as the estimate of the KL, as in the authors' code.
     """
     distance = ratio.log().abs()
     return -advantages * ratio + coefficient * torch.where(distance < _ROUNDING, 0.0, distance)
@@ -273,9 +272,9 @@ def penalised_surrogate(
 def geometric_mean_outside(
     log_ratio: Float[Tensor, "batch tokens"], mask: Shaped[Tensor, "batch tokens"], low: float, high: float
 ) -> Bool[Tensor, "batch tokens"]:
-    """Return, at every token, whether the geometric mean of e^x over its sequence is outside [low, high].
+    """Return, for every token, whether the geometric mean of exp(log_ratio) over its sequence is outside [low, high].
 
-    A sequence is outside if an x of it is NaN or infinite.
+    It is also outside if an unmasked log_ratio of the sequence is NaN or infinite.
     """
     log_mean = masked_mean(log_ratio, mask, dim=-1)
     inside = log_mean.isfinite() & (log_mean.exp() >= low) & (log_mean.exp() <= high)
@@ -285,10 +284,10 @@ def geometric_mean_outside(
 def mean_k3_above(
     log_ratio: Float[Tensor, "batch tokens"], mask: Shaped[Tensor, "batch tokens"], high: float
 ) -> Bool[Tensor, "batch tokens"]:
-    """Return, at every token, whether the mean of e^x − 1 − x over its sequence is above `high`.
+    """Return, for every token, whether the mean of eˣ − 1 − x over its sequence is above `high`, with x = log_ratio.
 
-    With x = log π_prev/π_generation it is the k3 estimate of KL(π_generation‖π_prev), see `kl_penalty`. The mean is
-    above `high` if an x is NaN or infinite.
+    For x = log π_prev/π_generation the mean is the k3 estimate of KL(π_generation‖π_prev), see `kl_penalty`. It counts
+    as above `high` if an unmasked x is NaN or infinite.
     """
     k3 = kl_penalty(torch.zeros_like(log_ratio), log_ratio, "k3", MAX_LOG_RATIO, output_clamp=None)
     k3 = torch.where(log_ratio.isfinite(), k3, torch.inf)
@@ -298,10 +297,10 @@ def mean_k3_above(
 def any_token_below(
     log_ratio: Float[Tensor, "batch tokens"], mask: Shaped[Tensor, "batch tokens"], low: float
 ) -> Bool[Tensor, "batch tokens"]:
-    """Return, at every token, whether its sequence has a token with e^x below `low`, or a NaN or infinite x.
+    """Return, for every token, whether exp(log_ratio) is below `low`, NaN or infinite at a token of its sequence.
 
     Raises:
-        ValueError: `low` is not above 0, and no e^x is below it.
+        ValueError: `low` is not above 0.
     """
     _require_positive(low=low)
     below = ~(log_ratio.isfinite() & (log_ratio >= math.log(low))) & (mask != 0)
@@ -342,7 +341,7 @@ def sequence_masked_weights(
 ) -> tuple[Float[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
     """Return (w, or 0 for all tokens of a sequence that is outside [low, high]; whether the token's sequence was).
 
-    A sequence is outside if the geometric mean of e^x over its tokens is, with x the log-ratio.
+    A sequence is outside if the geometric mean of exp(log_ratio) over its tokens is outside.
 
     Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
     Mismatch".
@@ -384,7 +383,7 @@ def clipped_squared_error(
 
 
 def bradley_terry(margin: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return −log σ(x), the negative log-likelihood that the chosen answer wins if its reward is larger by x.
+    """Return −log σ(margin), the negative log-likelihood that the chosen answer wins if its reward is larger by margin.
 
     Source: Bradley & Terry 1952; as a loss on rewards: Christiano et al. 2017 (arXiv:1706.03741).
     """
@@ -392,7 +391,7 @@ def bradley_terry(margin: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def log_odds(logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return log P/(1 − P) of P = e^x. From x = −1e-6 on, it stays at its value there, with gradient 0.
+    """Return log P/(1 − P) for P = exp(logprobs). Logprobs above −1e-6 are clamped to it, with gradient 0.
 
     Source: Hong et al. 2024, "ORPO" (arXiv:2403.07691), eq. 4.
     """
@@ -401,7 +400,7 @@ def log_odds(logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def identity_preference(margin: Float[Tensor, "*shape"], tau: float) -> Float[Tensor, "*shape"]:
-    """Return (x − 1/(2τ))². Its minimum is at a finite margin x, whereas −log σ(x) decreases without a minimum.
+    """Return (margin − 1/(2τ))². It has a minimum at a finite margin, whereas −log σ(margin) decreases forever.
 
     Source: Azar et al. 2023, "A General Theoretical Paradigm to Understand Learning from Human Preferences"
     (arXiv:2310.12036), eq. 17.

@@ -1,4 +1,4 @@
-"""KTO: a loss of single answers, each of which is labelled desirable or undesirable."""
+"""KTO: a loss of single answers that are labelled desirable or undesirable."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class KTOLossFn(LogprobLoss):
         v = r − z₀ and λ = λ_D for a desirable answer,  v = z₀ − r and λ = λ_U for an undesirable one
         r = Σ_t m_t·( log π(y_t) − log π_ref(y_t) ),  z₀ ≥ 0 an estimate of KL(π‖π_ref) without a gradient
 
-    z₀ is data["reference_point"], the same number for the whole global batch, so that the loss does not depend on
-    microbatches: `algorithms/kto.py` computes it. A sequence counts if its sample_mask is not 0 and it has a token with
+    z₀ is data["reference_point"], computed by `algorithms/kto.py`. It is the same number for the whole global batch, so
+    that the loss does not depend on microbatches. A sequence counts if its sample_mask is not 0 and it has a token with
     token_mask ≠ 0.
 
     Metrics: loss; reference_point; rewards_desirable_mean and rewards_undesirable_mean, the means of r, without β, over
     the answers with this label, and 0 if there are none; num_valid_samples.
 
-    TRL's KTOTrainer computes the same loss with loss_type "kto". TRL's rewards include β, and its z₀ is that of the
-    microbatch of each rank, averaged over ranks.
+    TRL's KTOTrainer computes the same loss with loss_type "kto". TRL's rewards include β, and its z₀ is estimated from
+    one microbatch per rank, averaged over ranks.
 
     Shapes and errors: see `Loss.evaluate`.
 

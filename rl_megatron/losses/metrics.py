@@ -13,7 +13,7 @@ COMMON = declare_metrics(
         "of the loss",
         "The value that the optimizer minimises, without the experts' balancing loss.",
         "sum",
-        healthy="of `nll`, falls; of policy gradients, stays near 0 and says little",
+        healthy="falls for `nll`; stays near 0 for policy gradients, where it does not show progress",
     ),
     Metric("num_valid_samples", "samples", "Σ sample_mask; for a preference loss, half of it.", "sum"),
 )
@@ -62,7 +62,10 @@ CLIPPED_PG = declare_metrics(
         "sum",
     ),
     Metric(
-        "sampling_importance_ratio_square", "1", "The mean of the squares of these weights, each at most e²⁰.", "sum"
+        "sampling_importance_ratio_square",
+        "1",
+        "The mean square of the weights of `sampling_importance_ratio`, each clamped to e²⁰.",
+        "sum",
     ),
     Metric(
         "approx_entropy",
@@ -129,21 +132,21 @@ PREFERENCE = declare_metrics(
     Metric(
         "rewards_chosen_mean",
         "reward",
-        "The mean reward of chosen answers, which the loss compares: score, log π − log π_ref, log π or log odds.",
+        "The mean reward of chosen answers; the loss defines it as score, log π − log π_ref, log π or log odds.",
         "sum",
     ),
     Metric(
         "rewards_rejected_mean",
         "reward",
-        "The mean reward of rejected answers, which the loss compares: score, log π − log π_ref, log π or log odds.",
+        "The mean reward of rejected answers; the loss defines it as score, log π − log π_ref, log π or log odds.",
         "sum",
     ),
     Metric("reference_point", "nats", "KTO's estimate z₀ of KL(π‖π_ref), which rewards are compared with.", "sum"),
     Metric("rewards_desirable_mean", "reward", "The mean log π − log π_ref of desirable answers.", "sum", "higher"),
     Metric("rewards_undesirable_mean", "reward", "The mean log π − log π_ref of undesirable answers.", "sum", "lower"),
-    Metric("preference_loss", "nats", "The part of the loss that compares pairs, before its weight.", "sum", "lower"),
+    Metric("preference_loss", "nats", "The part of the loss that compares pairs, without its weight.", "sum", "lower"),
     Metric(
-        "sft_loss", "nats", "−log π of chosen answers, the SFT part of the loss, before its weight.", "sum", "lower"
+        "sft_loss", "nats", "−log π of chosen answers, the SFT part of the loss, without its weight.", "sum", "lower"
     ),
 )
 
@@ -167,6 +170,6 @@ DISTILLATION = declare_metrics(
         "sum",
         "lower",
     ),
-    Metric("nll", "nats", "−log π of the data's tokens, the task's part of a distillation loss.", "sum", "lower"),
+    Metric("nll", "nats", "−log π of the data's tokens, a term of the distillation loss.", "sum", "lower"),
     Metric("draft_loss", "nats", "The cross entropy of the draft model against the policy.", "sum", "lower"),
 )

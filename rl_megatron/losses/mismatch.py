@@ -24,9 +24,9 @@ def mismatch_metrics(
 ) -> dict[str, Float[Tensor, ""]]:
     """Return the `MISMATCH_MEANS` and `MISMATCH_MAXIMA` of the sampled tokens.
 
-    token_mult_prob_error = mean e^{|log π_generation − log π_prev|} is 1 if the two probabilities agree. The others are
-    then 0: gen_kl_error = KL(generation‖prev), policy_kl_error = KL(prev‖generation), js_divergence_error, and the mean
-    and the maximum of |log π_generation − log π_prev|, mismatch_mean and mismatch_max.
+    token_mult_prob_error = mean e^{|log π_generation − log π_prev|} is 1 if the two probabilities agree. All other
+    metrics are then 0: gen_kl_error = KL(generation‖prev), policy_kl_error = KL(prev‖generation), js_divergence_error,
+    and the mean and the maximum of |log π_generation − log π_prev|, mismatch_mean and mismatch_max.
 
     Differences above 20 nats are reported as 20, so that one token cannot make a metric infinite. mismatch_mean and
     mismatch_max have no such bound.

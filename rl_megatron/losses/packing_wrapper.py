@@ -25,8 +25,8 @@ class SequencePackingLossWrapper:
 
         L = Σ_b loss_fn(output[start_b : start_b + length_b], data[b, : length_b])
 
-    They also equal those of loss_fn on the same tokens in a padded batch, because parts that are divided by global
-    counts add up.
+    All three also equal the results of loss_fn on the same tokens in a padded batch, because parts that are divided by
+    global counts add up.
 
     The wrapper is a `LossFunction` like the one that it wraps, and data stays unpacked, [B, S]. Values of the packed
     row outside the sequences have no effect, not even NaN. A loss function that is not a `Loss` must have the
@@ -44,7 +44,7 @@ class SequencePackingLossWrapper:
 
     Raises:
         TypeError: loss_fn is not a `Loss`, and its input_type is not LOGPROB.
-        ValueError: In a call, cu_seqlens do not fit output and data, or a token that counts lies after the end of its
+        ValueError: In a call, cu_seqlens do not fit output and data, or a token that counts is after the end of its
             sequence. A call also raises what loss_fn raises.
     """
 
@@ -86,7 +86,7 @@ class SequencePackingLossWrapper:
         return self._loss(next_token_logits, data=data, **keywords)
 
     def _check_that_all_that_counts_is_packed(self, mask: Tensor) -> None:
-        """Raise ValueError if a token that counts lies after the end of its sequence."""
+        """Raise ValueError if a token that counts is after the end of its sequence."""
         lengths = self.cu_seqlens_q.diff().to(mask.device)
         if lengths.shape != mask.shape[:1]:
             return  # the loss raises an error that names the shapes
@@ -94,7 +94,7 @@ class SequencePackingLossWrapper:
         check(
             ~lost.any(),
             lambda: (
-                f"token_mask counts token {lost.nonzero()[0].tolist()}, but cu_seqlens_q gives the sequences "
+                f"token_mask counts token {lost.nonzero()[0].tolist()}, but cu_seqlens_q ends the sequences after "
                 f"{lengths.tolist()} tokens"
             ),
         )

@@ -1,4 +1,4 @@
-"""PPO's loss of policy and critic in one module on tensors, with torchtune's interface."""
+"""PPO's loss of policy and critic as one torch module, with torchtune's interface."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ class PPOLoss(torch.nn.Module):
         L_π = mean( −min( r·A, clip(r, 1 ± epsilon)·A ) ),  r = π/π_old
         L_V = ½·mean( max( (v − R)², (clip(v, v_old ± value_clip_range) − R)² ) )
 
-    Arguments and results are torchtune's. The differences to torchtune are:
+    Arguments and results are torchtune's. The differences from torchtune are:
 
     - Masked positions are not read, and the mean over no tokens is 0.
-    - The mean of the ratios is over the unmasked tokens. torchtune's is over all tokens, as that of
-      `compat.torchtune.PPOLoss`.
+    - The mean ratio is over the unmasked tokens. In torchtune and in `compat.torchtune.PPOLoss` it is over all tokens.
     - Log-ratios saturate at ±20 (`functional.MAX_LOG_RATIO`).
     - Results are in fp32 or fp64.
 
@@ -62,7 +61,7 @@ class PPOLoss(torch.nn.Module):
 
         The clip fraction is the share of tokens whose clipped loss is the larger of the two.
 
-        Shapes: the policy's three tensors and padding_masks have the same shape. So have the critic's three tensors and
+        Shapes: the policy's three tensors and padding_masks have the same shape. So do the critic's three tensors and
         value_padding_masks.
 
         Args:

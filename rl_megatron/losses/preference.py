@@ -154,7 +154,7 @@ class PreferenceLoss(Loss):
         Shapes: rewards and sample_mask are [B]; results are scalars.
         """
         weights = torch.minimum(*self.split_output_tensor(sample_mask))
-        # In a pair that does not count, one sequence may still count. Its NaN must not reach the margin's gradient.
+        # A pair does not count if one of its sequences is masked. A NaN of either sequence must not reach the gradient.
         chosen, rejected = (torch.where(weights != 0, part, 0.0) for part in self.split_output_tensor(rewards))
         mean = partial(F.masked_mean, mask=weights, global_normalization_factor=self._num_pairs(global_valid_seqs))
         losses = self._pair_loss(beta * (chosen - rejected))
@@ -171,7 +171,7 @@ class PreferenceLoss(Loss):
 
 
 class LogprobPreferenceLoss(LogprobLoss, PreferenceLoss):
-    """A preference loss whose rewards come from next-token logprobs, and an SFT loss, −log π of chosen answers.
+    """A preference loss whose rewards come from next-token logprobs, plus an SFT loss, −log π of chosen answers.
 
     Subclasses define the formula of the reward.
     """
@@ -216,7 +216,7 @@ class LogprobPreferenceLoss(LogprobLoss, PreferenceLoss):
             global_valid_seqs: The number of sequences that count in the global batch.
             preference_loss: L_pref.
             weights: (w_p, w_s). If w_s is 0, L_sft is not computed and counts as 0.
-            average: Whether L_sft has means over the tokens of chosen sequences, instead of sums.
+            average: Whether L_sft averages over the tokens of chosen sequences, instead of summing.
         """
         preference_weight, sft_weight = weights
         sft_loss = logprobs.new_zeros(())
@@ -235,7 +235,7 @@ def last_score(
 ) -> Float[Tensor, " batch"]:
     """Return the score of each sequence at its `score_positions`, [B, S] → [B].
 
-    The result of a sequence without a token that counts is 0 and has no gradient.
+    If no token of a sequence counts, its score is 0 and has no gradient.
     """
     last_scores = scores.gather(1, score_positions(data).to(scores.device)[:, None])[:, 0]
     return torch.where((mask != 0).any(dim=1), last_scores, 0.0)

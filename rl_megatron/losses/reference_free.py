@@ -20,7 +20,7 @@ class ReferenceFreeLoss(LogprobPreferenceLoss):
     """A loss w_p·L_pref + w_s·L_sft whose rewards are a function of an answer's log-probability.
 
     Metrics: loss, preference_loss and sft_loss (both without their weights; sft_loss is 0 if w_s is 0), and the metrics
-    of `PreferenceLoss`, with rewards without β. Pairs, shapes and errors: see `PreferenceLoss`.
+    of `PreferenceLoss`, whose rewards do not include β. Pairs, shapes and errors: see `PreferenceLoss`.
     """
 
     beta: float
@@ -33,7 +33,7 @@ class ReferenceFreeLoss(LogprobPreferenceLoss):
         return PAIR_METRICS_WITH_SFT
 
     def _rewards(self, answers: Tensor) -> Tensor:
-        """Return the rewards [B] from the log-probabilities of answers [B], sums or means as the loss compares them."""
+        """Return the rewards [B] of answers from the sums or means (`averages_logprobs`) of their log π, [B]."""
         return answers
 
     def evaluate(
@@ -81,8 +81,8 @@ class SimPOLossFn(ReferenceFreeLoss):
 class CPOLossFn(ReferenceFreeLoss):
     """The CPO loss, −Σ_pairs w·log σ( β·(r_chosen − r_rejected) ) / (N_seqs / 2) + w_s·L_sft, with r = Σ_t m_t·log π.
 
-    TRL's CPOTrainer computes the same preference loss with loss_type "sigmoid". Its NLL with the factor cpo_alpha is a
-    mean over the tokens of chosen sequences, prompts included, whereas L_sft is a mean over pairs, of answers alone.
+    TRL's CPOTrainer computes the same preference loss with loss_type "sigmoid". Its NLL (factor cpo_alpha) is a mean
+    over the tokens of chosen sequences, prompts included. L_sft is a mean over pairs and excludes prompts.
 
     Source: Xu et al. 2024, "Contrastive Preference Optimization" (arXiv:2401.08417), eq. 3 to 5.
     """
@@ -97,7 +97,7 @@ class CPOLossFn(ReferenceFreeLoss):
 class ORPOLossFn(ReferenceFreeLoss):
     """The ORPO loss, L = L_sft − λ·Σ_pairs w·log σ( r_chosen − r_rejected ) / (N_seqs / 2), with r = log P/(1 − P).
 
-    P is e to the mean of log π over the tokens of an answer, and L_sft is the mean over pairs of −log P of the chosen
+    P is exp of the mean of log π over the tokens of an answer, and L_sft is the mean over pairs of −log P of the chosen
     answer. TRL's ORPOTrainer computes the same odds-ratio loss, with λ as its beta. Its NLL is a mean over the tokens
     of chosen sequences, prompts included.
 
@@ -113,7 +113,7 @@ class ORPOLossFn(ReferenceFreeLoss):
 
     @property
     def averages_logprobs(self) -> bool:
-        """Return True: P is of the mean over an answer's tokens."""
+        """Return True: P is computed from the mean of log π over an answer's tokens."""
         return True
 
     def _rewards(self, answers: Tensor) -> Tensor:

@@ -41,8 +41,8 @@ def build_loss(name: str, cfg: Any = None) -> Any:
     is_loss = not isinstance(registered, type) and is_loss_function(registered)
     if inspect.isfunction(registered) and not is_loss:
         raise ConfigError(
-            f"loss.name={name}: {registered.__name__} has no parameter next_token_logprobs; a function is a loss if it "
-            "has one, and any other loss is a class"
+            f"loss.name={name}: {registered.__name__} has no parameter next_token_logprobs, which a function "
+            "needs to be a loss; add it, or name a class"
         )
     if not is_loss and inspect.signature(registered).parameters:
         return registered(cfg)

@@ -75,10 +75,10 @@ def find_nan(
 
     Args:
         data: The batch.
-        keywords: The streams that the loss has from the model.
+        keywords: The streams that the loss got from the model.
         required_keys: The keys of data that the loss reads.
         next_token_keys: The keys of data whose entry t corresponds to token t+1.
-        is_wanted: Returns which values are looked for. Differences of infinite values are NaN too.
+        is_wanted: The test for the values to find. Infinite values matter too, because ∞ − ∞ is NaN.
     """
     mask = (data["token_mask"] * data["sample_mask"][:, None]) != 0
     by_shape = {mask.shape: mask, mask[:, 1:].shape: mask[:, 1:], mask.shape[:1]: data["sample_mask"] != 0}
@@ -171,7 +171,7 @@ class TokenStreams:
     def select(
         self, name: str, stream: Shaped[Tensor, "batch tokens *more"], trailing: int = 0
     ) -> Float[Tensor, "batch tokens *more"]:
-        """Return a stream [B, S-1, …], with `trailing` more dimensions, with masked positions set to 0."""
+        """Return a stream [B, S-1, …] that has `trailing` more dimensions, with masked positions set to 0."""
         if stream.shape[: stream.dim() - trailing] != self.mask.shape:
             more = f" and {trailing} more dimension(s)" if trailing else ""
             raise ValueError(
@@ -194,7 +194,7 @@ class TokenStreams:
         if value.shape == (batch,):
             value = value[:, None].expand(batch, length)
         if value.shape != (batch, length):
-            hint = "" if is_token_key(key) else "; name it in rl_megatron.declare_token_keys if it is one of tokens"
+            hint = "" if is_token_key(key) else "; if it holds one value per token, declare it by declare_token_keys"
             raise ValueError(
                 f"{self._loss}: data[{key!r}] {tuple(value.shape)} does not fit token_mask {(batch, length)}{hint}"
             )

@@ -374,7 +374,7 @@ def test_a_token_past_the_end_of_its_packed_sequence_is_an_error():
     first = FIRST["SequencePackingLossWrapper"](FIRST["NLLLoss"](), torch.tensor(ends))
     second = SECOND["SequencePackingLossWrapper"](SECOND["NLLLossFn"](), SECOND["prepare_loss_input"], ends)
     for wrapped in (first, second):
-        with pytest.raises(ValueError, match=r"token_mask counts token \[0, 6\], but cu_seqlens_q gives"):
+        with pytest.raises(ValueError, match=r"token_mask counts token \[0, 6\], but cu_seqlens_q ends"):
             wrapped(logits[:, :6], data, *COUNTS)
 
 

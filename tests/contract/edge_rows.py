@@ -443,7 +443,7 @@ BATCHES = [
             lambda lengths=lengths: nemo(input_ids=ids(2, 2), input_lengths=T(lengths)).shard_by_batch_size(
                 1, dynamic_batching_args=DYNAMIC), refused(words, RuleError))
         for lengths, words in (
-            ([1.5, 1.0], "whole numbers"), ([-1, 1], "none negative"), ([3, 1], "the batch is 2 tokens wide"),
+            ([1.5, 1.0], "whole numbers"), ([-1, 1], "≥ 0"), ([3, 1], "the batch is 2 tokens wide"),
         )
     ),
     Row("nemo.chunk", "no chunk", lambda: nemo(a=TWO).chunk(0, 0), refused("chunks=0", RangeError)),

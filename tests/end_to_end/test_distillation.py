@@ -155,7 +155,7 @@ def test_a_student_learns_from_a_teacher_on_its_own_samples(directory, forks, lo
         ),
         (
             ["loss=distillation", f"algorithm.teachers=[{{path: {TEACHER}, parallel: {{tensor: 3}}}}]"],
-            "runs in its own layout",
+            "cannot run in its own layout",
         ),
     ],
 )

@@ -1,15 +1,14 @@
-"""NeMo RL's advantage estimators: its classes and settings, on `rl_megatron.algorithms.advantages`.
+"""NeMo RL's advantage estimators: its classes and settings, built on `rl_megatron.algorithms.advantages`.
 
-They follow NeMo RL 0.6, whose settings are dicts, and newer versions, whose settings are objects and which have
-`valid_mask`, `std_rewards` and reward components with names (`reward/name` instead of `reward1`). Either form may be
-given.
+They accept the arguments of NeMo RL 0.6, whose settings are dicts, and of newer versions. The latter have settings
+objects, `valid_mask`, `std_rewards` and named reward components (`reward/name` instead of `reward1`).
 
-The intended differences to `nemo_rl.algorithms.advantage_estimator` are:
+The intended differences from `nemo_rl.algorithms.advantage_estimator` are:
 
 - Settings are strict, like those of losses, and missing keys take defaults.
 - A normalisation divides by the sample standard deviation, and is 0 at masked tokens and if all values are equal.
-- The baseline of a sample that is not valid is the mean of the valid ones, with or without leave-one-out. Samples that
-  are not valid do not take part in GDPO's normalisation over the batch either.
+- The baseline of an invalid sample is the mean of the valid samples, with or without leave-one-out. Invalid samples are
+  also left out of GDPO's normalisation over the batch.
 - A KL penalty in the reward without `logprobs_policy` and `logprobs_reference` is an error.
 - Advantages and returns of GAE are 0 at masked tokens. `length_adaptive_alpha` is not provided.
 """
@@ -75,17 +74,17 @@ def calculate_baseline_and_std_per_prompt(
     leave_one_out_baseline: bool = True,
     std_rewards: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (baseline, standard deviation) of the samples that have each sample's prompt, [B] each.
+    """Return (baseline, standard deviation) for each sample, [B] each, over the samples with the same prompt.
 
-    With `leave_one_out_baseline`, a sample takes part in neither of its own two values. A prompt with fewer than two
-    valid samples has its own rewards as baselines, so that its advantages are 0.
+    With `leave_one_out_baseline`, a sample is left out of its own baseline and standard deviation. If a prompt has
+    fewer than two valid samples, each baseline is the sample's own reward, so that advantages are 0.
 
     Args:
         prompts: The prompt of each sample, [B], or [B, S] token ids.
         rewards: The reward of each sample, [B].
         valid_mask: 1 for samples that count, and 0 for others, [B].
         leave_one_out_baseline: Whether a sample's own reward is left out.
-        std_rewards: The rewards whose deviation is returned; None: `rewards`.
+        std_rewards: The rewards whose standard deviation is returned; None: `rewards`.
     """
     _, groups = prompts.to(rewards.device).unique(dim=0, return_inverse=True)
     valid = (valid_mask.to(rewards.device) != 0).double()
@@ -116,21 +115,21 @@ def _moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def get_gdpo_reward_component_keys(batch: Iterable[Any]) -> list[str]:
-    """Return the keys of the reward components: `reward/name` by name, or else `reward1`, `reward2`, … by number."""
+    """Return the sorted keys of the reward components: `reward/name`, or else `reward1`, `reward2` and so on."""
     keys = [key for key in batch if isinstance(key, str)]
     named = sorted(key for key in keys if key.startswith("reward/"))
     return named or sorted((key for key in keys if re.fullmatch(r"reward\d+", key)), key=lambda key: int(key[6:]))
 
 
 class _GroupComparison:
-    """The settings of a comparison of rewards with those of the same prompt."""
+    """A comparison of each reward with the rewards of the same prompt."""
 
     def __init__(self, estimator_config: Any, loss_config: Any = None) -> None:
         cfg = parse_settings(AdvEstimatorConfig, estimator_config)
         self.use_leave_one_out_baseline, self.normalize_rewards = cfg.use_leave_one_out_baseline, cfg.normalize_rewards
 
     def compare(self, prompt_ids: Tensor, rewards: Tensor, valid_mask: Tensor | None) -> Tensor:
-        """Return the reward of each sample relative to its prompt's, [B]."""
+        """Return the reward of each sample relative to the rewards of its prompt, [B]."""
         valid = torch.ones_like(rewards) if valid_mask is None else valid_mask
         baseline, deviation = calculate_baseline_and_std_per_prompt(
             prompt_ids, rewards, valid, self.use_leave_one_out_baseline
@@ -142,7 +141,7 @@ class _GroupComparison:
 
 
 class GRPOAdvantageEstimator(_GroupComparison):
-    """GRPO: the reward compared with those of the same prompt, at every token."""
+    """GRPO: the reward relative to the rewards of the same prompt, at every token."""
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None, **_: Any
@@ -152,7 +151,7 @@ class GRPOAdvantageEstimator(_GroupComparison):
 
 
 class GDPOAdvantageEstimator(_GroupComparison):
-    """GDPO: GRPO's comparison for each component of the reward, the weighted sum, and a normalisation of the batch."""
+    """GDPO: the weighted sum of GRPO's comparison for each reward component, normalised over the batch."""
 
     def __init__(self, estimator_config: Any, loss_config: Any = None) -> None:
         super().__init__(estimator_config, loss_config)
@@ -187,7 +186,7 @@ class GDPOAdvantageEstimator(_GroupComparison):
 
 
 class _RewardWithKL:
-    """The settings of a KL penalty in the reward, which an estimator takes from those of its loss."""
+    """The settings of a KL penalty in the reward, which come from the settings of the loss."""
 
     def __init__(self, loss_config: Any) -> None:
         cfg = parse_settings(ClippedPGLossConfig, loss_config)
@@ -242,7 +241,7 @@ class RawRewardAdvantageEstimator:
 
 
 class GeneralizedAdvantageEstimator(_RewardWithKL):
-    """GAE with the reward at the last token that counts, and VAPO's separate λ of returns and of advantages."""
+    """GAE with the reward at the last token that counts, and VAPO's separate λ for returns and for advantages."""
 
     def __init__(self, estimator_config: Any, loss_config: Any = None) -> None:
         super().__init__(loss_config)

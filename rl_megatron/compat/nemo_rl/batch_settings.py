@@ -22,7 +22,7 @@ class DynamicBatchingArgs(TypedDict, total=False):
         input_key: The key of the `[B, S]` token ids; default "input_ids".
         input_lengths_key: The key of the `[B]` lengths; default "input_lengths".
         group_size: Sequences that stay together, in order: 2 for preference pairs; default 1.
-        cost: The cost of a sequence, for the plan's statistics; default: its tokens.
+        cost: The cost of a sequence, for the plan's statistics; default: its number of tokens.
     """
 
     max_tokens_per_microbatch: Required[int]
@@ -42,10 +42,11 @@ class SequencePackingArgs(TypedDict, total=False):
         input_lengths_key: The key of the `[B]` lengths; default "input_lengths".
         algorithm: "balanced", the default, or a key of `rl_megatron.batching.packing.ALGORITHMS`.
         sequence_length_pad_multiple: Each sequence's length in the pack is a multiple of this; default 1.
-        microbatch_order: "packer", the default, for the order of the plan, or "largest_first" for each shard's
-            microbatches by their tokens, as in NeMo RL after 0.6.
+        microbatch_order: "packer", the default, keeps the plan's order; "largest_first" sorts each shard's microbatches
+            by descending tokens, as in NeMo RL after 0.6.
         group_size: Sequences that stay together, in order: 2 for preference pairs; default 1.
-        cost: The cost of a sequence. "balanced" distributes it evenly over packs and shards. Default: its tokens.
+        cost: The cost of a sequence. "balanced" distributes it evenly over packs and shards. Default: its number of
+            tokens.
     """
 
     max_tokens_per_microbatch: Required[int]

@@ -1,6 +1,6 @@
 """NeMo RL's `BatchedDataDict`: the core batch with sharding, microbatch iterators and in-place methods.
 
-The intended differences to `nemo_rl.distributed.batched_data_dict` are:
+The intended differences from `nemo_rl.distributed.batched_data_dict` are:
 
 - Settings are strict: an unknown key of `DynamicBatchingArgs` or `SequencePackingArgs` is an error that suggests the
   nearest key. Keys other than `max_tokens_per_microbatch` may be missing and then take defaults.
@@ -13,7 +13,8 @@ The intended differences to `nemo_rl.distributed.batched_data_dict` are:
   `RuleError` too. 0.6 drops keys that the first batch lacks.
 - Multimodal batches are not provided: `get_multimodal_dict` raises NotImplementedError, and there is no `PackedTensor`.
 - `get_batch` does not need a `batch_size` if microbatches were planned.
-- `reorder_data` and `truncate_tensors` return the batch. The latter does not change tensors that are short enough.
+- `reorder_data` and `truncate_tensors` return the batch. `truncate_tensors` does not change tensors that are short
+  enough.
 - `SlicedDataDict` is `BatchedDataDict` itself.
 
 Source: NVIDIA NeMo RL 0.3 to 0.8, its documentation of this module.
@@ -124,8 +125,8 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
             lacking = [i for i, batch in enumerate(batches) if sizes[i] and key not in batch]
             if lacking:
                 raise MissingKeyError(
-                    f"Key {key!r} is missing from non-empty batches {lacking}: remove it from the others, or add it to "
-                    "these"
+                    f"Key {key!r} is missing from non-empty batches {lacking}: remove it from all other batches, or "
+                    "add it to these"
                 )
         filled = [batch for batch, size in zip(batches, sizes, strict=True) if size]
         return super().from_batches(filled or [empty], pad_value_dict)
@@ -141,7 +142,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         """Return a copy of the `rank`-th of `chunks` equal parts: `[a, b, c, d]`, rank 1 of 2 → `[c, d]`.
 
         Raises:
-            RangeError: There is no such part.
+            RangeError: `rank` is not in 0 … chunks − 1.
             RuleError: The size is not a multiple of the number of parts.
         """
         size = self._equal_size()
@@ -178,7 +179,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
             pad_value_dict: The value of each key's padding; see `from_batches`.
 
         Raises:
-            ValueError: Ranks have different keys, or `from_batches` raises. Every rank raises it.
+            ValueError: Ranks have different keys, or `from_batches` raises. Every rank raises the error.
         """
         self._equal_size()
         ours = {
@@ -212,10 +213,10 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[Self] | tuple[list[Self], list[int]]:
-        """Split each step batch of `batch_size` sequences over the shards. A shard has its parts of all step batches.
+        """Split each step batch of `batch_size` sequences over the shards. A shard has its part of every step batch.
 
         `[a a b b c c d d]` with `shards=2, batch_size=4` → `[a a c c]`, `[b b d d]`. Each optimizer step (one step
-        batch) therefore uses the same sequences for every number of shards.
+        batch) therefore uses the same sequences whatever the number of shards.
 
         Args:
             shards: The number of data-parallel ranks.
@@ -230,7 +231,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
             them with `get_batch` and the plan's iterator.
 
         Raises:
-            RuleError: Both plans are requested, sizes do not divide, or a sequence exceeds the token budget.
+            RuleError: Both plans are requested, sizes are not divisible, or a sequence exceeds the token budget.
         """
         if allow_uneven_shards and batch_size is not None:
             raise RuleError("batch_size must be None if allow_uneven_shards is True")
@@ -311,7 +312,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         lengths = lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
         require(
             all(isinstance(length, int) and length >= 0 for length in lengths),
-            f"{key!r} must be whole numbers, none negative, got {shorten_value(lengths)}",
+            f"{key!r} must be whole numbers ≥ 0, got {shorten_value(lengths)}",
         )
         return lengths
 
@@ -334,12 +335,12 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
 
         Args:
             batch_idx: The number of the step batch.
-            batch_size: The number of sequences of a step batch on this shard. It is required, and used, only if no
-                microbatches were planned; a plan has the sizes of its step batches.
+            batch_size: The number of sequences of a step batch on this shard. It is required if no microbatches were
+                planned, and not used otherwise, because a plan has these sizes.
 
         Raises:
             RuleError: There is neither a plan nor a `batch_size`.
-            RangeError: There is no such step batch.
+            RangeError: `batch_idx` is out of range.
         """
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             if batch_size is None:
@@ -360,7 +361,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         """Return an iterator over consecutive slices of `microbatch_size` sequences.
 
         Raises:
-            RuleError: The size is not a multiple of `microbatch_size`. The call itself raises it, not the iterator.
+            RuleError: The size is not a multiple of `microbatch_size`. The call raises the error, not the iterator.
         """
         size = self._equal_size()
         _require_multiple(size, "Data dict size", microbatch_size, "the provided microbatch size")

@@ -1,7 +1,7 @@
 """NeMo RL's interface of environments, without Ray.
 
-`rollout.environment.name` takes a class of this interface. It answers one trajectory at a time, so its batches have one
-element, and its metrics come from `step`: `global_post_process_and_metrics` is never called.
+`rollout.environment.name` accepts a class with this interface. Its `step` is called for one trajectory at a time, so
+batches have one element. Metrics come from `step`, and `global_post_process_and_metrics` is never called.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     """An environment's answer to a batch of message logs.
 
     Attributes:
-        observations: A message for each.
-        metadata: What the next step gets for each.
-        next_stop_strings: Texts that end the next turn of each, or None.
-        rewards: The reward of each turn, [B].
-        terminateds: Whether each is at its end, [B].
-        answers: The answer that was read from each, or None.
+        observations: The environment's message for each log.
+        metadata: The metadata of each log for its next step.
+        next_stop_strings: The stop strings of each log's next turn, or None.
+        rewards: The reward of each log's last turn, [B].
+        terminateds: Whether each log is complete, [B].
+        answers: The answer that was extracted from each log, or None.
     """
 
     observations: list[dict[str, str]]

@@ -30,7 +30,7 @@ def answer(
 
     Raises:
         ImportError: `package` is installed and `replace` is false, or it is already imported. In the second case, code
-            that has imported it would keep using the other one.
+            that has imported it would keep using the installed package.
     """
     present = sys.modules.get(package)
     if isinstance(present, _Module):

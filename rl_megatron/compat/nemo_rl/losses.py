@@ -80,10 +80,10 @@ class ClippedPGLossFn(NeedsRank, losses.ClippedPGLossFn):
 
     @cached_property
     def metric_normalizations(self) -> dict[str, MetricNormalizer]:
-        """Return what each metric is divided by with the settings of the first reading, as in NeMo RL 0.8.
+        """Return the global count that divides each metric, as in NeMo RL 0.8, from the settings at the first access.
 
-        `positive_nll_loss` is divided by a count of tokens here. A loss per sequence with a
-        `positive_example_nll_weight` is divided by both counts, and by sequences according to this table.
+        Here, a count of tokens divides `positive_nll_loss`. A sequence-level loss with a `positive_example_nll_weight`
+        is divided by both counts, but this table lists sequences.
         """
         cfg, tokens, sequences = self.cfg, MetricNormalizer.TOKENS, MetricNormalizer.SEQUENCES
         of_loss = tokens if cfg.token_level_loss and cfg.fixed_sequence_length is None else sequences
@@ -110,7 +110,7 @@ class NLLLoss(NeedsRank, losses.NLLLoss):
 
 @settings_as_attributes(DPOLossConfig)
 class DPOLossFn(NeedsRank, losses.DPOLossFn):
-    """`rl_megatron.losses.DPOLossFn`, which also takes a recipe's whole `dpo` section as its settings."""
+    """`rl_megatron.losses.DPOLossFn`, which also accepts a recipe's whole `dpo` section as its settings."""
 
     def __init__(self, cfg: Any = None) -> None:
         if isinstance(cfg, Mapping):

@@ -24,7 +24,7 @@ Batch = TypeVar("Batch", bound=BatchedDataDict[Any])
 
 @dataclass(frozen=True)
 class RewardScalingConfig:
-    """The section `grpo.reward_scaling`: the interval that rewards come from, and the one that they are mapped to."""
+    """The section `grpo.reward_scaling`: the interval of the original rewards, and the one that they are mapped to."""
 
     enabled: bool = False
     source_min: float = 0.0
@@ -57,7 +57,7 @@ class RewardShapingConfig:
 def scale_rewards(repeated_batch: Batch, reward_scaling_cfg: Any) -> Batch:
     """Scale `total_reward` and the reward components linearly to the target interval, and return the batch.
 
-    Rewards outside the source interval are clamped to it first, and a warning says so.
+    Rewards outside the source interval are first clamped to it, with a warning.
     """
     cfg = parse_settings(RewardScalingConfig, reward_scaling_cfg)
     if not cfg.enabled:
@@ -76,7 +76,7 @@ def apply_reward_shaping(batch: Batch, cfg: Any) -> Batch:
     """Reduce `total_reward` of long or truncated responses, and return the batch.
 
     The penalty is `rl_megatron.rewards.functions.LengthPenalty`, which grows past `max_response_length`, as in NeMo RL.
-    The rewards before are kept as `unshaped_total_reward`. `stop_properly_penalty_coef` takes precedence.
+    The original rewards are kept as `unshaped_total_reward`. `stop_properly_penalty_coef` takes precedence.
 
     Raises:
         RuleError: A key that the settings need is missing, or a value is out of range.

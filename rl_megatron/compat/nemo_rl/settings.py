@@ -1,4 +1,4 @@
-"""NeMo RL's settings of losses: its defaults, its rules, and settings as attributes of a loss."""
+"""NeMo RL's loss settings: its defaults, its rules, and settings as attributes of a loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Setting:
 def settings_as_attributes(config: type, **kinds: type[Setting]) -> Callable[[LossClass], LossClass]:
     """Return a class decorator that makes every field of a config dataclass a `Setting` of the loss.
 
-    `kinds` has the subclass of `Setting` for each field that needs one.
+    `kinds` maps fields to subclasses of `Setting`; all other fields use `Setting`.
     """
 
     def add(loss: LossClass) -> LossClass:

@@ -1,1 +1,1 @@
-"""The kernels of the logprob operators: one module per backend with the same functions, and what they share."""
+"""The kernels of the logprob operators: one module per backend with the same functions, and shared helpers."""

@@ -13,7 +13,7 @@ def ordered_bits(x: Float[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
     """Return integers i with i(a) < i(b) exactly if a < b.
 
     The bits of numbers ≥ 0 are unchanged. For negative numbers, all bits except the sign are inverted. −0 is treated as
-    0, which it equals. NaN is beyond the infinity of its sign.
+    0, which it equals. NaN sorts beyond the infinity of its sign.
     """
     return _turn((x + 0.0).view(_INTEGERS[torch.finfo(x.dtype).bits]))
 

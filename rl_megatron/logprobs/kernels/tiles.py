@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-# Two tiles of this many elements exist at a time. On a CPU they have 4 MiB each in fp32, to fit the last-level cache;
-# smaller tiles would spend most time on starting operations. On a GPU they have 128 MiB each, to fill whole waves.
+# The elements of a scratch tile. On a CPU a tile has 4 MiB in fp32, so that two fit the last-level cache; with smaller
+# tiles, starting operations would take most of the time. On a GPU it has 128 MiB, to fill whole waves.
 TILE_ELEMENTS_CPU = 1 << 20
 TILE_ELEMENTS_CUDA = 1 << 25
 
@@ -21,7 +21,7 @@ TILE_ELEMENTS_CUDA = 1 << 25
 # shorter run than to split a block for it.
 SKIPPED_ELEMENTS = 1 << 16
 
-# The most numbers that one step of torch's vectorised loops takes, and the size below which torch uses one thread.
+# The most numbers that one step of torch's vectorised loops processes, and the size below which torch uses one thread.
 _VECTOR = 32
 _GRAIN = 32768
 
@@ -29,7 +29,7 @@ _GRAIN = 32768
 def row_blocks(active: Bool[Tensor, " rows"], num_columns: int) -> list[tuple[slice, bool]]:
     """Return (rows, skip) of consecutive blocks of rows that fill a tile. skip is true if all rows are inactive.
 
-    On a GPU this test would need a synchronisation, so every block counts as active there.
+    On a GPU this test would need a synchronisation, so every block counts as active.
     """
     tile_elements = TILE_ELEMENTS_CPU if active.device.type == "cpu" else TILE_ELEMENTS_CUDA
     size = max(1, tile_elements // num_columns)
@@ -63,7 +63,8 @@ def scratch_tiles(
     """Return `count` tiles as tall as the tallest block.
 
     They are allocated once, because page faults of repeated allocations would double the time. For `exponentials`, the
-    distance between rows is a multiple of `_VECTOR` for every thread. For `row_sums`, a tile has at least two rows.
+    row stride on a CPU is a multiple of `_VECTOR` times the number of threads. For `row_sums`, a tile has at least two
+    rows.
     """
     tallest = max((rows.stop - rows.start for rows, skip in blocks if not skip), default=0)
     width = num_columns
@@ -75,7 +76,7 @@ def scratch_tiles(
 
 
 def _rows_for_all_threads(width: int, device: torch.device) -> int:
-    """Return how many rows of `width` numbers keep every thread busy. With fewer, torch splits the work elsewhere."""
+    """Return how many rows of `width` numbers keep every thread busy. With fewer, torch splits the work differently."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     return 1 if threads == 1 else -(-threads * _GRAIN // width)
 

@@ -39,7 +39,7 @@ def row_stats(
         num_columns: The number of columns that are in the vocabulary, at most V_local. The others are padding.
         temperature: T of each row, [N], or None for 1.
         entropy: Whether t is needed; otherwise it is 0.
-        active: [N]. The results of inactive rows are undefined; such rows are skipped if that costs nothing.
+        active: [N]. The results of inactive rows are undefined, because some of these rows are skipped.
         threshold: [N] in fp32, or None. Logits below it, before the temperature, count as −inf in m, s and t.
     """
     num_rows = logits.shape[0]
@@ -163,7 +163,7 @@ def _load(block: Tensor, temperature: Tensor | None, threshold: Tensor | None, r
 
 
 def _zero_rows(gradient: Tensor, inactive: Tensor) -> None:
-    """Set inactive rows to 0. On a CPU only these rows are written; a GPU would have to wait to know their indices."""
+    """Set inactive rows to 0. On a CPU only these rows are written; for a GPU, the host would wait for the indices."""
     if inactive.device.type != "cpu":
         gradient.masked_fill_(inactive[:, None], 0.0)
     elif inactive.any():

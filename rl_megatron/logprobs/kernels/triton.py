@@ -1,9 +1,9 @@
 """The kernels in Triton: one program per row, one read of the logits forward, one read and one write backward.
 
-Three further kernels compute what a row needs besides its logits. torch would start dozens of kernels for it, and for a
-few thousand rows that takes longer than reading the logits.
+Three further kernels do the remaining work per row. torch would launch dozens of kernels for it, which takes longer
+than reading the logits of a few thousand rows.
 
-The functions have the same contract as those of `kernels/torch.py`, where it is documented. x is z · (1/T), one
+`kernels/torch.py` documents the contract of the functions, which both modules share. x is z · (1/T), one
 multiplication per logit. All x of a row share the rounding of 1/T, which cancels between them. Nothing is tuned at run
 time and there are no atomics, so a row's bits depend only on its own logits and the number of columns. A product and a
 sum are fused only in explicit `fma` calls: x − M must be exactly 0 for the likeliest column, and a product that is not
@@ -13,8 +13,8 @@ Import this module only if triton is needed. On a CPU it runs in Triton's interp
 before the first import of triton.
 """
 
-# Triton types a launch as a call of the Python function without the launch's own keywords. A kernel also branches on
-# constants that decide which names are bound. Type checkers do not know either, so kernels' annotations are not hints.
+# Triton's type hints describe a kernel launch as a plain call, without launch keywords such as num_warps. Kernels also
+# bind names only under some constexpr conditions. Type checkers understand neither, so these rules are off.
 # pyright: reportCallIssue=false, reportUnboundVariable=false
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # e and 2 to this power are exactly 0 in fp32. Exponents that are factors are clamped to it to avoid 0 · (−inf).
 LOWEST_EXPONENT = tl.constexpr(-1000.0)
 
-ROWS = 256  # of a program that reads no logits
+ROWS = 256  # per program of a kernel that reads no logits
 LANE = tl.constexpr(8)  # neighbouring columns that one thread reads at a time: 128 bits of bf16
 
 
@@ -85,9 +85,9 @@ def write_row_gradients(
 ) -> None:
     """Write dL/dlogits into `out`, which may be `logits`. See `torch_kernels.write_row_gradients` for the formula.
 
-    A single target column is handled in the pass over the columns. The values of several are computed before the first
-    write and stored after the last one. A column may then be given several times; its gradients are summed in the order
-    given.
+    A single target column is handled in the pass over the columns. The gradients at several target columns are computed
+    before the first write and stored after the last one. A column may then be given several times; its gradients are
+    summed in the order given.
     """
     if _needs_torch(logits):
         torch_kernels.write_row_gradients(
@@ -115,7 +115,7 @@ def gather_columns(
     columns: Int[Tensor, "rows ids"],
     temperature: Float[Tensor, " rows"] | None,
 ) -> Float[Tensor, "rows ids"]:
-    """Return `torch_kernels.gather_columns`, with x rounded like in these kernels."""
+    """Return `torch_kernels.gather_columns`, with x rounded as in these kernels."""
     if _needs_torch(logits):
         return torch_kernels.gather_columns(logits, columns, temperature)
     x = torch_kernels.gather_columns(logits, columns, None)
@@ -173,8 +173,8 @@ def target_slopes(
 def choose_block(num_columns: int) -> tuple[int, int]:
     """Return (columns per step, warps) of a program.
 
-    A thread has 16 columns of a step: two 128-bit loads of bf16 in flight. Eight warps are for rows of 65536 columns or
-    more, of which there are few. On an H200, more loads per thread or prefetched blocks were no faster.
+    A thread processes 16 columns per step: two 128-bit loads of bf16 in flight. Rows of 65536 columns or more, of which
+    there are few, use eight warps. On an H200, more loads per thread or prefetched blocks were no faster.
     """
     block = min(max(LANE.value, 1 << (num_columns - 1).bit_length()), 4096 if num_columns >= 1 << 16 else 2048)
     return block, max(1, block // 512)
@@ -196,7 +196,7 @@ def _pack(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _choose_grid(num_rows: int) -> tuple[int]:
-    """Return the grid of a kernel whose programs have `ROWS` rows. An empty grid could not be launched."""
+    """Return the grid of a kernel whose programs process `ROWS` rows each. An empty grid could not be launched."""
     return (max(1, -(-num_rows // ROWS)),)
 
 
@@ -279,8 +279,8 @@ def _accumulate(z, lowest, scale, m, weights, moments, ENTROPY: tl.constexpr):
 @triton.jit
 @no_type_check
 def _move_maximum(m, raised, scale, weights, moments, ENTROPY: tl.constexpr):
-    """Return the factor of each lane's s if its maximum m becomes `raised`, and its t with it."""
-    # A lane whose logits so far are −inf has the sums 0, and keeps them. Its shift must be finite: 0 · ∞ is NaN.
+    """Return the factor of each lane's s, and its new t, if its maximum m rises to `raised`."""
+    # The sums of a lane whose logits so far are all −inf are 0 and stay 0. Its shift must be finite: 0 · ∞ is NaN.
     shift = tl.where(m == -float("inf"), 0.0, (m - raised) * scale)
     decay = tl.exp2(shift)
     if ENTROPY:

@@ -136,10 +136,10 @@ def test_the_whole_vocabulary_as_the_top_k_gives_the_kl_of_both_distributions():
     [
         ({"no logprobs": True}, "has no prompt_logprobs.*/tokenize and prompt_logprobs of its completions"),
         ({"max_logprobs": 3}, r"max allowed: 3.*--max-logprobs.*lower algorithm.top_k"),
-        ({"gives": 2}, r"has \d prompt_logprobs of token \d+, and needs 4"),
+        ({"gives": 2}, r"has \d prompt_logprobs of token \d+, but needs 4"),
         ({"no own": True}, "with that of the token"),
         ({"tokenizer": True}, "another tokenizer than the student"),
-        ({"max_model_len": 5}, "reads at most 4 tokens, and the data has sequences of up to 5"),
+        ({"max_model_len": 5}, "reads at most 4 tokens, but the data has sequences of up to 5"),
         ({"busy": 99}, "answered with status 503"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -88,10 +88,10 @@ def test_every_sequence_of_the_batch_gets_the_same_point_and_count():
         ((4, 3), {}, None),
         ((90, 10), {"undesirable_weight": 8.0}, None),
         ((50, 50), {"undesirable_weight": 0.0}, None),
-        ((90, 10), {}, "90 desirable and 10 undesirable answers .* loss.desirable_weight from 0.111 to 0.148 does"),
-        ((10, 90), {}, "loss.desirable_weight from 9 to 12 does"),
-        ((7, 0), {}, "all 7 answers are desirable; .* with undesirable ones"),
-        ((0, 7), {}, "all 7 answers are undesirable; .* with desirable ones"),
+        ((90, 10), {}, "90 desirable and 10 undesirable answers .* set loss.desirable_weight to 0.111 … 0.148"),
+        ((10, 90), {}, "set loss.desirable_weight to 9 … 12"),
+        ((7, 0), {}, "all 7 answers are desirable; .* with undesirable answers"),
+        ((0, 7), {}, "all 7 answers are undesirable; .* with desirable answers"),
     ],
 )
 def test_labels_of_very_different_influence_are_warned_about(counts, weights, words):

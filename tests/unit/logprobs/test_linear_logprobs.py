@@ -93,7 +93,7 @@ def test_chunk_tokens_are_block_tokens():
     assert torch.equal(linear_logprobs(hidden, weight, targets, chunk_tokens=2).logprobs, blocks.logprobs)
     with pytest.raises(ValueError, match="block_tokens=0 must be at least 1"):
         linear_logprobs(hidden, weight, targets, chunk_tokens=0)
-    with pytest.raises(ValueError, match="block_tokens=3 and chunk_tokens=2 are two names of one number"):
+    with pytest.raises(ValueError, match="block_tokens=3 and chunk_tokens=2 differ; give only one"):
         linear_logprobs(hidden, weight, targets, block_tokens=3, chunk_tokens=2)
 
 
@@ -175,7 +175,7 @@ def test_a_known_number_of_counted_rows_changes_no_result(most_counted):
 
 def test_more_counted_rows_than_were_announced_are_refused():
     hidden, weight, targets, _, _ = random_case()
-    with pytest.raises(ValueError, match="most_counted=3, but .* rows of the ranks count"):
+    with pytest.raises(ValueError, match="most_counted=3 is too small: .* rows count on the ranks"):
         linear_logprobs(hidden, weight, targets, most_counted=3)
 
 

@@ -131,7 +131,7 @@ def test_nothing_of_the_logits_size_is_allocated(monkeypatch):
 
 
 def test_bad_settings_are_named():
-    with pytest.raises(ValueError, match="top_k=0 must be at least 1, or None"):
+    with pytest.raises(ValueError, match="top_k=0 must be a whole number of at least 1, or None"):
         SamplingFilter(top_k=0)
     for top_p in (0.0, 1.1):
         with pytest.raises(ValueError, match=rf"top_p={top_p} must lie in \(0, 1\]"):
